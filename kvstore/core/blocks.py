@@ -1,0 +1,122 @@
+"""One row a block: who it is, which tiers hold it, whose child it is. Columns only, no object a block.
+
+A row is FREE, RESERVED (a writer fills it), LIVE (readable in at least one tier) or a HOLE: a block whose
+bytes are gone while children of it stay. A hole is a miss; the next put of its key fills it, and everything
+below it is a hit again.
+
+Columns are allocated at their full length as zero pages, so that memory is taken only by rows in use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.keys import Keys
+from kvstore.types import MAX_KEY_BYTES
+
+FREE, RESERVED, LIVE, HOLE = range(4)
+
+Rows = npt.NDArray[np.int64]
+
+
+class Blocks:
+    """Room for `capacity` blocks over `tiers` tiers; at most 2**31 - 2."""
+
+    def __init__(self, capacity: int, tiers: int) -> None:
+        self.capacity = capacity
+        self.words = np.zeros((capacity, MAX_KEY_BYTES // 8), np.uint64)
+        self.key_bytes = np.zeros(capacity, np.uint8)
+        self.namespace = np.zeros(capacity, np.uint16)
+        self.state = np.zeros(capacity, np.uint8)
+        self.pinned = np.zeros(capacity, np.bool_)
+        self.moving = np.zeros(capacity, np.uint8)
+        self.parent = np.zeros(capacity, np.int32)
+        self.children = np.zeros(capacity, np.int32)
+        self.checksum = np.zeros(capacity, np.uint64)
+        self.slot = np.zeros((tiers, capacity), np.int32)
+        self._spare = np.zeros(1024, np.int32)
+        self._spares = 0
+        self._fresh = 0
+
+    @property
+    def used(self) -> int:
+        """Rows that are not FREE."""
+        return self._fresh - self._spares
+
+    def take(self, namespace: int, keys: Keys, which: Rows) -> Rows:
+        """RESERVED rows for the keys numbered `which`, in no tier and without a parent; fewer when full."""
+        n = min(len(which), self.capacity - self.used)
+        reused = min(n, self._spares)
+        self._spares -= reused
+        # Rows leave in the reverse of the order in which they came, so that a chain dropped tail first
+        # and stored again lies in ascending rows.
+        rows = np.concatenate(
+            (
+                self._spare[self._spares : self._spares + reused][::-1].astype(np.int64),
+                np.arange(self._fresh, self._fresh + n - reused, dtype=np.int64),
+            )
+        )
+        self._fresh += n - reused
+        words = keys.words
+        if len(words) > n:
+            words = words[which[:n]]
+        self.words[rows] = 0
+        self.words[rows, : words.shape[1]] = words
+        self.key_bytes[rows] = keys.size
+        self.namespace[rows] = namespace
+        self.state[rows] = RESERVED
+        self.parent[rows] = -1
+        self.slot[:, rows] = -1
+        return rows
+
+    def give_back(self, rows: Rows) -> None:
+        """Makes rows FREE. They must be out of the index, out of every tier and without children."""
+        self.state[rows] = FREE
+        self.pinned[rows] = False
+        self.moving[rows] = 0
+        self.children[rows] = 0
+        end = self._spares + len(rows)
+        if end > len(self._spare):
+            self._spare = np.resize(self._spare, max(end, 2 * len(self._spare)))
+        self._spare[self._spares : end] = rows
+        self._spares = end
+
+    def matches(self, rows: Rows, namespace: int, keys: Keys, which: Rows | None = None) -> npt.NDArray[np.bool_]:
+        """Whether each row holds exactly the key of that number (numbers 0, 1, ... if `which` is None)."""
+        words = keys.words if which is None else keys.words[which]
+        same: npt.NDArray[np.bool_] = (self.words[rows, : words.shape[1]] == words).all(axis=1)
+        same &= self.namespace[rows] == namespace
+        same &= self.key_bytes[rows] == keys.size
+        return same
+
+    def is_key(self, row: int, namespace: int, key: bytes) -> bool:
+        """Whether one row holds exactly this key."""
+        return (
+            self.words[row].tobytes()[: len(key)] == key
+            and self.key_bytes[row] == len(key)
+            and self.namespace[row] == namespace
+        )
+
+    def key(self, row: int) -> bytes:
+        """The key that a row holds."""
+        return self.words[row].tobytes()[: int(self.key_bytes[row])]
+
+    def ram_bytes(self) -> int:
+        """Bytes that the rows used so far take, columns and spare list."""
+        per_row = sum(
+            c.itemsize * (c.shape[1] if c.ndim == 2 else 1)
+            for c in (
+                self.words,
+                self.key_bytes,
+                self.namespace,
+                self.state,
+                self.pinned,
+                self.moving,
+                self.parent,
+                self.children,
+                self.checksum,
+            )
+        )
+        per_row += self.slot.itemsize * len(self.slot)
+        return per_row * self._fresh + self._spare.nbytes

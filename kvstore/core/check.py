@@ -1,0 +1,93 @@
+"""The invariants, asserted over the whole state. Slow on purpose; used by tests after every event."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED
+
+if TYPE_CHECKING:
+    from kvstore.core.placement import Placement
+    from kvstore.core.residency import Residency
+
+
+def check(placement: Placement) -> None:
+    """Raises AssertionError naming the invariant that does not hold."""
+    r = placement.residency
+    _check_rows(r)
+    for tier in range(len(r.tiers)):
+        _check_tier(placement, tier)
+    reserved = np.concatenate([x.rows[x.alive] for x in placement.reservations.values()] or [np.empty(0, int)])
+    state = r.blocks.state
+    assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), "reserved without a writer"
+    answered = set(placement.waiting) & set(placement.stalled)
+    assert not answered, "a request waits twice"
+    for row, requests in placement._wanted_by.items():
+        for request in requests:
+            assert row in placement.waiting[request].missing, "a waiter is told of a row it does not want"
+
+
+def _check_rows(r: Residency) -> None:
+    b = r.blocks
+    used = np.flatnonzero(b.state != FREE)
+    assert len(used) == b.used == r.index.count, "rows, free rows and index disagree"
+    for row in used.tolist():
+        assert r.index.find_one(int(b.namespace[row]), b.key(row)) == row, "a row is not found by its key"
+    somewhere = (b.slot[:, used] >= 0).any(axis=0)
+    assert (somewhere == (b.state[used] == LIVE)).all(), "a live block in no tier, or a dead one in some"
+    parents = b.parent[used]
+    parents = parents[parents >= 0]
+    assert (b.state[parents] != FREE).all(), "a parent left before its child"
+    count = np.bincount(parents, minlength=b.capacity)
+    assert (count[used] == b.children[used]).all(), "children miscounted"
+    holes = used[b.state[used] == HOLE]
+    assert (b.children[holes] > 0).all(), "a hole without children"
+    for namespace in np.unique(b.namespace[used]).tolist():
+        n = int((b.namespace[holes] == namespace).sum())
+        assert r.holes[namespace] == n, "holes miscounted"
+    assert set(r.pins) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
+
+
+def _check_tier(placement: Placement, tier: int) -> None:
+    r = placement.residency
+    extents, slot = r.tiers[tier].extents, r.blocks.slot[tier]
+    assert extents.capacity_bytes <= extents.limit_bytes, "more extents than the limit allows"
+    assert extents.used_bytes <= extents.limit_bytes, "over the limit"
+    live = np.flatnonzero(r.blocks.state != FREE)
+    rows = live[slot[live] >= 0]
+    assert len(set(slot[rows].tolist())) == len(rows), "a slot has two owners"
+    assert (extents.owner[slot[rows]] == rows).all(), "a slot does not know its owner"
+    assert int((extents.owner >= 0).sum()) == len(rows), "a slot is owned by a row that is elsewhere"
+    refs = np.zeros(len(extents.refs), np.int64)
+    for slots in _references(placement, tier):
+        np.add.at(refs, slots, 1)
+    for retired in extents.retired:
+        refs[retired] += 1
+    assert (refs == extents.refs).all(), "references miscounted"
+    free = {int(s) for c in extents.classes.values() for s in c.stack[: c.free].tolist()}
+    assert len(free) == sum(c.free for c in extents.classes.values()), "a slot is free twice"
+    for slot_class in extents.classes.values():
+        numbers = np.concatenate([extents.slots_of(e) for e in slot_class.extents])
+        unused = (extents.owner[numbers] < 0) & (extents.refs[numbers] == 0)
+        assert set(numbers[unused].tolist()) == free & set(numbers.tolist()), "used + free is not capacity"
+        known = len(r.tiers[tier].policies.get(slot_class.slot_bytes, ()))
+        owned = int((extents.owner[numbers] >= 0).sum())
+        assert known == owned, "the policy knows other blocks than the tier holds"
+
+
+def _references(placement: Placement, tier: int) -> list[np.ndarray]:  # type: ignore[type-arg]
+    """All slots of a tier that somebody refers to, once a reference."""
+    out = []
+    for transfer in placement.transfers.under_way.values():
+        if transfer.source == tier:
+            out.append(transfer.source_slots)
+        if transfer.target == tier:
+            out.append(transfer.target_slots)
+    if tier == 0:
+        out += [x.slots for x in placement.leases.values()]
+        out += [x.slots for x in placement.reservations.values()]
+        out += [x.slots[x.slots >= 0] for x in placement.waiting.values()]
+        out += [slots for _, slots, _ in placement.probes.values()]
+    return out

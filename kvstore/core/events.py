@@ -1,0 +1,213 @@
+"""Everything that can happen to placement. The shell turns requests, results and time into these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.keys import Keys
+
+OK, CORRUPT, FAILED = range(3)
+"""How one block of a copy ended: bytes arrived; they do not match their checksum; the device refused."""
+
+
+@dataclass(slots=True)
+class OpenNamespace:
+    """Namespace number `namespace` exists, its payloads are `block_bytes` long."""
+
+    request: int
+    namespace: int
+    block_bytes: int
+
+
+@dataclass(slots=True)
+class Reserve:
+    """Room for those of `keys` (one chain, in order) that are not stored yet. `parent` is before the first."""
+
+    request: int
+    client: int
+    namespace: int
+    keys: Keys
+    parent: bytes
+    deadline: float
+
+
+@dataclass(slots=True)
+class Commit:
+    """The writer has filled these slots of its reservation; `checksums` has one entry a granted key.
+
+    `written` marks the granted keys that were filled; the others are given up.
+    """
+
+    request: int
+    client: int
+    lease: int
+    checksums: npt.NDArray[np.uint64]
+    written: npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Abort:
+    """The writer gives its reservation up."""
+
+    client: int
+    lease: int
+
+
+@dataclass(slots=True)
+class Acquire:
+    """Slots of the longest stored prefix of `keys`, promoted where needed, by `deadline`."""
+
+    request: int
+    client: int
+    namespace: int
+    keys: Keys
+    deadline: float
+
+
+@dataclass(slots=True)
+class Release:
+    """The reader is done with its lease."""
+
+    client: int
+    lease: int
+
+
+@dataclass(slots=True)
+class Lookup:
+    """How many leading keys are stored."""
+
+    request: int
+    namespace: int
+    keys: Keys
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """Bring the stored prefix into the serving tier, as far as there is room; nobody waits."""
+
+    request: int
+    namespace: int
+    keys: Keys
+
+
+@dataclass(slots=True)
+class Pin:
+    """Keep the stored prefix until `until`."""
+
+    request: int
+    namespace: int
+    keys: Keys
+    until: float
+
+
+@dataclass(slots=True)
+class Unpin:
+    """Undo Pin."""
+
+    request: int
+    namespace: int
+    keys: Keys
+
+
+@dataclass(slots=True)
+class Invalidate:
+    """These keys must be misses from now on."""
+
+    request: int
+    namespace: int
+    keys: Keys
+
+
+@dataclass(slots=True)
+class Suspect:
+    """A reader saw bytes that do not match their checksum under these keys. It waits for no answer."""
+
+    namespace: int
+    keys: Keys
+    request: int = 0
+
+
+@dataclass(slots=True)
+class ClientLost:
+    """A connection ended; what it held is free at once."""
+
+    client: int
+
+
+@dataclass(slots=True)
+class CopyDone:
+    """A copy ended; `results` has OK, CORRUPT or FAILED for each of its blocks."""
+
+    transfer: int
+    results: npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class ProbeDone:
+    """Whether the probed slots still match their checksums."""
+
+    probe: int
+    good: npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class ExtentReady:
+    """An extent of tier number `tier` can be used. `slot_bytes` is 0 unless it was cut in an earlier life."""
+
+    tier: int
+    extent: int
+    slot_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Restore:
+    """Blocks that tier number `tier` already holds, coldest last. One entry a block in every column."""
+
+    tier: int
+    namespace: npt.NDArray[np.uint32]
+    keys: npt.NDArray[np.uint8]
+    key_bytes: npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.uint8]
+    parent_bytes: npt.NDArray[np.uint8]
+    extent: npt.NDArray[np.uint32]
+    index: npt.NDArray[np.uint32]
+    version: npt.NDArray[np.uint64]
+    checksum: npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class Flush:
+    """Write everything down that only the serving tier holds (before a stop)."""
+
+
+@dataclass(slots=True)
+class Tick:
+    """Time has passed."""
+
+    _: None = field(default=None, repr=False)
+
+
+Event = (
+    OpenNamespace
+    | Reserve
+    | Commit
+    | Abort
+    | Acquire
+    | Release
+    | Lookup
+    | Prefetch
+    | Pin
+    | Unpin
+    | Invalidate
+    | Suspect
+    | ClientLost
+    | CopyDone
+    | ProbeDone
+    | ExtentReady
+    | Restore
+    | Flush
+    | Tick
+)

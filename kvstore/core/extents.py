@@ -1,0 +1,229 @@
+"""Slots: the one allocator of every tier. An extent is given to one slot size and cut into equal slots.
+
+Slots carry flat numbers within their tier. A slot is in use while a row owns it or somebody refers to it
+(a lease, a reservation, a copy under way), and free otherwise: so a dropped block's slot is never reused
+under a reader. Free space is counted here, never stored.
+
+Not covered: what the bytes are, and where they physically are; the shell knows that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.types import Geometry
+
+Slots = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class SlotClass:
+    """All extents of one slot size: which ones, and a stack of their free slots."""
+
+    slot_bytes: int
+    extents: list[int] = field(default_factory=list)
+    total: int = 0
+    free: int = 0
+    stack: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(64, np.int32))
+
+    def push(self, slots: Slots) -> None:
+        """Slots that became free."""
+        end = self.free + len(slots)
+        if end > len(self.stack):
+            self.stack = np.resize(self.stack, max(end, 2 * len(self.stack)))
+        self.stack[self.free : end] = slots
+        self.free = end
+
+    def pop(self, n: int) -> Slots:
+        """Up to n free slots, those freed last first."""
+        n = min(n, self.free)
+        self.free -= n
+        return self.stack[self.free : self.free + n][::-1].astype(np.int64)
+
+
+class Extents:
+    """Extents of `extent_bytes` up to `limit_bytes`. `max_slots` bounds the columns."""
+
+    def __init__(self, limit_bytes: int, extent_bytes: int, table: bool, max_slots: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.extent_bytes = extent_bytes
+        self.table = table
+        self.owner = np.full(0, -1, np.int32)
+        self.refs = np.zeros(0, np.int32)
+        self.version = np.zeros(0, np.uint32)
+        self.extent = np.zeros(0, np.uint16)
+        self._max_slots = max_slots
+        self._base: dict[int, int] = {}
+        self._bases = np.zeros(limit_bytes // extent_bytes + 1, np.int64)
+        self._ranges: list[tuple[int, int]] = []
+        self.unassigned: list[int] = []
+        self.ready: set[int] = set()
+        self.classes: dict[int, SlotClass] = {}
+        self.retired: set[int] = set()
+
+    # -- extents
+
+    def add(self, extent: int) -> None:
+        """An extent has become usable. Raises AssertionError beyond the limit: never exceed."""
+        assert extent not in self.ready
+        self.ready.add(extent)
+        assert len(self.ready) * self.extent_bytes <= self.limit_bytes
+        self.unassigned.append(extent)
+        self.unassigned.sort(reverse=True)
+
+    def slots_of(self, extent: int) -> Slots:
+        """The flat numbers of an assigned extent's slots."""
+        base = self._base[extent]
+        return np.arange(base, base + self.geometry(int(self._class_of(extent))).slots)
+
+    def geometry(self, slot_bytes: int) -> Geometry:
+        """How an extent of this tier is cut for a slot size."""
+        return Geometry(self.extent_bytes, slot_bytes, self.table)
+
+    def _class_of(self, extent: int) -> int:
+        return next(size for size, c in self.classes.items() if extent in c.extents)
+
+    def assign(self, slot_bytes: int, extent: int | None = None) -> int | None:
+        """Gives an unassigned extent (or the one named) to a slot size; None when there is none."""
+        slots = self.geometry(slot_bytes).slots
+        if extent is None:
+            if not self.unassigned or not slots:
+                return None
+            extent = self.unassigned[-1]
+        base = self._range(slots)
+        if base is None:
+            return None
+        self.unassigned.remove(extent)
+        self._base[extent] = self._bases[extent] = base
+        numbers = np.arange(base, base + slots)
+        self.extent[numbers] = extent
+        pool = self.classes.setdefault(slot_bytes, SlotClass(slot_bytes))
+        pool.extents.append(extent)
+        pool.total += slots
+        # Highest first: the stack then hands slots out in ascending order, so that a batch lies in a row.
+        pool.push(numbers[::-1])
+        return extent
+
+    def withdraw(self, extent: int) -> None:
+        """Takes an extent whose slots are all free away from its slot size."""
+        size = self._class_of(extent)
+        numbers = self.slots_of(extent)
+        assert (self.owner[numbers] < 0).all()
+        assert not self.refs[numbers].any()
+        pool = self.classes[size]
+        stack = pool.stack[: pool.free]
+        kept = stack[self.extent[stack] != extent]
+        pool.stack[: len(kept)] = kept
+        pool.free = len(kept)
+        pool.extents.remove(extent)
+        pool.total -= len(numbers)
+        if not pool.extents:
+            del self.classes[size]
+        self._ranges.append((int(numbers[0]), len(numbers)))
+        del self._base[extent]
+        self.unassigned.append(extent)
+
+    def _range(self, count: int) -> int | None:
+        for i, (base, length) in enumerate(self._ranges):
+            if length >= count:
+                del self._ranges[i]
+                if length > count:
+                    self._ranges.append((base + count, length - count))
+                return base
+        base, end = len(self.owner), len(self.owner) + count
+        if end > self._max_slots:
+            return None
+        self.owner = np.concatenate((self.owner, np.full(count, -1, np.int32)))
+        self.refs = np.concatenate((self.refs, np.zeros(count, np.int32)))
+        self.version = np.concatenate((self.version, np.zeros(count, np.uint32)))
+        self.extent = np.concatenate((self.extent, np.zeros(count, np.uint16)))
+        return base
+
+    # -- slots
+
+    def free(self, slot_bytes: int) -> int:
+        """Free slots of a size, not counting unassigned extents."""
+        pool = self.classes.get(slot_bytes)
+        return pool.free if pool else 0
+
+    def take(self, slot_bytes: int, n: int) -> Slots:
+        """Up to n free slots, each with one reference and a new version; the taker owns that reference."""
+        slots = self.classes[slot_bytes].pop(n)
+        self.refs[slots] = 1
+        self.version[slots] += 1
+        return slots
+
+    def hold(self, slots: Slots) -> None:
+        """One more reference on each (slots distinct)."""
+        self.refs[slots] += 1
+
+    def release(self, slots: Slots) -> None:
+        """One reference less on each (slots distinct); those that nobody owns become free."""
+        self.refs[slots] -= 1
+        assert (self.refs[slots] >= 0).all()
+        self._free_unused(slots)
+
+    def own(self, slots: Slots, rows: Slots) -> None:
+        """From now on the rows own these slots."""
+        self.owner[slots] = rows
+
+    def disown(self, slots: Slots) -> None:
+        """Nobody owns these slots any longer; those without references become free."""
+        self.owner[slots] = -1
+        self._free_unused(slots)
+
+    def retire(self, slots: Slots) -> None:
+        """Quarantine: disowned, and never handed out again by this run."""
+        self.owner[slots] = -1
+        self.refs[slots] += 1
+        self.retired.update(slots.tolist())
+
+    def _free_unused(self, slots: Slots) -> None:
+        unused = slots[(self.refs[slots] == 0) & (self.owner[slots] < 0)]
+        if len(unused):
+            self.classes[self.class_size(unused)].push(unused)
+
+    def class_size(self, slots: npt.NDArray[np.signedinteger]) -> int:
+        """The slot size of slots that share one."""
+        if len(self.classes) == 1:
+            return next(iter(self.classes))
+        return self._class_of(int(self.extent[slots[0]]))
+
+    def where(self, slots: Slots) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """(extent, index within it) of each slot."""
+        extents = self.extent[slots]
+        return extents.astype(np.uint32), (slots - self._bases[extents]).astype(np.uint32)
+
+    def slots_at(self, extents: Slots, indexes: Slots) -> Slots:
+        """The inverse of `where`, for extents that are assigned."""
+        return self._bases[extents] + indexes
+
+    def claim(self, slot_bytes: int, slots: Slots, rows: Slots, versions: Slots) -> None:
+        """Start-up: these free slots turn out to be owned."""
+        pool = self.classes[slot_bytes]
+        self.owner[slots] = rows
+        self.version[slots] = versions
+        stack = pool.stack[: pool.free]
+        kept = stack[self.owner[stack] < 0]
+        pool.stack[: len(kept)] = kept
+        pool.free = len(kept)
+
+    # -- counting
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all usable extents; never above the limit."""
+        return len(self.ready) * self.extent_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum((c.total - c.free) * c.slot_bytes for c in self.classes.values())
+
+    def ram_bytes(self) -> int:
+        """Bytes of the columns and stacks."""
+        columns = self.owner.nbytes + self.refs.nbytes + self.version.nbytes + self.extent.nbytes
+        return columns + sum(c.stack.nbytes for c in self.classes.values())

@@ -1,0 +1,286 @@
+"""From (namespace, key) to row: 64-byte buckets of eight (fingerprint, row) pairs, two choices of bucket.
+
+The fingerprint only finds candidates; the row's full key decides, so that no two keys are ever taken for
+one another. Batches above `VECTOR_FROM` keys go through numpy, smaller ones through plain integers: each is
+the faster one on its side. Growth moves a few thousand buckets with every insertion, never all at once.
+
+Hash: multiply-and-add of the key's words with secret odd factors (a universal family), then a mixer.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.keys import Keys
+from kvstore.types import MAX_KEY_BYTES
+
+VECTOR_FROM = 12
+_WAYS = 8
+_GROW_AT = 0.6
+_MOVE_BUCKETS = 1024
+_MASK64 = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+_SPREAD = 0x5BD1E995
+
+U64 = npt.NDArray[np.uint64]
+
+
+def _splitmix(seed: int, n: int) -> list[int]:
+    """n well mixed 64-bit numbers from one seed."""
+    out = []
+    for i in range(1, n + 1):
+        z = (seed + i * _MIX) & _MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+        out.append(z ^ (z >> 31))
+    return out
+
+
+class _Table:
+    """`buckets` (a power of two) of 16 u32: eight fingerprints, then eight rows. Fingerprint 0: empty."""
+
+    def __init__(self, buckets: int) -> None:
+        self.mask = buckets - 1
+        self.cells = np.zeros((buckets, 2 * _WAYS), np.uint32)
+        self.flat = memoryview(self.cells).cast("B").cast("I")
+
+
+class Index:
+    """The index over the rows of `blocks`. `seed` is a secret 64-bit number of this daemon's run."""
+
+    def __init__(self, blocks: Blocks, seed: int, buckets: int = 1 << 12) -> None:
+        self._blocks = blocks
+        width = MAX_KEY_BYTES // 8
+        factors = [f | 1 for f in _splitmix(seed, width + 2)]
+        self._factors = factors[:width]
+        self._vector_factors = np.array(self._factors, np.uint64)
+        self._namespace_factor, self._size_factor = factors[width:]
+        self._table = _Table(buckets)
+        self._old: _Table | None = None
+        self._moved = 0
+        self._overflow: dict[int, list[int]] = {}
+        self.count = 0
+
+    # -- hashing
+
+    def _start(self, namespace: int, size: int) -> int:
+        return (namespace * self._namespace_factor + size * self._size_factor + 1) & _MASK64
+
+    def _hash_one(self, namespace: int, key: bytes) -> int:
+        h = self._start(namespace, len(key))
+        for i, factor in enumerate(self._factors[: -(-len(key) // 8)]):
+            h += int.from_bytes(key[8 * i : 8 * i + 8], "little") * factor
+        h &= _MASK64
+        h = ((h ^ (h >> 32)) * _MIX) & _MASK64
+        return h ^ (h >> 29)
+
+    def _hash(self, starts: U64 | np.uint64, words: U64) -> U64:
+        h = words @ self._vector_factors[: words.shape[1]] + starts
+        h ^= h >> np.uint64(32)
+        h *= np.uint64(_MIX)
+        h ^= h >> np.uint64(29)
+        return h
+
+    def _hash_keys(self, namespace: int, keys: Keys) -> U64:
+        return self._hash(np.uint64(self._start(namespace, keys.size)), keys.words)
+
+    def _hash_rows(self, rows: Rows) -> U64:
+        blocks = self._blocks
+        with np.errstate(over="ignore"):
+            starts = (
+                blocks.namespace[rows].astype(np.uint64) * np.uint64(self._namespace_factor)
+                + blocks.key_bytes[rows].astype(np.uint64) * np.uint64(self._size_factor)
+                + np.uint64(1)
+            )
+        return self._hash(starts, blocks.words[rows])
+
+    # -- finding
+
+    def find(self, namespace: int, keys: Keys) -> Rows:
+        """The row of each key, -1 where there is none."""
+        if keys.n < VECTOR_FROM:
+            return np.array([self.find_one(namespace, keys[i]) for i in range(keys.n)], np.int64)
+        run = self._find_run(namespace, keys)
+        return run if run is not None else self._find_many(namespace, keys)
+
+    def _find_run(self, namespace: int, keys: Keys) -> Rows | None:
+        """The fast way for a chain that was stored at one go: its rows follow one another."""
+        first = self.find_one(namespace, keys[0])
+        end = first + keys.n
+        if first < 0 or end > self._blocks.capacity:
+            return None
+        blocks, width = self._blocks, -(-keys.size // 8)
+        if not np.array_equal(blocks.words[first:end, :width], keys.words):
+            return None
+        if not (blocks.state[first:end].all() and (blocks.key_bytes[first:end] == keys.size).all()):
+            return None
+        if not (blocks.namespace[first:end] == namespace).all():
+            return None
+        return np.arange(first, end)
+
+    def _find_many(self, namespace: int, keys: Keys) -> Rows:
+        h = self._hash_keys(namespace, keys)
+        found = self._probe(self._table, h)
+        if self._old is not None:
+            missing = np.flatnonzero(found < 0)
+            found[missing] = self._probe(self._old, h[missing])
+        present = np.flatnonzero(found >= 0)
+        wrong = present[~self._blocks.matches(found[present], namespace, keys, present)]
+        doubtful = np.concatenate((wrong, np.flatnonzero(found < 0))) if self._overflow else wrong
+        for i in doubtful.tolist():
+            found[i] = self.find_one(namespace, keys[i])
+        return found
+
+    @staticmethod
+    def _places(h: U64, mask: int) -> tuple[Rows, Rows, npt.NDArray[np.uint32]]:
+        mark = (h >> np.uint64(32)).astype(np.uint32)
+        mark[mark == 0] = 1
+        first = (h & np.uint64(mask)).astype(np.int64)
+        second = first ^ ((mark.astype(np.int64) * _SPREAD) & mask)
+        return first, second, mark
+
+    def _probe(self, table: _Table, h: U64) -> Rows:
+        first, second, mark = self._places(h, table.mask)
+        found = np.full(len(h), -1, np.int64)
+        todo = np.arange(len(h))
+        for bucket in (first, second):
+            cells = table.cells[bucket[todo]]
+            hit = cells[:, :_WAYS] == mark[todo, None]
+            way = hit.argmax(axis=1)
+            each = np.arange(len(todo))
+            ok = hit[each, way]
+            found[todo[ok]] = cells[each[ok], _WAYS + way[ok]]
+            todo = todo[~ok]
+            if not len(todo):
+                break
+        return found
+
+    def find_one(self, namespace: int, key: bytes) -> int:
+        """The row of one key, or -1."""
+        h = self._hash_one(namespace, key)
+        mark = (h >> 32) or 1
+        for table in (self._table, self._old):
+            if table is None:
+                continue
+            first = h & table.mask
+            for bucket in (first, first ^ ((mark * _SPREAD) & table.mask)):
+                at = bucket * 2 * _WAYS
+                marks = table.flat[at : at + _WAYS].tolist()
+                if mark in marks:
+                    for way in range(_WAYS):
+                        if marks[way] == mark:
+                            row = table.flat[at + _WAYS + way]
+                            if self._blocks.is_key(row, namespace, key):
+                                return row
+        for row in self._overflow.get(h, ()):
+            if self._blocks.is_key(row, namespace, key):
+                return row
+        return -1
+
+    # -- changing
+
+    def add(self, rows: Rows) -> None:
+        """Enters rows whose keys are set and not in the index yet."""
+        self.count += len(rows)
+        self._grow_if_full()
+        h = self._hash_rows(rows)
+        if len(rows) < VECTOR_FROM:
+            for row, value in zip(rows.tolist(), h.tolist(), strict=True):
+                self._add_one(self._table, row, value)
+        else:
+            self._add_many(self._table, rows, h)
+        self._move_some()
+
+    def _add_many(self, table: _Table, rows: Rows, h: U64) -> None:
+        first, second, mark = self._places(h, table.mask)
+        todo = np.arange(len(rows))
+        for bucket in (first, second):
+            empty = table.cells[bucket[todo], :_WAYS] == 0
+            way = empty.argmax(axis=1)
+            fits = np.flatnonzero(empty[np.arange(len(todo)), way])
+            # Two keys of one batch may want one cell: the first gets it, the other goes on.
+            _, lone = np.unique(bucket[todo[fits]] * _WAYS + way[fits], return_index=True)
+            chosen = fits[lone]
+            at = todo[chosen]
+            table.cells[bucket[at], way[chosen]] = mark[at]
+            table.cells[bucket[at], _WAYS + way[chosen]] = rows[at]
+            left = np.ones(len(todo), np.bool_)
+            left[chosen] = False
+            todo = todo[left]
+        for i in todo.tolist():
+            self._add_one(table, int(rows[i]), int(h[i]))
+
+    def _add_one(self, table: _Table, row: int, h: int) -> None:
+        mark = (h >> 32) or 1
+        first = h & table.mask
+        for bucket in (first, first ^ ((mark * _SPREAD) & table.mask)):
+            at = bucket * 2 * _WAYS
+            marks = table.flat[at : at + _WAYS].tolist()
+            if 0 in marks:
+                way = marks.index(0)
+                table.flat[at + _WAYS + way] = row
+                table.flat[at + way] = mark
+                return
+        self._overflow.setdefault(h, []).append(row)
+
+    def remove(self, rows: Rows) -> None:
+        """Takes rows out. They must be in, with their keys unchanged."""
+        self.count -= len(rows)
+        h = self._hash_rows(rows)
+        left = self._clear(self._table, rows, h)
+        if self._old is not None and len(left):
+            left = left[self._clear(self._old, rows[left], h[left])]
+        for i in left.tolist():
+            chain = self._overflow[int(h[i])]
+            chain.remove(int(rows[i]))
+            if not chain:
+                del self._overflow[int(h[i])]
+
+    def _clear(self, table: _Table, rows: Rows, h: U64) -> Rows:
+        """Empties the cells that hold `rows`; returns the positions of those not found."""
+        first, second, _ = self._places(h, table.mask)
+        todo = np.arange(len(rows))
+        for bucket in (first, second):
+            cells = table.cells[bucket[todo]]
+            hit = (cells[:, _WAYS:] == rows[todo, None].astype(np.uint32)) & (cells[:, :_WAYS] != 0)
+            way = hit.argmax(axis=1)
+            ok = hit[np.arange(len(todo)), way]
+            table.cells[bucket[todo[ok]], way[ok]] = 0
+            todo = todo[~ok]
+            if not len(todo):
+                break
+        return todo
+
+    # -- growing
+
+    def _grow_if_full(self) -> None:
+        if self._old is None and self.count > _GROW_AT * _WAYS * len(self._table.cells):
+            self._old, self._moved = self._table, 0
+            self._table = _Table(2 * len(self._old.cells))
+
+    def _move_some(self) -> None:
+        if self._old is None:
+            return
+        part = self._old.cells[self._moved : self._moved + _MOVE_BUCKETS]
+        rows = part[:, _WAYS:][part[:, :_WAYS] != 0].astype(np.int64)
+        if len(rows):
+            self._add_many(self._table, rows, self._hash_rows(rows))
+            part[:, :_WAYS] = 0
+        self._moved += _MOVE_BUCKETS
+        if self._moved >= len(self._old.cells):
+            self._old = None
+        self._settle_overflow()
+
+    def _settle_overflow(self) -> None:
+        """Gives a few keys that once found no place another try, now that the table has grown."""
+        for h in list(islice(self._overflow, 64)):
+            for row in self._overflow.pop(h):
+                self._add_one(self._table, row, h)
+
+    def ram_bytes(self) -> int:
+        """Bytes of the tables."""
+        return self._table.cells.nbytes + (self._old.cells.nbytes if self._old else 0) + 100 * len(self._overflow)

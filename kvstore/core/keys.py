@@ -1,0 +1,48 @@
+"""The keys of one request, as they came: one run of bytes, cut into equal keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+
+class Keys:
+    """`raw` holds n keys of `size` bytes each, one after another. Immutable."""
+
+    __slots__ = ("_words", "n", "raw", "size")
+
+    def __init__(self, raw: bytes, size: int) -> None:
+        self.raw = raw
+        self.size = size
+        self.n = len(raw) // size
+        self._words: Words | None = None
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> bytes:
+        return self.raw[i * self.size : (i + 1) * self.size]
+
+    def take(self, start: int, stop: int) -> Keys:
+        """Keys start to stop - 1 as a set of their own."""
+        return Keys(self.raw[start * self.size : stop * self.size], self.size)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """(n, size) bytes, read-only."""
+        return np.frombuffer(self.raw, np.uint8).reshape(self.n, self.size)
+
+    @property
+    def words(self) -> Words:
+        """(n, ceil(size / 8)) little-endian words, the last one padded with zeros."""
+        if self._words is None:
+            width = -(-self.size // 8)
+            if self.size % 8 == 0:
+                self._words = np.frombuffer(self.raw, "<u8").reshape(self.n, width)
+            else:
+                padded = np.zeros((self.n, width * 8), np.uint8)
+                padded[:, : self.size] = self.array
+                self._words = padded.view("<u8")
+        return self._words

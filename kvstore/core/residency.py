@@ -1,0 +1,348 @@
+"""Which blocks there are and which slots hold them: rows, index, extents and policies, kept in step.
+
+Residency knows no client. It makes room by the policy's order and these verdicts, in this order: a copy that
+another tier holds too is simply given up; the only copy goes down where a lower tier takes it; else it is
+dropped if it is a leaf. A block in use, pinned or with children stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.actions import Action, Drop, Format, Identity, Where
+from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Blocks, Rows
+from kvstore.core.extents import Extents, Slots
+from kvstore.core.index import Index
+from kvstore.core.keys import Keys
+from kvstore.core.policy import POLICIES, Policy
+from kvstore.types import Tier
+
+PROMOTING, WRITING, DEMOTE = 1, 2, 4
+"""Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
+
+_SCAN_MIN = 64
+_AHEAD = 32
+
+
+@dataclass(slots=True)
+class TierSpec:
+    """A tier as configured. `table`: its extents start with slot headers (shared memory)."""
+
+    tier: Tier
+    limit_bytes: int
+    extent_bytes: int
+    table: bool
+
+
+@dataclass(slots=True)
+class TierState:
+    """A tier at run time. Nothing is written to it before `closed_until` (its device failed)."""
+
+    spec: TierSpec
+    extents: Extents
+    policies: dict[int, Policy] = field(default_factory=dict)
+    closed_until: float = 0.0
+    failures: int = 0
+
+
+Demote = Callable[[int, int, Rows], npt.NDArray[np.bool_]]
+"""(tier, slot size, rows) -> which of these rows are now on their way down, and will leave when there."""
+
+
+class Residency:
+    """State of all tiers, tier 0 serving. `out` collects actions; `counters` counts what happened."""
+
+    def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
+        self.blocks = Blocks(max_blocks, len(specs))
+        self.index = Index(self.blocks, seed)
+        self.tiers = [
+            TierState(s, Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks)) for s in specs
+        ]
+        self.policy_name = policy
+        self.holes: Counter[int] = Counter()
+        self.pins: dict[int, float] = {}
+        self.counters: Counter[str] = Counter()
+        self.out: list[Action] = []
+        self._parent_of = memoryview(self.blocks.parent)
+
+    def policy(self, tier: int, slot_bytes: int) -> Policy:
+        """The policy of one tier and slot size."""
+        policies = self.tiers[tier].policies
+        if slot_bytes not in policies:
+            policies[slot_bytes] = POLICIES[self.policy_name](self.blocks.capacity)
+        return policies[slot_bytes]
+
+    # -- reading
+
+    def prefix(self, namespace: int, keys: Keys) -> Rows:
+        """Rows of the leading keys that are readable."""
+        rows = self.index.find(namespace, keys)
+        live = (rows >= 0) & (self.blocks.state[rows] == LIVE)
+        return rows if live.all() else rows[: int(live.argmin())]
+
+    def prefix_length(self, namespace: int, keys: Keys) -> int:
+        """Length of the readable prefix. Where no parent is missing, a binary search: log2(n) probes."""
+        if self.holes[namespace]:
+            return len(self.prefix(namespace, keys))
+        low, high = 0, keys.n
+        while low < high:
+            middle = (low + high) // 2
+            row = self.index.find_one(namespace, keys[middle])
+            if row >= 0 and self.blocks.state[row] == LIVE:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def with_ancestors(self, rows: Rows) -> Rows:
+        """The chain from its root down to and including `rows` (a chain itself, in order)."""
+        up: list[int] = []
+        row = self._parent_of[int(rows[0])] if len(rows) else -1
+        while row >= 0:
+            up.append(row)
+            row = self._parent_of[row]
+        return np.concatenate((np.array(up[::-1], np.int64), rows)) if up else rows
+
+    def touch(self, rows: Rows, slot_bytes: int) -> None:
+        """A chain was used, from its root on, in every tier that holds part of it."""
+        chain = self.with_ancestors(rows)
+        for state in self.tiers:
+            if slot_bytes in state.policies:
+                state.policies[slot_bytes].touch(chain)
+
+    def identity(self, rows: Rows) -> Identity:
+        """Who these rows are, copied out."""
+        b = self.blocks
+        return Identity(b.namespace[rows], b.words[rows], b.key_bytes[rows], b.checksum[rows])
+
+    def where(self, tier: int, slots: Slots) -> Where:
+        """Extents and indexes of slots."""
+        return Where(*self.tiers[tier].extents.where(slots))
+
+    # -- copies come and go
+
+    def place(self, tier: int, slot_bytes: int, rows: Rows, slots: Slots) -> None:
+        """These slots now hold valid copies of these rows."""
+        self.blocks.slot[tier, rows] = slots
+        self.tiers[tier].extents.own(slots, rows)
+        self.policy(tier, slot_bytes).insert(rows)
+
+    def give_up(self, tier: int, slot_bytes: int, rows: Rows, retire: bool = False) -> None:
+        """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole."""
+        if not len(rows):
+            return
+        extents = self.tiers[tier].extents
+        slots = self.blocks.slot[tier, rows].astype(np.int64)
+        self.out.append(Drop(tier, slot_bytes, self.identity(rows), self.where(tier, slots)))
+        self.blocks.slot[tier, rows] = -1
+        self.policy(tier, slot_bytes).remove(rows)
+        (extents.retire if retire else extents.disown)(slots)
+        lost = rows[(self.blocks.slot[:, rows] < 0).all(axis=0)]
+        if len(lost):
+            self.counters["dropped_blocks"] += len(lost)
+            self.vanish(lost)
+
+    def vanish(self, rows: Rows) -> None:
+        """Rows without any copy leave; those with children stay as holes until the children are gone."""
+        blocks = self.blocks
+        for row in rows[blocks.pinned[rows]].tolist():
+            self.unpin(row)
+        holes = rows[blocks.state[rows] == HOLE]
+        for namespace, n in zip(*np.unique(blocks.namespace[holes], return_counts=True), strict=True):
+            self.holes[int(namespace)] -= int(n)
+        blocks.state[rows] = RESERVED
+        while len(rows):
+            # A whole branch that goes together has no children left once its own links are undone.
+            parents = blocks.parent[rows].astype(np.int64)
+            np.subtract.at(blocks.children, parents[parents >= 0], 1)
+            stay = np.zeros(len(rows), np.bool_)
+            while (kept := (blocks.children[rows] > 0) & ~stay).any():
+                # Those that must stay keep their own parents too.
+                stay |= kept
+                above = parents[kept]
+                np.add.at(blocks.children, above[above >= 0], 1)
+            gone = rows[~stay]
+            self._keep_as_holes(rows[stay])
+            rows = self._free_rows(gone, parents[~stay])
+
+    def prune(self, rows: Rows) -> None:
+        """Frees those of these rows that are holes and have lost their last child."""
+        rows = rows[rows >= 0]
+        self.vanish(rows[(self.blocks.state[rows] == HOLE) & (self.blocks.children[rows] == 0)])
+
+    def _keep_as_holes(self, rows: Rows) -> None:
+        self.blocks.state[rows] = HOLE
+        for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
+            self.holes[int(namespace)] += int(n)
+
+    def _free_rows(self, rows: Rows, parents: Rows) -> Rows:
+        """Frees childless rows; returns the holes above them that have become childless."""
+        blocks = self.blocks
+        self.index.remove(rows)
+        blocks.give_back(rows)
+        above = np.unique(parents[parents >= 0])
+        empty = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]
+        for namespace, n in zip(*np.unique(blocks.namespace[empty], return_counts=True), strict=True):
+            self.holes[int(namespace)] -= int(n)
+        blocks.state[empty] = RESERVED
+        return empty
+
+    def link(self, rows: Rows, parents: Rows) -> None:
+        """Makes `parents` (-1: root) the parents of rows that have none."""
+        self.blocks.parent[rows] = parents
+        np.add.at(self.blocks.children, parents[parents >= 0], 1)
+
+    def pin(self, row: int, until: float) -> None:
+        """Keeps a block from eviction."""
+        self.blocks.pinned[row] = True
+        self.pins[row] = until
+
+    def unpin(self, row: int) -> None:
+        """Undoes pin."""
+        self.blocks.pinned[row] = False
+        self.pins.pop(row, None)
+
+    # -- making room
+
+    def make_room(self, tier: int, slot_bytes: int, n: int, demote: Demote) -> int:
+        """Frees slots until n are free, if it can; returns how many of the n are."""
+        extents = self.tiers[tier].extents
+        while extents.free(slot_bytes) < n:
+            extent = extents.assign(slot_bytes)
+            if extent is None:
+                extent = self._take_over(tier, slot_bytes, demote)
+            if extent is None:
+                break
+            self.out.append(Format(tier, extent, slot_bytes))
+        short = n - extents.free(slot_bytes)
+        if short > 0 and slot_bytes in extents.classes:
+            ahead = min(_AHEAD, extents.classes[slot_bytes].total // 64)
+            self._evict(tier, slot_bytes, short + ahead, demote)
+        return min(n, extents.free(slot_bytes))
+
+    def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Whether nobody uses these rows' copies in a tier, and no pin keeps them."""
+        slots = self.blocks.slot[tier, rows]
+        return (slots >= 0) & (self.tiers[tier].extents.refs[slots] == 0) & ~self.blocks.pinned[rows]
+
+    def _evict(self, tier: int, slot_bytes: int, n: int, demote: Demote) -> None:
+        policy = self.policy(tier, slot_bytes)
+        budget = 4 * n + _SCAN_MIN
+        while n > 0 and budget > 0:
+            rows = policy.coldest(min(max(n, 16), budget))
+            if not len(rows):
+                return
+            budget -= len(rows)
+            idle = self.idle(tier, rows)
+            only = (self.blocks.slot[:, rows] >= 0).sum(axis=0) == 1
+            spare = rows[idle & ~only][:n]
+            self.give_up(tier, slot_bytes, spare)
+            self.counters["evicted_copies"] += len(spare)
+            n -= len(spare)
+            busy = rows[~idle]
+            writing = busy[(self.blocks.moving[busy] & WRITING) > 0]
+            self.blocks.moving[writing] |= DEMOTE
+            self.policy(tier, slot_bytes).defer(busy)
+            n -= len(writing)
+            last = rows[idle & only][: max(n, 0)]
+            n -= self._evict_last_copies(tier, slot_bytes, last, demote)
+
+    def _evict_last_copies(self, tier: int, slot_bytes: int, rows: Rows, demote: Demote) -> int:
+        """Sends only copies down, or drops leaves where nothing is below; returns how many slots that frees."""
+        if not len(rows):
+            return 0
+        leaving = demote(tier, slot_bytes, rows)
+        n = int(leaving.sum())
+        stuck = rows
+        if not self._lower_tier_takes(tier):
+            leaf = self._leaf_first(rows)
+            self.give_up(tier, slot_bytes, rows[leaf])
+            n, stuck = int(leaf.sum()), rows[~leaf]
+        self.policy(tier, slot_bytes).defer(stuck)
+        return n
+
+    def _lower_tier_takes(self, tier: int) -> bool:
+        return any(t.closed_until == 0.0 for t in self.tiers[tier + 1 :])
+
+    def _leaf_first(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of rows (coldest first) may go in this order without leaving a child behind."""
+        children = self.blocks.children[rows].tolist()
+        parents = self.blocks.parent[rows].tolist()
+        going: dict[int, int] = {}
+        leaf = np.zeros(len(rows), np.bool_)
+        for i, row in enumerate(rows.tolist()):
+            if children[i] == going.get(row, 0):
+                leaf[i] = True
+                going[parents[i]] = going.get(parents[i], 0) + 1
+        return leaf
+
+    def _take_over(self, tier: int, slot_bytes: int, demote: Demote) -> int | None:
+        """An extent of another slot size for one that holds less than an even share of the extents."""
+        extents = self.tiers[tier].extents
+        if not extents.geometry(slot_bytes).slots:
+            return None
+        mine = extents.classes.get(slot_bytes)
+        donors = [c for c in extents.classes.values() if c.slot_bytes != slot_bytes]
+        even = len(extents.ready) // (len(donors) + 1)
+        if not donors or (mine is not None and len(mine.extents) >= max(even, 1)):
+            return None
+        donor = max(donors, key=lambda c: len(c.extents))
+        if mine is not None and len(donor.extents) <= even:
+            return None
+        for extent in self._emptiest_first(extents, donor.extents):
+            slots = extents.slots_of(extent)
+            if extents.refs[slots].any():
+                continue
+            rows = extents.owner[slots]
+            rows = rows[rows >= 0].astype(np.int64)
+            if self.blocks.pinned[rows].any():
+                continue
+            only = rows[(self.blocks.slot[:, rows] >= 0).sum(axis=0) == 1]
+            if len(only) and self._lower_tier_takes(tier):
+                demote(tier, donor.slot_bytes, only)
+                return None
+            self.give_up(tier, donor.slot_bytes, rows)
+            extents.withdraw(extent)
+            return extents.assign(slot_bytes, extent)
+        return None
+
+    @staticmethod
+    def _emptiest_first(extents: Extents, numbers: list[int]) -> list[int]:
+        return sorted(numbers, key=lambda e: int((extents.owner[extents.slots_of(e)] >= 0).sum()))
+
+    # -- start-up
+
+    def restore(self, tier: int, namespace: int, keys: Keys, slots: Slots) -> Rows:
+        """Rows for blocks of one namespace that a tier turns out to hold; linked to no parent yet."""
+        rows = self.blocks.take(namespace, keys, np.arange(keys.n))
+        self.blocks.state[rows] = LIVE
+        self.index.add(rows)
+        self.blocks.slot[tier, rows] = slots[: len(rows)]
+        return rows
+
+    def adopt(self, namespace: int, parents: Keys) -> Rows:
+        """Rows of the parents of restored blocks; a parent that was not stored becomes a hole."""
+        found = self.index.find(namespace, parents)
+        missing = np.flatnonzero(found < 0)
+        if len(missing):
+            distinct = {parents[i]: i for i in missing.tolist()}
+            which = np.array(list(distinct.values()))
+            rows = self.blocks.take(namespace, parents, which)
+            self.index.add(rows)
+            self._keep_as_holes(rows)
+            found = self.index.find(namespace, parents)
+        return found
+
+    def ram_bytes(self) -> int:
+        """Bytes of all state about blocks, by the rows and slots used so far."""
+        policies = sum(p.ram_bytes() for t in self.tiers for p in t.policies.values())
+        extents = sum(t.extents.ram_bytes() for t in self.tiers)
+        return self.blocks.ram_bytes() + self.index.ram_bytes() + policies + extents
+
+
+__all__ = ["DEMOTE", "FREE", "PROMOTING", "WRITING", "Demote", "Residency", "TierSpec", "TierState"]

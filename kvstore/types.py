@@ -1,0 +1,158 @@
+"""The words of the domain: layout, namespace, key, tier. No behaviour beyond naming and hashing them.
+
+A block's identity is (namespace, key). Everything that must differ between two blocks that hold different
+bytes is in one of the two: the layout covers model, weights and shape, the key covers the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+from blake3 import blake3
+
+from kvstore.errors import MisuseError
+
+Key: TypeAlias = bytes
+"""Opaque bytes that name a block's tokens and all tokens before them, 1 to `MAX_KEY_BYTES` long."""
+
+MAX_KEY_BYTES = 64
+MAX_BLOCK_BYTES = 64 << 20
+ALIGN = 4096
+"""Slots start and end at multiples of this, so that direct I/O and GPU copies reach them."""
+
+
+class Tier(IntEnum):
+    """Where bytes are, fastest first. The number is what travels on the wire and into records."""
+
+    HBM = 0
+    DRAM = 1
+    NVME = 2
+    NETWORK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a namespace's blocks look like. Two layouts that differ anywhere never share a block.
+
+    `revision` names the weights; `block_bytes` is one block's payload in bytes, of one shard;
+    `kv_layout` is free text for whatever else decides the bytes (order of axes, instruction set).
+    """
+
+    model: str
+    block_bytes: int
+    revision: str = ""
+    dtype: str = ""
+    block_tokens: int = 0
+    shard: str = "0/1"
+    kv_layout: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "dtype", "shard", "kv_layout"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > 1024:
+                raise MisuseError(f"layout.{name} is {value!r:.80}", "a string of at most 1024 characters")
+        for name in ("block_bytes", "block_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise MisuseError(f"layout.{name} is {value!r:.80}", "a whole number, not negative")
+        if not self.model:
+            raise MisuseError("layout.model is empty", "name the model, so that two models never share blocks")
+        if not 1 <= self.block_bytes <= MAX_BLOCK_BYTES:
+            raise MisuseError(f"layout.block_bytes is {self.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
+
+    def to_map(self) -> dict[str, Any]:
+        """The fields as plain values, for the wire and for records."""
+        return asdict(self)
+
+    def fingerprint(self, tenant: str = "default") -> bytes:
+        """16 bytes that name this layout of this tenant: the namespace in slot headers and checksums."""
+        canonical = msgpack.packb(["kvstore-namespace-1", tenant, sorted(self.to_map().items())])
+        return blake3(canonical).digest(length=16)
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """The room that a payload of `block_bytes` takes in an arena: rounded up to `ALIGN`."""
+    return -(-block_bytes // ALIGN) * ALIGN
+
+
+def check_keys(keys: list[bytes] | tuple[bytes, ...]) -> tuple[bytes, int]:
+    """Joins the keys of one call: (all keys one after another, bytes a key).
+
+    Raises MisuseError for an empty, over-long or odd key: keys of one call have one length, because
+    they travel and are compared as one array.
+    """
+    if not keys:
+        return b"", 1
+    try:
+        joined = b"".join(keys)
+    except TypeError:
+        bad = next(k for k in keys if not isinstance(k, bytes | bytearray | memoryview))
+        raise MisuseError(f"a key is a {type(bad).__name__}", "keys are bytes") from None
+    length = len(keys[0])
+    if not 1 <= length <= MAX_KEY_BYTES:
+        raise MisuseError(f"a key of {length} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes")
+    if len(joined) != length * len(keys) or set(map(len, keys)) != {length}:
+        raise MisuseError("keys of one call differ in length", f"the first has {length} bytes: pad or hash them")
+    return joined, length
+
+
+def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
+    """Keys of all full blocks of a prompt: 32 bytes each, blake3 over the parent's key and the block's tokens.
+
+    `tokens` is a sequence of token ids (0 to 2**32 - 1); a last partial block gets no key. `salt` goes
+    into the first key, so that prompts under other salts (LoRA, cache salt) share nothing.
+    """
+    if block_tokens < 1:
+        raise MisuseError(f"block_tokens is {block_tokens}", "at least 1 token a block")
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise MisuseError("tokens are not a flat sequence of integers", "pass one prompt's token ids")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32):
+        raise MisuseError("a token id is outside 0 to 2**32 - 1")
+    raw = memoryview(np.ascontiguousarray(ids, dtype="<u4")).cast("B") if ids.size else memoryview(b"")
+    parent = blake3(b"kvstore-chain-1" + salt).digest()
+    keys = []
+    step = 4 * block_tokens
+    for end in range(step, len(raw) + 1, step):
+        parent = blake3(parent + raw[end - step : end]).digest()
+        keys.append(parent)
+    return keys
+
+
+HEADER_BYTES = 128
+"""One slot header in the table at the head of a shared-memory extent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How an extent is cut: a table of headers (memory tiers only), then equal slots, each `ALIGN`ed.
+
+    `table` says whether the extent starts with one `HEADER_BYTES` header a slot.
+    """
+
+    extent_bytes: int
+    slot_bytes: int
+    table: bool
+
+    @property
+    def slots(self) -> int:
+        """How many blocks the extent holds; 0 if not even one fits."""
+        if not self.table:
+            return self.extent_bytes // self.slot_bytes
+        n = self.extent_bytes // (self.slot_bytes + HEADER_BYTES)
+        while n and self._table_bytes(n) + n * self.slot_bytes > self.extent_bytes:
+            n -= 1
+        return n
+
+    @property
+    def payload_offset(self) -> int:
+        """Where slot 0 starts, in bytes from the extent's head. Slot i follows i * slot_bytes later."""
+        return self._table_bytes(self.slots) if self.table else 0
+
+    @staticmethod
+    def _table_bytes(n: int) -> int:
+        return -(-n * HEADER_BYTES // ALIGN) * ALIGN

@@ -1,0 +1,63 @@
+"""Frames: four bytes of length (little-endian), then one message of that length."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore.errors import LocalProtocolError, RemoteProtocolError
+from kvstore.wire.messages import decode, encode
+
+_LENGTH = struct.Struct("<I")
+DEFAULT_FRAME_BYTES = 4 << 20
+
+
+def pack(message: Any, limit_bytes: int = DEFAULT_FRAME_BYTES) -> bytes:
+    """A message as a frame. Raises LocalProtocolError above the limit."""
+    body = encode(message)
+    if len(body) > limit_bytes:
+        raise LocalProtocolError(
+            f"{type(message).__name__} takes {len(body)} bytes, the limit is {limit_bytes}",
+            "pass fewer keys in one call",
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages; keeps at most one unfinished frame."""
+
+    def __init__(self, limit_bytes: int = DEFAULT_FRAME_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Any]:
+        """Takes in received bytes, yields the messages that are complete.
+
+        Raises RemoteProtocolError for a frame over the limit or a message that makes no sense; nothing
+        after that can be trusted.
+        """
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        try:
+            while len(buffer) - at >= 4:
+                (length,) = _LENGTH.unpack_from(buffer, at)
+                if length > self.limit_bytes:
+                    raise RemoteProtocolError(
+                        f"a frame of {length} bytes, the limit is {self.limit_bytes}",
+                        "is the peer a kvstore client?",
+                    )
+                if len(buffer) - at - 4 < length:
+                    break
+                body = bytes(buffer[at + 4 : at + 4 + length])
+                at += 4 + length
+                yield decode(body)
+        finally:
+            if at:
+                del buffer[:at]
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a frame has begun and not ended: true at the end of a stream means it was cut."""
+        return bool(self._buffer)

@@ -1,0 +1,321 @@
+"""Messages: a MessagePack array each, the tag first, then the fields in order.
+
+Requests carry an `id` that their answer repeats; messages without one are answered by nothing. Arrays of
+numbers travel as little-endian bytes, keys as one run of bytes: a list of 1024 keys costs three times more.
+Times are relative (s), since the two sides share no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+import msgpack
+
+from kvstore.errors import LocalProtocolError, RemoteProtocolError
+from kvstore.types import MAX_KEY_BYTES
+
+VERSION = 1
+MAGIC = "kvstore"
+_MAX_INT = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Hello:
+    """First message of a client."""
+
+    magic: str
+    version: int
+    token: str
+    capabilities: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True)
+class Welcome:
+    """The daemon's answer to Hello. `instance` differs after every start of the daemon."""
+
+    version: int
+    instance: bytes
+    frame_bytes: int
+    batch_keys: int
+    capabilities: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True)
+class Ping:
+    """Nothing asked; answered by Value(0)."""
+
+    id: int
+
+
+@dataclass(slots=True)
+class Open:
+    """Make the namespace of a layout known on this connection; answered by Opened."""
+
+    id: int
+    layout: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Opened:
+    """`namespace` names the layout on this connection; `fingerprint` seeds its checksums."""
+
+    id: int
+    namespace: int
+    fingerprint: bytes
+
+
+@dataclass(slots=True)
+class _Keyed:
+    """A request about keys of one namespace: `keys` holds keys of `key_bytes` bytes one after another."""
+
+    id: int
+    namespace: int
+    key_bytes: int
+    keys: bytes
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for keys that can't be cut."""
+        if not 1 <= self.key_bytes <= MAX_KEY_BYTES:
+            raise RemoteProtocolError(f"keys of {self.key_bytes} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes")
+        if len(self.keys) % self.key_bytes:
+            raise RemoteProtocolError(f"{len(self.keys)} bytes of keys are no multiple of {self.key_bytes}")
+
+
+@dataclass(slots=True)
+class Lookup(_Keyed):
+    """Length of the stored prefix; answered by Value."""
+
+
+@dataclass(slots=True)
+class Acquire(_Keyed):
+    """Slots of the longest stored prefix within `timeout_s`; answered by Granted."""
+
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Reserve(_Keyed):
+    """Slots for those keys that are not stored yet; answered by Reserved."""
+
+    parent: bytes
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Prefetch(_Keyed):
+    """Answered by Value: blocks that are, or will soon be, in the serving tier."""
+
+
+@dataclass(slots=True)
+class Pin(_Keyed):
+    """Answered by Value: blocks kept for `ttl_s`."""
+
+    ttl_s: float
+
+
+@dataclass(slots=True)
+class Unpin(_Keyed):
+    """Answered by Value: blocks no longer kept."""
+
+
+@dataclass(slots=True)
+class Invalidate(_Keyed):
+    """Answered by Value: blocks forgotten."""
+
+
+@dataclass(slots=True)
+class Suspect(_Keyed):
+    """The reader's checksum did not match under these keys. Not answered; `id` is 0."""
+
+
+@dataclass(slots=True)
+class Commit:
+    """The slots of a reservation are filled: a u64 checksum and a 0/1 byte for each granted key."""
+
+    id: int
+    lease: int
+    checksums: bytes
+    written: bytes
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError when the two columns differ in length."""
+        if len(self.checksums) != 8 * len(self.written):
+            raise RemoteProtocolError(f"{len(self.checksums)} bytes of checksums for {len(self.written)} blocks")
+
+
+@dataclass(slots=True)
+class Abort:
+    """A reservation is given up."""
+
+    lease: int
+
+
+@dataclass(slots=True)
+class Release:
+    """A lease is given back."""
+
+    lease: int
+
+
+@dataclass(slots=True)
+class Map:
+    """Pass me the descriptor of an extent; answered by Mapped with one descriptor, writable or read-only."""
+
+    id: int
+    extent: int
+    writable: bool
+
+
+@dataclass(slots=True)
+class Mapped:
+    """`extent_bytes` is the length of the extent whose descriptor comes with this frame."""
+
+    id: int
+    extent_bytes: int
+
+
+@dataclass(slots=True)
+class Status:
+    """Answered by Report."""
+
+    id: int
+
+
+@dataclass(slots=True)
+class Report:
+    """State of the daemon, as `kvstore status` shows it."""
+
+    id: int
+    status: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Value:
+    """A number for an answer."""
+
+    id: int
+    value: int
+
+
+@dataclass(slots=True)
+class Granted:
+    """A lease on leading blocks. Columns: extent u32, index u32, version u32, checksum u64, tier u8."""
+
+    id: int
+    lease: int
+    slot_bytes: int
+    extents: bytes
+    indexes: bytes
+    versions: bytes
+    checksums: bytes
+    tiers: bytes
+
+
+@dataclass(slots=True)
+class Reserved:
+    """What became of each key (status u8), and slots for the granted ones (extent, index, version: u32)."""
+
+    id: int
+    lease: int
+    slot_bytes: int
+    status: bytes
+    extents: bytes
+    indexes: bytes
+    versions: bytes
+    why: str
+
+
+@dataclass(slots=True)
+class Denied:
+    """The request of this id is refused; the connection goes on."""
+
+    id: int
+    why: str
+    hint: str
+
+
+@dataclass(slots=True)
+class Failure:
+    """The peer broke the protocol; the connection ends after this."""
+
+    why: str
+    hint: str
+
+
+ALL: tuple[type, ...] = (
+    Hello,
+    Welcome,
+    Ping,
+    Open,
+    Opened,
+    Lookup,
+    Acquire,
+    Reserve,
+    Commit,
+    Abort,
+    Release,
+    Prefetch,
+    Pin,
+    Unpin,
+    Invalidate,
+    Suspect,
+    Map,
+    Mapped,
+    Status,
+    Report,
+    Value,
+    Granted,
+    Reserved,
+    Denied,
+    Failure,
+)
+"""The tag of a message is its place here: append only."""
+
+
+class _Codec:
+    """Tag, field names and field types of every message, worked out once."""
+
+    tags: ClassVar[dict[type, int]] = {cls: tag for tag, cls in enumerate(ALL)}
+    names: ClassVar[dict[type, tuple[str, ...]]] = {cls: tuple(f.name for f in fields(cls)) for cls in ALL}
+    types: ClassVar[list[tuple[type, ...]]] = [
+        tuple(getattr(h, "__origin__", h) for h in (get_type_hints(cls)[f.name] for f in fields(cls)))
+        for cls in ALL
+    ]
+
+
+def encode(message: Any) -> bytes:
+    """One message as MessagePack. Raises LocalProtocolError for what does not fit into it."""
+    cls = type(message)
+    values = [getattr(message, name) for name in _Codec.names[cls]]
+    try:
+        packed: bytes = msgpack.packb((_Codec.tags[cls], *values))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"{cls.__name__} cannot be sent: {error}") from None
+    return packed
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """The message in one frame. Raises RemoteProtocolError naming what is wrong with it."""
+    try:
+        items = msgpack.unpackb(data, use_list=False)
+    except Exception as error:
+        raise RemoteProtocolError(f"a frame of {len(data)} bytes is not MessagePack: {error}"[:200]) from None
+    if not isinstance(items, tuple) or not items or type(items[0]) is not int:
+        raise RemoteProtocolError("a frame is not an array that starts with a tag")
+    tag = items[0]
+    if not 0 <= tag < len(ALL):
+        raise RemoteProtocolError(f"unknown message tag {tag}", "the peer speaks a newer protocol?")
+    cls, types = ALL[tag], _Codec.types[tag]
+    if len(items) != len(types) + 1:
+        raise RemoteProtocolError(f"{cls.__name__} has {len(items) - 1} fields instead of {len(types)}")
+    for value, wanted, name in zip(items[1:], types, _Codec.names[cls], strict=True):
+        if type(value) is wanted and not (wanted is int and value < 0):
+            continue
+        if wanted is float and type(value) is int:
+            continue
+        raise RemoteProtocolError(f"{cls.__name__}.{name} is {value!r:.40} instead of {wanted.__name__}")
+    message = cls(*items[1:])
+    if hasattr(message, "validate"):
+        message.validate()
+    return message
