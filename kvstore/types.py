@@ -6,6 +6,7 @@ bytes is in one of the two: the layout covers model, weights and shape, the key 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
@@ -60,7 +61,9 @@ class Layout:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise MisuseError(f"layout.{name} is {value!r:.80}", "a whole number, not negative")
         if not self.model:
-            raise MisuseError("layout.model is empty", "name the model, so that two models never share blocks")
+            raise MisuseError(
+                "layout.model is empty", "name the model, so that two models never share blocks"
+            )
         if not 1 <= self.block_bytes <= MAX_BLOCK_BYTES:
             raise MisuseError(f"layout.block_bytes is {self.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
 
@@ -79,7 +82,7 @@ def slot_bytes(block_bytes: int) -> int:
     return -(-block_bytes // ALIGN) * ALIGN
 
 
-def check_keys(keys: list[bytes] | tuple[bytes, ...]) -> tuple[bytes, int]:
+def check_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
     """Joins the keys of one call: (all keys one after another, bytes a key).
 
     Raises MisuseError for an empty, over-long or odd key: keys of one call have one length, because
@@ -96,12 +99,14 @@ def check_keys(keys: list[bytes] | tuple[bytes, ...]) -> tuple[bytes, int]:
     if not 1 <= length <= MAX_KEY_BYTES:
         raise MisuseError(f"a key of {length} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes")
     if len(joined) != length * len(keys) or set(map(len, keys)) != {length}:
-        raise MisuseError("keys of one call differ in length", f"the first has {length} bytes: pad or hash them")
+        raise MisuseError(
+            "keys of one call differ in length", f"the first has {length} bytes: pad or hash them"
+        )
     return joined, length
 
 
 def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
-    """Keys of all full blocks of a prompt: 32 bytes each, blake3 over the parent's key and the block's tokens.
+    """Keys of all full blocks of a prompt: 32 bytes each, blake3 over parent's key and own tokens.
 
     `tokens` is a sequence of token ids (0 to 2**32 - 1); a last partial block gets no key. `salt` goes
     into the first key, so that prompts under other salts (LoRA, cache salt) share nothing.
@@ -113,7 +118,7 @@ def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
         raise MisuseError("tokens are not a flat sequence of integers", "pass one prompt's token ids")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32):
         raise MisuseError("a token id is outside 0 to 2**32 - 1")
-    raw = memoryview(np.ascontiguousarray(ids, dtype="<u4")).cast("B") if ids.size else memoryview(b"")
+    raw = np.ascontiguousarray(ids, dtype="<u4").data.cast("B") if ids.size else memoryview(b"")
     parent = blake3(b"kvstore-chain-1" + salt).digest()
     keys = []
     step = 4 * block_tokens
@@ -156,3 +161,11 @@ class Geometry:
     @staticmethod
     def _table_bytes(n: int) -> int:
         return -(-n * HEADER_BYTES // ALIGN) * ALIGN
+
+
+def extent_bytes(limit_bytes: int) -> int:
+    """How large a tier's extents are: eight or more of them, 1 GiB at most, whole huge pages, little lost."""
+    huge = 2 << 20
+    target = min(max(limit_bytes // 16, 128 << 20), 1 << 30)
+    parts = max(8, -(-limit_bytes // target))
+    return max(huge, limit_bytes // parts // huge * huge)

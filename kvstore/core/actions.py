@@ -35,7 +35,7 @@ class Identity:
 
     def key(self, i: int) -> bytes:
         """Key of block i."""
-        return self.words[i].tobytes()[: int(self.key_bytes[i])]
+        return bytes(self.words[i].tobytes()[: int(self.key_bytes[i])])
 
     def __len__(self) -> int:
         return len(self.words)

@@ -82,7 +82,9 @@ class Blocks:
         self._spare[self._spares : end] = rows
         self._spares = end
 
-    def matches(self, rows: Rows, namespace: int, keys: Keys, which: Rows | None = None) -> npt.NDArray[np.bool_]:
+    def matches(
+        self, rows: Rows, namespace: int, keys: Keys, which: Rows | None = None
+    ) -> npt.NDArray[np.bool_]:
         """Whether each row holds exactly the key of that number (numbers 0, 1, ... if `which` is None)."""
         words = keys.words if which is None else keys.words[which]
         same: npt.NDArray[np.bool_] = (self.words[rows, : words.shape[1]] == words).all(axis=1)
@@ -92,7 +94,7 @@ class Blocks:
 
     def is_key(self, row: int, namespace: int, key: bytes) -> bool:
         """Whether one row holds exactly this key."""
-        return (
+        return bool(
             self.words[row].tobytes()[: len(key)] == key
             and self.key_bytes[row] == len(key)
             and self.namespace[row] == namespace
@@ -100,23 +102,12 @@ class Blocks:
 
     def key(self, row: int) -> bytes:
         """The key that a row holds."""
-        return self.words[row].tobytes()[: int(self.key_bytes[row])]
+        return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])
 
     def ram_bytes(self) -> int:
         """Bytes that the rows used so far take, columns and spare list."""
-        per_row = sum(
-            c.itemsize * (c.shape[1] if c.ndim == 2 else 1)
-            for c in (
-                self.words,
-                self.key_bytes,
-                self.namespace,
-                self.state,
-                self.pinned,
-                self.moving,
-                self.parent,
-                self.children,
-                self.checksum,
-            )
-        )
-        per_row += self.slot.itemsize * len(self.slot)
+        flat = (self.key_bytes, self.namespace, self.state, self.pinned, self.moving)
+        wide = (self.parent, self.children, self.checksum)
+        per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
+        per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)
         return per_row * self._fresh + self._spare.nbytes

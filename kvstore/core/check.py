@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED
+from kvstore.core.extents import Slots
 
 if TYPE_CHECKING:
     from kvstore.core.placement import Placement
@@ -19,9 +20,13 @@ def check(placement: Placement) -> None:
     _check_rows(r)
     for tier in range(len(r.tiers)):
         _check_tier(placement, tier)
-    reserved = np.concatenate([x.rows[x.alive] for x in placement.reservations.values()] or [np.empty(0, int)])
+    reserved = np.concatenate(
+        [x.rows[x.alive] for x in placement.reservations.values()] or [np.empty(0, int)]
+    )
     state = r.blocks.state
-    assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), "reserved without a writer"
+    assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), (
+        "reserved without a writer"
+    )
     answered = set(placement.waiting) & set(placement.stalled)
     assert not answered, "a request waits twice"
     for row, requests in placement._wanted_by.items():
@@ -77,7 +82,7 @@ def _check_tier(placement: Placement, tier: int) -> None:
         assert known == owned, "the policy knows other blocks than the tier holds"
 
 
-def _references(placement: Placement, tier: int) -> list[np.ndarray]:  # type: ignore[type-arg]
+def _references(placement: Placement, tier: int) -> list[Slots]:
     """All slots of a tier that somebody refers to, once a reference."""
     out = []
     for transfer in placement.transfers.under_way.values():

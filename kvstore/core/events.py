@@ -24,7 +24,7 @@ class OpenNamespace:
 
 @dataclass(slots=True)
 class Reserve:
-    """Room for those of `keys` (one chain, in order) that are not stored yet. `parent` is before the first."""
+    """Room for those of `keys` (one chain, in order) not stored yet. `parent` is before the first."""
 
     request: int
     client: int
@@ -163,6 +163,13 @@ class ExtentReady:
 
 
 @dataclass(slots=True)
+class ExtentsEnd:
+    """Tier number `tier` will get no more extents: it is complete, or its memory or disk is."""
+
+    tier: int
+
+
+@dataclass(slots=True)
 class Restore:
     """Blocks that tier number `tier` already holds, coldest last. One entry a block in every column."""
 
@@ -207,6 +214,7 @@ Event = (
     | CopyDone
     | ProbeDone
     | ExtentReady
+    | ExtentsEnd
     | Restore
     | Flush
     | Tick

@@ -46,7 +46,7 @@ class _Table:
     def __init__(self, buckets: int) -> None:
         self.mask = buckets - 1
         self.cells = np.zeros((buckets, 2 * _WAYS), np.uint32)
-        self.flat = memoryview(self.cells).cast("B").cast("I")
+        self.flat = self.cells.data.cast("B").cast("I")
 
 
 class Index:
@@ -283,4 +283,8 @@ class Index:
 
     def ram_bytes(self) -> int:
         """Bytes of the tables."""
-        return self._table.cells.nbytes + (self._old.cells.nbytes if self._old else 0) + 100 * len(self._overflow)
+        return (
+            self._table.cells.nbytes
+            + (self._old.cells.nbytes if self._old else 0)
+            + 100 * len(self._overflow)
+        )

@@ -1,7 +1,7 @@
 """Requests decided: `handle(event, now)` changes state and returns what the shell must do.
 
 A reservation holds slots that nobody can read; commit makes them readable. A lease holds slots that nobody
-can reuse. Whoever waits (for a promotion, for room) waits here, with a deadline, and is answered exactly once.
+can reuse. Whoever waits (for a promotion, for room) waits with a deadline and is answered exactly once.
 
 Not covered: bytes, sockets, files, clocks. `now` is the shell's monotonic clock in seconds.
 """
@@ -12,6 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from kvstore.core.transfers import Arrived, Transfers
 from kvstore.types import Tier, slot_bytes
 
 _NONE = np.empty(0, np.int64)
+_RETRIES = 8
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class Placement:
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.waiting: dict[int, Waiter] = {}
-        self.stalled: dict[int, ev.Reserve] = {}
+        self.stalled: dict[int, ev.Acquire | ev.Reserve] = {}
         self.probes: dict[int, tuple[Rows, Slots, int]] = {}
         self._write_through = write_policy == "write_through"
         self._wanted_by: dict[int, list[int]] = {}
@@ -128,6 +130,7 @@ class Placement:
             ev.CopyDone: self._copy_done,
             ev.ProbeDone: self._probe_done,
             ev.ExtentReady: self._extent_ready,
+            ev.ExtentsEnd: self._extents_end,
             ev.Restore: self._restore,
             ev.Flush: self._flush,
             ev.Tick: self._tick,
@@ -207,10 +210,9 @@ class Placement:
     def _acquire(self, event: ev.Acquire, now: float) -> None:
         size = self._slot_bytes(event)
         if not size:
-            return
+            return None
         r = self.residency
         rows = r.prefix(event.namespace, event.keys)
-        r.counters["missed_blocks"] += event.keys.n - len(rows)
         if not len(rows):
             return self._grant(event, size, _NONE, np.empty(0, np.uint8))
         r.touch(rows, size)
@@ -234,6 +236,9 @@ class Placement:
         cut = len(rows)
         if len(wanted):
             n = self.transfers.promote(size, rows[wanted])
+            if n < len(wanted) and self._room_is_coming(event, now):
+                r.tiers[0].extents.release(slots[slots >= 0])
+                return self._stall(event)
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
         r.tiers[0].extents.release(beyond[beyond >= 0])
@@ -247,12 +252,24 @@ class Placement:
         heapq.heappush(self._deadlines, (event.deadline, event.request))
         return None
 
+    def _room_is_coming(self, event: ev.Acquire | ev.Reserve, now: float) -> bool:
+        """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
+        top = self.residency.tiers[0]
+        return event.deadline > now and (self.transfers.writes_in_flight > 0 or top.growing)
+
+    def _stall(self, event: ev.Acquire | ev.Reserve) -> None:
+        """Holds nothing, and tries the whole request again when something has got free."""
+        self.stalled[event.request] = event
+        heapq.heappush(self._deadlines, (event.deadline, event.request))
+
     def _arrived(self, arrived: Arrived) -> None:
         """Tells those who wait for promotions."""
         slot = self.residency.blocks.slot[0]
         extents = self.residency.tiers[0].extents
         done: dict[int, None] = {}
-        for row, ok in [(r, True) for r in arrived.good.tolist()] + [(r, False) for r in arrived.bad.tolist()]:
+        for row, ok in [(r, True) for r in arrived.good.tolist()] + [
+            (r, False) for r in arrived.bad.tolist()
+        ]:
             for request in self._wanted_by.pop(row, ()):
                 waiter = self.waiting.get(request)
                 if waiter is None or row not in waiter.missing:
@@ -296,6 +313,7 @@ class Placement:
         r.counters[f"hit_blocks_{top.name.lower()}"] += from_top
         for tier in np.unique(tiers[tiers != top]).tolist() if from_top < len(tiers) else ():
             r.counters[f"hit_blocks_{Tier(tier).name.lower()}"] += int((tiers == tier).sum())
+        r.counters["missed_blocks"] += event.keys.n - len(slots)
         r.counters["served_bytes"] += len(slots) * self.namespaces[event.namespace]
         owners = extents.owner[slots]
         self._say(
@@ -341,7 +359,7 @@ class Placement:
     def _reserve(self, event: ev.Reserve, now: float) -> None:
         size = self._slot_bytes(event)
         if not size:
-            return
+            return None
         r, keys = self.residency, event.keys
         if len({keys[i] for i in range(keys.n)}) != keys.n:
             return self._say(Deny(event.request, "a key occurs twice in one call", "keys are one chain"))
@@ -349,7 +367,9 @@ class Placement:
         if event.parent:
             parent = r.index.find_one(event.namespace, event.parent)
             if parent < 0 or r.blocks.state[parent] not in (LIVE, RESERVED):
-                return self._say(Deny(event.request, "the parent is not stored", "store the chain from its start"))
+                return self._say(
+                    Deny(event.request, "the parent is not stored", "store the chain from its start")
+                )
         rows = r.index.find(event.namespace, keys)
         state = np.where(rows >= 0, r.blocks.state[rows], FREE)
         present = rows[state == LIVE]
@@ -360,10 +380,8 @@ class Placement:
             hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
             return self._say(Deny(event.request, "too many leases", hint))
         n = self._room_beside(size, len(want), rows, parent)
-        waits = event.deadline > now and bool(self.transfers.writes_in_flight)
-        if n < len(want) and waits:
-            self.stalled[event.request] = event
-            heapq.heappush(self._deadlines, (event.deadline, event.request))
+        if n < len(want) and self._room_is_coming(event, now):
+            self._stall(event)
         else:
             self._give_room(event, size, rows, state, want[:n], parent)
         r.prune(rows)
@@ -554,11 +572,14 @@ class Placement:
     def _go_on(self, now: float) -> None:
         """Something got free: writes from the backlog, and those who wait for room, oldest first."""
         self.transfers.pump()
-        for request, event in list(self.stalled.items()):
-            del self.stalled[request]
+        for request in list(islice(self.stalled, _RETRIES)):
+            self._try_again(self.stalled.pop(request), now)
+
+    def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
+        if isinstance(event, ev.Acquire):
+            self._acquire(event, now)
+        else:
             self._reserve(event, now)
-            if request in self.stalled:
-                break
 
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.waiting.items() if w.event.client == event.client]:
@@ -578,7 +599,7 @@ class Placement:
             if request in self.waiting:
                 self._answer_waiter(self.waiting.pop(request))
             elif request in self.stalled:
-                self._reserve(self.stalled.pop(request), now)
+                self._try_again(self.stalled.pop(request), now)
         for row in [r for r, until in self.residency.pins.items() if until <= now]:
             self.residency.unpin(row)
         for tier in self.residency.tiers:
@@ -591,6 +612,10 @@ class Placement:
         extents.add(event.extent)
         if event.slot_bytes:
             extents.assign(event.slot_bytes, event.extent)
+        self._go_on(now)
+
+    def _extents_end(self, event: ev.ExtentsEnd, now: float) -> None:
+        self.residency.tiers[event.tier].growing = False
         self._go_on(now)
 
     def _flush(self, event: ev.Flush, now: float) -> None:
@@ -614,7 +639,9 @@ class Placement:
             namespace, size = code >> 8, code & 0xFF
             which = np.flatnonzero(group == code)
             keys = Keys(np.ascontiguousarray(event.keys[which, :size]).tobytes(), size)
-            slots = extents.slots_at(event.extent[which].astype(np.int64), event.index[which].astype(np.int64))
+            slots = extents.slots_at(
+                event.extent[which].astype(np.int64), event.index[which].astype(np.int64)
+            )
             rows = r.restore(event.tier, namespace, keys, slots)
             which, slots = which[: len(rows)], slots[: len(rows)]
             r.blocks.checksum[rows] = event.checksum[which]

@@ -41,13 +41,17 @@ class TierSpec:
 
 @dataclass(slots=True)
 class TierState:
-    """A tier at run time. Nothing is written to it before `closed_until` (its device failed)."""
+    """A tier at run time. Nothing is written to it before `closed_until` (its device failed).
+
+    `growing`: more extents are on their way.
+    """
 
     spec: TierSpec
     extents: Extents
     policies: dict[int, Policy] = field(default_factory=dict)
     closed_until: float = 0.0
     failures: int = 0
+    growing: bool = True
 
 
 Demote = Callable[[int, int, Rows], npt.NDArray[np.bool_]]
@@ -68,7 +72,7 @@ class Residency:
         self.pins: dict[int, float] = {}
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
-        self._parent_of = memoryview(self.blocks.parent)
+        self._parent_of = self.blocks.parent.data
 
     def policy(self, tier: int, slot_bytes: int) -> Policy:
         """The policy of one tier and slot size."""
@@ -152,9 +156,7 @@ class Residency:
         blocks = self.blocks
         for row in rows[blocks.pinned[rows]].tolist():
             self.unpin(row)
-        holes = rows[blocks.state[rows] == HOLE]
-        for namespace, n in zip(*np.unique(blocks.namespace[holes], return_counts=True), strict=True):
-            self.holes[int(namespace)] -= int(n)
+        self._count_holes(rows[blocks.state[rows] == HOLE], -1)
         blocks.state[rows] = RESERVED
         while len(rows):
             # A whole branch that goes together has no children left once its own links are undone.
@@ -177,20 +179,23 @@ class Residency:
 
     def _keep_as_holes(self, rows: Rows) -> None:
         self.blocks.state[rows] = HOLE
-        for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
-            self.holes[int(namespace)] += int(n)
+        self._count_holes(rows, 1)
 
     def _free_rows(self, rows: Rows, parents: Rows) -> Rows:
         """Frees childless rows; returns the holes above them that have become childless."""
         blocks = self.blocks
         self.index.remove(rows)
         blocks.give_back(rows)
-        above = np.unique(parents[parents >= 0])
-        empty = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]
-        for namespace, n in zip(*np.unique(blocks.namespace[empty], return_counts=True), strict=True):
-            self.holes[int(namespace)] -= int(n)
-        blocks.state[empty] = RESERVED
-        return empty
+        above: Rows = np.unique(parents[parents >= 0])
+        above = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]
+        self._count_holes(above, -1)
+        blocks.state[above] = RESERVED
+        return above
+
+    def _count_holes(self, rows: Rows, sign: int) -> None:
+        """Keeps the number of holes of each namespace."""
+        for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
+            self.holes[int(namespace)] += sign * int(n)
 
     def link(self, rows: Rows, parents: Rows) -> None:
         """Makes `parents` (-1: root) the parents of rows that have none."""
@@ -228,7 +233,9 @@ class Residency:
     def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Whether nobody uses these rows' copies in a tier, and no pin keeps them."""
         slots = self.blocks.slot[tier, rows]
-        return (slots >= 0) & (self.tiers[tier].extents.refs[slots] == 0) & ~self.blocks.pinned[rows]
+        idle: npt.NDArray[np.bool_] = (self.tiers[tier].extents.refs[slots] == 0) & (slots >= 0)
+        idle &= ~self.blocks.pinned[rows]
+        return idle
 
     def _evict(self, tier: int, slot_bytes: int, n: int, demote: Demote) -> None:
         policy = self.policy(tier, slot_bytes)
@@ -253,7 +260,7 @@ class Residency:
             n -= self._evict_last_copies(tier, slot_bytes, last, demote)
 
     def _evict_last_copies(self, tier: int, slot_bytes: int, rows: Rows, demote: Demote) -> int:
-        """Sends only copies down, or drops leaves where nothing is below; returns how many slots that frees."""
+        """Sends only copies down, or drops leaves where nothing is below; how many slots that frees."""
         if not len(rows):
             return 0
         leaving = demote(tier, slot_bytes, rows)
@@ -298,8 +305,8 @@ class Residency:
             slots = extents.slots_of(extent)
             if extents.refs[slots].any():
                 continue
-            rows = extents.owner[slots]
-            rows = rows[rows >= 0].astype(np.int64)
+            rows: Rows = extents.owner[slots].astype(np.int64)
+            rows = rows[rows >= 0]
             if self.blocks.pinned[rows].any():
                 continue
             only = rows[(self.blocks.slot[:, rows] >= 0).sum(axis=0) == 1]

@@ -107,7 +107,10 @@ class Transfers:
             n = min(_CHUNK_BLOCKS, max(1, _CHUNK_BYTES // size))
             if len(rows) > n:
                 self.backlog.appendleft(rows[n:])
-            self._write(0, size, rows[:n])
+            started = self._write(0, size, rows[:n])
+            if not started.all() and self._r.tiers[1].growing:
+                self.backlog.appendleft(rows[:n][~started])
+                return
 
     def _write(self, tier: int, slot_bytes: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Starts copying rows from `tier` to the next one, the first ones first, within the bounds."""

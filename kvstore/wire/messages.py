@@ -77,7 +77,9 @@ class _Keyed:
     def validate(self) -> None:
         """Raises RemoteProtocolError for keys that can't be cut."""
         if not 1 <= self.key_bytes <= MAX_KEY_BYTES:
-            raise RemoteProtocolError(f"keys of {self.key_bytes} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes")
+            raise RemoteProtocolError(
+                f"keys of {self.key_bytes} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes"
+            )
         if len(self.keys) % self.key_bytes:
             raise RemoteProtocolError(f"{len(self.keys)} bytes of keys are no multiple of {self.key_bytes}")
 
@@ -141,7 +143,9 @@ class Commit:
     def validate(self) -> None:
         """Raises RemoteProtocolError when the two columns differ in length."""
         if len(self.checksums) != 8 * len(self.written):
-            raise RemoteProtocolError(f"{len(self.checksums)} bytes of checksums for {len(self.written)} blocks")
+            raise RemoteProtocolError(
+                f"{len(self.checksums)} bytes of checksums for {len(self.written)} blocks"
+            )
 
 
 @dataclass(slots=True)
@@ -278,7 +282,7 @@ class _Codec:
 
     tags: ClassVar[dict[type, int]] = {cls: tag for tag, cls in enumerate(ALL)}
     names: ClassVar[dict[type, tuple[str, ...]]] = {cls: tuple(f.name for f in fields(cls)) for cls in ALL}
-    types: ClassVar[list[tuple[type, ...]]] = [
+    types: ClassVar[list[tuple[Any, ...]]] = [
         tuple(getattr(h, "__origin__", h) for h in (get_type_hints(cls)[f.name] for f in fields(cls)))
         for cls in ALL
     ]
@@ -310,7 +314,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     if len(items) != len(types) + 1:
         raise RemoteProtocolError(f"{cls.__name__} has {len(items) - 1} fields instead of {len(types)}")
     for value, wanted, name in zip(items[1:], types, _Codec.names[cls], strict=True):
-        if type(value) is wanted and not (wanted is int and value < 0):
+        if type(value) is wanted and (wanted is not int or value >= 0):
             continue
         if wanted is float and type(value) is int:
             continue

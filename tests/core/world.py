@@ -8,6 +8,7 @@ are checked, and every readable block is compared with what was put under its ke
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
@@ -26,7 +27,9 @@ def payload(namespace: int, key: bytes, salt: int = 0) -> bytes:
 class World:
     """Runs the actions of one Placement. `dram` and `nvme` are extents of four slots each (nvme 0: none)."""
 
-    def __init__(self, dram: int = 2, nvme: int = 4, *, write_policy: str = "write_through", slots: int = 4) -> None:
+    def __init__(
+        self, dram: int = 2, nvme: int = 4, *, write_policy: str = "write_through", slots: int = 4
+    ) -> None:
         size = slots * (ALIGN + 128) + ALIGN
         size = -(-size // ALIGN) * ALIGN
         specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
@@ -46,6 +49,7 @@ class World:
         for tier, n in enumerate([dram, nvme][: len(specs)]):
             for extent in range(n):
                 self.send(ev.ExtentReady(tier, extent))
+            self.send(ev.ExtentsEnd(tier))
 
     # -- driving
 
@@ -73,7 +77,11 @@ class World:
             self.probes[action.probe] = action
         elif isinstance(action, ac.Stamp):
             for i, place in enumerate(self.places(action.tier, action.where)):
-                self.headers[place] = (int(action.identity.namespace[i]), action.identity.key(i), int(action.version[i]))
+                self.headers[place] = (
+                    int(action.identity.namespace[i]),
+                    action.identity.key(i),
+                    int(action.version[i]),
+                )
         elif isinstance(action, ac.Drop):
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self.headers.pop(place, None)
@@ -88,9 +96,12 @@ class World:
     # -- copies end
 
     def finish(self, transfer: int, results: list[int]) -> None:
-        """Ends one copy; results as in CopyDone. Bytes move at this moment, from what the source holds now."""
+        """Ends one copy; results as in CopyDone. Bytes move now, from what the source holds now."""
         copy = self.copies.pop(transfer)
-        source, target = self.places(copy.source, copy.source_where), self.places(copy.target, copy.target_where)
+        source, target = (
+            self.places(copy.source, copy.source_where),
+            self.places(copy.target, copy.target_where),
+        )
         out = np.array([*results[: len(source)], *[ev.OK] * (len(source) - len(results))], np.uint8)
         for i, (a, b) in enumerate(zip(source, target, strict=True)):
             who = (int(copy.identity.namespace[i]), copy.identity.key(i))
@@ -161,6 +172,4 @@ def joined(keys: list[bytes]) -> Keys:
 
 
 def hash_of(data: bytes) -> int:
-    import xxhash
-
     return xxhash.xxh3_64_intdigest(data)

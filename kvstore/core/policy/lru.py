@@ -9,7 +9,7 @@ batch costs a handful of array operations, and the log never exceeds about twice
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +70,10 @@ class LRU:
         return np.concatenate(out) if out else np.empty(0, np.int64)
 
     def _live(self, key: int, rows: npt.NDArray[np.int32]) -> Rows:
-        wide = rows.astype(np.int64)
+        wide: Rows = rows.astype(np.int64)
         base = key << _BITS
-        return wide[self._stamp[wide] == np.arange(base, base + len(wide))]
+        live: Rows = wide[self._stamp[wide] == np.arange(base, base + len(wide))]
+        return live
 
     def _forget(self, rows: Rows) -> None:
         stamps = self._stamp[rows]
@@ -126,7 +127,7 @@ class LRU:
     def _merge_some(self) -> None:
         keys = [k for k in self._segments if k >= self._cursor]
         last = self._next >> _BITS
-        for a, b in zip(keys[:_LOOK], keys[1 : _LOOK + 1], strict=False):
+        for a, b in pairwise(keys[: _LOOK + 1]):
             self._cursor = b
             if b < last and self._valid[a] + self._valid[b] <= _SEGMENT:
                 self._merge(a, b)

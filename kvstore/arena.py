@@ -1,0 +1,266 @@
+"""Extents in shared memory: made and filled by the daemon, mapped by clients, one header a slot.
+
+An extent is a memfd. Its head is a table of slot headers, its payload slots follow (`Geometry` says where).
+Payloads carry a checksum that is keyed by whose bytes they are, so a slot that holds another block's bytes
+never verifies. Not here: which slot holds what, and who may map which extent.
+
+A mapping lives as long as the last view of it: `close` drops this side's hold, and memory goes when nothing
+looks at it any more. So a view that outlives `close` stays readable, and none can ever fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvstore.errors import TierError
+from kvstore.types import HEADER_BYTES, Geometry
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC = int.from_bytes(b"KVSLOT01", "little")
+"""In every header that was ever written. Another layout of the header gets another number."""
+
+HEADER = np.dtype(
+    {
+        "names": ["magic", "version", "namespace", "key", "key_bytes", "length", "checksum"],
+        "formats": ["<u8", "<u8", ("u1", (16,)), ("u1", (64,)), "<u4", "<u4", "<u8"],
+        "offsets": [0, 8, 16, 32, 96, 100, 104],
+        "itemsize": HEADER_BYTES,
+    }
+)
+"""One slot's header. `version` 0 means not readable; `length` is payload bytes. Stored to through numpy only:
+an aligned 8-byte store never tears, `struct.pack_into` does."""
+
+HUGE_BYTES = 2 << 20
+_PIECE_BYTES = 256 << 10  # copied and then hashed while still in the core's own cache
+_STEP_BYTES = 16 << 20
+
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_POPULATE = 0x8000
+_PROT_NONE = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def seed(namespace: bytes, key: bytes, length: int) -> int:
+    """The 64-bit key of a block's checksum: whose bytes (16 bytes of namespace, key) and how many."""
+    return xxh3_64_intdigest(namespace + key + length.to_bytes(8, "little"))
+
+
+def checksum(payload: Bytes, seed: int) -> int:
+    """xxh3_64 of `payload` under `seed`. The GIL is free while large payloads are hashed."""
+    return xxh3_64_intdigest(payload, seed)
+
+
+def copy(target: bytearray | memoryview, source: Bytes) -> None:
+    """Copies `source` over `target` at memcpy speed, with the GIL free. ValueError if their sizes differ."""
+    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    if into.size != data.size:
+        raise ValueError(f"target has {into.size} bytes, source {data.size}")
+    np.copyto(into, data)
+
+
+def copy_checksum(target: bytearray | memoryview, source: Bytes, seed: int) -> int:
+    """Like `copy`; answers the checksum of what `target` got, equal to `checksum(source, seed)`.
+
+    Each piece is hashed from `target` right after it is copied: it is in the cache, and what the caller
+    keeps is what was verified, even if someone writes to `source` meanwhile.
+    """
+    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    n = into.size
+    if n != data.size:
+        raise ValueError(f"target has {n} bytes, source {data.size}")
+    if n <= _PIECE_BYTES:
+        np.copyto(into, data)
+        return xxh3_64_intdigest(into.data, seed)
+    digest = xxh3_64(seed=seed)
+    for start in range(0, n, _PIECE_BYTES):
+        piece = into[start : start + _PIECE_BYTES]
+        np.copyto(piece, data[start : start + _PIECE_BYTES])
+        digest.update(piece.data)
+    return digest.intdigest()
+
+
+class Extent:
+    """The daemon's side of one extent: owns the memfd, maps it writable, hands out descriptors."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Takes over `fd`, a memfd of `nbytes`, and maps it. TierError if it cannot be mapped."""
+        try:
+            memory = _Memory(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
+        except OSError as error:
+            raise _failed(f"cannot map an extent of {nbytes} bytes", error) from error
+        self._memory: _Memory | None = memory
+        self.nbytes = nbytes
+        self.fd = fd
+        self.view = memory.view()
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Extent:
+        """A new extent of zeros, mode 0600, its size sealed. TierError if there is no room for it."""
+        fd = -1
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(fd, nbytes)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, OSError):
+                raise _failed(f"cannot create an extent of {nbytes} bytes", error) from error
+            raise
+
+    def populate(self, huge: bool) -> bool:
+        """Gives every page of the extent memory now; with `huge`, pages of 2 MiB. True if those were got.
+
+        Slow (a second a GiB) and safe beside readers and writers, so made for a thread of its own: it works
+        in steps, the GIL free, and stops with False once the extent is closed. A kernel that refuses leaves
+        small pages, or pages that come on first touch. TierError if memory ran out.
+        """
+        for start in range(0, self.nbytes, _STEP_BYTES):
+            memory = self._memory
+            if memory is None:
+                return False
+            step = min(_STEP_BYTES, self.nbytes - start)
+            refused = memory.advise(start, step, _MADV_POPULATE_WRITE)
+            if refused == errno.ENOMEM:
+                raise _failed(f"cannot populate an extent of {self.nbytes} bytes", OSError(refused, ""))
+            if refused:
+                return False
+            huge = huge and not memory.advise(start, step, _MADV_COLLAPSE)
+        return huge
+
+    def readonly_fd(self) -> int:
+        """A descriptor for readers: no writable map can be made of it. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def headers(self, geometry: Geometry) -> NDArray[Any]:
+        """The table of slot headers, shape (slots,) of `HEADER`, writable."""
+        return _headers(self.view, geometry)
+
+    def close(self) -> None:
+        """Closes the descriptor. The memory goes with the last view of it, on this side and on others."""
+        if self._memory is not None:
+            self._memory = None
+            self.view = memoryview(b"")
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Mapping:
+    """The client's side of one extent: maps a descriptor that it was passed."""
+
+    def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
+        """Maps `nbytes` of `fd`, which the caller may close afterwards.
+
+        TierError if `fd` is smaller, or does not grant what `writable` asks for.
+        """
+        status = os.fstat(fd)
+        if status.st_size < nbytes:
+            raise TierError(f"an extent has {status.st_size} bytes, {nbytes} were announced")
+        flags = mmap.MAP_SHARED
+        # A writer's first touches fault page by page and cost 10 times what populating does (220 against
+        # 20 ms a GiB of small pages); a reader's faults come 16 pages at a time and cost no more than that.
+        # Pages that the daemon has not populated yet are left to it: here they would count as the client's.
+        if writable and status.st_blocks * 512 >= nbytes:
+            flags |= _MAP_POPULATE
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            view = _Memory(fd, nbytes, prot, flags).view()
+        except OSError as error:
+            how = "writable" if writable else "read-only"
+            raise _failed(f"cannot map {nbytes} bytes {how}", error) from error
+        self.nbytes = nbytes
+        self.view = view if writable else view.toreadonly()
+
+    def headers(self, geometry: Geometry) -> NDArray[Any]:
+        """The table of slot headers, shape (slots,) of `HEADER`, writable if the mapping is."""
+        return _headers(self.view, geometry)
+
+    def close(self) -> None:
+        """Lets go of the memory. Views that were handed out stay valid; the last one unmaps."""
+        self.view = memoryview(b"")
+
+
+class _Memory:
+    """A shared map of a whole descriptor at a 2 MiB aligned address, undone when nothing views it any more.
+
+    Not `mmap.mmap`: that takes no address, and keeps a duplicate of the descriptor.
+    """
+
+    def __init__(self, fd: int, nbytes: int, prot: int, flags: int) -> None:
+        """Maps at once. OSError, as the kernel gave it."""
+        room = nbytes + HUGE_BYTES
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        reserved = _mmap(None, room, _PROT_NONE, private, -1)
+        self._address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
+        end = self._address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            _mmap(self._address, nbytes, prot, flags | _MAP_FIXED, fd)
+        except OSError:
+            _libc.munmap(reserved, room)
+            raise
+        if self._address > reserved:
+            _libc.munmap(reserved, self._address - reserved)
+        if reserved + room > end:
+            _libc.munmap(end, reserved + room - end)
+        self._bytes = (ctypes.c_char * nbytes).from_address(self._address)
+        # Views hold the ctypes array, not this object. Never at exit: other threads may still be copying.
+        weakref.finalize(self._bytes, _libc.munmap, self._address, nbytes).atexit = False
+
+    def view(self) -> memoryview:
+        return memoryview(self._bytes).cast("B")
+
+    def advise(self, start: int, nbytes: int, advice: int) -> int:
+        """0, or the errno of the refusal."""
+        if _libc.madvise(self._address + start, nbytes, advice) == 0:
+            return 0
+        return ctypes.get_errno()
+
+
+def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int) -> int:
+    got = _libc.mmap(address, nbytes, prot, flags, fd, 0)
+    if got is None or got == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(got)
+
+
+def _headers(view: memoryview, geometry: Geometry) -> NDArray[Any]:
+    assert geometry.table, "the extent has no table of headers"
+    return np.frombuffer(view, HEADER, count=geometry.slots)
+
+
+def _failed(what: str, error: OSError) -> TierError:
+    hints = {
+        errno.ENOMEM: "give the tier less DRAM, or the machine or its control group more",
+        errno.EMFILE: "raise the limit of open files (LimitNOFILE=)",
+        errno.ENFILE: "raise the limit of open files (fs.file-max)",
+        errno.EACCES: "the descriptor was opened read-only",
+        errno.EPERM: "the extent is sealed against writing",
+    }
+    code = error.errno or 0
+    return TierError(f"{what}: {os.strerror(code)}", hints.get(code, ""))

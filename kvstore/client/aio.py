@@ -1,0 +1,313 @@
+"""The client for event loops: the flows of `sync`, driven by awaits; copies run in the loop's threads.
+
+Made and used in one event loop. Semantics, names and arguments are those of `kvstore.client.sync`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvstore.client import flows, sync
+from kvstore.client.flows import Call, Flow
+from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.session import Maps, Session
+from kvstore.errors import (
+    DeniedError,
+    KVStoreError,
+    MisuseError,
+    RemoteProtocolError,
+    TierError,
+    UnavailableError,
+)
+from kvstore.types import Key, Layout, check_keys
+from kvstore.wire import messages as m
+
+T = TypeVar("T")
+
+_RECEIVE_BYTES = 256 << 10
+
+
+class AsyncLink:
+    """One connection on the running loop."""
+
+    def __init__(self, token: str, maps: Maps) -> None:
+        self.session = Session(token, maps)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+
+    async def connect(self, path: str) -> None:
+        """Connects and shakes hands."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(self._sock, path)
+        await loop.sock_sendall(self._sock, self.session.hello())
+        self.session.welcome(await self._receive())
+
+    async def call(self, message: Any) -> Any:
+        """Sends a request, returns its answer."""
+        await asyncio.get_running_loop().sock_sendall(self._sock, self.session.send(message))
+        return await self._receive()
+
+    async def fetch(self, message: Any) -> tuple[Any, int]:
+        """Like `call`, for an answer that brings a descriptor; -1 if it brought none."""
+        await asyncio.get_running_loop().sock_sendall(self._sock, self.session.send(message))
+        got = -1
+        while True:
+            await self._readable()
+            data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            got = fds[0] if fds else got
+            if not data:
+                raise ConnectionResetError("the daemon closed the connection")
+            answer = self.session.receive(data)
+            if answer is not None:
+                return answer, got
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_reader(self._sock.fileno(), ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self._sock.fileno())
+
+    def post(self, message: Any) -> None:
+        """Sends a short message that needs no answer; nothing happens if the link is gone."""
+        with contextlib.suppress(OSError):
+            self._sock.send(self.session.send(message))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._sock.close()
+
+    async def _receive(self) -> Any:
+        loop = asyncio.get_running_loop()
+        while True:
+            data = await loop.sock_recv(self._sock, _RECEIVE_BYTES)
+            if not data:
+                raise ConnectionResetError("the daemon closed the connection")
+            answer = self.session.receive(data)
+            if answer is not None:
+                return answer
+
+
+class AsyncClient:
+    """See `kvstore.client.sync.Client`."""
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, deadline_s: float = 1.0, strict: bool = False
+    ) -> None:
+        self.path = sync.socket_path(url)
+        self.deadline_s = sync.check_deadline(deadline_s)
+        self.strict = strict
+        self._token = token if token is not None else os.environ.get("KVSTORE_TOKEN", "")
+        self._idle: list[AsyncLink] = []
+        self._maps = Maps()
+        self._backoff = sync.Backoff()
+
+    def namespace(self, layout: Layout) -> AsyncNamespace:
+        """The blocks of one layout. Needs no daemon yet."""
+        return AsyncNamespace(self, layout)
+
+    async def status(self) -> dict[str, Any]:
+        """The daemon's state. Raises UnavailableError if it does not answer."""
+        state: dict[str, Any] = await self._attempt(flows.status, self.deadline_s)
+        return state
+
+    async def close(self) -> None:
+        """Closes all idle connections."""
+        links, self._idle = self._idle, []
+        for link in links:
+            link.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(self, start: Callable[[Call], Flow], deadline_s: float | None, miss: T) -> T:
+        """Drives a flow; `miss` when the daemon is away or says no (unless strict)."""
+        try:
+            deadline_s = self.deadline_s if deadline_s is None else sync.check_deadline(deadline_s)
+            result: T = await self._attempt(start, deadline_s)
+        except (UnavailableError, DeniedError, TierError) as error:
+            return self._missed(error, miss)
+        return result
+
+    def _missed(self, error: KVStoreError, miss: T) -> T:
+        if self.strict:
+            raise error
+        if isinstance(miss, PutResult):
+            miss.why = miss.why or error.message
+        return miss
+
+    async def _attempt(self, start: Callable[[Call], Flow], deadline_s: float) -> Any:
+        ends = time.monotonic() + deadline_s
+        reused = bool(self._idle)
+        link = self._idle.pop() if reused else await self._connect(ends)
+        try:
+            return await self._drive(link, start, ends)
+        except ConnectionError as error:
+            if not reused:
+                raise self._gone(error) from error
+        link = await self._connect(ends)
+        try:
+            return await self._drive(link, start, ends)
+        except ConnectionError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> UnavailableError:
+        self._backoff.failed()
+        return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
+
+    async def _connect(self, ends: float) -> AsyncLink:
+        self._backoff.check()
+        link = AsyncLink(self._token, self._maps)
+        try:
+            await asyncio.wait_for(link.connect(self.path), max(ends - time.monotonic(), 0.001))
+        except (OSError, RemoteProtocolError) as error:
+            link.close()
+            raise self._gone(error) from error
+        except BaseException:
+            link.close()
+            raise
+        self._backoff.succeeded()
+        return link
+
+    async def _drive(self, link: AsyncLink, start: Callable[[Call], Flow], ends: float) -> Any:
+        call = Call(
+            link.session,
+            ends,
+            link.post,
+            lambda flow, miss: self._resume(link, flow, miss),
+            lambda: self._idle.append(link),
+        )
+        try:
+            async with asyncio.timeout(max(ends - time.monotonic(), 0.001)):
+                result = await _pump(link, start(call))
+        except (MisuseError, DeniedError, TierError):
+            self._idle.append(link)
+            raise
+        except ConnectionError:
+            link.close()
+            raise
+        except (OSError, RemoteProtocolError) as error:
+            link.close()
+            raise self._gone(error) from error
+        except BaseException:
+            link.close()
+            raise
+        if not call.kept:
+            self._idle.append(link)
+        return result
+
+    async def _resume(self, link: AsyncLink, flow: Flow, miss: Any) -> Any:
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                result = await _pump(link, flow)
+        except (OSError, RemoteProtocolError, DeniedError) as error:
+            link.close()
+            return self._missed(UnavailableError(str(error)), miss)
+        self._idle.append(link)
+        return result
+
+
+async def _pump(link: AsyncLink, flow: Flow) -> Any:
+    """Drives a flow to its end on a connection."""
+    reply: Any = None
+    try:
+        while True:
+            step = flow.send(reply)
+            if isinstance(step, flows.Post):
+                link.post(step.message)
+                reply = None
+            elif isinstance(step, flows.Work):
+                reply = await asyncio.to_thread(step.call)
+            elif isinstance(step, flows.Fetch):
+                reply = await link.fetch(step.message)
+            else:
+                reply = await link.call(step)
+    except StopIteration as end:
+        return end.value
+
+
+class AsyncNamespace:
+    """See `kvstore.client.sync.Namespace`; every method is awaited, leases and rooms work as there."""
+
+    def __init__(self, client: AsyncClient, layout: Layout) -> None:
+        self.layout = layout
+        self._client = client
+
+    async def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
+        """How many leading keys are stored."""
+        check_keys(keys[:1])
+        return await self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, 0)
+
+    async def get(
+        self, keys: Sequence[Key], out: Buffer, verify: bool = True, deadline_s: float | None = None
+    ) -> int:
+        """Copies the longest stored prefix into `out`; the number of good blocks."""
+        check_keys(keys)
+        flat = sync.check_out(keys, out, self.layout.block_bytes)
+        return await self._client.run(lambda c: flows.get(c, self.layout, keys, flat, verify), deadline_s, 0)
+
+    async def put(
+        self, keys: Sequence[Key], blocks: Buffer, parent: Key | None = None, deadline_s: float | None = None
+    ) -> PutResult:
+        """Stores blocks."""
+        check_keys(keys)
+        views = sync.check_blocks(keys, blocks, self.layout.block_bytes)
+        lost = PutResult(denied=len(keys))
+        return await self._client.run(
+            lambda c: flows.put(c, self.layout, keys, views, parent), deadline_s, lost
+        )
+
+    async def acquire(self, keys: Sequence[Key], deadline_s: float | None = None) -> Lease:
+        """A lease on the longest prefix that is ready in time."""
+        check_keys(keys)
+        empty = Lease(Slots([], [], [], 0, self.layout.block_bytes), (), b"", [], b"", _nothing, _nothing)
+        return await self._client.run(lambda c: flows.acquire(c, self.layout, keys), deadline_s, empty)
+
+    async def reserve(
+        self, keys: Sequence[Key], parent: Key | None = None, deadline_s: float | None = None
+    ) -> Room:
+        """Slots to fill; `await room.commit()` makes them readable."""
+        check_keys(keys)
+        lost = PutResult(denied=len(keys), why="the daemon did not answer")
+
+        async def nothing(_: bytes) -> PutResult:
+            return lost
+
+        empty = Room(Slots([], [], [], 0, self.layout.block_bytes), (), b"", [], lost, 0, _nothing, nothing)
+        return await self._client.run(
+            lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, empty
+        )
+
+    async def prefetch(self, keys: Sequence[Key]) -> int:
+        """Starts bringing the stored prefix into DRAM."""
+        return await self._count(m.Prefetch, keys)
+
+    async def pin(self, keys: Sequence[Key], ttl_s: float) -> int:
+        """Keeps the stored prefix from eviction for `ttl_s`."""
+        return await self._count(m.Pin, keys, float(ttl_s))
+
+    async def unpin(self, keys: Sequence[Key]) -> int:
+        """Undoes `pin`."""
+        return await self._count(m.Unpin, keys)
+
+    async def invalidate(self, keys: Sequence[Key]) -> int:
+        """Makes these keys misses."""
+        return await self._count(m.Invalidate, keys)
+
+    async def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
+        check_keys(keys)
+        return await self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, 0)
+
+
+def _nothing(*_: Any) -> None:
+    """The end of a hold on nothing."""

@@ -1,0 +1,251 @@
+"""The calls of a client, written once: generators that yield steps and are sent the results.
+
+A step is a message that needs an answer, `Post` (a message that needs none), `Work` (something to run
+outside the event loop) or `Fetch` (a message whose answer brings a descriptor). Whoever drives a flow owns
+sockets, threads and time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.session import MappedExtent, Session
+from kvstore.errors import DeniedError
+from kvstore.types import Key, Layout, check_keys
+from kvstore.wire import messages as m
+
+GRANTED, PRESENT, PENDING = 0, 1, 2
+_SAMPLE_FROM = 512
+
+
+Flow = Generator[Any, Any, Any]
+
+
+@dataclass(slots=True)
+class Post:
+    """Send, and go on."""
+
+    message: Any
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Send, and expect Mapped with a descriptor; the result is (message, fd)."""
+
+    message: m.Map
+
+
+@dataclass(slots=True)
+class Work:
+    """Run `call`; it may take long."""
+
+    call: Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Call:
+    """One call on one connection: its session, its end in monotonic seconds, and ways to come back to it.
+
+    `post` sends a message that needs no answer. A call whose result needs the connection again sets `kept`:
+    nobody else gets the connection then until `run` has driven one more flow on it (answering its second
+    argument if that fails) or `done` is called.
+    """
+
+    session: Session
+    ends: float
+    post: Callable[[Any], None]
+    run: Callable[[Flow, Any], Any]
+    done: Callable[[], None]
+    kept: bool = False
+
+    def left_s(self) -> float:
+        """What the daemon may still take, leaving some of the deadline for the way back."""
+        return max(0.0, (self.ends - time.monotonic()) * 0.9 - 0.002)
+
+
+def open_namespace(call: Call, layout: Layout) -> Flow:
+    """(number, fingerprint) of the namespace on this connection."""
+    known = call.session.namespaces.get(layout)
+    if known is None:
+        answer = yield m.Open(0, layout.to_map())
+        _check(answer)
+        known = call.session.namespaces[layout] = (answer.namespace, answer.fingerprint)
+    return known
+
+
+def count(call: Call, layout: Layout, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
+    """A call about keys that is answered by a number."""
+    joined, size = check_keys(keys[: call.session.batch_keys])
+    namespace, _ = yield from open_namespace(call, layout)
+    answer = yield make(0, namespace, size, joined, *more)
+    return _value(answer)
+
+
+def lookup(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
+    """Length of the stored prefix.
+
+    A stored block's parent is stored, so of a long prompt every k-th key is asked first, then the keys
+    between the last one found and the next: two short requests instead of a long one.
+    """
+    n = len(keys)
+    if n < _SAMPLE_FROM:
+        return (yield from count(call, layout, m.Lookup, keys))
+    step = int(n**0.5)
+    found = yield from count(call, layout, m.Lookup, keys[step - 1 :: step])
+    start = found * step
+    rest = keys[start : start + step - 1]
+    return start + ((yield from count(call, layout, m.Lookup, rest)) if rest else 0)
+
+
+def acquire(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
+    """A lease on the longest prefix that is ready in time."""
+    keys = keys[: call.session.batch_keys]
+    joined, size = check_keys(keys)
+    namespace, fingerprint = yield from open_namespace(call, layout)
+    answer = yield m.Acquire(0, namespace, size, joined, call.left_s())
+    _check(answer)
+    lease = answer.lease
+
+    def end() -> None:
+        call.post(m.Release(lease))
+
+    def suspect(key: Key) -> None:
+        call.post(m.Suspect(0, namespace, len(key), key))
+
+    try:
+        slots = yield from _slots(call, answer, layout, writable=False)
+    except Exception:
+        yield Post(m.Release(lease))
+        raise
+    sums = np.frombuffer(answer.checksums, "<u8").tolist()
+    return Lease(slots, keys, fingerprint, sums, answer.tiers, end if lease else _nothing, suspect)
+
+
+def get(call: Call, layout: Layout, keys: Sequence[Key], out: Buffer, verify: bool) -> Flow:
+    """Copies the longest prefix into `out`; the number of good blocks."""
+    lease = yield from acquire(call, layout, keys)
+    with lease:
+        return (yield Work(lambda: lease.copy_into(out, verify))) if len(lease) else 0
+
+
+def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None, keep: bool = True) -> Flow:
+    """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends."""
+    keys = keys[: call.session.batch_keys]
+    joined, size = check_keys(keys)
+    namespace, fingerprint = yield from open_namespace(call, layout)
+    answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s())
+    _check(answer)
+    status = answer.status
+    wanted = [i for i, s in enumerate(status) if s == GRANTED]
+    present = status.count(PRESENT) + status.count(PENDING)
+    result = PutResult(0, present, len(status) - len(wanted) - present, answer.why)
+    lease = answer.lease
+
+    def end() -> None:
+        call.post(m.Abort(lease))
+        if keep:
+            call.done()
+
+    try:
+        slots = yield from _slots(call, answer, layout, writable=True)
+    except Exception:
+        yield Post(m.Abort(lease))
+        raise
+
+    call.kept = keep and bool(lease)
+
+    def finish(sums: bytes) -> Any:
+        lost = PutResult(0, present, len(status) - present, "the daemon did not answer")
+        return call.run(commit(lease, sums, result), lost)
+
+    return Room(slots, keys, fingerprint, wanted, result, lease, end if lease else _nothing, finish)
+
+
+def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
+    """Makes a room's blocks readable; what came of the put."""
+    if not lease:
+        return result
+    n = len(checksums) // 8
+    answer = yield m.Commit(0, lease, checksums, b"\x01" * n)
+    result.stored = _value(answer)
+    if result.stored < n:
+        result.denied += n - result.stored
+        result.why = result.why or "invalidated while it was written"
+    return result
+
+
+def put(call: Call, layout: Layout, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None) -> Flow:
+    """Stores those blocks that are not stored yet."""
+    total = PutResult()
+    batch = call.session.batch_keys
+    for at in range(0, len(keys), batch):
+        room = yield from reserve(call, layout, keys[at : at + batch], parent, keep=False)
+        result = room.result
+        if len(room):
+            sums = yield Work(partial(_fill, room, views, at))
+            result = yield from commit(room.lease, sums, result)
+        total.stored += result.stored
+        total.present += result.present
+        total.denied += result.denied
+        total.why = total.why or result.why
+        parent = keys[min(at + batch, len(keys)) - 1]
+    return total
+
+
+def status(call: Call) -> Flow:
+    """The daemon's state."""
+    answer = yield m.Status(0)
+    return answer.status
+
+
+def ping(call: Call) -> Flow:
+    """An empty round trip."""
+    return _value((yield m.Ping(0)))
+
+
+def _fill(room: Room, views: Sequence[Buffer], at: int) -> bytes:
+    for i, wanted in enumerate(room.wanted):
+        room.fill(i, views[at + wanted])
+    return room.checksums()
+
+
+def _slots(call: Call, answer: Any, layout: Layout, writable: bool) -> Flow:
+    """The slots that an answer grants, mapped; extents not seen before are fetched first."""
+    extents = np.frombuffer(answer.extents, "<u4").tolist()
+    maps = call.session.maps
+    mapped: dict[int, MappedExtent] = {}
+    for extent in set(extents):
+        known = maps.get(extent, writable)
+        if known is None:
+            reply, fd = yield Fetch(m.Map(0, extent, writable))
+            _check(reply)
+            known = maps.add(extent, writable, fd, reply.extent_bytes)
+        mapped[extent] = known
+    return Slots(
+        [mapped[e] for e in extents],
+        np.frombuffer(answer.indexes, "<u4").tolist(),
+        np.frombuffer(answer.versions, "<u4").tolist(),
+        answer.slot_bytes,
+        layout.block_bytes,
+    )
+
+
+def _check(answer: Any) -> None:
+    if isinstance(answer, m.Denied):
+        raise DeniedError(answer.why, answer.hint)
+
+
+def _value(answer: Any) -> int:
+    _check(answer)
+    return int(answer.value)
+
+
+def _nothing() -> None:
+    """The end of a hold on nothing."""

@@ -1,0 +1,250 @@
+"""What a client holds in the daemon: a `Lease` on blocks to read, a `Room` of slots to fill.
+
+Both end with the `with` block, with `release`/`commit`/`abort`, or with the connection. Views of a lease
+are read-only and the kernel sees to it; after the release their bytes may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvstore import arena
+from kvstore.client.session import MappedExtent
+from kvstore.errors import MisuseError
+from kvstore.types import Key
+
+Buffer = Any
+"""Anything with the buffer protocol: bytes, memoryview, numpy array."""
+
+
+@dataclass(slots=True)
+class Slots:
+    """Slots of mapped extents that a lease or a room speaks of."""
+
+    extents: list[MappedExtent]
+    indexes: list[int]
+    versions: list[int]
+    slot_bytes: int
+    block_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.indexes)
+
+    def view(self, i: int) -> memoryview:
+        """The payload of slot i, `block_bytes` long."""
+        return self.extents[i].payload(self.slot_bytes, self.indexes[i], self.block_bytes)
+
+    def is_current(self, i: int) -> bool:
+        """Whether slot i still carries the version that was granted."""
+        return self.extents[i].version(self.slot_bytes, self.indexes[i]) == self.versions[i]
+
+
+def as_bytes(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview:
+    """A flat view of a buffer of exactly `nbytes`. Raises MisuseError otherwise."""
+    try:
+        view = memoryview(buffer)
+        flat = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    except TypeError as error:
+        raise MisuseError(f"{what}: {error}", "pass a C-contiguous buffer") from None
+    if flat.nbytes != nbytes:
+        raise MisuseError(f"{what} has {flat.nbytes} bytes instead of {nbytes}", "see Layout.block_bytes")
+    if writable and flat.readonly:
+        raise MisuseError(f"{what} is read-only")
+    return flat
+
+
+class _Hold:
+    """What leases and rooms share: views, and an end that happens once."""
+
+    def __init__(self, slots: Slots, end: Callable[[], None]) -> None:
+        self._slots = slots
+        self._end: Callable[[], None] | None = end
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def _finish(self) -> bool:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+        return end is not None
+
+    def _check_open(self) -> None:
+        if self._end is None:
+            raise MisuseError("the lease or room has ended", "use it inside its `with` block")
+
+    def _range(self, i: int, offset: int, nbytes: int) -> memoryview:
+        self._check_open()
+        if not 0 <= i < len(self) or offset < 0 or offset + nbytes > self._slots.block_bytes:
+            raise MisuseError(
+                f"bytes {offset} to {offset + nbytes} of block {i}",
+                f"there are {len(self)} blocks of {self._slots.block_bytes} bytes",
+            )
+        return self._slots.view(i)[offset : offset + nbytes]
+
+
+class Lease(_Hold):
+    """The leading blocks of an acquire; `len` says how many. `tiers` tells where each was found."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        keys: Sequence[Key],
+        namespace: bytes,
+        checksums: list[int],
+        tiers: bytes,
+        end: Callable[[], None],
+        suspect: Callable[[Key], None],
+    ) -> None:
+        super().__init__(slots, end)
+        self.tiers = tiers
+        self._keys = keys
+        self._namespace = namespace
+        self._checksums = checksums
+        self._suspect = suspect
+
+    @property
+    def blocks(self) -> list[memoryview]:
+        """Zero-copy read-only views, one a block. Unverified: call `verify` where that matters."""
+        self._check_open()
+        return [self._slots.view(i) for i in range(len(self))]
+
+    def verify(self) -> int:
+        """How many leading blocks match their checksums. A bad one is reported to the daemon."""
+        return self._verified(lambda i, seed: arena.checksum(self._slots.view(i), seed))
+
+    def copy_into(self, out: Buffer, verify: bool = True) -> int:
+        """Copies the blocks into `out`, block after block; returns how many leading ones are good.
+
+        `out` is a writable C-contiguous buffer of at least len * block_bytes bytes. What lies in it behind
+        the good blocks is undefined.
+        """
+        size = self._slots.block_bytes
+        try:
+            flat = memoryview(out).cast("B")
+        except TypeError as error:
+            raise MisuseError(f"out: {error}", "pass a writable C-contiguous buffer") from None
+        if flat.readonly or flat.nbytes < size * len(self):
+            raise MisuseError(
+                f"out has {flat.nbytes} bytes{', read-only' if flat.readonly else ''}",
+                f"{len(self)} blocks of {size} bytes must fit into it",
+            )
+
+        def move(i: int, seed: int) -> int:
+            target = flat[i * size : (i + 1) * size]
+            if verify:
+                return arena.copy_checksum(target, self._slots.view(i), seed)
+            arena.copy(target, self._slots.view(i))
+            return self._checksums[i]
+
+        return self._verified(move)
+
+    def read(self, i: int, out: Buffer, offset: int = 0) -> None:
+        """Copies a byte range of block i, from `offset`, into all of `out`. Unverified."""
+        target = memoryview(out).cast("B")
+        arena.copy(target, self._range(i, offset, target.nbytes))
+
+    def release(self) -> None:
+        """Gives the slots back; may be called again."""
+        self._finish()
+
+    def _verified(self, digest: Callable[[int, int], int]) -> int:
+        """Counts leading blocks whose digest is right and whose slot was theirs until after it."""
+        self._check_open()
+        for i in range(len(self)):
+            seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
+            if digest(i, seed) != self._checksums[i]:
+                self._suspect(self._keys[i])
+                return i
+            if not self._slots.is_current(i):
+                return i
+        return len(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(slots=True)
+class PutResult:
+    """How many blocks were stored now, were there (or being written) already, were refused, and why."""
+
+    stored: int = 0
+    present: int = 0
+    denied: int = 0
+    why: str = ""
+
+
+class Room(_Hold):
+    """Slots to fill. `wanted` has the positions (in the keys asked for) of those blocks."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        keys: Sequence[Key],
+        namespace: bytes,
+        wanted: list[int],
+        result: PutResult,
+        lease: int,
+        end: Callable[[], None],
+        commit: Callable[[bytes], Any],
+    ) -> None:
+        super().__init__(slots, end)
+        self.wanted = wanted
+        self.result = result
+        self.lease = lease
+        self._keys = keys
+        self._namespace = namespace
+        self._commit = commit
+        self._checksums: dict[int, int] = {}
+
+    @property
+    def blocks(self) -> list[memoryview]:
+        """Writable views, one a wanted block. Whoever writes through them leaves checksums to `commit`."""
+        self._check_open()
+        self._checksums.clear()
+        return [self._slots.view(i) for i in range(len(self))]
+
+    def fill(self, i: int, block: Buffer) -> None:
+        """Copies a whole block into slot i and takes its checksum on the way."""
+        source = as_bytes(block, f"block {self.wanted[i]}", self._slots.block_bytes)
+        self._checksums[i] = arena.copy_checksum(self._range(i, 0, source.nbytes), source, self._seed(i))
+
+    def write(self, i: int, part: Buffer, offset: int = 0) -> None:
+        """Copies `part` into slot i at byte `offset`, layer by layer for instance."""
+        source = memoryview(part).cast("B")
+        self._checksums.pop(i, None)
+        arena.copy(self._range(i, offset, source.nbytes), source)
+
+    def checksums(self) -> bytes:
+        """Checksums of all slots as u64; those not taken while writing are taken now."""
+        for i in range(len(self)):
+            if i not in self._checksums:
+                self._checksums[i] = arena.checksum(self._slots.view(i), self._seed(i))
+        return np.array([self._checksums[i] for i in range(len(self))], "<u8").tobytes()
+
+    def commit(self) -> Any:
+        """Makes all blocks readable at once and ends the room: the PutResult (awaitable if the client is)."""
+        self._check_open()
+        self._end = None
+        return self._commit(self.checksums())
+
+    def abort(self) -> None:
+        """Gives the slots up; may be called again."""
+        self._finish()
+
+    def _seed(self, i: int) -> int:
+        return arena.seed(self._namespace, self._keys[self.wanted[i]], self._slots.block_bytes)
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
+        self.abort()

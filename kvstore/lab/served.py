@@ -1,0 +1,176 @@
+"""A daemon of one's own: a child process with its socket, and unless told otherwise its data, in a temporary
+folder that goes away with it. For replays, the demo, tests and benches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from kvstore import Client
+from kvstore.config import parse
+from kvstore.errors import KVStoreError, UnavailableError
+
+Settings = Mapping[str, Mapping[str, object]]
+"""Sections of the configuration and their keys, e.g. {"dram": {"limit": "64MiB"}}."""
+
+_LOG_TAIL_CHARS = 2000
+
+
+class ServedDaemon:
+    """Runs `kvstore serve` for as long as the `with` block lasts.
+
+    `settings` override the default configuration; the socket is always our own. An `nvme` section without a
+    `path` gets a folder in the temporary one; without the section there is no NVMe tier. Entering raises
+    ConfigError for settings that cannot be, UnavailableError with the end of the daemon's log if it does not
+    answer within `start_timeout_s`.
+    """
+
+    def __init__(self, settings: Settings | None = None, start_timeout_s: float = 60.0) -> None:
+        self._settings = {name: dict(section) for name, section in (settings or {}).items()}
+        self._start_timeout_s = start_timeout_s
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The temporary folder."""
+        assert self._folder is not None, "enter the context first"
+        return self._folder
+
+    @property
+    def url(self) -> str:
+        """What a Client connects to."""
+        return f"unix://{self.socket}"
+
+    @property
+    def socket(self) -> Path:
+        """The path of the daemon's socket."""
+        return self.folder / "kvstore.sock"
+
+    @property
+    def pid(self) -> int:
+        """The running daemon's process id; 0 if it does not run."""
+        return self._process.pid if self._process else 0
+
+    def __enter__(self) -> ServedDaemon:
+        self._folder = Path(tempfile.mkdtemp(prefix="kvstore-"))
+        try:
+            text = self._config_text()
+            parse(text, "the daemon's settings")
+            (self.folder / "kvstore.toml").write_text(text, encoding="utf-8")
+            self.start()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.stop()
+        finally:
+            self._remove()
+
+    def start(self) -> None:
+        """Starts the daemon and waits until it answers. Call it only when none runs."""
+        assert self._process is None, "the daemon already runs"
+        command = [sys.executable, "-m", "kvstore", "serve", "-c", str(self.folder / "kvstore.toml")]
+        with (self.folder / "daemon.log").open("ab") as log:
+            # In a session of its own, so that Ctrl-C reaches only us and we stop it in order.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self._wait_for_answer(self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Asks the daemon to end (SIGTERM) and waits. Raises KVStoreError if it fails or takes too long."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise KVStoreError(f"the daemon did not stop within {timeout_s:g} s", self.log_tail()) from None
+        self._process = None
+        if code not in (0, -signal.SIGTERM):
+            raise KVStoreError(f"the daemon stopped with exit code {code}", self.log_tail())
+
+    def kill(self) -> None:
+        """Ends the daemon at once (SIGKILL), as a crash would. `start` brings up the next one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self) -> None:
+        """A clean stop, then a start on the same data."""
+        self.stop()
+        self.start()
+
+    def log_tail(self) -> str:
+        """The end of what the daemon wrote to stdout and stderr, as a hint; empty if it wrote nothing."""
+        try:
+            text = (self.folder / "daemon.log").read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+        return f"its log ends: {text[-_LOG_TAIL_CHARS:]}" if text else ""
+
+    def _wait_for_answer(self, process: subprocess.Popen[bytes]) -> None:
+        give_up_s = time.monotonic() + self._start_timeout_s
+        last: UnavailableError | None = None
+        while time.monotonic() < give_up_s:
+            code = process.poll()
+            if code is not None:
+                raise UnavailableError(f"the daemon ended with exit code {code}", self.log_tail())
+            if self.socket.exists():
+                try:
+                    with Client(self.url) as client:
+                        client.status()
+                    return
+                except UnavailableError as e:
+                    last = e
+            time.sleep(0.02)
+        cause = f": {last.message}" if last else ", and has made no socket"
+        raise UnavailableError(
+            f"no answer from the daemon in {self._start_timeout_s:g} s{cause}", self.log_tail()
+        )
+
+    def _config_text(self) -> str:
+        settings = {name: dict(section) for name, section in self._settings.items()}
+        settings.setdefault("daemon", {})["socket"] = self.socket
+        if "nvme" in settings and "path" not in settings["nvme"]:
+            folder = self.folder / "nvme"
+            folder.mkdir()
+            settings["nvme"]["path"] = folder
+        lines = []
+        for name, section in settings.items():
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+        return "\n".join(lines) + "\n"
+
+    def _remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder = None
+
+
+def _toml(value: object) -> str:
+    """A scalar as TOML writes it; JSON's strings, numbers and booleans are TOML's too."""
+    return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)

@@ -1,0 +1,295 @@
+"""Readers of recorded request traces, as JSON lines, plain or compressed by zstd.
+
+Two formats. `requests`, published by the Mooncake project: each line one chat request (`timestamp` in ms,
+`input_length`, `output_length`, `hash_ids` of 512-token blocks). `conversations`, published by the
+kv-cache-tester project: each line one conversation of a coding agent (`block_size`, `requests` with `t`,
+`in`, `out`, `hash_ids`), in which sub-agents are nested and count their time from their own start.
+
+Only full blocks get keys: the last, partial block of a prompt is left out. Not covered: tokens themselves,
+which these traces do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import zstandard
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import from_json
+
+from kvstore.errors import KVStoreError
+
+CHAT_BLOCK_TOKENS = 512
+READ_BYTES = 64 << 10
+MAX_LINE_BYTES = 256 << 20
+MAX_WINDOW_BYTES = 1 << 31
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+Kind: TypeAlias = Literal["requests", "conversations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. `keys` has one 32-byte key per full block of `block_tokens` tokens, first block first.
+
+    `time_s` counts from the trace's first request; in a conversation, from the conversation's start.
+    Requests of one `session` follow one another.
+    """
+
+    time_s: float
+    keys: list[bytes]
+    input_tokens: int
+    output_tokens: int
+    block_tokens: int
+    session: int
+
+
+_Id = Annotated[int, Field(ge=0, lt=1 << 64)]
+_Count = Annotated[int, Field(ge=0)]
+_Seconds = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Chat(_Row):
+    timestamp: _Seconds
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Id]
+
+
+class _Call(_Row):
+    t: _Seconds
+    tokens_in: _Count = Field(alias="in")
+    tokens_out: _Count = Field(alias="out")
+    hash_ids: list[_Id]
+    model: str = ""
+
+
+class _Agent(_Row):
+    t: _Seconds
+    requests: list[_Entry]
+
+
+def _entry_kind(entry: object) -> str:
+    return "agent" if isinstance(entry, dict) and "requests" in entry else "call"
+
+
+_Entry = Annotated[
+    Annotated[_Call, Tag("call")] | Annotated[_Agent, Tag("agent")], Discriminator(_entry_kind)
+]
+
+
+class _Conversation(_Row):
+    block_size: Annotated[int, Field(ge=1)]
+    requests: list[_Entry]
+
+
+class Session:
+    """Requests that one client sends one after another. Iterating makes them, keys included, one at a time.
+
+    `own_clock` tells whether their times count from the session's own start rather than the trace's.
+    """
+
+    def __init__(self, number: int, block_tokens: int, calls: Sequence[_Call], own_clock: bool) -> None:
+        self.number = number
+        self.own_clock = own_clock
+        self._block_tokens = block_tokens
+        self._calls = calls
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Request]:
+        last_salt, last_ids, last_keys = b"", list[int](), list[bytes]()
+        for call in self._calls:
+            # Ids mean something only within a conversation, and two models never share KV.
+            salt = f"conversation {self.number} {call.model}".encode() if self.own_clock else b"chat"
+            ids = call.hash_ids[: call.tokens_in // self._block_tokens]
+            shared = _shared(last_ids, ids) if salt == last_salt else 0
+            keys = _chain(salt, last_keys[:shared], ids[shared:])
+            yield Request(call.t, keys, call.tokens_in, call.tokens_out, self._block_tokens, self.number)
+            last_salt, last_ids, last_keys = salt, ids, keys
+
+    def head(self, n: int) -> Session:
+        """The same session with its first `n` requests only."""
+        return Session(self.number, self._block_tokens, self._calls[:n], self.own_clock)
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids are equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _chain(salt: bytes, keys: list[bytes], ids: Iterable[int]) -> list[bytes]:
+    """`keys` continued by one key per id: a hash over the key before it and the id, so that equal keys
+    mean equal prefixes also in traces whose ids alone do not."""
+    parent = keys[-1] if keys else blake3(salt).digest()
+    for i in ids:
+        parent = blake3(parent + i.to_bytes(8, "little")).digest()
+        keys.append(parent)
+    return keys
+
+
+class Trace:
+    """A trace file. Iterating reads it from its start, a line at a time, as often as wanted.
+
+    `kind` is the format found in the first line, `block_tokens` the tokens of one block. Opening and reading
+    raise KVStoreError, with the file and the line, for whatever cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        where, line = next(self._lines(), (str(path), b""))
+        if not line:
+            raise KVStoreError(f"{path} holds no requests", _FORMATS_HINT)
+        self.kind = _kind(where, line)
+        self.block_tokens = CHAT_BLOCK_TOKENS
+        if self.kind == "conversations":
+            self.block_tokens = _parse(_Conversation, where, line).block_size
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self.sessions())
+
+    def count_sessions(self) -> int:
+        """How many sessions there are; reads the whole file but understands none of it."""
+        return sum(1 for _ in self._lines())
+
+    def sessions(self, limit: int | None = None) -> Iterator[Session]:
+        """All sessions in the file's order, cut off after `limit` requests in total."""
+        for session in self._chats() if self.kind == "requests" else self._conversations():
+            if limit is None:
+                yield session
+                continue
+            if limit <= 0:
+                return
+            yield session.head(limit)
+            limit -= len(session)
+
+    def _chats(self) -> Iterator[Session]:
+        start_ms = None
+        for number, (where, line) in enumerate(self._lines()):
+            row = _parse(_Chat, where, line)
+            start_ms = row.timestamp if start_ms is None else start_ms
+            call = _Call.model_construct(
+                t=(row.timestamp - start_ms) / 1000,
+                tokens_in=row.input_length,
+                tokens_out=row.output_length,
+                hash_ids=row.hash_ids,
+            )
+            yield Session(number, self.block_tokens, [call], own_clock=False)
+
+    def _conversations(self) -> Iterator[Session]:
+        for number, (where, line) in enumerate(self._lines()):
+            row = _parse(_Conversation, where, line)
+            if row.block_size != self.block_tokens:
+                raise KVStoreError(
+                    f"{where}: block_size is {row.block_size}, the first line has {self.block_tokens}",
+                    "one replay has one block size: split the trace",
+                )
+            calls = sorted(_flatten(row.requests, 0.0), key=lambda call: call.t)
+            yield Session(number, self.block_tokens, calls, own_clock=True)
+
+    def _lines(self) -> Iterator[tuple[str, bytes]]:
+        """Every line that is not blank, with the words that say where it stands."""
+        rest: list[bytes] = []
+        size, number = 0, 1
+        for chunk in _chunks(self.path):
+            head, *more = chunk.split(b"\n")
+            rest.append(head)
+            size += len(head)
+            if size > MAX_LINE_BYTES:
+                raise KVStoreError(f"{self.path} line {number} is over {MAX_LINE_BYTES} bytes", _FORMATS_HINT)
+            for piece in more:
+                line, rest, size = b"".join(rest), [piece], len(piece)
+                if line.strip():
+                    yield f"{self.path} line {number}", line
+                number += 1
+        if (line := b"".join(rest)).strip():
+            yield f"{self.path} line {number}", line
+
+
+def _flatten(entries: Iterable[_Call | _Agent], start_s: float) -> Iterator[_Call]:
+    """All calls with their times counted from the conversation's start."""
+    for entry in entries:
+        if isinstance(entry, _Agent):
+            yield from _flatten(entry.requests, start_s + entry.t)
+        else:
+            yield entry.model_copy(update={"t": start_s + entry.t})
+
+
+_FORMATS_HINT = (
+    "JSON lines, either chat requests {timestamp, input_length, output_length, hash_ids} "
+    "or agent conversations {block_size, requests: [{t, in, out, hash_ids}]}"
+)
+
+
+def _kind(where: str, line: bytes) -> Kind:
+    try:
+        first = from_json(line)
+    except ValueError as e:
+        raise KVStoreError(f"{where} is not JSON: {e}", _FORMATS_HINT) from None
+    fields = first if isinstance(first, dict) else {}
+    if "requests" in fields and "block_size" in fields:
+        return "conversations"
+    if "timestamp" in fields or "input_length" in fields:
+        return "requests"
+    raise KVStoreError(f"{where} is of no known trace format", _FORMATS_HINT)
+
+
+_RowT = TypeVar("_RowT", bound=_Row)
+
+
+def _parse(model: type[_RowT], where: str, line: bytes) -> _RowT:
+    try:
+        return model.model_validate_json(line)
+    except ValidationError as e:
+        error = e.errors(include_url=False, include_input=False)[0]
+    field = ".".join(map(str, error["loc"]))
+    if error["type"] == "json_invalid":
+        raise KVStoreError(f"{where} is not JSON: {error['msg']}", _FORMATS_HINT)
+    if error["type"] == "missing":
+        raise KVStoreError(f"{where} has no field {field}", _FORMATS_HINT)
+    raise KVStoreError(f"{where}: {field}: {error['msg']}" if field else f"{where}: {error['msg']}")
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The file's text in pieces, decompressed if it is compressed."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_ZSTD_MAGIC))
+            file.seek(0)
+            pieces = iter(lambda: file.read(READ_BYTES), b"")
+            if magic == _ZSTD_MAGIC or path.suffix in (".zst", ".zstd"):
+                pieces = _decompressed(path, pieces)
+            yield from pieces
+    except OSError as e:
+        hint = "check the path" if isinstance(e, FileNotFoundError) else ""
+        raise KVStoreError(f"cannot read {path}: {e.strerror}", hint) from None
+
+
+def _decompressed(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    frame = decompressor.decompressobj()
+    try:
+        for piece in pieces:
+            rest = piece
+            while rest:
+                if frame.eof:
+                    frame = decompressor.decompressobj()
+                yield frame.decompress(rest)
+                rest = frame.unused_data
+    except zstandard.ZstdError as e:
+        raise KVStoreError(f"{path} is not readable as zstd: {e}", "is the file complete?") from None
+    if not frame.eof:
+        raise KVStoreError(f"{path} ends in the middle of its zstd data", "it was cut: fetch it again")

@@ -1,0 +1,53 @@
+"""The seam between the daemon and whatever moves blocks between memory and files.
+
+The daemon decides which blocks move; an engine moves them. An engine knows bytes at offsets and no keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.errors import MisuseError
+
+
+@dataclass(slots=True)
+class BlockIO:
+    """One block to move between memory and a file.
+
+    `offset` and the length of `buffer` are multiples of `ALIGN` where `fd` was opened for direct I/O.
+    `buffer` is contiguous bytes, writable for a read (`write` False). `fd` stays open until the batch ends.
+    """
+
+    fd: int
+    offset: int
+    buffer: memoryview
+    write: bool
+
+    def check(self) -> None:
+        """MisuseError for a buffer that no engine may touch."""
+        buffer = self.buffer
+        if buffer.nbytes != len(buffer) or not buffer.c_contiguous:
+            raise MisuseError(f"a buffer of format {buffer.format}, shape {buffer.shape}", "contiguous bytes")
+        if buffer.readonly and not self.write:
+            raise MisuseError("a read into a read-only buffer")
+
+
+class IOEngine(Protocol):
+    """Moves batches of blocks. Any thread may submit; many batches may be under way."""
+
+    name: str
+
+    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+        """Starts to move all blocks and returns at once. The engine keeps the buffers alive meanwhile.
+
+        `done` is called exactly once, on an engine thread, when every block of this batch has ended: one
+        outcome a block, in the batch's order, None for success. A block moves whole or has an error: EIO for
+        a read past the end of the file, EAGAIN for all blocks if too much waits already. Blocks and batches
+        may end in any order. MisuseError, and nothing is started, if a block fails its `check`; TierError
+        after `close`.
+        """
+
+    def close(self) -> None:
+        """Waits for what was submitted, then stops. Closing twice does nothing."""

@@ -1,0 +1,129 @@
+"""The files that hold NVMe blocks: one slab file an extent, opened for direct I/O.
+
+A file is `slabs/000012.slab` in the tier's folder and has its full size from the start, so that a block write
+never meets a full disk. What is in a slot, the journal knows.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvstore.errors import TierError
+
+
+class Slabs:
+    """Slab files of one folder. An extent is removed only when none of its blocks is moving.
+
+    `direct` says whether the file system takes direct I/O, as far as the files opened so far tell.
+    """
+
+    def __init__(self, folder: Path, extent_bytes: int) -> None:
+        """Makes `folder`/slabs. TierError if that cannot be done."""
+        self.folder = folder / "slabs"
+        self.extent_bytes = extent_bytes
+        self.direct = True
+        self._fds: dict[int, int] = {}
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise TierError(
+                f"cannot make {self.folder}: {error.strerror}", "name a writable folder"
+            ) from error
+
+    def allocate(self, extent: int) -> None:
+        """Makes the extent's file in full size and opens it; what a crash left there is taken over.
+
+        TierError names folder, wanted and free bytes if there is no room; then no file is left behind.
+        """
+        assert extent not in self._fds, f"extent {extent} is in use"
+        path = self._path(extent)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, 0)
+                os.posix_fallocate(fd, 0, self.extent_bytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._sync_folder()
+            self._fds[extent] = self._open(path)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise self._no_room(error) from error
+
+    def open_existing(self, extent: int) -> None:
+        """Opens a file that `allocate` made earlier. TierError if it is missing or not of full size."""
+        path = self._path(extent)
+        try:
+            fd = self._open(path)
+        except OSError as error:
+            raise TierError(f"cannot open {path}: {error.strerror}") from error
+        nbytes = os.fstat(fd).st_size
+        if nbytes != self.extent_bytes:
+            os.close(fd)
+            raise TierError(f"{path} has {nbytes} bytes, not {self.extent_bytes}")
+        self._fds[extent] = fd
+
+    def fd(self, extent: int) -> int:
+        """The open descriptor of an extent, for reads and writes."""
+        return self._fds[extent]
+
+    def stored(self) -> list[int]:
+        """Every extent that has a file, open or not. One that the journal does not know is a leftover."""
+        return sorted(int(path.stem) for path in self.folder.glob("*.slab") if path.stem.isdecimal())
+
+    def sync(self, extents: Iterable[int]) -> None:
+        """Returns when all that was written to these extents is on the device. TierError if it may not be."""
+        for extent in extents:
+            try:
+                os.fdatasync(self._fds[extent])
+            except OSError as error:
+                raise TierError(f"cannot sync {self._path(extent)}: {error.strerror}") from error
+
+    def remove(self, extent: int) -> None:
+        """Closes the extent's file, if open, and deletes it, if there. TierError if it cannot be deleted."""
+        fd = self._fds.pop(extent, -1)
+        if fd >= 0:
+            os.close(fd)
+        try:
+            self._path(extent).unlink(missing_ok=True)
+        except OSError as error:
+            raise TierError(f"cannot remove {self._path(extent)}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Closes all files."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _path(self, extent: int) -> Path:
+        return self.folder / f"{extent:06d}.slab"
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if self.direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            self.direct = False
+        return os.open(path, flags)
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _no_room(self, error: OSError) -> TierError:
+        what = f"cannot allocate {self.extent_bytes} bytes in {self.folder}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return TierError(f"{what}: {error.strerror}")
+        space = os.statvfs(self.folder)
+        free = space.f_bavail * space.f_frsize
+        hint = "give the tier less, or make room there"
+        return TierError(f"{what}: {error.strerror}, {free} bytes free", hint)

@@ -1,0 +1,174 @@
+"""The LMDB environment in a tier's folder: locked, signed, read whole, changed in transactions.
+
+Tables, with ids as u32 big-endian and numbers as u64 little-endian:
+
+    meta          "format", "extent_bytes" -> number
+    namespaces    id -> MessagePack [tenant, layout map, fingerprint]
+    extents       id -> slot bytes
+    blocks        namespace id, key -> record (`records.py`)
+
+Not here: when to write what (`journal.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import lmdb
+import msgpack
+
+from kvstore.errors import TierError
+from kvstore.tiers.nvme.records import ID, Blocks, unpack
+
+FORMAT = 1
+"""Of everything under the tier's folder. A daemon reads no other."""
+
+NUMBER = struct.Struct("<Q")
+TABLES = ("meta", "namespaces", "extents", "blocks")
+
+Changes: TypeAlias = dict[str, dict[bytes, bytes | None]]
+"""By table: what each key becomes; None removes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What a namespace id stands for."""
+
+    tenant: str
+    layout: dict[str, Any]
+    fingerprint: bytes
+
+    def pack(self) -> bytes:
+        """The record's value."""
+        packed: bytes = msgpack.packb([self.tenant, self.layout, self.fingerprint])
+        return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All that a folder's records say. `extents` gives each extent's slot size in bytes."""
+
+    namespaces: dict[int, Namespace]
+    extents: dict[int, int]
+    blocks: Blocks
+
+
+class RecordStore:
+    """One folder's records. Any thread may call; readers and writers take turns."""
+
+    def __init__(self, folder: Path, extent_bytes: int, map_bytes: int) -> None:
+        """Makes the folder if absent, locks it and opens `folder`/records.
+
+        `extent_bytes` signs a new folder; the attribute is what the folder was signed with. `map_bytes` is
+        address space, and grows. TierError names the folder: in use, not writable, of another format.
+        """
+        self._folder = folder
+        self._turn = threading.Lock()
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, _lock(folder))
+            try:
+                self._env = _open(folder / "records", map_bytes)
+                held.callback(self._env.close)
+                self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
+                self.extent_bytes = self._sign(extent_bytes)
+            except lmdb.Error as error:
+                raise _unusable(folder, error) from error
+            self._held = held.pop_all()
+
+    def load(self) -> Loaded:
+        """Everything that was committed: about a second a million records. TierError if it makes no sense."""
+        tables = self._tables
+        try:
+            with self._turn, self._env.begin() as txn:
+                namespaces = {
+                    ID.unpack(key)[0]: Namespace(*msgpack.unpackb(value))
+                    for key, value in txn.cursor(tables["namespaces"])
+                }
+                extents = {
+                    ID.unpack(key)[0]: NUMBER.unpack(value)[0] for key, value in txn.cursor(tables["extents"])
+                }
+                blocks = unpack(txn.cursor(tables["blocks"]), txn.stat(tables["blocks"])["entries"])
+        except (lmdb.Error, TierError) as error:
+            raise _unusable(self._folder, error) from error
+        return Loaded(namespaces, extents, blocks)
+
+    def commit(self, changes: Changes) -> None:
+        """Makes all changes durable in one transaction, or none. Raises what LMDB raises."""
+        while any(changes.values()):
+            try:
+                with self._turn, self._env.begin(write=True) as txn:
+                    for table, items in changes.items():
+                        _apply(txn, self._tables[table], items)
+                return
+            except lmdb.MapFullError:
+                with self._turn:
+                    self._env.set_mapsize(2 * self._env.info()["map_size"])
+
+    def close(self) -> None:
+        """Closes the environment, then unlocks the folder. Closing twice does nothing."""
+        self._held.close()
+
+    def _sign(self, extent_bytes: int) -> int:
+        """Signs a new folder with the format and the size of its extents; answers the size that it has."""
+        with self._env.begin() as txn:
+            found = txn.get(b"format", db=self._tables["meta"])
+            signed = txn.get(b"extent_bytes", db=self._tables["meta"])
+        if found is None or signed is None:
+            self.commit(
+                {"meta": {b"format": NUMBER.pack(FORMAT), b"extent_bytes": NUMBER.pack(extent_bytes)}}
+            )
+            return extent_bytes
+        if NUMBER.unpack(found)[0] != FORMAT:
+            raise TierError(
+                f"{self._folder} holds format {NUMBER.unpack(found)[0]}, this daemon reads {FORMAT}",
+                "run the version that wrote it, or move the folder away to start empty",
+            )
+        return int(NUMBER.unpack(signed)[0])
+
+
+def _apply(txn: Any, table: Any, items: dict[bytes, bytes | None]) -> None:
+    """In the order of keys, which pages like best: a transaction shows only the last word on a key anyway."""
+    txn.cursor(table).putmulti(sorted(item for item in items.items() if item[1] is not None))
+    for key in sorted(key for key, value in items.items() if value is None):
+        txn.delete(key, db=table)
+
+
+def _lock(folder: Path) -> int:
+    """Makes the folder and locks it: a descriptor that holds the lock until it is closed, by crash or not."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        hint = "name a folder that the daemon may write"
+        raise TierError(f"cannot use folder {folder}: {error.strerror}", hint) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            hint = "stop that daemon, or name another folder"
+            raise TierError(f"folder {folder} is in use by pid {owner or 'unknown'}", hint) from error
+        raise TierError(f"cannot lock folder {folder}: {error.strerror}", "name a local folder") from error
+    with contextlib.suppress(OSError):  # a full disk must not keep what is stored from being read
+        os.pwrite(fd, f"{os.getpid():<19}\n".encode(), 0)
+    return fd
+
+
+def _open(path: Path, map_bytes: int) -> Any:
+    # Commits are synchronous. Otherwise a power cut can leave LMDB's root ahead of the pages it names, and a
+    # commit whose sync failed stays visible. Measured: 3 % of the puts under load, 30 us for one alone.
+    env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(TABLES), mode=0o600, sync=True)
+    env.reader_check()
+    return env
+
+
+def _unusable(folder: Path, error: Exception) -> TierError:
+    return TierError(f"cannot use the records in {folder}: {error}", "move the folder away to start empty")
