@@ -128,6 +128,10 @@ def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
     return keys
 
 
+SLOT_RECORD = np.dtype([("place", "<u8"), ("checksum", "<u8"), ("version", "<u4"), ("tier", "<u4")])
+"""What a client is told of a slot: extent << 32 | index within it, the checksum of what it holds, its
+version, and the tier where the block was found."""
+
 HEADER_BYTES = 128
 """One slot header in the table at the head of a shared-memory extent."""
 

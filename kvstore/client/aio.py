@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from kvstore.client import flows, sync
 from kvstore.client.flows import Call, Flow
-from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.holds import Buffer, Lease, PutResult, Room
 from kvstore.client.session import Maps, Session
 from kvstore.errors import (
     DeniedError,
@@ -130,13 +130,13 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def run(self, start: Callable[[Call], Flow], deadline_s: float | None, miss: T) -> T:
-        """Drives a flow; `miss` when the daemon is away or says no (unless strict)."""
+    async def run(self, start: Callable[[Call], Flow], deadline_s: float | None, miss: Callable[[], T]) -> T:
+        """Drives a flow; `miss()` when the daemon is away or says no (unless strict)."""
         try:
             deadline_s = self.deadline_s if deadline_s is None else sync.check_deadline(deadline_s)
             result: T = await self._attempt(start, deadline_s)
         except (UnavailableError, DeniedError, TierError) as error:
-            return self._missed(error, miss)
+            return self._missed(error, miss())
         return result
 
     def _missed(self, error: KVStoreError, miss: T) -> T:
@@ -246,15 +246,17 @@ class AsyncNamespace:
     async def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
         """How many leading keys are stored."""
         check_keys(keys[:1])
-        return await self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, 0)
+        return await self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, int)
 
     async def get(
         self, keys: Sequence[Key], out: Buffer, verify: bool = True, deadline_s: float | None = None
     ) -> int:
         """Copies the longest stored prefix into `out`; the number of good blocks."""
-        check_keys(keys)
+        joined, size = check_keys(keys)
         flat = sync.check_out(keys, out, self.layout.block_bytes)
-        return await self._client.run(lambda c: flows.get(c, self.layout, keys, flat, verify), deadline_s, 0)
+        return await self._client.run(
+            lambda c: flows.get(c, self.layout, keys, joined, size, flat, verify), deadline_s, int
+        )
 
     async def put(
         self, keys: Sequence[Key], blocks: Buffer, parent: Key | None = None, deadline_s: float | None = None
@@ -262,16 +264,18 @@ class AsyncNamespace:
         """Stores blocks."""
         check_keys(keys)
         views = sync.check_blocks(keys, blocks, self.layout.block_bytes)
-        lost = PutResult(denied=len(keys))
         return await self._client.run(
-            lambda c: flows.put(c, self.layout, keys, views, parent), deadline_s, lost
+            lambda c: flows.put(c, self.layout, keys, views, parent),
+            deadline_s,
+            lambda: PutResult(denied=len(keys)),
         )
 
     async def acquire(self, keys: Sequence[Key], deadline_s: float | None = None) -> Lease:
         """A lease on the longest prefix that is ready in time."""
-        check_keys(keys)
-        empty = Lease(Slots([], [], [], 0, self.layout.block_bytes), (), b"", [], b"", _nothing, _nothing)
-        return await self._client.run(lambda c: flows.acquire(c, self.layout, keys), deadline_s, empty)
+        joined, size = check_keys(keys)
+        return await self._client.run(
+            lambda c: flows.acquire(c, self.layout, keys, joined, size), deadline_s, self._no_lease
+        )
 
     async def reserve(
         self, keys: Sequence[Key], parent: Key | None = None, deadline_s: float | None = None
@@ -280,12 +284,14 @@ class AsyncNamespace:
         check_keys(keys)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
-        async def nothing(_: bytes) -> PutResult:
+        async def lost_again(_: bytes) -> PutResult:
             return lost
 
-        empty = Room(Slots([], [], [], 0, self.layout.block_bytes), (), b"", [], lost, 0, _nothing, nothing)
+        def nothing() -> Room:
+            return Room.on_nothing(self.layout.block_bytes, lost, lost_again)
+
         return await self._client.run(
-            lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, empty
+            lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, nothing
         )
 
     async def prefetch(self, keys: Sequence[Key]) -> int:
@@ -306,8 +312,7 @@ class AsyncNamespace:
 
     async def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
         check_keys(keys)
-        return await self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, 0)
+        return await self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, int)
 
-
-def _nothing(*_: Any) -> None:
-    """The end of a hold on nothing."""
+    def _no_lease(self) -> Lease:
+        return Lease.on_nothing(self.layout.block_bytes)

@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
 from kvstore.client.session import MappedExtent, Session
 from kvstore.errors import DeniedError
-from kvstore.types import Key, Layout, check_keys
+from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 GRANTED, PRESENT, PENDING = 0, 1, 2
@@ -71,19 +71,20 @@ class Call:
 
 
 def open_namespace(call: Call, layout: Layout) -> Flow:
-    """(number, fingerprint) of the namespace on this connection."""
-    known = call.session.namespaces.get(layout)
+    """(number, fingerprint, layout) of the namespace on this connection."""
+    # By identity, since hashing a layout's seven fields costs more than the rest of the step.
+    known = call.session.namespaces.get(id(layout))
     if known is None:
         answer = yield m.Open(0, layout.to_map())
         _check(answer)
-        known = call.session.namespaces[layout] = (answer.namespace, answer.fingerprint)
+        known = call.session.namespaces[id(layout)] = (answer.namespace, answer.fingerprint, layout)
     return known
 
 
 def count(call: Call, layout: Layout, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
     """A call about keys that is answered by a number."""
     joined, size = check_keys(keys[: call.session.batch_keys])
-    namespace, _ = yield from open_namespace(call, layout)
+    namespace, _, _ = yield from open_namespace(call, layout)
     answer = yield make(0, namespace, size, joined, *more)
     return _value(answer)
 
@@ -104,11 +105,11 @@ def lookup(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
     return start + ((yield from count(call, layout, m.Lookup, rest)) if rest else 0)
 
 
-def acquire(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
-    """A lease on the longest prefix that is ready in time."""
-    keys = keys[: call.session.batch_keys]
-    joined, size = check_keys(keys)
-    namespace, fingerprint = yield from open_namespace(call, layout)
+def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int) -> Flow:
+    """A lease on the longest prefix that is ready in time. `joined`: all keys, `size` bytes each."""
+    if len(keys) > call.session.batch_keys:
+        joined = joined[: call.session.batch_keys * size]
+    namespace, fingerprint, _ = yield from open_namespace(call, layout)
     answer = yield m.Acquire(0, namespace, size, joined, call.left_s())
     _check(answer)
     lease = answer.lease
@@ -124,13 +125,14 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
     except Exception:
         yield Post(m.Release(lease))
         raise
-    sums = np.frombuffer(answer.checksums, "<u8").tolist()
-    return Lease(slots, keys, fingerprint, sums, answer.tiers, end if lease else _nothing, suspect)
+    return Lease(slots, keys, fingerprint, end if lease else _nothing, suspect)
 
 
-def get(call: Call, layout: Layout, keys: Sequence[Key], out: Buffer, verify: bool) -> Flow:
+def get(
+    call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int, out: Buffer, verify: bool
+) -> Flow:
     """Copies the longest prefix into `out`; the number of good blocks."""
-    lease = yield from acquire(call, layout, keys)
+    lease = yield from acquire(call, layout, keys, joined, size)
     with lease:
         return (yield Work(lambda: lease.copy_into(out, verify))) if len(lease) else 0
 
@@ -139,7 +141,7 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
     """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends."""
     keys = keys[: call.session.batch_keys]
     joined, size = check_keys(keys)
-    namespace, fingerprint = yield from open_namespace(call, layout)
+    namespace, fingerprint, _ = yield from open_namespace(call, layout)
     answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s())
     _check(answer)
     status = answer.status
@@ -218,23 +220,17 @@ def _fill(room: Room, views: Sequence[Buffer], at: int) -> bytes:
 
 def _slots(call: Call, answer: Any, layout: Layout, writable: bool) -> Flow:
     """The slots that an answer grants, mapped; extents not seen before are fetched first."""
-    extents = np.frombuffer(answer.extents, "<u4").tolist()
     maps = call.session.maps
     mapped: dict[int, MappedExtent] = {}
-    for extent in set(extents):
+    # The upper half of a record's first field, read as 32-bit numbers.
+    for extent in set(np.frombuffer(answer.slots, "<u4")[1 :: SLOT_RECORD.itemsize // 4].tolist()):
         known = maps.get(extent, writable)
         if known is None:
             reply, fd = yield Fetch(m.Map(0, extent, writable))
             _check(reply)
             known = maps.add(extent, writable, fd, reply.extent_bytes)
         mapped[extent] = known
-    return Slots(
-        [mapped[e] for e in extents],
-        np.frombuffer(answer.indexes, "<u4").tolist(),
-        np.frombuffer(answer.versions, "<u4").tolist(),
-        answer.slot_bytes,
-        layout.block_bytes,
-    )
+    return Slots(mapped, answer.slots, answer.slot_bytes, layout.block_bytes)
 
 
 def _check(answer: Any) -> None:

@@ -16,32 +16,50 @@ import numpy as np
 from kvstore import arena
 from kvstore.client.session import MappedExtent
 from kvstore.errors import MisuseError
-from kvstore.types import Key
+from kvstore.types import SLOT_RECORD, Key
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, numpy array."""
 
 
-@dataclass(slots=True)
 class Slots:
-    """Slots of mapped extents that a lease or a room speaks of."""
+    """Slots of mapped extents that a lease or a room speaks of.
 
-    extents: list[MappedExtent]
-    indexes: list[int]
-    versions: list[int]
-    slot_bytes: int
-    block_bytes: int
+    `records` has one `SLOT_RECORD` a slot, read field by field when somebody looks.
+    """
+
+    def __init__(
+        self, extents: dict[int, MappedExtent], records: bytes, slot_bytes: int, block_bytes: int
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.records = records
+        self._extents = extents
+        self._wide = memoryview(records).cast("Q")
+        self._slot_bytes = slot_bytes
 
     def __len__(self) -> int:
-        return len(self.indexes)
+        return len(self._wide) // 3
+
+    def checksum(self, i: int) -> int:
+        """What the payload of slot i must hash to."""
+        return self._wide[3 * i + 1]
+
+    @property
+    def tiers(self) -> bytes:
+        """Where each block was found, a byte each."""
+        return np.frombuffer(self.records, SLOT_RECORD)["tier"].astype(np.uint8).tobytes()
 
     def view(self, i: int) -> memoryview:
         """The payload of slot i, `block_bytes` long."""
-        return self.extents[i].payload(self.slot_bytes, self.indexes[i], self.block_bytes)
+        place = self._wide[3 * i]
+        extent = self._extents[place >> 32]
+        return extent.payload(self._slot_bytes, place & 0xFFFFFFFF, self.block_bytes)
 
     def is_current(self, i: int) -> bool:
         """Whether slot i still carries the version that was granted."""
-        return self.extents[i].version(self.slot_bytes, self.indexes[i]) == self.versions[i]
+        place = self._wide[3 * i]
+        extent = self._extents[place >> 32]
+        return extent.version(self._slot_bytes, place & 0xFFFFFFFF) == self._wide[3 * i + 2] & 0xFFFFFFFF
 
 
 def as_bytes(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview:
@@ -56,6 +74,14 @@ def as_bytes(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> 
     if writable and flat.readonly:
         raise MisuseError(f"{what} is read-only")
     return flat
+
+
+def _no_slots(block_bytes: int) -> Slots:
+    return Slots({}, b"", 0, block_bytes)
+
+
+def _nothing(*_: Any) -> None:
+    """The end of a hold on nothing."""
 
 
 class _Hold:
@@ -89,24 +115,30 @@ class _Hold:
 
 
 class Lease(_Hold):
-    """The leading blocks of an acquire; `len` says how many. `tiers` tells where each was found."""
+    """The leading blocks of an acquire; `len` says how many."""
 
     def __init__(
         self,
         slots: Slots,
         keys: Sequence[Key],
         namespace: bytes,
-        checksums: list[int],
-        tiers: bytes,
         end: Callable[[], None],
         suspect: Callable[[Key], None],
     ) -> None:
         super().__init__(slots, end)
-        self.tiers = tiers
         self._keys = keys
         self._namespace = namespace
-        self._checksums = checksums
         self._suspect = suspect
+
+    @classmethod
+    def on_nothing(cls, block_bytes: int) -> Lease:
+        """What a miss gets."""
+        return cls(_no_slots(block_bytes), (), b"", _nothing, _nothing)
+
+    @property
+    def tiers(self) -> bytes:
+        """Where each block was found: one byte a block, a `Tier`."""
+        return self._slots.tiers
 
     @property
     def blocks(self) -> list[memoryview]:
@@ -140,7 +172,7 @@ class Lease(_Hold):
             if verify:
                 return arena.copy_checksum(target, self._slots.view(i), seed)
             arena.copy(target, self._slots.view(i))
-            return self._checksums[i]
+            return self._slots.checksum(i)
 
         return self._verified(move)
 
@@ -158,7 +190,7 @@ class Lease(_Hold):
         self._check_open()
         for i in range(len(self)):
             seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
-            if digest(i, seed) != self._checksums[i]:
+            if digest(i, seed) != self._slots.checksum(i):
                 self._suspect(self._keys[i])
                 return i
             if not self._slots.is_current(i):
@@ -204,6 +236,11 @@ class Room(_Hold):
         self._namespace = namespace
         self._commit = commit
         self._checksums: dict[int, int] = {}
+
+    @classmethod
+    def on_nothing(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Room:
+        """What a refusal gets."""
+        return cls(_no_slots(block_bytes), (), b"", [], result, 0, _nothing, commit)
 
     @property
     def blocks(self) -> list[memoryview]:

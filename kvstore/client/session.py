@@ -72,7 +72,7 @@ class Session:
 
     def __init__(self, token: str, maps: Maps) -> None:
         self.maps = maps
-        self.namespaces: dict[Layout, tuple[int, bytes]] = {}
+        self.namespaces: dict[int, tuple[int, bytes, Layout]] = {}
         self.batch_keys = 0
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self._frames = Frames(1 << 30)

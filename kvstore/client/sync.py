@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kvstore.client import flows
 from kvstore.client.flows import Call, Flow
-from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots, as_bytes
+from kvstore.client.holds import Buffer, Lease, PutResult, Room, as_bytes
 from kvstore.client.session import Maps, Session
 from kvstore.errors import (
     DeniedError,
@@ -225,14 +225,14 @@ class Client:
 
     # -- driving flows
 
-    def run(self, start: Callable[[Call], Flow], deadline_s: float | None, miss: T) -> T:
-        """Drives a flow; `miss` when the daemon is away or says no (unless strict)."""
+    def run(self, start: Callable[[Call], Flow], deadline_s: float | None, miss: Callable[[], T]) -> T:
+        """Drives a flow; `miss()` when the daemon is away or says no (unless strict)."""
         try:
             result: T = self._attempt(
                 start, self.deadline_s if deadline_s is None else check_deadline(deadline_s)
             )
         except (UnavailableError, DeniedError, TierError) as error:
-            return self._missed(error, miss)
+            return self._missed(error, miss())
         return result
 
     def _missed(self, error: KVStoreError, miss: T) -> T:
@@ -356,7 +356,7 @@ class Namespace:
     def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
         """How many leading keys are stored. A promise, not a lease: `acquire` has the last word."""
         check_keys(keys[:1])
-        return self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, 0)
+        return self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, int)
 
     def get(
         self, keys: Sequence[Key], out: Buffer, verify: bool = True, deadline_s: float | None = None
@@ -366,9 +366,11 @@ class Namespace:
         Returns the number of leading blocks that arrived and matched their checksums; what lies in `out`
         behind them is undefined.
         """
-        check_keys(keys)
+        joined, size = check_keys(keys)
         flat = check_out(keys, out, self.layout.block_bytes)
-        return self._client.run(lambda c: flows.get(c, self.layout, keys, flat, verify), deadline_s, 0)
+        return self._client.run(
+            lambda c: flows.get(c, self.layout, keys, joined, size, flat, verify), deadline_s, int
+        )
 
     def put(
         self, keys: Sequence[Key], blocks: Buffer, parent: Key | None = None, deadline_s: float | None = None
@@ -380,14 +382,18 @@ class Namespace:
         """
         check_keys(keys)
         views = check_blocks(keys, blocks, self.layout.block_bytes)
-        lost = PutResult(denied=len(keys))
-        return self._client.run(lambda c: flows.put(c, self.layout, keys, views, parent), deadline_s, lost)
+        return self._client.run(
+            lambda c: flows.put(c, self.layout, keys, views, parent),
+            deadline_s,
+            lambda: PutResult(denied=len(keys)),
+        )
 
     def acquire(self, keys: Sequence[Key], deadline_s: float | None = None) -> Lease:
         """A lease on the longest prefix that is ready in time: zero-copy, until it is released."""
-        check_keys(keys)
-        empty = Lease(self._no_slots(), (), b"", [], b"", _nothing, _nothing)
-        return self._client.run(lambda c: flows.acquire(c, self.layout, keys), deadline_s, empty)
+        joined, size = check_keys(keys)
+        return self._client.run(
+            lambda c: flows.acquire(c, self.layout, keys, joined, size), deadline_s, self._no_lease
+        )
 
     def reserve(
         self, keys: Sequence[Key], parent: Key | None = None, deadline_s: float | None = None
@@ -395,8 +401,11 @@ class Namespace:
         """Slots for those keys that are not stored yet, to be filled in place and committed."""
         check_keys(keys)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
-        empty = Room(self._no_slots(), (), b"", [], lost, 0, _nothing, lambda _: lost)
-        return self._client.run(lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, empty)
+
+        def nothing() -> Room:
+            return Room.on_nothing(self.layout.block_bytes, lost, lambda _: lost)
+
+        return self._client.run(lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, nothing)
 
     def prefetch(self, keys: Sequence[Key]) -> int:
         """Starts bringing the stored prefix into DRAM; how many blocks are there or on their way."""
@@ -418,11 +427,7 @@ class Namespace:
 
     def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
         check_keys(keys)
-        return self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, 0)
+        return self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, int)
 
-    def _no_slots(self) -> Slots:
-        return Slots([], [], [], 0, self.layout.block_bytes)
-
-
-def _nothing(*_: Any) -> None:
-    """The end of a hold on nothing."""
+    def _no_lease(self) -> Lease:
+        return Lease.on_nothing(self.layout.block_bytes)

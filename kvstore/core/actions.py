@@ -15,13 +15,22 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class Where:
-    """Slots of one tier: extent and index within it, one entry a slot."""
+    """Slots of one tier, one entry a slot: extent << 32 | index within it."""
 
-    extent: U32
-    index: U32
+    place: npt.NDArray[np.uint64]
 
     def __len__(self) -> int:
-        return len(self.extent)
+        return len(self.place)
+
+    @property
+    def extent(self) -> U32:
+        """The extent of each slot."""
+        return (self.place >> np.uint64(32)).astype(np.uint32)
+
+    @property
+    def index(self) -> U32:
+        """The index of each slot within its extent."""
+        return self.place.astype(np.uint32)
 
 
 @dataclass(slots=True)
@@ -42,28 +51,45 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Grant:
-    """Answer to Acquire: the leading blocks, readable until the lease ends. lease 0: nothing was found."""
+class _Slots:
+    """An answer with slots: one `SLOT_RECORD` each."""
 
     request: int
     lease: int
     slot_bytes: int
-    where: Where
-    version: U32
-    checksum: npt.NDArray[np.uint64]
-    tiers: npt.NDArray[np.uint8]
+    slots: npt.NDArray[np.void]
+
+    @property
+    def where(self) -> Where:
+        """Where the slots are."""
+        return Where(self.slots["place"])
+
+    @property
+    def version(self) -> U32:
+        """Their versions."""
+        return self.slots["version"]
 
 
 @dataclass(slots=True)
-class Room:
+class Grant(_Slots):
+    """Answer to Acquire: the leading blocks, readable until the lease ends. lease 0: nothing was found."""
+
+    @property
+    def checksum(self) -> npt.NDArray[np.uint64]:
+        """What the bytes must hash to."""
+        return self.slots["checksum"]
+
+    @property
+    def tiers(self) -> U32:
+        """Where each block was found."""
+        return self.slots["tier"]
+
+
+@dataclass(slots=True)
+class Room(_Slots):
     """Answer to Reserve: `status` for every key asked, slots for the GRANTED ones in the same order."""
 
-    request: int
-    lease: int
-    slot_bytes: int
     status: npt.NDArray[np.uint8]
-    where: Where
-    version: U32
     why: str
 
 

@@ -91,7 +91,8 @@ def _references(placement: Placement, tier: int) -> list[Slots]:
         if transfer.target == tier:
             out.append(transfer.target_slots)
     if tier == 0:
-        out += [x.slots for x in placement.leases.values()]
+        everything = np.arange(len(placement.residency.tiers[0].extents.refs))
+        out += [everything[x.slots] for x in placement.leases.values()]
         out += [x.slots for x in placement.reservations.values()]
         out += [x.slots[x.slots >= 0] for x in placement.waiting.values()]
         out += [slots for _, slots, _ in placement.probes.values()]

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.types import Geometry
+from kvstore.core.blocks import Picked, Rows
+from kvstore.types import SLOT_RECORD, Geometry
 
-Slots = npt.NDArray[np.int64]
+Slots = Rows
 
 
 @dataclass(slots=True)
@@ -45,19 +46,21 @@ class SlotClass:
 
 
 class Extents:
-    """Extents of `extent_bytes` up to `limit_bytes`. `max_slots` bounds the columns."""
+    """Extents of `extent_bytes` up to `limit_bytes`. `max_slots` bounds the columns.
 
-    def __init__(self, limit_bytes: int, extent_bytes: int, table: bool, max_slots: int) -> None:
+    `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
+    """
+
+    def __init__(self, limit_bytes: int, extent_bytes: int, table: bool, max_slots: int, tier: int) -> None:
         self.limit_bytes = limit_bytes
         self.extent_bytes = extent_bytes
         self.table = table
         self.owner = np.full(0, -1, np.int32)
         self.refs = np.zeros(0, np.int32)
-        self.version = np.zeros(0, np.uint32)
-        self.extent = np.zeros(0, np.uint16)
+        self.record = np.zeros(0, SLOT_RECORD)
+        self._tier = tier
         self._max_slots = max_slots
         self._base: dict[int, int] = {}
-        self._bases = np.zeros(limit_bytes // extent_bytes + 1, np.int64)
         self._ranges: list[tuple[int, int]] = []
         self.unassigned: list[int] = []
         self.ready: set[int] = set()
@@ -97,9 +100,10 @@ class Extents:
         if base is None:
             return None
         self.unassigned.remove(extent)
-        self._base[extent] = self._bases[extent] = base
+        self._base[extent] = base
         numbers = np.arange(base, base + slots)
-        self.extent[numbers] = extent
+        self.place[numbers] = np.arange(slots, dtype=np.uint64) | np.uint64(extent << 32)
+        self.record["tier"][numbers] = self._tier
         pool = self.classes.setdefault(slot_bytes, SlotClass(slot_bytes))
         pool.extents.append(extent)
         pool.total += slots
@@ -115,7 +119,7 @@ class Extents:
         assert not self.refs[numbers].any()
         pool = self.classes[size]
         stack = pool.stack[: pool.free]
-        kept = stack[self.extent[stack] != extent]
+        kept = stack[self.place[stack] >> np.uint64(32) != extent]
         pool.stack[: len(kept)] = kept
         pool.free = len(kept)
         pool.extents.remove(extent)
@@ -138,9 +142,18 @@ class Extents:
             return None
         self.owner = np.concatenate((self.owner, np.full(count, -1, np.int32)))
         self.refs = np.concatenate((self.refs, np.zeros(count, np.int32)))
-        self.version = np.concatenate((self.version, np.zeros(count, np.uint32)))
-        self.extent = np.concatenate((self.extent, np.zeros(count, np.uint16)))
+        self.record = np.concatenate((self.record, np.zeros(count, SLOT_RECORD)))
         return base
+
+    @property
+    def place(self) -> npt.NDArray[np.uint64]:
+        """Where each slot is: extent << 32 | index within it."""
+        return self.record["place"]
+
+    @property
+    def version(self) -> npt.NDArray[np.uint32]:
+        """How often each slot has been given out."""
+        return self.record["version"]
 
     # -- slots
 
@@ -156,19 +169,24 @@ class Extents:
         self.version[slots] += 1
         return slots
 
-    def hold(self, slots: Slots) -> None:
+    def hold(self, slots: Picked) -> None:
         """One more reference on each (slots distinct)."""
         self.refs[slots] += 1
 
-    def release(self, slots: Slots) -> None:
+    def release(self, slots: Picked) -> None:
         """One reference less on each (slots distinct); those that nobody owns become free."""
         self.refs[slots] -= 1
-        assert (self.refs[slots] >= 0).all()
+        if isinstance(slots, slice):
+            # Owned all of them, as nearly always: nothing to do, and nothing to spell out.
+            if self.owner[slots].min() >= 0:
+                return
+            slots = np.arange(slots.start, slots.stop)
         self._free_unused(slots)
 
-    def own(self, slots: Slots, rows: Slots) -> None:
-        """From now on the rows own these slots."""
+    def own(self, slots: Slots, rows: Slots, checksums: npt.NDArray[np.uint64]) -> None:
+        """From now on the rows own these slots, whose bytes have these checksums."""
         self.owner[slots] = rows
+        self.record["checksum"][slots] = checksums
 
     def disown(self, slots: Slots) -> None:
         """Nobody owns these slots any longer; those without references become free."""
@@ -182,6 +200,8 @@ class Extents:
         self.retired.update(slots.tolist())
 
     def _free_unused(self, slots: Slots) -> None:
+        if not len(slots) or self.owner[slots].min() >= 0:
+            return
         unused = slots[(self.refs[slots] == 0) & (self.owner[slots] < 0)]
         if len(unused):
             self.classes[self.class_size(unused)].push(unused)
@@ -190,16 +210,13 @@ class Extents:
         """The slot size of slots that share one."""
         if len(self.classes) == 1:
             return next(iter(self.classes))
-        return self._class_of(int(self.extent[slots[0]]))
-
-    def where(self, slots: Slots) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """(extent, index within it) of each slot."""
-        extents = self.extent[slots]
-        return extents.astype(np.uint32), (slots - self._bases[extents]).astype(np.uint32)
+        return self._class_of(int(self.place[slots[0]]) >> 32)
 
     def slots_at(self, extents: Slots, indexes: Slots) -> Slots:
-        """The inverse of `where`, for extents that are assigned."""
-        return self._bases[extents] + indexes
+        """The flat numbers of slots, from extents that are assigned and indexes within them."""
+        bases = np.zeros(max(self._base, default=0) + 1, np.int64)
+        bases[list(self._base)] = list(self._base.values())
+        return bases[extents] + indexes
 
     def claim(self, slot_bytes: int, slots: Slots, rows: Slots, versions: Slots) -> None:
         """Start-up: these free slots turn out to be owned."""
@@ -225,5 +242,5 @@ class Extents:
 
     def ram_bytes(self) -> int:
         """Bytes of the columns and stacks."""
-        columns = self.owner.nbytes + self.refs.nbytes + self.version.nbytes + self.extent.nbytes
+        columns = self.owner.nbytes + self.refs.nbytes + self.record.nbytes
         return columns + sum(c.stack.nbytes for c in self.classes.values())

@@ -9,7 +9,9 @@ Hash: multiply-and-add of the key's words with secret odd factors (a universal f
 
 from __future__ import annotations
 
+import struct
 from itertools import islice
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,14 @@ _MASK64 = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
 _SPREAD = 0x5BD1E995
 
+_WORDS = [f"<{n // 8}Q" for n in range(MAX_KEY_BYTES + 1)]
+
 U64 = npt.NDArray[np.uint64]
+
+
+def _words(key: bytes) -> tuple[int, ...]:
+    """The words of a key whose last one is short."""
+    return struct.unpack(f"<{-(-len(key) // 8)}Q", key + bytes(-len(key) % 8))
 
 
 def _splitmix(seed: int, n: int) -> list[int]:
@@ -61,6 +70,7 @@ class Index:
         self._namespace_factor, self._size_factor = factors[width:]
         self._table = _Table(buckets)
         self._old: _Table | None = None
+        self._tables = [self._table]
         self._moved = 0
         self._overflow: dict[int, list[int]] = {}
         self.count = 0
@@ -72,11 +82,10 @@ class Index:
 
     def _hash_one(self, namespace: int, key: bytes) -> int:
         h = self._start(namespace, len(key))
-        for i, factor in enumerate(self._factors[: -(-len(key) // 8)]):
-            h += int.from_bytes(key[8 * i : 8 * i + 8], "little") * factor
-        h &= _MASK64
+        words = struct.unpack(_WORDS[len(key)], key) if len(key) % 8 == 0 else _words(key)
+        h = (h + sum(map(mul, words, self._factors))) & _MASK64
         h = ((h ^ (h >> 32)) * _MIX) & _MASK64
-        return h ^ (h >> 29)
+        return int(h ^ (h >> 29))
 
     def _hash(self, starts: U64 | np.uint64, words: U64) -> U64:
         h = words @ self._vector_factors[: words.shape[1]] + starts
@@ -104,23 +113,28 @@ class Index:
         """The row of each key, -1 where there is none."""
         if keys.n < VECTOR_FROM:
             return np.array([self.find_one(namespace, keys[i]) for i in range(keys.n)], np.int64)
-        run = self._find_run(namespace, keys)
-        return run if run is not None else self._find_many(namespace, keys)
+        first = self.find_run(namespace, keys)
+        if first >= 0 and 0 not in self._blocks.state[first : first + keys.n].tobytes():
+            return np.arange(first, first + keys.n)
+        return self._find_many(namespace, keys)
 
-    def _find_run(self, namespace: int, keys: Keys) -> Rows | None:
-        """The fast way for a chain that was stored at one go: its rows follow one another."""
-        first = self.find_one(namespace, keys[0])
-        end = first + keys.n
-        if first < 0 or end > self._blocks.capacity:
-            return None
-        blocks, width = self._blocks, -(-keys.size // 8)
-        if not np.array_equal(blocks.words[first:end, :width], keys.words):
-            return None
-        if not (blocks.state[first:end].all() and (blocks.key_bytes[first:end] == keys.size).all()):
-            return None
-        if not (blocks.namespace[first:end] == namespace).all():
-            return None
-        return np.arange(first, end)
+    def find_run(self, namespace: int, keys: Keys) -> int:
+        """The first row if the rows that follow one another from there on carry just these keys, else -1.
+
+        Some of them may be free: a row keeps its key when it is given back.
+        """
+        blocks, n = self._blocks, keys.n
+        raw = keys.raw if keys.size % 8 == 0 else keys.words.tobytes()
+        for first in self._candidates(self._hash_one(namespace, keys[0])) if n else ():
+            run = slice(first, first + n)
+            # Compared as bytes, which costs a fraction of comparing as arrays at this size.
+            if (
+                blocks.words[run, : -(-keys.size // 8)].tobytes() == raw
+                and blocks.key_bytes[run].tobytes() == bytes((keys.size,)) * n
+                and blocks.namespace[run].tobytes() == namespace.to_bytes(2, "little") * n
+            ):
+                return first
+        return -1
 
     def _find_many(self, namespace: int, keys: Keys) -> Rows:
         h = self._hash_keys(namespace, keys)
@@ -161,25 +175,23 @@ class Index:
 
     def find_one(self, namespace: int, key: bytes) -> int:
         """The row of one key, or -1."""
-        h = self._hash_one(namespace, key)
-        mark = (h >> 32) or 1
-        for table in (self._table, self._old):
-            if table is None:
-                continue
-            first = h & table.mask
-            for bucket in (first, first ^ ((mark * _SPREAD) & table.mask)):
-                at = bucket * 2 * _WAYS
-                marks = table.flat[at : at + _WAYS].tolist()
-                if mark in marks:
-                    for way in range(_WAYS):
-                        if marks[way] == mark:
-                            row = table.flat[at + _WAYS + way]
-                            if self._blocks.is_key(row, namespace, key):
-                                return row
-        for row in self._overflow.get(h, ()):
-            if self._blocks.is_key(row, namespace, key):
+        is_key = self._blocks.is_key
+        for row in self._candidates(self._hash_one(namespace, key)):
+            if is_key(row, namespace, key):
                 return row
         return -1
+
+    def _candidates(self, h: int) -> list[int]:
+        """Rows whose keys may have this hash."""
+        mark = (h >> 32) or 1
+        found: list[int] = []
+        for table in self._tables:
+            first = h & table.mask
+            for bucket in (first, first ^ ((mark * _SPREAD) & table.mask)):
+                cells = table.flat[bucket * 2 * _WAYS : (bucket + 1) * 2 * _WAYS].tolist()
+                if mark in cells:
+                    found += [cells[way + _WAYS] for way in range(_WAYS) if cells[way] == mark]
+        return found + self._overflow[h] if h in self._overflow else found
 
     # -- changing
 
@@ -261,6 +273,7 @@ class Index:
         if self._old is None and self.count > _GROW_AT * _WAYS * len(self._table.cells):
             self._old, self._moved = self._table, 0
             self._table = _Table(2 * len(self._old.cells))
+            self._tables = [self._table, self._old]
 
     def _move_some(self) -> None:
         if self._old is None:
@@ -273,6 +286,7 @@ class Index:
         self._moved += _MOVE_BUCKETS
         if self._moved >= len(self._old.cells):
             self._old = None
+            self._tables = [self._table]
         self._settle_overflow()
 
     def _settle_overflow(self) -> None:

@@ -9,6 +9,7 @@ Not covered: bytes, sockets, files, clocks. `now` is the shell's monotonic clock
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +32,14 @@ from kvstore.core.actions import (
     Probe,
     Room,
     Stamp,
-    Where,
 )
-from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
+from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Picked, Rows
 from kvstore.core.check import check
 from kvstore.core.extents import Slots
 from kvstore.core.keys import Keys
 from kvstore.core.residency import PROMOTING, Residency, TierSpec
 from kvstore.core.transfers import Arrived, Transfers
-from kvstore.types import Tier, slot_bytes
+from kvstore.types import slot_bytes
 
 _NONE = np.empty(0, np.int64)
 _RETRIES = 8
@@ -50,7 +50,7 @@ class Lease:
     """Slots of tier 0 that a reader may look at."""
 
     client: int
-    slots: Slots
+    slots: Picked
 
 
 @dataclass(slots=True)
@@ -113,6 +113,7 @@ class Placement:
         self._deadlines: list[tuple[float, int]] = []
         self._flushing = False
         self._last = 0
+        self._hit_names = [f"hit_blocks_{s.tier.name.lower()}" for s in specs]
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: self._open,
             ev.Reserve: self._reserve,
@@ -138,18 +139,21 @@ class Placement:
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
+        self.residency.settle()
         self._handlers[type(event)](event, now)
         actions, self.residency.out = self.residency.out, []
         return actions
 
     def next_wakeup(self) -> float | None:
         """When a Tick is due at the latest, or None."""
-        times = [t.closed_until for t in self.residency.tiers if t.closed_until]
-        if self._deadlines:
-            times.append(self._deadlines[0][0])
-        if self.residency.pins:
-            times.append(min(self.residency.pins.values()))
-        return min(times) if times else None
+        r = self.residency
+        wake = self._deadlines[0][0] if self._deadlines else math.inf
+        for tier in r.tiers:
+            if tier.closed_until:
+                wake = min(wake, tier.closed_until)
+        if r.pins:
+            wake = min(wake, *r.pins.values())
+        return None if wake == math.inf else wake
 
     @property
     def counters(self) -> Counter[str]:
@@ -212,21 +216,29 @@ class Placement:
         if not size:
             return None
         r = self.residency
-        rows = r.prefix(event.namespace, event.keys)
-        if not len(rows):
-            return self._grant(event, size, _NONE, np.empty(0, np.uint8))
-        r.touch(rows, size)
-        slots = r.blocks.slot[0, rows].astype(np.int64)
-        tiers = np.full(len(rows), r.tiers[0].spec.tier, np.uint8)
-        if (slots >= 0).all():
+        run = r.resident_run(event.namespace, event.keys)
+        if run is not None:
+            rows, slots = run
+            r.touch(rows, size)
             r.tiers[0].extents.hold(slots)
-            return self._grant(event, size, slots, tiers)
-        return self._promote_for(event, size, rows, slots, tiers, now)
+            return self._grant(event, size, slots, event.keys.n, None)
+        return self._acquire_some(event, size, now)
 
-    def _promote_for(
-        self, event: ev.Acquire, size: int, rows: Rows, slots: Slots, tiers: npt.NDArray[np.uint8], now: float
-    ) -> None:
+    def _acquire_some(self, event: ev.Acquire, size: int, now: float) -> None:
+        """The long way: part of it is missing, in a lower tier, or scattered."""
         r = self.residency
+        rows = r.prefix(event.namespace, event.keys)
+        slots = r.blocks.slot[0, rows].astype(np.int64)
+        if len(rows):
+            r.touch(rows, size)
+        if (slots < 0).any():
+            return self._promote_for(event, size, rows, slots, now)
+        r.tiers[0].extents.hold(slots)
+        return self._grant(event, size, slots, len(rows), None)
+
+    def _promote_for(self, event: ev.Acquire, size: int, rows: Rows, slots: Slots, now: float) -> None:
+        r = self.residency
+        tiers = np.full(len(rows), r.tiers[0].spec.tier, np.uint8)
         r.tiers[0].extents.hold(slots[slots >= 0])
         absent = slots < 0
         coming = (r.blocks.moving[rows] & PROMOTING) > 0
@@ -295,39 +307,35 @@ class Placement:
         rest = waiter.slots[n:]
         self.residency.tiers[0].extents.release(rest[rest >= 0])
         self.counters["late_blocks"] += len(there) - n
-        self._grant(waiter.event, waiter.slot_bytes, waiter.slots[:n], waiter.tiers[:n])
+        self._grant(waiter.event, waiter.slot_bytes, waiter.slots[:n], n, waiter.tiers[:n])
 
-    def _grant(self, event: ev.Acquire, size: int, slots: Slots, tiers: npt.NDArray[np.uint8]) -> None:
-        """Answers an Acquire with slots on which references are held already."""
+    def _grant(
+        self, event: ev.Acquire, size: int, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None
+    ) -> None:
+        """Answers an Acquire with n slots on which references are held. `tiers` None: all in tier 0."""
         r = self.residency
         extents = r.tiers[0].extents
-        lease = self._hold_id(event.client) if len(slots) else 0
-        if len(slots) and not lease:
+        lease = self._hold_id(event.client) if n else 0
+        if n and not lease:
             extents.release(slots)
-            hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
-            return self._say(Deny(event.request, "too many leases", hint))
+            return self._deny_hold(event.request)
         if lease:
             self.leases[lease] = Lease(event.client, slots)
-        top = r.tiers[0].spec.tier
-        from_top = int((tiers == top).sum())
-        r.counters[f"hit_blocks_{top.name.lower()}"] += from_top
-        for tier in np.unique(tiers[tiers != top]).tolist() if from_top < len(tiers) else ():
-            r.counters[f"hit_blocks_{Tier(tier).name.lower()}"] += int((tiers == tier).sum())
-        r.counters["missed_blocks"] += event.keys.n - len(slots)
-        r.counters["served_bytes"] += len(slots) * self.namespaces[event.namespace]
-        owners = extents.owner[slots]
-        self._say(
-            Grant(
-                event.request,
-                lease,
-                size,
-                Where(*extents.where(slots)),
-                extents.version[slots],
-                r.blocks.checksum[owners],
-                tiers,
-            )
-        )
+        slots_told = extents.record[slots]
+        if tiers is None:
+            r.counters[self._hit_names[0]] += n
+        else:
+            slots_told["tier"] = tiers
+            for state, name in zip(r.tiers, self._hit_names, strict=True):
+                r.counters[name] += int((tiers == state.spec.tier).sum())
+        r.counters["missed_blocks"] += event.keys.n - n
+        r.counters["served_bytes"] += n * self.namespaces[event.namespace]
+        self._say(Grant(event.request, lease, size, slots_told))
         return None
+
+    def _deny_hold(self, request: int) -> None:
+        hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
+        self._say(Deny(request, "too many leases", hint))
 
     def _release(self, event: ev.Release, now: float) -> None:
         lease = self.leases.get(event.lease)
@@ -377,8 +385,7 @@ class Placement:
             r.touch(present, size)
         want = np.flatnonzero((state == FREE) | (state == HOLE))
         if len(want) and not self._held_room(event.client):
-            hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
-            return self._say(Deny(event.request, "too many leases", hint))
+            return self._deny_hold(event.request)
         n = self._room_beside(size, len(want), rows, parent)
         if n < len(want) and self._room_is_coming(event, now):
             self._stall(event)
@@ -434,9 +441,8 @@ class Placement:
             slots = r.tiers[0].extents.take(size, len(want))
             alive = np.ones(len(want), np.bool_)
             self.reservations[lease] = Reservation(event.client, size, filled, slots, alive)
-        where, version = r.where(0, slots), r.tiers[0].extents.version[slots]
         why = "no room" if denied else ""
-        self._say(Room(event.request, lease, size, status, where, version, why))
+        self._say(Room(event.request, lease, size, r.tiers[0].extents.record[slots], status, why))
 
     def _commit(self, event: ev.Commit, now: float) -> None:
         reservation = self._take_reservation(event.client, event.lease)

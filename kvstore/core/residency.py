@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.actions import Action, Drop, Format, Identity, Where
-from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Blocks, Rows
+from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
@@ -65,13 +65,14 @@ class Residency:
         self.blocks = Blocks(max_blocks, len(specs))
         self.index = Index(self.blocks, seed)
         self.tiers = [
-            TierState(s, Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks)) for s in specs
+            TierState(s, Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier)) for s in specs
         ]
         self.policy_name = policy
         self.holes: Counter[int] = Counter()
         self.pins: dict[int, float] = {}
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
+        self._touched: list[tuple[Picked, int]] = []
         self._parent_of = self.blocks.parent.data
 
     def policy(self, tier: int, slot_bytes: int) -> Policy:
@@ -82,6 +83,20 @@ class Residency:
         return policies[slot_bytes]
 
     # -- reading
+
+    def resident_run(self, namespace: int, keys: Keys) -> tuple[slice, Picked] | None:
+        """(rows, slots of tier 0) if all keys lie in a run of rows, as a chain stored at one go does.
+
+        The short way of the commonest request; None says nothing about what is stored.
+        """
+        first = self.index.find_run(namespace, keys)
+        if first < 0:
+            return None
+        run = slice(first, first + keys.n)
+        slots = compact(self.blocks.slot[0, run])
+        # A row that is not live has no slot.
+        there = slots.start >= 0 if isinstance(slots, slice) else slots.min() >= 0
+        return (run, slots) if there else None
 
     def prefix(self, namespace: int, keys: Keys) -> Rows:
         """Rows of the leading keys that are readable."""
@@ -112,12 +127,19 @@ class Residency:
             row = self._parent_of[row]
         return np.concatenate((np.array(up[::-1], np.int64), rows)) if up else rows
 
-    def touch(self, rows: Rows, slot_bytes: int) -> None:
-        """A chain was used, from its root on, in every tier that holds part of it."""
-        chain = self.with_ancestors(rows)
-        for state in self.tiers:
-            if slot_bytes in state.policies:
-                state.policies[slot_bytes].touch(chain)
+    def touch(self, rows: Picked, slot_bytes: int) -> None:
+        """A chain was used, from its root on, in every tier that holds part of it. Counted by `settle`."""
+        self._touched.append((rows, slot_bytes))
+
+    def settle(self) -> None:
+        """Tells the policies what was used: at the next event, when the answer is already on its way."""
+        for rows, slot_bytes in self._touched:
+            numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            chain = self.with_ancestors(numbers)
+            for state in self.tiers:
+                if slot_bytes in state.policies:
+                    state.policies[slot_bytes].touch(chain)
+        self._touched.clear()
 
     def identity(self, rows: Rows) -> Identity:
         """Who these rows are, copied out."""
@@ -125,15 +147,15 @@ class Residency:
         return Identity(b.namespace[rows], b.words[rows], b.key_bytes[rows], b.checksum[rows])
 
     def where(self, tier: int, slots: Slots) -> Where:
-        """Extents and indexes of slots."""
-        return Where(*self.tiers[tier].extents.where(slots))
+        """Where slots are."""
+        return Where(self.tiers[tier].extents.place[slots])
 
     # -- copies come and go
 
     def place(self, tier: int, slot_bytes: int, rows: Rows, slots: Slots) -> None:
         """These slots now hold valid copies of these rows."""
         self.blocks.slot[tier, rows] = slots
-        self.tiers[tier].extents.own(slots, rows)
+        self.tiers[tier].extents.own(slots, rows, self.blocks.checksum[rows])
         self.policy(tier, slot_bytes).insert(rows)
 
     def give_up(self, tier: int, slot_bytes: int, rows: Rows, retire: bool = False) -> None:
@@ -216,6 +238,7 @@ class Residency:
 
     def make_room(self, tier: int, slot_bytes: int, n: int, demote: Demote) -> int:
         """Frees slots until n are free, if it can; returns how many of the n are."""
+        self.settle()
         extents = self.tiers[tier].extents
         while extents.free(slot_bytes) < n:
             extent = extents.assign(slot_bytes)
@@ -347,7 +370,7 @@ class Residency:
 
     def ram_bytes(self) -> int:
         """Bytes of all state about blocks, by the rows and slots used so far."""
-        policies = sum(p.ram_bytes() for t in self.tiers for p in t.policies.values())
+        policies = sum(p.ram_bytes(self.blocks.rows_touched) for t in self.tiers for p in t.policies.values())
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         return self.blocks.ram_bytes() + self.index.ram_bytes() + policies + extents
 

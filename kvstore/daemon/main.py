@@ -21,6 +21,7 @@ _log = logging.getLogger("kvstore")
 
 _SWITCH_INTERVAL_S = 1e-4
 _BACKLOG = 128
+_GC_THRESHOLD = 50_000  # blocks are no objects, so little is there to find
 
 
 def run(config: Config) -> int:
@@ -54,6 +55,7 @@ async def _serve(config: Config) -> int:
         # What exists now stays: the collector need not walk it at every full pass.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
         _log.info("serving on %s", config.daemon.socket)
         notify("READY=1", f"STATUS=serving on {config.daemon.socket}")
         await stopping.wait()

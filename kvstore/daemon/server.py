@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
         self._shell.ask(self, query.id, event)
 
     def _deadline(self, timeout_s: float) -> float:
-        return asyncio.get_running_loop().time() + min(max(timeout_s, 0.0), 86400.0)
+        return self._shell.now() + min(max(timeout_s, 0.0), 86400.0)
 
     def _acquire(self, q: m.Acquire) -> None:
         until = self._deadline(q.timeout_s)
@@ -241,33 +241,12 @@ class Connection(asyncio.Protocol):
     def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
         """See Asker."""
         if isinstance(action, ac.Grant):
-            self._send(
-                m.Granted(
-                    request,
-                    action.lease,
-                    action.slot_bytes,
-                    action.where.extent.tobytes(),
-                    action.where.index.tobytes(),
-                    action.version.tobytes(),
-                    action.checksum.tobytes(),
-                    action.tiers.tobytes(),
-                )
-            )
+            self._send(m.Granted(request, action.lease, action.slot_bytes, action.slots.tobytes()))
         elif isinstance(action, ac.Answer):
             self._send(m.Value(request, action.value))
         elif isinstance(action, ac.Room):
-            self._send(
-                m.Reserved(
-                    request,
-                    action.lease,
-                    action.slot_bytes,
-                    action.status.tobytes(),
-                    action.where.extent.tobytes(),
-                    action.where.index.tobytes(),
-                    action.version.tobytes(),
-                    action.why,
-                )
-            )
+            slots, status = action.slots.tobytes(), action.status.tobytes()
+            self._send(m.Reserved(request, action.lease, action.slot_bytes, slots, status, action.why))
         else:
             self._send(m.Denied(request, action.why, action.hint))
 

@@ -51,6 +51,7 @@ class Shell:
         self.instance = secrets.token_bytes(8)
         self.started = time.monotonic()
         self.problems: list[str] = []
+        self.now = loop.time
         self._loop = loop
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
@@ -199,7 +200,7 @@ class Shell:
 
     def _call(self, event: ev.OpenNamespace) -> ac.Answer | ac.Deny:
         """The answer to a request that the core answers at once."""
-        [answer] = self.placement.handle(event, self._loop.time())
+        [answer] = self.placement.handle(event, self.now())
         assert isinstance(answer, ac.Answer | ac.Deny)
         return answer
 
@@ -207,7 +208,7 @@ class Shell:
 
     def handle(self, event: ev.Event) -> None:
         """One event through the core, and everything that follows from it."""
-        for action in self.placement.handle(event, self._loop.time()):
+        for action in self.placement.handle(event, self.now()):
             run = self._run_by_type.get(type(action))
             if run is not None:
                 run(action)

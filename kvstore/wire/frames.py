@@ -38,6 +38,13 @@ class Frames:
         after that can be trusted.
         """
         buffer = self._buffer
+        if (
+            not buffer
+            and len(data) >= 4
+            and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self.limit_bytes
+        ):
+            yield decode(memoryview(data)[4:])
+            return
         buffer += data
         at = 0
         try:

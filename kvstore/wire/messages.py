@@ -8,7 +8,8 @@ Times are relative (s), since the two sides share no clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from operator import attrgetter
+from typing import Any, get_type_hints
 
 import msgpack
 
@@ -17,7 +18,6 @@ from kvstore.types import MAX_KEY_BYTES
 
 VERSION = 1
 MAGIC = "kvstore"
-_MAX_INT = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -204,29 +204,23 @@ class Value:
 
 @dataclass(slots=True)
 class Granted:
-    """A lease on leading blocks. Columns: extent u32, index u32, version u32, checksum u64, tier u8."""
+    """A lease on leading blocks: a `SLOT_RECORD` each."""
 
     id: int
     lease: int
     slot_bytes: int
-    extents: bytes
-    indexes: bytes
-    versions: bytes
-    checksums: bytes
-    tiers: bytes
+    slots: bytes
 
 
 @dataclass(slots=True)
 class Reserved:
-    """What became of each key (status u8), and slots for the granted ones (extent, index, version: u32)."""
+    """What became of each key (a u8), and a `SLOT_RECORD` for each granted one."""
 
     id: int
     lease: int
     slot_bytes: int
+    slots: bytes
     status: bytes
-    extents: bytes
-    indexes: bytes
-    versions: bytes
     why: str
 
 
@@ -277,25 +271,50 @@ ALL: tuple[type, ...] = (
 """The tag of a message is its place here: append only."""
 
 
-class _Codec:
-    """Tag, field names and field types of every message, worked out once."""
+def _plain(hint: Any) -> type:
+    """The class that a field's value must have."""
+    cls: type = getattr(hint, "__origin__", hint)
+    return cls
 
-    tags: ClassVar[dict[type, int]] = {cls: tag for tag, cls in enumerate(ALL)}
-    names: ClassVar[dict[type, tuple[str, ...]]] = {cls: tuple(f.name for f in fields(cls)) for cls in ALL}
-    types: ClassVar[list[tuple[Any, ...]]] = [
-        tuple(getattr(h, "__origin__", h) for h in (get_type_hints(cls)[f.name] for f in fields(cls)))
-        for cls in ALL
-    ]
+
+class _Codec:
+    """How one message class is packed and checked, worked out once."""
+
+    def __init__(self, tag: int, cls: type) -> None:
+        hints = get_type_hints(cls)
+        self.tag = tag
+        self.cls = cls
+        self.names = tuple(f.name for f in fields(cls))
+        self.values = attrgetter("__class__", *self.names)
+        self.types = (int, *(_plain(hints[name]) for name in self.names))
+        self.ints = tuple(i for i, wanted in enumerate(self.types) if wanted is int)
+        self.validate = getattr(cls, "validate", None)
+
+    def check(self, items: tuple[Any, ...]) -> None:
+        """Raises RemoteProtocolError for a field of the wrong type or a negative number."""
+        if len(items) != len(self.types):
+            raise RemoteProtocolError(
+                f"{self.cls.__name__} has {len(items) - 1} fields instead of {len(self.names)}"
+            )
+        for value, wanted, name in zip(items[1:], self.types[1:], self.names, strict=True):
+            good = type(value) is wanted or (wanted is float and type(value) is int)
+            if not good or (wanted is int and value < 0):
+                raise RemoteProtocolError(
+                    f"{self.cls.__name__}.{name} is {value!r:.40} instead of {wanted.__name__}"
+                )
+
+
+_BY_TAG = [_Codec(tag, cls) for tag, cls in enumerate(ALL)]
+_BY_CLASS = {codec.cls: codec for codec in _BY_TAG}
 
 
 def encode(message: Any) -> bytes:
     """One message as MessagePack. Raises LocalProtocolError for what does not fit into it."""
-    cls = type(message)
-    values = [getattr(message, name) for name in _Codec.names[cls]]
+    codec = _BY_CLASS[type(message)]
     try:
-        packed: bytes = msgpack.packb((_Codec.tags[cls], *values))
+        packed: bytes = msgpack.packb((codec.tag, *codec.values(message)[1:]))
     except (TypeError, ValueError, OverflowError) as error:
-        raise LocalProtocolError(f"{cls.__name__} cannot be sent: {error}") from None
+        raise LocalProtocolError(f"{codec.cls.__name__} cannot be sent: {error}") from None
     return packed
 
 
@@ -307,19 +326,15 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise RemoteProtocolError(f"a frame of {len(data)} bytes is not MessagePack: {error}"[:200]) from None
     if not isinstance(items, tuple) or not items or type(items[0]) is not int:
         raise RemoteProtocolError("a frame is not an array that starts with a tag")
-    tag = items[0]
-    if not 0 <= tag < len(ALL):
-        raise RemoteProtocolError(f"unknown message tag {tag}", "the peer speaks a newer protocol?")
-    cls, types = ALL[tag], _Codec.types[tag]
-    if len(items) != len(types) + 1:
-        raise RemoteProtocolError(f"{cls.__name__} has {len(items) - 1} fields instead of {len(types)}")
-    for value, wanted, name in zip(items[1:], types, _Codec.names[cls], strict=True):
-        if type(value) is wanted and (wanted is not int or value >= 0):
-            continue
-        if wanted is float and type(value) is int:
-            continue
-        raise RemoteProtocolError(f"{cls.__name__}.{name} is {value!r:.40} instead of {wanted.__name__}")
-    message = cls(*items[1:])
-    if hasattr(message, "validate"):
-        message.validate()
+    if not 0 <= items[0] < len(_BY_TAG):
+        raise RemoteProtocolError(f"unknown message tag {items[0]}", "the peer speaks a newer protocol?")
+    codec = _BY_TAG[items[0]]
+    if tuple(map(type, items)) != codec.types:
+        codec.check(items)
+    for i in codec.ints:
+        if items[i] < 0:
+            codec.check(items)
+    message = codec.cls(*items[1:])
+    if codec.validate is not None:
+        codec.validate(message)
     return message

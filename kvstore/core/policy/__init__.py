@@ -35,8 +35,8 @@ class Policy(Protocol):
     def __len__(self) -> int:
         """How many rows are known."""
 
-    def ram_bytes(self) -> int:
-        """Bytes of state."""
+    def ram_bytes(self, rows: int) -> int:
+        """Bytes of state when row numbers below `rows` were in use."""
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU}
