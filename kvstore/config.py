@@ -141,7 +141,7 @@ class Limits(_Section):
     """What one peer, and all of them together, may ask of the daemon."""
 
     frame_bytes: Annotated[Size, _at_least(64 * KIB), Field(le=GIB)] = 4 * MIB
-    batch_keys: Annotated[int, Field(ge=16)] = 16384
+    batch_keys: Annotated[int, Field(ge=16)] = 4096
     connections: Annotated[int, Field(ge=1, le=65536)] = 1024
     leases_per_connection: Annotated[int, Field(ge=1)] = 1024
 
@@ -249,7 +249,7 @@ io_threads = 4                        # reads and writes in flight
 
 [limits]
 frame_bytes = "4MiB"                  # largest message in either direction
-batch_keys = 16384                    # most keys in one request
+batch_keys = 4096                     # most keys in one request
 connections = 1024                    # most clients at once
 leases_per_connection = 1024          # most leases that one client holds at once
 """

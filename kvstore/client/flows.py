@@ -82,11 +82,14 @@ def open_namespace(call: Call, layout: Layout) -> Flow:
 
 
 def count(call: Call, layout: Layout, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
-    """A call about keys that is answered by a number."""
-    joined, size = check_keys(keys[: call.session.batch_keys])
+    """A call about keys that is answered by a number; in batches, and the sum of theirs."""
     namespace, _, _ = yield from open_namespace(call, layout)
-    answer = yield make(0, namespace, size, joined, *more)
-    return _value(answer)
+    total, batch = 0, call.session.batch_keys
+    for at in range(0, len(keys), batch):
+        joined, size = check_keys(keys[at : at + batch])
+        answer = yield make(0, namespace, size, joined, *more)
+        total += _value(answer)
+    return total
 
 
 def lookup(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
@@ -129,17 +132,29 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size
 
 
 def get(
-    call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int, out: Buffer, verify: bool
+    call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int, out: memoryview, verify: bool
 ) -> Flow:
     """Copies the longest prefix into `out`; the number of good blocks."""
-    lease = yield from acquire(call, layout, keys, joined, size)
-    with lease:
-        return (yield Work(lambda: lease.copy_into(out, verify))) if len(lease) else 0
+    batch, block_bytes = call.session.batch_keys, layout.block_bytes
+    for at in range(0, len(keys), batch):
+        part = keys[at : at + batch] if len(keys) > batch else keys
+        lease = yield from acquire(call, layout, part, joined[at * size : (at + len(part)) * size], size)
+        n = 0
+        with lease:
+            if len(lease):
+                n = yield Work(partial(lease.copy_into, out[at * block_bytes :], verify))
+        if n < len(part):
+            return at + n
+    return len(keys)
 
 
 def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None, keep: bool = True) -> Flow:
-    """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends."""
-    keys = keys[: call.session.batch_keys]
+    """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends.
+
+    Keys beyond what one reservation takes count as denied.
+    """
+    beyond = max(0, len(keys) - call.session.reserve_keys)
+    keys = keys[: call.session.reserve_keys]
     joined, size = check_keys(keys)
     namespace, fingerprint, _ = yield from open_namespace(call, layout)
     answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s())
@@ -147,7 +162,8 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
     status = answer.status
     wanted = [i for i, s in enumerate(status) if s == GRANTED]
     present = status.count(PRESENT) + status.count(PENDING)
-    result = PutResult(0, present, len(status) - len(wanted) - present, answer.why)
+    why = answer.why or (f"at most {len(keys)} blocks in one reservation" if beyond else "")
+    result = PutResult(0, present, len(status) - len(wanted) - present + beyond, why)
     lease = answer.lease
 
     def end() -> None:
@@ -186,7 +202,7 @@ def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
 def put(call: Call, layout: Layout, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None) -> Flow:
     """Stores those blocks that are not stored yet."""
     total = PutResult()
-    batch = call.session.batch_keys
+    batch = call.session.reserve_keys
     for at in range(0, len(keys), batch):
         room = yield from reserve(call, layout, keys[at : at + batch], parent, keep=False)
         result = room.result

@@ -74,6 +74,7 @@ class Session:
         self.maps = maps
         self.namespaces: dict[int, tuple[int, bytes, Layout]] = {}
         self.batch_keys = 0
+        self.reserve_keys = 0
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self._frames = Frames(1 << 30)
         self._token = token
@@ -89,7 +90,8 @@ class Session:
             raise RemoteProtocolError(f"the daemon greets with {type(message).__name__}")
         if message.version != m.VERSION:
             raise RemoteProtocolError(f"the daemon speaks version {message.version}, this client {m.VERSION}")
-        self.batch_keys, self.frame_bytes = message.batch_keys, message.frame_bytes
+        self.batch_keys, self.reserve_keys = message.batch_keys, message.reserve_keys
+        self.frame_bytes = message.frame_bytes
         self.maps = self.maps.of(message.instance)
 
     def send(self, message: Any) -> bytes:

@@ -144,8 +144,11 @@ class Index:
             found[missing] = self._probe(self._old, h[missing])
         present = np.flatnonzero(found >= 0)
         wrong = present[~self._blocks.matches(found[present], namespace, keys, present)]
-        doubtful = np.concatenate((wrong, np.flatnonzero(found < 0))) if self._overflow else wrong
-        for i in doubtful.tolist():
+        doubtful = wrong.tolist()
+        if self._overflow:
+            hashes = h.tolist()
+            doubtful += [i for i in np.flatnonzero(found < 0).tolist() if hashes[i] in self._overflow]
+        for i in doubtful:
             found[i] = self.find_one(namespace, keys[i])
         return found
 

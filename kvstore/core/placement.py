@@ -80,7 +80,8 @@ class Waiter:
 class Limits:
     """What one client or one call may ask for."""
 
-    batch_keys: int = 16384
+    batch_keys: int = 4096
+    reserve_keys: int = 128
     leases_per_client: int = 1024
     namespaces: int = 4096
 
@@ -266,8 +267,9 @@ class Placement:
 
     def _room_is_coming(self, event: ev.Acquire | ev.Reserve, now: float) -> bool:
         """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
-        top = self.residency.tiers[0]
-        return event.deadline > now and (self.transfers.writes_in_flight > 0 or top.growing)
+        t = self.transfers
+        moving = t.writes_in_flight > 0 or t.reads_in_flight > 0
+        return event.deadline > now and (moving or self.residency.tiers[0].growing)
 
     def _stall(self, event: ev.Acquire | ev.Reserve) -> None:
         """Holds nothing, and tries the whole request again when something has got free."""
@@ -369,6 +371,9 @@ class Placement:
         if not size:
             return None
         r, keys = self.residency, event.keys
+        if keys.n > self.limits.reserve_keys:
+            hint = f"at most {self.limits.reserve_keys} keys a reservation"
+            return self._say(Deny(event.request, f"{keys.n} keys in one reservation", hint))
         if len({keys[i] for i in range(keys.n)}) != keys.n:
             return self._say(Deny(event.request, "a key occurs twice in one call", "keys are one chain"))
         parent = -1
@@ -426,7 +431,7 @@ class Placement:
         r.holes[event.namespace] -= len(holes)
         r.blocks.state[filled] = RESERVED
         before = np.concatenate(([parent], rows))[want]
-        orphan = r.blocks.parent[filled] < 0
+        orphan = (r.blocks.parent[filled] < 0) & ~r.would_loop(filled, before)
         r.link(filled[orphan], before[orphan])
         status = np.full(event.keys.n, DENIED, np.uint8)
         status[state == LIVE] = PRESENT

@@ -27,6 +27,7 @@ PROMOTING, WRITING, DEMOTE = 1, 2, 4
 
 _SCAN_MIN = 64
 _AHEAD = 32
+_LONGEST_CHAIN = 1 << 17
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class Residency:
         self.pins: dict[int, float] = {}
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
-        self._touched: list[tuple[Picked, int]] = []
+        self._touched: list[tuple[Picked, int, int | None]] = []
         self._parent_of = self.blocks.parent.data
 
     def policy(self, tier: int, slot_bytes: int) -> Policy:
@@ -99,10 +100,15 @@ class Residency:
         return (run, slots) if there else None
 
     def prefix(self, namespace: int, keys: Keys) -> Rows:
-        """Rows of the leading keys that are readable."""
+        """Rows of the leading keys that are readable, up to the first key that repeats: no chain has one."""
         rows = self.index.find(namespace, keys)
-        live = (rows >= 0) & (self.blocks.state[rows] == LIVE)
-        return rows if live.all() else rows[: int(live.argmin())]
+        good = (rows >= 0) & (self.blocks.state[rows] == LIVE)
+        _, first = np.unique(rows, return_index=True)
+        if len(first) < len(rows):
+            once = np.zeros(len(rows), np.bool_)
+            once[first] = True
+            good &= once
+        return rows if good.all() else rows[: int(good.argmin())]
 
     def prefix_length(self, namespace: int, keys: Keys) -> int:
         """Length of the readable prefix. Where no parent is missing, a binary search: log2(n) probes."""
@@ -121,22 +127,22 @@ class Residency:
     def with_ancestors(self, rows: Rows) -> Rows:
         """The chain from its root down to and including `rows` (a chain itself, in order)."""
         up: list[int] = []
-        row = self._parent_of[int(rows[0])] if len(rows) else -1
-        while row >= 0:
+        row = self._parent_of[int(rows[0])] if len(rows) and rows[0] >= 0 else -1
+        while row >= 0 and len(up) < _LONGEST_CHAIN:
             up.append(row)
             row = self._parent_of[row]
         return np.concatenate((np.array(up[::-1], np.int64), rows)) if up else rows
 
-    def touch(self, rows: Picked, slot_bytes: int) -> None:
-        """A chain was used, from its root on, in every tier that holds part of it. Counted by `settle`."""
-        self._touched.append((rows, slot_bytes))
+    def touch(self, rows: Picked, slot_bytes: int, tier: int | None = None) -> None:
+        """A chain was used, from its root on, in one tier or in every one. Counted by `settle`."""
+        self._touched.append((rows, slot_bytes, tier))
 
     def settle(self) -> None:
         """Tells the policies what was used: at the next event, when the answer is already on its way."""
-        for rows, slot_bytes in self._touched:
+        for rows, slot_bytes, only in self._touched:
             numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             chain = self.with_ancestors(numbers)
-            for state in self.tiers:
+            for state in self.tiers if only is None else (self.tiers[only],):
                 if slot_bytes in state.policies:
                     state.policies[slot_bytes].touch(chain)
         self._touched.clear()
@@ -153,10 +159,12 @@ class Residency:
     # -- copies come and go
 
     def place(self, tier: int, slot_bytes: int, rows: Rows, slots: Slots) -> None:
-        """These slots now hold valid copies of these rows."""
+        """These slots now hold valid copies of these rows, a chain in order."""
         self.blocks.slot[tier, rows] = slots
         self.tiers[tier].extents.own(slots, rows, self.blocks.checksum[rows])
         self.policy(tier, slot_bytes).insert(rows)
+        # A child that arrives after its parent must not look younger, or the parent would be offered first.
+        self.touch(rows, slot_bytes, tier)
 
     def give_up(self, tier: int, slot_bytes: int, rows: Rows, retire: bool = False) -> None:
         """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole."""
@@ -218,6 +226,13 @@ class Residency:
         """Keeps the number of holes of each namespace."""
         for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
             self.holes[int(namespace)] += sign * int(n)
+
+    def would_loop(self, rows: Rows, parents: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows have their new parent below themselves: only what a client made up can be like that."""
+        loops = np.zeros(len(rows), np.bool_)
+        for i in np.flatnonzero(self.blocks.children[rows] > 0).tolist():
+            loops[i] = int(rows[i]) in self.with_ancestors(parents[i : i + 1]).tolist()
+        return loops
 
     def link(self, rows: Rows, parents: Rows) -> None:
         """Makes `parents` (-1: root) the parents of rows that have none."""

@@ -19,8 +19,9 @@ from kvstore.core.extents import Slots
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
 
 _CHUNK_BYTES = 16 << 20
-_CHUNK_BLOCKS = 256
+_CHUNK_BLOCKS = 64
 _WRITES_IN_FLIGHT = 4
+_READS_IN_FLIGHT = 64
 _FAILURES_TO_CLOSE = 8
 _CLOSED_FOR_S = 30.0
 
@@ -55,6 +56,7 @@ class Transfers:
         self._r = residency
         self.under_way: dict[int, Transfer] = {}
         self.writes_in_flight = 0
+        self.reads_in_flight = 0
         self.backlog: deque[Rows] = deque()
         self._last = 0
 
@@ -63,9 +65,10 @@ class Transfers:
     def promote(self, slot_bytes: int, rows: Rows) -> int:
         """Starts copying rows up to tier 0, each from the uppermost tier that holds it.
 
-        Returns for how many, counted from the first, there was room.
+        Returns for how many, counted from the first, there was room (also among reads in flight).
         """
         r = self._r
+        rows = rows[: _chunk(slot_bytes) * max(0, _READS_IN_FLIGHT - self.reads_in_flight)]
         if not len(rows):
             return 0
         below = [(t, r.blocks.slot[i + 1, rows].astype(np.int64)) for i, t in enumerate(r.tiers[1:])]
@@ -104,7 +107,7 @@ class Transfers:
                 continue
             extents = self._r.tiers[0].extents
             size = extents.class_size(blocks.slot[0, rows[:1]])
-            n = min(_CHUNK_BLOCKS, max(1, _CHUNK_BYTES // size))
+            n = _chunk(size)
             if len(rows) > n:
                 self.backlog.appendleft(rows[n:])
             started = self._write(0, size, rows[:n])
@@ -118,8 +121,7 @@ class Transfers:
         target = tier + 1
         if target >= len(self._r.tiers) or self._r.tiers[target].closed_until:
             return started
-        chunk = min(_CHUNK_BLOCKS, max(1, _CHUNK_BYTES // slot_bytes))
-        room = chunk * (_WRITES_IN_FLIGHT + 2 - self.writes_in_flight)
+        room = _chunk(slot_bytes) * (_WRITES_IN_FLIGHT + 2 - self.writes_in_flight)
         todo = np.flatnonzero(self._r.blocks.moving[rows] == 0)[: max(room, 0)]
         if not len(todo):
             return started
@@ -132,7 +134,7 @@ class Transfers:
 
     def _start(self, source: int, target: int, size: int, rows: Rows, slots: Slots, flag: int) -> None:
         r = self._r
-        chunk = min(_CHUNK_BLOCKS, max(1, _CHUNK_BYTES // size))
+        chunk = _chunk(size)
         for at in range(0, len(rows), chunk):
             part, to = rows[at : at + chunk], slots[at : at + chunk]
             source_slots = r.blocks.slot[source, part].astype(np.int64)
@@ -143,6 +145,7 @@ class Transfers:
             who = r.identity(part)
             self.under_way[self._last] = Transfer(source, target, size, part, source_slots, to, who, alive)
             self.writes_in_flight += flag == WRITING
+            self.reads_in_flight += flag == PROMOTING
             parents = r.blocks.parent[part].tolist()
             r.out.append(
                 Copy(
@@ -173,6 +176,7 @@ class Transfers:
         r, blocks = self._r, self._r.blocks
         writing = t.target > t.source
         self.writes_in_flight -= writing
+        self.reads_in_flight -= not writing
         arrived = t.alive & (event.results == OK)
         good, slots = t.rows[arrived], t.target_slots[arrived]
         demoted = good[(blocks.moving[good] & DEMOTE) > 0]
@@ -221,3 +225,8 @@ class Transfers:
         if device.failures >= _FAILURES_TO_CLOSE:
             device.closed_until, device.failures = now + _CLOSED_FOR_S, 0
             self._r.counters["tier_closed"] += 1
+
+
+def _chunk(slot_bytes: int) -> int:
+    """Blocks in one copy: enough to keep a device busy, few enough that the first ones arrive soon."""
+    return min(_CHUNK_BLOCKS, max(1, _CHUNK_BYTES // slot_bytes))

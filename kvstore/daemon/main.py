@@ -62,8 +62,7 @@ async def _serve(config: Config) -> int:
         notify("STOPPING=1")
         _log.info("stopping")
         listening.close()
-        server.close()
-        await asyncio.sleep(0)
+        await server.close()
         await shell.stop(config.daemon.stop_timeout)
     finally:
         listener.close()

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
 _UNREAD_BYTES = 16 << 20
+_CLOSE_TURNS = 1000
 _FRAME_TO_CLIENT_BYTES = 1 << 30
 _numbers = itertools.count(1)
 
@@ -54,10 +55,14 @@ class Server:
         """The shell's status and the connections."""
         return {"version": VERSION, "connections": len(self.connections), **self.shell.status()}
 
-    def close(self) -> None:
-        """Disconnects everybody."""
+    async def close(self) -> None:
+        """Disconnects everybody; returns when what they held is free."""
         for connection in list(self.connections):
             connection.abort()
+        for _ in range(_CLOSE_TURNS):
+            if not self.connections:
+                return
+            await asyncio.sleep(0.001)
 
 
 class Connection(asyncio.Protocol):
@@ -157,8 +162,10 @@ class Connection(asyncio.Protocol):
         self._greeted = True
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        limits = self._shell.config.limits
-        self._send(m.Welcome(m.VERSION, self._shell.instance, limits.frame_bytes, limits.batch_keys))
+        frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.limits
+        self._send(
+            m.Welcome(m.VERSION, self._shell.instance, frame_bytes, limits.batch_keys, limits.reserve_keys)
+        )
 
     def _too_quiet(self) -> None:
         self._fail(f"no Hello within {_HELLO_WITHIN_S:g} s", "is the peer a kvstore client?")

@@ -92,7 +92,10 @@ class Shell:
             max_blocks=min(max(total // _MIN_BLOCK_BYTES, _MIN_ROWS), _MAX_ROWS),
             seed=secrets.randbits(64),
             write_policy=config.nvme.write_policy,
-            limits=Limits(config.limits.batch_keys, config.limits.leases_per_connection),
+            limits=Limits(
+                batch_keys=config.limits.batch_keys,
+                leases_per_client=config.limits.leases_per_connection,
+            ),
         )
 
     # -- start and stop
@@ -109,7 +112,9 @@ class Shell:
 
     def _restore(self, nvme: NvmeTier) -> None:
         spaces, formats, restore = nvme.load()
-        for number, space in spaces.items():
+        # A namespace without blocks needs no number: the next new one takes it.
+        used = set(np.unique(restore.namespace).tolist())
+        for number, space in ((n, s) for n, s in spaces.items() if n in used):
             self._know(number, space.fingerprint, int(space.layout["block_bytes"]))
         for extent, size in sorted(formats.items()):
             self.handle(ev.ExtentReady(NVME, extent, size))

@@ -38,6 +38,7 @@ class Welcome:
     instance: bytes
     frame_bytes: int
     batch_keys: int
+    reserve_keys: int
     capabilities: tuple[Any, ...] = ()
 
 

@@ -2,10 +2,13 @@
 
 Tiers are dictionaries from (tier, extent, index) to payload. Copies wait in a list and are finished in the
 order, and with the results, that the test chooses: late, failed, corrupted. After every event all invariants
-are checked, and every readable block is compared with what was put under its key.
+are checked, and every readable block is compared with what was put under its key. `restart` is a crash: only
+what was recorded comes back.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -15,7 +18,7 @@ from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec
-from kvstore.types import ALIGN, Tier
+from kvstore.types import ALIGN, HEADER_BYTES, MAX_KEY_BYTES, Tier
 
 Place = tuple[int, int, int]
 
@@ -24,40 +27,105 @@ def payload(namespace: int, key: bytes, salt: int = 0) -> bytes:
     return b"%d/%d/" % (namespace, salt) + key
 
 
+@dataclass
+class Record:
+    """What the journal says of a block; of two records the one with the larger `stamp` is newer."""
+
+    place: Place
+    version: int
+    checksum: int
+    parent: bytes
+    stamp: float
+
+
 class World:
-    """Runs the actions of one Placement. `dram` and `nvme` are extents of four slots each (nvme 0: none)."""
+    """Runs the actions of one Placement. `dram` and `nvme` are extents of `slots` slots each.
+
+    `nvme` 0: there is no such tier. `nvme_gets`: how many of its extents the disk has room for.
+    """
 
     def __init__(
-        self, dram: int = 2, nvme: int = 4, *, write_policy: str = "write_through", slots: int = 4
+        self,
+        dram: int = 2,
+        nvme: int = 4,
+        *,
+        write_policy: str = "write_through",
+        slots: int = 4,
+        max_blocks: int = 512,
+        limits: Limits | None = None,
+        nvme_gets: int | None = None,
     ) -> None:
-        size = slots * (ALIGN + 128) + ALIGN
-        size = -(-size // ALIGN) * ALIGN
-        specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
+        size = slots * ALIGN + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
+        self._specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
         if nvme:
-            specs.append(TierSpec(Tier.NVME, nvme * slots * ALIGN, slots * ALIGN, False))
-        self.p = Placement(
-            specs, max_blocks=512, seed=7, write_policy=write_policy, limits=Limits(leases_per_client=8)
-        )
+            self._specs.append(TierSpec(Tier.NVME, nvme * slots * ALIGN, slots * ALIGN, False))
+        self._extents = [dram, nvme if nvme_gets is None else nvme_gets]
+        self.max_blocks = max_blocks
+        self._write_policy = write_policy
+        self._limits = limits or Limits(leases_per_client=8)
         self.now = 0.0
         self.bytes: dict[Place, bytes] = {}
+        self.rotten: set[Place] = set()
+        self.records: dict[tuple[int, bytes], Record] = {}
+        self.formats: dict[int, int] = {}
+        self.namespaces: dict[int, int] = {}
+        self._request = 0
+        self._stamp = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.p = Placement(
+            self._specs,
+            max_blocks=self.max_blocks,
+            seed=7,
+            write_policy=self._write_policy,
+            limits=self._limits,
+        )
         self.headers: dict[Place, tuple[int, bytes, int]] = {}
-        self.records: dict[tuple[int, bytes], tuple[int, int]] = {}
         self.copies: dict[int, ac.Copy] = {}
         self.probes: dict[int, ac.Probe] = {}
         self.answers: dict[int, ac.Action] = {}
-        self._request = 0
-        for tier, n in enumerate([dram, nvme][: len(specs)]):
+        self.actions: list[ac.Action] = []
+        for namespace, block_bytes in self.namespaces.items():
+            self.send(ev.OpenNamespace(0, namespace, block_bytes))
+        if self.records or self.formats:
+            for extent, slot_bytes in sorted(self.formats.items()):
+                self.send(ev.ExtentReady(1, extent, slot_bytes))
+            self.send(self._restored())
+        for tier, n in enumerate(self._extents[: len(self._specs)]):
             for extent in range(n):
-                self.send(ev.ExtentReady(tier, extent))
+                if tier == 0 or extent not in self.formats:
+                    self.send(ev.ExtentReady(tier, extent))
             self.send(ev.ExtentsEnd(tier))
+
+    def _restored(self) -> ev.Restore:
+        """The records as an event, latest first; of two that name one place only the latest counts."""
+        latest = {r.place: who for who, r in sorted(self.records.items(), key=lambda item: item[1].stamp)}
+        self.records = {who: r for who, r in self.records.items() if latest[r.place] == who}
+        new = sorted(self.records.items(), key=lambda item: -item[1].stamp)
+        return restore(
+            [
+                (ns, key, r.parent, r.place[1], r.place[2], r.version, r.checksum)
+                for (ns, key), r in new
+                if self.formats.get(r.place[1]) == -(-self.namespaces[ns] // ALIGN) * ALIGN
+            ]
+        )
+
+    def restart(self) -> None:
+        """A crash: memory, leases and whatever was under way are gone."""
+        self.bytes = {place: data for place, data in self.bytes.items() if place[0] == 1}
+        self._begin()
 
     # -- driving
 
-    def send(self, event: ev.Event) -> None:
+    def send(self, event: ev.Event) -> list[ac.Action]:
         self.now += 0.001
-        for action in self.p.handle(event, self.now):
+        self.actions = self.p.handle(event, self.now)
+        for action in self.actions:
             self._run(action)
         self.p.check()
+        self.check_records()
+        return self.actions
 
     def ask(self, event: ev.Event) -> ac.Action | None:
         """Sends a request and returns its answer, or None if it waits."""
@@ -65,6 +133,10 @@ class World:
         event.request = self._request
         self.send(event)
         return self.answers.get(self._request)
+
+    @property
+    def last_request(self) -> int:
+        return self._request
 
     def _run(self, action: ac.Action) -> None:
         if isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Deny):
@@ -75,6 +147,9 @@ class World:
             self.copies[action.transfer] = action
         elif isinstance(action, ac.Probe):
             self.probes[action.probe] = action
+        elif isinstance(action, ac.Format):
+            if action.tier == 1:
+                self.formats[action.extent] = action.slot_bytes
         elif isinstance(action, ac.Stamp):
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self.headers[place] = (
@@ -85,35 +160,59 @@ class World:
         elif isinstance(action, ac.Drop):
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self.headers.pop(place, None)
-                who = (int(action.identity.namespace[i]), action.identity.key(i))
-                if action.tier == 1 and self.records.get(who) == place[1:]:
-                    del self.records[who]
+                if action.tier == 1:
+                    # By key, as the journal does it.
+                    self.records.pop((int(action.identity.namespace[i]), action.identity.key(i)), None)
 
     @staticmethod
     def places(tier: int, where: ac.Where) -> list[Place]:
         return [(tier, e, i) for e, i in zip(where.extent.tolist(), where.index.tolist(), strict=True)]
 
+    def check_records(self) -> None:
+        """Every block that the core believes on NVMe is on record there, or a restart would lose it."""
+        r = self.p.residency
+        if len(r.tiers) < 2:
+            return
+        rows = np.flatnonzero(r.blocks.slot[1] >= 0)
+        rows = rows[r.blocks.state[rows] != 0]
+        places = self.places(1, r.where(1, r.blocks.slot[1, rows].astype(np.int64)))
+        for row, place in zip(rows.tolist(), places, strict=True):
+            who = (int(r.blocks.namespace[row]), r.blocks.key(row))
+            record = self.records.get(who)
+            assert record is not None, f"{who} is on NVMe, but not on record"
+            assert record.place == place, f"{who} is on record in another slot"
+
     # -- copies end
 
     def finish(self, transfer: int, results: list[int]) -> None:
-        """Ends one copy; results as in CopyDone. Bytes move now, from what the source holds now."""
+        """Ends one copy; results as in CopyDone. Bytes move now, from what the source holds now.
+
+        Reads verify, as the tiers do; a block that did not get through leaves rubbish behind.
+        """
         copy = self.copies.pop(transfer)
         source, target = (
             self.places(copy.source, copy.source_where),
             self.places(copy.target, copy.target_where),
         )
         out = np.array([*results[: len(source)], *[ev.OK] * (len(source) - len(results))], np.uint8)
+        self._stamp += 1.0
         for i, (a, b) in enumerate(zip(source, target, strict=True)):
             who = (int(copy.identity.namespace[i]), copy.identity.key(i))
-            bytes_ = self.bytes.get(a, b"nothing")
-            if out[i] == ev.OK and hash_of(bytes_) != int(copy.identity.checksum[i]):
+            data = self.bytes.get(a, b"nothing")
+            if copy.target == 0 and out[i] == ev.OK and hash_of(data) != int(copy.identity.checksum[i]):
                 out[i] = ev.CORRUPT
-            if out[i] == ev.OK:
-                self.bytes[b] = bytes_
-                if copy.target == 1:
-                    self.records[who] = b[1:]
-            elif copy.target == 0:
-                self.bytes[b] = b"torn"
+            self.bytes[b] = data if out[i] == ev.OK else b"torn"
+            self.rotten.discard(b)
+            if a in self.rotten and out[i] == ev.OK:
+                self.rotten.add(b)
+            if copy.target == 1 and out[i] == ev.OK:
+                self.records[who] = Record(
+                    b,
+                    int(copy.version[i]),
+                    int(copy.identity.checksum[i]),
+                    copy.parents[i],
+                    self._stamp - 1e-6 * i,
+                )
         self.send(ev.CopyDone(transfer, out))
 
     def finish_all(self) -> None:
@@ -128,6 +227,36 @@ class World:
         ]
         self.send(ev.ProbeDone(number, np.array(good, np.bool_)))
 
+    def rot(self, place: Place) -> None:
+        """The device changes its mind about some bytes."""
+        self.bytes[place] = b"rot"
+        self.rotten.add(place)
+
+    def settle(self, clients: int = 8) -> None:
+        """Everybody leaves, everything under way ends; then nothing may be held by anyone."""
+        for client in range(clients):
+            self.send(ev.ClientLost(client))
+        self.now += 1000
+        while self.copies or self.probes:
+            self.finish_all()
+            for number in list(self.probes):
+                self.probe(number)
+        self.send(ev.Tick())
+        self.finish_all()
+        p = self.p
+        assert not p.leases
+        assert not p.reservations
+        assert not p.waiting
+        assert not p.stalled
+        assert not p.probes
+        assert not p.residency.pins
+        assert not p.transfers.under_way
+        assert not p.transfers.writes_in_flight
+        assert not p.residency.blocks.moving.any()
+        for state in p.residency.tiers:
+            held = set(np.flatnonzero(state.extents.refs).tolist())
+            assert held <= state.extents.retired, "a slot is held by nobody"
+
     # -- a client
 
     def reserve(self, client: int, namespace: int, keys: list[bytes], parent: bytes = b"", wait: float = 0.0):
@@ -135,24 +264,54 @@ class World:
 
     def fill(self, namespace: int, keys: list[bytes], room: ac.Room, salt: int = 0) -> np.ndarray:
         """Writes the payloads of the granted keys; returns their checksums."""
-        granted = [k for k, s in zip(keys, room.status.tolist(), strict=True) if s == ac.GRANTED]
+        granted = granted_of(keys, room)
         for key, place in zip(granted, self.places(0, room.where), strict=True):
             self.bytes[place] = payload(namespace, key, salt)
+            self.rotten.discard(place)
         return np.array([hash_of(payload(namespace, k, salt)) for k in granted], np.uint64)
 
-    def put(self, client: int, namespace: int, keys: list[bytes], parent: bytes = b"") -> int:
+    def commit(self, client: int, room: ac.Room, sums: np.ndarray, written: list[bool] | None = None) -> int:
+        marks = np.ones(len(sums), np.bool_) if written is None else np.array(written, np.bool_)
+        answer = self.ask(ev.Commit(0, client, room.lease, sums, marks))
+        assert isinstance(answer, ac.Answer), answer
+        return answer.value
+
+    def put(self, client: int, namespace: int, keys: list[bytes], parent: bytes = b"", salt: int = 0) -> int:
         """Stores a chain at once; returns how many blocks were stored."""
         room = self.reserve(client, namespace, keys, parent)
         if not isinstance(room, ac.Room) or not room.lease:
             return 0
-        sums = self.fill(namespace, keys, room)
-        written = np.ones(len(sums), np.bool_)
-        answer = self.ask(ev.Commit(0, client, room.lease, sums, written))
-        assert isinstance(answer, ac.Answer)
-        return answer.value
+        return self.commit(client, room, self.fill(namespace, keys, room, salt))
 
     def acquire(self, client: int, namespace: int, keys: list[bytes], wait: float = 1.0) -> ac.Action | None:
         return self.ask(ev.Acquire(0, client, namespace, joined(keys), self.now + wait))
+
+    def lookup(self, namespace: int, keys: list[bytes]) -> int:
+        answer = self.ask(ev.Lookup(0, namespace, joined(keys)))
+        assert isinstance(answer, ac.Answer), answer
+        return answer.value
+
+    def invalidate(self, namespace: int, keys: list[bytes]) -> int:
+        answer = self.ask(ev.Invalidate(0, namespace, joined(keys)))
+        assert isinstance(answer, ac.Answer), answer
+        return answer.value
+
+    def get(self, namespace: int, keys: list[bytes], client: int = 7) -> list[bytes]:
+        """What a verifying reader gets who waits for everything that is under way."""
+        grant = self.acquire(client, namespace, keys)
+        if grant is None:
+            request = self._request
+            self.finish_all()
+            grant = self.answers[request]
+        assert isinstance(grant, ac.Grant), grant
+        out: list[bytes] = []
+        for data in self.read(namespace, keys, grant):
+            if data is None:
+                break
+            out.append(data)
+        if grant.lease:
+            self.send(ev.Release(client, grant.lease))
+        return out
 
     def read(self, namespace: int, keys: list[bytes], grant: ac.Grant) -> list[bytes | None]:
         """What a verifying reader gets: the payload, or None where it would see a bad checksum."""
@@ -165,11 +324,42 @@ class World:
 
     def open(self, namespace: int, block_bytes: int = 100) -> None:
         assert isinstance(self.ask(ev.OpenNamespace(0, namespace, block_bytes)), ac.Answer)
+        self.namespaces[namespace] = block_bytes
+
+    def used(self, tier: int = 0) -> int:
+        """Bytes in use in a tier."""
+        return self.p.residency.tiers[tier].extents.used_bytes
 
 
 def joined(keys: list[bytes]) -> Keys:
     return Keys(b"".join(keys), len(keys[0]) if keys else 1)
 
 
+def granted_of(keys: list[bytes], room: ac.Room) -> list[bytes]:
+    """Those of the keys that a room has slots for."""
+    return [k for k, s in zip(keys, room.status.tolist(), strict=True) if s == ac.GRANTED]
+
+
 def hash_of(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
+
+
+def restore(records: list[tuple[int, bytes, bytes, int, int, int, int]], tier: int = 1) -> ev.Restore:
+    """A Restore event; a record is (namespace, key, parent, extent, index, version, checksum)."""
+
+    def padded(keys: list[bytes]) -> np.ndarray:
+        raw = b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys)
+        return np.frombuffer(raw, np.uint8).reshape(len(keys), MAX_KEY_BYTES)
+
+    return ev.Restore(
+        tier,
+        np.array([r[0] for r in records], np.uint32),
+        padded([r[1] for r in records]),
+        np.array([len(r[1]) for r in records], np.uint8),
+        padded([r[2] for r in records]),
+        np.array([len(r[2]) for r in records], np.uint8),
+        np.array([r[3] for r in records], np.uint32),
+        np.array([r[4] for r in records], np.uint32),
+        np.array([r[5] for r in records], np.uint64),
+        np.array([r[6] for r in records], np.uint64),
+    )
