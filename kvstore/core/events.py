@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -183,6 +183,11 @@ class Restore:
     index: npt.NDArray[np.uint32]
     version: npt.NDArray[np.uint64]
     checksum: npt.NDArray[np.uint64]
+
+    def only(self, which: npt.NDArray[np.bool_]) -> Restore:
+        """The same for some of the blocks."""
+        columns = [getattr(self, f.name)[which] for f in fields(self) if f.name != "tier"]
+        return Restore(self.tier, *columns)
 
 
 @dataclass(slots=True)

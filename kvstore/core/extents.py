@@ -212,6 +212,10 @@ class Extents:
             return next(iter(self.classes))
         return self._class_of(int(self.place[slots[0]]) >> 32)
 
+    def has(self, extents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Which of these extents are assigned to a slot size."""
+        return np.isin(extents, list(self._base))
+
     def slots_at(self, extents: Slots, indexes: Slots) -> Slots:
         """The flat numbers of slots, from extents that are assigned and indexes within them."""
         bases = np.zeros(max(self._base, default=0) + 1, np.int64)

@@ -24,6 +24,7 @@ VECTOR_FROM = 12
 _WAYS = 8
 _GROW_AT = 0.6
 _MOVE_BUCKETS = 1024
+_SETTLE = 256
 _MASK64 = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
 _SPREAD = 0x5BD1E995
@@ -72,6 +73,7 @@ class Index:
         self._old: _Table | None = None
         self._tables = [self._table]
         self._moved = 0
+        self._unsettled = 0
         self._overflow: dict[int, list[int]] = {}
         self.count = 0
 
@@ -200,15 +202,17 @@ class Index:
 
     def add(self, rows: Rows) -> None:
         """Enters rows whose keys are set and not in the index yet."""
-        self.count += len(rows)
-        self._grow_if_full()
-        h = self._hash_rows(rows)
-        if len(rows) < VECTOR_FROM:
-            for row, value in zip(rows.tolist(), h.tolist(), strict=True):
-                self._add_one(self._table, row, value)
-        else:
-            self._add_many(self._table, rows, h)
-        self._move_some()
+        for at in range(0, len(rows), _MOVE_BUCKETS):
+            part = rows[at : at + _MOVE_BUCKETS]
+            self.count += len(part)
+            self._grow_while_full()
+            h = self._hash_rows(part)
+            if len(part) < VECTOR_FROM:
+                for row, value in zip(part.tolist(), h.tolist(), strict=True):
+                    self._add_one(self._table, row, value)
+            else:
+                self._add_many(self._table, part, h)
+            self._move_some()
 
     def _add_many(self, table: _Table, rows: Rows, h: U64) -> None:
         first, second, mark = self._places(h, table.mask)
@@ -272,31 +276,33 @@ class Index:
 
     # -- growing
 
-    def _grow_if_full(self) -> None:
-        if self._old is None and self.count > _GROW_AT * _WAYS * len(self._table.cells):
+    def _grow_while_full(self) -> None:
+        while self._old is None and self.count > _GROW_AT * _WAYS * len(self._table.cells):
             self._old, self._moved = self._table, 0
             self._table = _Table(2 * len(self._old.cells))
             self._tables = [self._table, self._old]
+            self._unsettled = len(self._overflow)
+            if len(self._old.cells) <= _MOVE_BUCKETS:
+                self._move_some()
 
     def _move_some(self) -> None:
-        if self._old is None:
-            return
-        part = self._old.cells[self._moved : self._moved + _MOVE_BUCKETS]
-        rows = part[:, _WAYS:][part[:, :_WAYS] != 0].astype(np.int64)
-        if len(rows):
-            self._add_many(self._table, rows, self._hash_rows(rows))
-            part[:, :_WAYS] = 0
-        self._moved += _MOVE_BUCKETS
-        if self._moved >= len(self._old.cells):
-            self._old = None
-            self._tables = [self._table]
-        self._settle_overflow()
-
-    def _settle_overflow(self) -> None:
-        """Gives a few keys that once found no place another try, now that the table has grown."""
-        for h in list(islice(self._overflow, 64)):
-            for row in self._overflow.pop(h):
-                self._add_one(self._table, row, h)
+        """Moves a bounded part of the old table, and of the keys that once found no place."""
+        if self._old is not None:
+            part = self._old.cells[self._moved : self._moved + _MOVE_BUCKETS]
+            rows = part[:, _WAYS:][part[:, :_WAYS] != 0].astype(np.int64)
+            if len(rows):
+                self._add_many(self._table, rows, self._hash_rows(rows))
+                part[:, :_WAYS] = 0
+            self._moved += _MOVE_BUCKETS
+            if self._moved >= len(self._old.cells):
+                self._old = None
+                self._tables = [self._table]
+        if self._unsettled > 0:
+            some = list(islice(self._overflow, _SETTLE))
+            self._unsettled -= _SETTLE
+            for h in some:
+                for row in self._overflow.pop(h):
+                    self._add_one(self._table, row, h)
 
     def ram_bytes(self) -> int:
         """Bytes of the tables."""

@@ -58,6 +58,7 @@ class Reservation:
     """Slots of tier 0 that a writer may fill, and the rows they will belong to."""
 
     client: int
+    namespace: int
     slot_bytes: int
     rows: Rows
     slots: Slots
@@ -109,6 +110,7 @@ class Placement:
         self.stalled: dict[int, ev.Acquire | ev.Reserve] = {}
         self.probes: dict[int, tuple[Rows, Slots, int]] = {}
         self._write_through = write_policy == "write_through"
+        self._writers: Counter[int] = Counter()
         self._wanted_by: dict[int, list[int]] = {}
         self._held: dict[int, set[int]] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -208,7 +210,10 @@ class Placement:
 
     def _lookup(self, event: ev.Lookup, now: float) -> None:
         if self._slot_bytes(event):
-            self._say(Answer(event.request, self.residency.prefix_length(event.namespace, event.keys)))
+            # While parents may be missing or being written, every key has to be looked at.
+            gaps = self.residency.holes[event.namespace] or self._writers[event.namespace]
+            find = self.residency.count_prefix if gaps else self.residency.search_prefix
+            self._say(Answer(event.request, find(event.namespace, event.keys)))
 
     # -- reading
 
@@ -407,6 +412,7 @@ class Placement:
         r = self.residency
         guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else _NONE)))
         r.blocks.children[guarded] += 1
+        r.make_rows(int((rows < 0).sum()), self.transfers.demote)
         n = r.make_room(0, size, n, self.transfers.demote)
         r.blocks.children[guarded] -= 1
         return n
@@ -445,7 +451,8 @@ class Placement:
             lease = self._hold_id(event.client)
             slots = r.tiers[0].extents.take(size, len(want))
             alive = np.ones(len(want), np.bool_)
-            self.reservations[lease] = Reservation(event.client, size, filled, slots, alive)
+            self.reservations[lease] = Reservation(event.client, event.namespace, size, filled, slots, alive)
+            self._writers[event.namespace] += 1
         why = "no room" if denied else ""
         self._say(Room(event.request, lease, size, r.tiers[0].extents.record[slots], status, why))
 
@@ -481,6 +488,7 @@ class Placement:
         if reservation is None or reservation.client != client:
             return None
         self._held[client].discard(lease)
+        self._writers[reservation.namespace] -= 1
         return self.reservations.pop(lease)
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
@@ -645,6 +653,7 @@ class Placement:
     def _restore(self, event: ev.Restore, now: float) -> None:
         r = self.residency
         extents = r.tiers[event.tier].extents
+        event = event.only(extents.has(event.extent))
         group = event.namespace.astype(np.int64) << 8 | event.key_bytes
         for code in np.unique(group).tolist():
             namespace, size = code >> 8, code & 0xFF
@@ -668,8 +677,8 @@ class Placement:
         which = which[event.parent_bytes[which] > 0]
         for length in np.unique(event.parent_bytes[which]).tolist():
             some = which[event.parent_bytes[which] == length]
-            parents = Keys(np.ascontiguousarray(event.parents[some, :length]).tobytes(), length)
             keys = Keys(np.ascontiguousarray(event.keys[some, :size]).tobytes(), size)
             rows = r.index.find(namespace, keys)
-            if (rows >= 0).all():
-                r.link(rows, r.adopt(namespace, parents))
+            some, rows = some[rows >= 0], rows[rows >= 0]
+            parents = Keys(np.ascontiguousarray(event.parents[some, :length]).tobytes(), length)
+            r.link(rows, r.adopt(namespace, parents))

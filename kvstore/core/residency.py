@@ -110,10 +110,12 @@ class Residency:
             good &= once
         return rows if good.all() else rows[: int(good.argmin())]
 
-    def prefix_length(self, namespace: int, keys: Keys) -> int:
-        """Length of the readable prefix. Where no parent is missing, a binary search: log2(n) probes."""
-        if self.holes[namespace]:
-            return len(self.prefix(namespace, keys))
+    def count_prefix(self, namespace: int, keys: Keys) -> int:
+        """Length of the readable prefix, every key looked at."""
+        return len(self.prefix(namespace, keys))
+
+    def search_prefix(self, namespace: int, keys: Keys) -> int:
+        """Length of the readable prefix by binary search, log2(n) probes: right if no parent is missing."""
         low, high = 0, keys.n
         while low < high:
             middle = (low + high) // 2
@@ -268,6 +270,15 @@ class Residency:
             self._evict(tier, slot_bytes, short + ahead, demote)
         return min(n, extents.free(slot_bytes))
 
+    def make_rows(self, n: int, demote: Demote) -> None:
+        """Drops blocks, from the lowest tier up, until n rows are free, if it can."""
+        for tier in reversed(range(len(self.tiers))):
+            for slot_bytes in list(self.tiers[tier].policies):
+                short = n - (self.blocks.capacity - self.blocks.used)
+                if short <= 0:
+                    return
+                self._evict(tier, slot_bytes, short, demote)
+
     def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Whether nobody uses these rows' copies in a tier, and no pin keeps them."""
         slots = self.blocks.slot[tier, rows]
@@ -284,12 +295,15 @@ class Residency:
                 return
             budget -= len(rows)
             idle = self.idle(tier, rows)
+            busy = rows[~idle]
             only = (self.blocks.slot[:, rows] >= 0).sum(axis=0) == 1
+            if not self._lower_tier_takes(tier, slot_bytes):
+                # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
+                idle &= np.cumsum(idle) <= n
             spare = rows[idle & ~only][:n]
             self.give_up(tier, slot_bytes, spare)
             self.counters["evicted_copies"] += len(spare)
             n -= len(spare)
-            busy = rows[~idle]
             writing = busy[(self.blocks.moving[busy] & WRITING) > 0]
             self.blocks.moving[writing] |= DEMOTE
             self.policy(tier, slot_bytes).defer(busy)
@@ -304,15 +318,19 @@ class Residency:
         leaving = demote(tier, slot_bytes, rows)
         n = int(leaving.sum())
         stuck = rows
-        if not self._lower_tier_takes(tier):
+        if not self._lower_tier_takes(tier, slot_bytes):
             leaf = self._leaf_first(rows)
             self.give_up(tier, slot_bytes, rows[leaf])
             n, stuck = int(leaf.sum()), rows[~leaf]
         self.policy(tier, slot_bytes).defer(stuck)
         return n
 
-    def _lower_tier_takes(self, tier: int) -> bool:
-        return any(t.closed_until == 0.0 for t in self.tiers[tier + 1 :])
+    def _lower_tier_takes(self, tier: int, slot_bytes: int) -> bool:
+        """Whether blocks of this size can go down at all, if perhaps not at once."""
+        return any(
+            not t.closed_until and (t.growing or (t.extents.ready and t.extents.geometry(slot_bytes).slots))
+            for t in self.tiers[tier + 1 :]
+        )
 
     def _leaf_first(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of rows (coldest first) may go in this order without leaving a child behind."""
@@ -348,7 +366,7 @@ class Residency:
             if self.blocks.pinned[rows].any():
                 continue
             only = rows[(self.blocks.slot[:, rows] >= 0).sum(axis=0) == 1]
-            if len(only) and self._lower_tier_takes(tier):
+            if len(only) and self._lower_tier_takes(tier, donor.slot_bytes):
                 demote(tier, donor.slot_bytes, only)
                 return None
             self.give_up(tier, donor.slot_bytes, rows)

@@ -58,6 +58,8 @@ class Transfers:
         self.writes_in_flight = 0
         self.reads_in_flight = 0
         self.backlog: deque[Rows] = deque()
+        self._dying: set[tuple[int, bytes]] = set()
+        self._postponed: list[Rows] = []
         self._last = 0
 
     # -- starting
@@ -122,7 +124,7 @@ class Transfers:
         if target >= len(self._r.tiers) or self._r.tiers[target].closed_until:
             return started
         room = _chunk(slot_bytes) * (_WRITES_IN_FLIGHT + 2 - self.writes_in_flight)
-        todo = np.flatnonzero(self._r.blocks.moving[rows] == 0)[: max(room, 0)]
+        todo = np.flatnonzero((self._r.blocks.moving[rows] == 0) & ~self._postpone(rows))[: max(room, 0)]
         if not len(todo):
             return started
         todo = todo[: self._r.make_room(target, slot_bytes, len(todo), self.demote)]
@@ -131,6 +133,20 @@ class Transfers:
             self._start(tier, target, slot_bytes, rows[todo], slots, WRITING)
             started[todo] = True
         return started
+
+    def _postpone(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows have to wait, because a copy of the same key that was given up is still going down.
+
+        Two records of one key in flight could end in either order.
+        """
+        wait = np.zeros(len(rows), np.bool_)
+        if self._dying:
+            blocks = self._r.blocks
+            for i, row in enumerate(rows.tolist()):
+                wait[i] = (int(blocks.namespace[row]), blocks.key(row)) in self._dying
+            if wait.any():
+                self._postponed.append(rows[wait])
+        return wait
 
     def _start(self, source: int, target: int, size: int, rows: Rows, slots: Slots, flag: int) -> None:
         r = self._r
@@ -167,8 +183,15 @@ class Transfers:
         """These rows are about to be given up: copies of them must not arrive."""
         if self._r.blocks.moving[rows].any():
             for transfer in self.under_way.values():
-                transfer.alive &= ~np.isin(transfer.rows, rows)
+                gone = transfer.alive & np.isin(transfer.rows, rows)
+                transfer.alive &= ~gone
+                if transfer.target > transfer.source:
+                    self._dying |= {self._who(transfer, i) for i in np.flatnonzero(gone).tolist()}
             self._r.blocks.moving[rows] = 0
+
+    @staticmethod
+    def _who(transfer: Transfer, i: int) -> tuple[int, bytes]:
+        return int(transfer.identity.namespace[i]), transfer.identity.key(i)
 
     def finish(self, event: CopyDone, now: float) -> Arrived:
         """Takes in how a copy ended."""
@@ -183,6 +206,11 @@ class Transfers:
         blocks.moving[t.rows[t.alive]] &= 0xFF & ~(WRITING | DEMOTE if writing else PROMOTING)
         r.place(t.target, t.slot_bytes, good, slots)
         self._disavow(t, np.flatnonzero(~t.alive & (event.results == OK)))
+        if writing and self._dying:
+            self._dying -= {self._who(t, i) for i in np.flatnonzero(~t.alive).tolist()}
+            if not self._dying:
+                self.backlog.extend(self._postponed)
+                self._postponed.clear()
         r.tiers[t.target].extents.release(t.target_slots)
         r.tiers[t.source].extents.release(t.source_slots)
         if r.tiers[t.target].spec.table and len(good):

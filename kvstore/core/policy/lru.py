@@ -62,13 +62,14 @@ class LRU:
         out: list[Rows] = []
         empty = []
         wanted = n
-        for key, segment in islice(self._segments.items(), _LOOK):
+        for key, segment in self._segments.items():
             live = self._live(key, segment)
-            if not len(live) and key != self._next >> _BITS:
+            if len(live):
+                out.append(live[:wanted])
+                wanted -= len(live)
+            elif key != self._next >> _BITS:
                 empty.append(key)
-            out.append(live[:wanted])
-            wanted -= len(live)
-            if wanted <= 0:
+            if wanted <= 0 or len(out) == _LOOK:
                 break
         for key in empty:
             del self._segments[key]
