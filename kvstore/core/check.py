@@ -10,28 +10,26 @@ from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED
 from kvstore.core.extents import Slots
 
 if TYPE_CHECKING:
-    from kvstore.core.placement import Placement
+    from kvstore.core.ledger import Ledger
     from kvstore.core.residency import Residency
 
 
-def check(placement: Placement) -> None:
+def check(ledger: Ledger) -> None:
     """Raises AssertionError naming the invariant that does not hold."""
-    r = placement.residency
+    r = ledger.residency
     _check_rows(r)
     for tier in range(len(r.tiers)):
-        _check_tier(placement, tier)
-    reserved = np.concatenate(
-        [x.rows[x.alive] for x in placement.reservations.values()] or [np.empty(0, int)]
-    )
+        _check_tier(ledger, tier)
+    reserved = np.concatenate([x.rows[x.alive] for x in ledger.reservations.values()] or [np.empty(0, int)])
     state = r.blocks.state
     assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), (
         "reserved without a writer"
     )
-    answered = set(placement.waiting) & set(placement.stalled)
+    answered = set(ledger.waiting) & set(ledger.stalled)
     assert not answered, "a request waits twice"
-    for row, requests in placement._wanted_by.items():
+    for row, requests in ledger.wanted_by.items():
         for request in requests:
-            assert row in placement.waiting[request].missing, "a waiter is told of a row it does not want"
+            assert row in ledger.waiting[request].missing, "a waiter is told of a row it does not want"
 
 
 def _check_rows(r: Residency) -> None:
@@ -55,8 +53,8 @@ def _check_rows(r: Residency) -> None:
     assert set(r.pins) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
 
 
-def _check_tier(placement: Placement, tier: int) -> None:
-    r = placement.residency
+def _check_tier(ledger: Ledger, tier: int) -> None:
+    r = ledger.residency
     extents, slot = r.tiers[tier].extents, r.blocks.slot[tier]
     assert extents.capacity_bytes <= extents.limit_bytes, "more extents than the limit allows"
     assert extents.used_bytes <= extents.limit_bytes, "over the limit"
@@ -66,7 +64,7 @@ def _check_tier(placement: Placement, tier: int) -> None:
     assert (extents.owner[slot[rows]] == rows).all(), "a slot does not know its owner"
     assert int((extents.owner >= 0).sum()) == len(rows), "a slot is owned by a row that is elsewhere"
     refs = np.zeros(len(extents.refs), np.int64)
-    for slots in _references(placement, tier):
+    for slots in _references(ledger, tier):
         np.add.at(refs, slots, 1)
     for retired in extents.retired:
         refs[retired] += 1
@@ -82,18 +80,18 @@ def _check_tier(placement: Placement, tier: int) -> None:
         assert known == owned, "the policy knows other blocks than the tier holds"
 
 
-def _references(placement: Placement, tier: int) -> list[Slots]:
+def _references(ledger: Ledger, tier: int) -> list[Slots]:
     """All slots of a tier that somebody refers to, once a reference."""
     out = []
-    for transfer in placement.transfers.under_way.values():
+    for transfer in ledger.transfers.under_way.values():
         if transfer.source == tier:
             out.append(transfer.source_slots)
         if transfer.target == tier:
             out.append(transfer.target_slots)
     if tier == 0:
-        everything = np.arange(len(placement.residency.tiers[0].extents.refs))
-        out += [everything[x.slots] for x in placement.leases.values()]
-        out += [x.slots for x in placement.reservations.values()]
-        out += [x.slots[x.slots >= 0] for x in placement.waiting.values()]
-        out += [slots for _, slots, _ in placement.probes.values()]
+        everything = np.arange(len(ledger.residency.tiers[0].extents.refs))
+        out += [everything[x.slots] for x in ledger.leases.values()]
+        out += [x.slots for x in ledger.reservations.values()]
+        out += [x.slots[x.slots >= 0] for x in ledger.waiting.values()]
+        out += [slots for _, slots, _ in ledger.probes.values()]
     return out

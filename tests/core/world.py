@@ -41,7 +41,8 @@ class Record:
 class World:
     """Runs the actions of one Placement. `dram` and `nvme` are extents of `slots` slots each.
 
-    `nvme` 0: there is no such tier. `nvme_gets`: how many of its extents the disk has room for.
+    `nvme` 0: there is no such tier. `nvme_gets`: how many of its extents the disk has room for; `nvme_slots`:
+    how many slots those have, where it differs.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class World:
         max_blocks: int = 512,
         limits: Limits | None = None,
         nvme_gets: int | None = None,
+        nvme_slots: int = 0,
     ) -> None:
         size = slots * ALIGN + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
         self._specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
         if nvme:
-            self._specs.append(TierSpec(Tier.NVME, nvme * slots * ALIGN, slots * ALIGN, False))
+            size = (nvme_slots or slots) * ALIGN
+            self._specs.append(TierSpec(Tier.NVME, nvme * size, size, False))
         self._extents = [dram, nvme if nvme_gets is None else nvme_gets]
         self.max_blocks = max_blocks
         self._write_policy = write_policy
@@ -244,11 +247,11 @@ class World:
         self.send(ev.Tick())
         self.finish_all()
         p = self.p
-        assert not p.leases
-        assert not p.reservations
-        assert not p.waiting
-        assert not p.stalled
-        assert not p.probes
+        assert not p.ledger.leases
+        assert not p.ledger.reservations
+        assert not p.ledger.waiting
+        assert not p.ledger.stalled
+        assert not p.ledger.probes
         assert not p.residency.pins
         assert not p.transfers.under_way
         assert not p.transfers.writes_in_flight

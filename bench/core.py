@@ -1,0 +1,223 @@
+"""core: block operations a second through `Placement` alone, against plain Python dictionaries.
+
+Chains of 32 blocks are asked for, some far more often than others, out of many more than both tiers hold.
+What is not there is put. So there are promotions, writes down and evictions on both tiers all the time. The
+reference keeps an object a block and an OrderedDict a tier, obeys the same rules on the same requests, and
+notes what a shell would have to do as `Placement` does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.harness import Bench, Result
+from bench.node import Node
+from kvstore.core.keys import Keys
+
+CHAIN = 32
+DRAM_BLOCKS, NVME_BLOCKS = 30_000, 120_000
+CHAINS = 16_000
+REQUESTS = 64
+"""A sample."""
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """One line."""
+    bench.doing("filling")
+    rng = np.random.default_rng(1)
+    chains = [[os.urandom(32) for _ in range(CHAIN)] for _ in range(CHAINS)]
+    weights = 1.0 / np.arange(1, CHAINS + 1)
+    picks = rng.choice(CHAINS, 1 << 17, p=weights / weights.sum())
+    node = Node(DRAM_BLOCKS, NVME_BLOCKS, 1 << 20)
+    plain = Plain(*node.slots)
+    ours, reference = _Ours(node), _Reference(plain)
+    for n in range(2 * NVME_BLOCKS // CHAIN // REQUESTS):
+        for side in (ours, reference):
+            side.serve([chains[i] for i in rng.permutation(CHAINS)[:REQUESTS]])
+        bench.doing("filling", n * REQUESTS * CHAIN / 2 / NVME_BLOCKS)
+
+    def prompts(n: int) -> list[list[bytes]]:
+        return [chains[picks[(n * REQUESTS + i) % len(picks)]] for i in range(REQUESTS)]
+
+    def timed(side: _Ours | _Reference, n: int) -> float:
+        before, start = side.operations, time.perf_counter()
+        side.serve(prompts(n))
+        return (side.operations - before) / (time.perf_counter() - start)
+
+    ours.found = reference.found = ours.asked = reference.asked = 0
+    rounds = bench.interleave("core", (lambda n: timed(ours, n), lambda n: timed(reference, n)))
+    yield rounds.result(
+        "core",
+        "block operations/s",
+        hit_ratio=ours.found / ours.asked,
+        reference_hit_ratio=reference.found / reference.asked,
+    )
+
+
+class _Side:
+    """Counts every block of an acquire, a release, a reserve and a commit as one operation."""
+
+    def __init__(self) -> None:
+        self.operations = self.asked = self.found = 0
+
+    def serve(self, prompts: list[list[bytes]]) -> None:
+        """Gets each prompt's stored prefix and puts the rest."""
+        for keys in prompts:
+            found, stored = self._serve(keys)
+            self.operations += len(keys) + found + 2 * stored
+            self.asked += len(keys)
+            self.found += found
+
+    def _serve(self, keys: list[bytes]) -> tuple[int, int]:
+        raise NotImplementedError
+
+
+class _Ours(_Side):
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self._node = node
+
+    def _serve(self, keys: list[bytes]) -> tuple[int, int]:
+        lease, found = self._node.acquire(Keys(b"".join(keys), 32))
+        stored = 0
+        if found < len(keys):
+            parent = keys[found - 1] if found else b""
+            stored = self._node.put(Keys(b"".join(keys[found:]), 32), parent)
+        if lease:
+            self._node.release(lease)
+        return found, stored
+
+
+class _Reference(_Side):
+    def __init__(self, plain: Plain) -> None:
+        super().__init__()
+        self._plain = plain
+
+    def _serve(self, keys: list[bytes]) -> tuple[int, int]:
+        blocks = self._plain.acquire(keys)
+        found, stored = len(blocks), 0
+        if found < len(keys):
+            room = self._plain.reserve(keys[found:], blocks[-1] if blocks else None)
+            stored = self._plain.commit(room)
+        self._plain.release(blocks)
+        self._plain.actions.clear()
+        return found, stored
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block of the reference; a slot of -1 means not in that tier."""
+
+    key: bytes
+    parent: Block | None
+    dram: int = -1
+    nvme: int = -1
+    refs: int = 0
+    children: int = 0
+    checksum: int = 0
+
+
+class Plain:
+    """Two tiers in dictionaries: least recently used first, tail first, write-through, leaf first."""
+
+    def __init__(self, dram_slots: int, nvme_slots: int) -> None:
+        self.blocks: dict[bytes, Block] = {}
+        self._dram: OrderedDict[bytes, Block] = OrderedDict()
+        self._nvme: OrderedDict[bytes, Block] = OrderedDict()
+        self._dram_free = list(range(dram_slots))
+        self._nvme_free = list(range(nvme_slots))
+        self.actions: list[tuple[str, bytes, int, int]] = []
+
+    def acquire(self, keys: list[bytes]) -> list[Block]:
+        """The stored prefix, promoted and held."""
+        blocks = []
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is None:
+                break
+            block.refs += 1
+            blocks.append(block)
+        for block in reversed(blocks):
+            if block.dram < 0:
+                self._enter_dram(block)
+            else:
+                self._dram.move_to_end(block.key)
+            if block.nvme >= 0:
+                self._nvme.move_to_end(block.key)
+        return blocks
+
+    def release(self, blocks: list[Block]) -> None:
+        """Undoes the hold of an acquire."""
+        for block in blocks:
+            block.refs -= 1
+
+    def reserve(self, keys: list[bytes], parent: Block | None) -> list[Block]:
+        """Slots for a chain that is not there."""
+        room = []
+        for key in keys:
+            if not self._dram_free:
+                self._evict_from_dram()
+            parent = Block(key, parent, dram=self._dram_free.pop(), refs=1)
+            room.append(parent)
+        return room
+
+    def commit(self, room: list[Block]) -> int:
+        """Makes the chain readable and writes it down; how many blocks it has."""
+        for block in room:
+            self.blocks[block.key] = block
+            if block.parent is not None:
+                block.parent.children += 1
+        for block in reversed(room):
+            self._dram[block.key] = block
+            if not self._nvme_free:
+                self._evict_from_nvme()
+            block.nvme = self._nvme_free.pop()
+            self._nvme[block.key] = block
+            self.actions.append(("write", block.key, block.dram, block.nvme))
+            block.refs -= 1
+        return len(room)
+
+    def _enter_dram(self, block: Block) -> None:
+        if not self._dram_free:
+            self._evict_from_dram()
+        block.dram = self._dram_free.pop()
+        self._dram[block.key] = block
+        self.actions.append(("promote", block.key, block.nvme, block.dram))
+
+    def _evict_from_dram(self) -> None:
+        """Gives up the coldest copy that nobody uses; NVMe has another, or it is the last leaf."""
+        for block in self._dram.values():
+            if not block.refs and (block.nvme >= 0 or not block.children):
+                break
+        else:
+            raise AssertionError("everything in DRAM is in use")
+        del self._dram[block.key]
+        self._dram_free.append(block.dram)
+        self.actions.append(("drop", block.key, 0, block.dram))
+        block.dram = -1
+        if block.nvme < 0:
+            self._forget(block)
+
+    def _evict_from_nvme(self) -> None:
+        for block in self._nvme.values():
+            if not block.refs and (block.dram >= 0 or not block.children):
+                break
+        else:
+            raise AssertionError("everything on NVMe is in use")
+        del self._nvme[block.key]
+        self._nvme_free.append(block.nvme)
+        self.actions.append(("drop", block.key, 1, block.nvme))
+        block.nvme = -1
+        if block.dram < 0:
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        del self.blocks[block.key]
+        if block.parent is not None:
+            block.parent.children -= 1

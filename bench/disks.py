@@ -1,0 +1,169 @@
+"""What the disk gives without us: direct I/O of 4 MiB blocks at random places of a file written once before.
+
+Which memory the bytes come from or go to decides up to a third of the speed, so there are three references:
+
+    fio              libaio, four blocks at a time, as anybody would run it: 16 MiB of small pages
+    fio-huge-pages   the same with huge pages; 16 MiB stay in the processor's cache, as no store's slots do
+    same-memory      preadv and pwritev by four threads, over as many huge pages as our DRAM tier has
+
+Without fio only the last one is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from bench.harness import GIB, MIB, Bench, Result, Sample, Target
+from kvstore.arena import Extent
+from kvstore.errors import TierError
+
+BLOCK_BYTES, DEPTH = 4 * MIB, 4
+SAMPLE_BYTES = 768 * MIB
+
+
+class Disk(Protocol):
+    """`move` bytes in random blocks; the answer is GiB/s."""
+
+    name: str
+
+    def move(self, nbytes: int, write: bool) -> float:
+        """Blocks one after another at random places, in a queue that is kept full."""
+
+
+def compare(
+    bench: Bench, name: str, ours: Sample, disks: Sequence[Disk], write: bool, targets: dict[str, Target]
+) -> Iterator[Result]:
+    """A line for each reference, all from the same rounds."""
+    samples = [lambda _, disk=disk: disk.move(SAMPLE_BYTES, write) for disk in disks]
+    rounds = bench.interleave(name, (ours, *samples))
+    for i, disk in enumerate(disks, 1):
+        yield rounds.result(f"{name}/{disk.name}", "GiB/s", targets.get(disk.name), i)
+
+
+@contextmanager
+def reference_disks(folder: Path, file_bytes: int, memory_bytes: int) -> Iterator[list[Disk]]:
+    """The references on a file of their own, which is written in full first."""
+    path = folder / "reference"
+    memory = _memory(memory_bytes)
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, file_bytes)
+        raw = _Raw(path, file_bytes, memory)
+        raw.fill()
+        disks: list[Disk] = [raw]
+        if shutil.which("fio"):
+            # fio shortens the file that it maps.
+            small = _memory(64 * MIB)
+            huge = f"--mem=mmapshared:/proc/{os.getpid()}/fd/{small.fd}"
+            fios = [_Fio("fio", path, file_bytes, "--mem=malloc")]
+            fios.append(_Fio("fio-huge-pages", path, file_bytes, huge))
+            disks = [*(fio for fio in fios if fio.works()), raw]
+        yield disks
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _memory(nbytes: int) -> Extent:
+    """Huge pages, as the DRAM tier has them; of unsealed size."""
+    fd = os.memfd_create("kvstore-bench", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    extent = Extent(fd, nbytes)
+    extent.populate(huge=True)
+    return extent
+
+
+class _Fio:
+    def __init__(self, name: str, path: Path, file_bytes: int, memory: str) -> None:
+        self.name = name
+        self._command = [
+            "fio",
+            "--name=reference",
+            f"--filename={path}",
+            f"--size={file_bytes}",
+            f"--bs={BLOCK_BYTES}",
+            "--ioengine=libaio",
+            f"--iodepth={DEPTH}",
+            "--direct=1",
+            "--norandommap",
+            "--randrepeat=0",
+            "--thread",
+            "--allow_file_create=0",
+            "--output-format=json",
+            f"--iomem_align={2 * MIB}",
+            memory,
+        ]
+
+    def works(self) -> bool:
+        """Whether this fio has the engine and takes the memory."""
+        try:
+            self.move(16 * BLOCK_BYTES, write=False)
+        except TierError:
+            return False
+        return True
+
+    def move(self, nbytes: int, write: bool) -> float:
+        """See Disk; what fio itself reports, its start not counted."""
+        kind = "write" if write else "read"
+        command = [*self._command, f"--rw=rand{kind}", f"--io_size={nbytes}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise TierError(f"fio failed: {(done.stderr or done.stdout)[-500:]}")
+        # Notes of fio's may come before the JSON.
+        report = json.loads(done.stdout[done.stdout.index("{") :])
+        return float(report["jobs"][0][kind]["bw_bytes"]) / GIB
+
+
+class _Raw:
+    name = "same-memory"
+
+    def __init__(self, path: Path, file_bytes: int, memory: Extent) -> None:
+        self._path = path
+        self._blocks = file_bytes // BLOCK_BYTES
+        slots = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
+        self._slots = itertools.cycle([memory.view[at : at + BLOCK_BYTES] for at in slots])
+
+    def fill(self) -> None:
+        """Writes every block once, so that no write ever meets an unwritten extent of the file system."""
+        self._move(list(range(self._blocks)), write=True)
+
+    def move(self, nbytes: int, write: bool) -> float:
+        """See Disk."""
+        return self._move(random.choices(range(self._blocks), k=nbytes // BLOCK_BYTES), write)
+
+    def _move(self, blocks: list[int], write: bool) -> float:
+        fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        call: Callable[..., int] = os.pwritev if write else os.preadv
+        todo = zip(blocks, self._slots, strict=False)
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                for block, slot in todo:
+                    if call(fd, (slot,), block * BLOCK_BYTES) != BLOCK_BYTES:
+                        raise TierError(f"block {block} of {self._path} did not move whole")
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(DEPTH)]
+        start = time.perf_counter()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            os.close(fd)
+        if errors:
+            raise errors[0]
+        return len(blocks) * BLOCK_BYTES / (time.perf_counter() - start) / GIB

@@ -1,0 +1,128 @@
+"""The daemon's shell in this process: core, tiers and loop as they are; no sockets, no copies by clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.harness import like_the_daemon
+from bench.served import serve, wait_until
+from kvstore import Layout
+from kvstore.config import parse
+from kvstore.core import events as ev
+from kvstore.core.keys import Keys
+from kvstore.daemon.shell import DRAM, NVME, Shell
+
+_CLIENT = 1
+_WITHIN_S = 60.0
+
+
+class InProcess:
+    """Requests about one layout to a shell, made inside its own loop."""
+
+    def __init__(self, shell: Shell, layout: Layout) -> None:
+        self._shell = shell
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._last = 0
+        self.namespace = shell.open_namespace(layout)[0]
+
+    def answer(self, request: int, action: Any) -> None:
+        """See Asker."""
+        self._waiting.pop(request).set_result(action)
+
+    async def acquire(self, keys: list[bytes]) -> tuple[int, np.ndarray[Any, Any]]:
+        """(lease, tiers in which the blocks were found)."""
+        until = self._loop.time() + _WITHIN_S
+        grant = await self._ask(ev.Acquire(0, _CLIENT, self.namespace, _joined(keys), until))
+        return grant.lease, grant.tiers
+
+    def release(self, lease: int) -> None:
+        """Ends a lease."""
+        self._shell.handle(ev.Release(_CLIENT, lease))
+
+    async def put(self, keys: list[bytes]) -> int:
+        """Reserves and commits whatever bytes the slots have; how many blocks were stored."""
+        until = self._loop.time() + _WITHIN_S
+        room = await self._ask(ev.Reserve(0, _CLIENT, self.namespace, _joined(keys), b"", until))
+        n = len(room.where)
+        sums, written = np.zeros(n, np.uint64), np.ones(n, np.bool_)
+        stored = await self._ask(ev.Commit(0, _CLIENT, room.lease, sums, written))
+        return int(stored.value)
+
+    def counter(self, name: str) -> int:
+        """One of the core's counters."""
+        return int(self._shell.placement.counters[name])
+
+    async def counted(self, name: str, target: int) -> None:
+        """Returns when a counter has reached its target. TimeoutError after a minute."""
+        ends = self._loop.time() + _WITHIN_S
+        while self.counter(name) < target:
+            if self._loop.time() > ends:
+                raise TimeoutError(f"{name} is {self.counter(name)}, not {target}")
+            await asyncio.sleep(0.0005)
+
+    async def _ask(self, event: Any) -> Any:
+        self._last += 1
+        future = self._waiting[self._last] = self._loop.create_future()
+        self._shell.ask(self, self._last, event)
+        return await asyncio.wait_for(future, _WITHIN_S)
+
+
+@contextmanager
+def in_process(
+    folder: Path, dram_bytes: int, nvme_bytes: int, layout: Layout
+) -> Iterator[tuple[InProcess, asyncio.Runner]]:
+    """A started shell on a folder, and the loop that it runs on."""
+    text = f"[dram]\nlimit = {dram_bytes}\n[nvme]\nlimit = {nvme_bytes}\npath = {json.dumps(str(folder))}\n"
+    config = parse(text, "the bench's settings")
+    with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+
+        async def start() -> tuple[Shell, InProcess]:
+            shell = Shell(config, asyncio.get_running_loop())
+            await shell.start()
+            growing = [shell.placement.residency.tiers[tier] for tier in (DRAM, NVME)]
+            ends = time.monotonic() + _WITHIN_S
+            while any(tier.growing for tier in growing) and time.monotonic() < ends:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return shell, InProcess(shell, layout)
+
+        shell, inside = runner.run(start())
+        try:
+            yield inside, runner
+        finally:
+            runner.run(shell.stop(10.0))
+
+
+def written_folder(folder: Path, nvme_bytes: int, layout: Layout, chain: int) -> list[list[bytes]]:
+    """Lets a daemon fill a new folder to its limit and stop; the keys of the chains that it holds then."""
+    data = np.random.default_rng(1).integers(0, 256, (chain, layout.block_bytes), np.uint8)
+    with serve(512 << 20, (folder, nvme_bytes)) as (client, _):
+        room = client.status()["tiers"][NVME]["capacity_bytes"] // layout.block_bytes
+        chains = [[os.urandom(32) for _ in range(chain)] for _ in range(room // chain)]
+        space = client.namespace(layout)
+        for keys in chains:
+            assert space.put(keys, data).stored == chain
+        wait_until(client, lambda s: s["counters"].get("written_blocks", 0) >= len(chains) * chain)
+    return chains
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The loop that the daemon takes."""
+    try:
+        import uvloop  # noqa: PLC0415 - absent where it does not build
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _joined(keys: list[bytes]) -> Keys:
+    return Keys(b"".join(keys), len(keys[0]))

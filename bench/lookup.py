@@ -1,0 +1,113 @@
+"""lookup: prefixes of 1 to 8192 keys where 1 M blocks are stored, against an empty round trip.
+
+The daemon starts on a folder made for the purpose: records of 1 M blocks in chains, over slab files without
+bytes. Of each prompt that is asked for, a prefix of random length is stored, of every second one all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.harness import KIB, MIB, Bench, Result, Target
+from bench.latency import Timed, compare
+from bench.served import serve
+from kvstore import Layout
+from kvstore.client import sync
+from kvstore.tiers.nvme.records import ID, RecordBatch
+from kvstore.tiers.nvme.store import NUMBER, Namespace, RecordStore
+from kvstore.types import extent_bytes
+
+BLOCKS, CHAIN = 1_000_000, 8192
+BLOCK_BYTES = 64 * KIB
+LIMIT_BYTES = (1 << 20) * BLOCK_BYTES
+PROMPTS = 64
+LAYOUT = Layout(model="bench", block_bytes=BLOCK_BYTES)
+
+Chain = list[bytes]
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """A line for each number of keys."""
+    with bench.scratch() as folder:
+        bench.doing("recording 1 M blocks")
+        chains = _fabricate(folder)
+        bench.doing("starting on 1 M blocks")
+        started = time.monotonic()
+        with serve(64 * MIB, (folder, LIMIT_BYTES)) as (client, _):
+            restore_s = time.monotonic() - started
+            blocks = client.status()["blocks"]
+            assert blocks == BLOCKS, f"{blocks} blocks were restored"
+            space = client.namespace(LAYOUT)
+            for keys in (1, 64, 1024, 8192):
+                prompts = _prompts(chains, keys)
+                timed = Timed(_Asker(space, prompts))
+                target = Target("<=", 6.0) if keys == 8192 else None
+                result = compare(bench, f"lookup/{keys}", client, timed, 0.25, target)
+                result.extra |= {"blocks": blocks, "restore_s": restore_s}
+                yield result
+
+
+class _Asker:
+    """Looks prompts up in turn and sees that the answers are right."""
+
+    def __init__(self, space: sync.Namespace, prompts: list[tuple[Chain, int]]) -> None:
+        self._space = space
+        self._prompts = prompts
+
+    def __call__(self, n: int) -> None:
+        keys, stored = self._prompts[n % len(self._prompts)]
+        found = self._space.lookup(keys)
+        if found != stored:
+            raise AssertionError(f"{found} blocks found, {stored} are stored")
+
+
+def _prompts(chains: list[Chain], keys: int) -> list[tuple[Chain, int]]:
+    """(keys, how many of them are stored) of some prompts."""
+    rng = random.Random(keys)
+    prompts = []
+    for i in range(PROMPTS):
+        stored = keys if i % 2 else rng.randrange(keys + 1)
+        unknown = [os.urandom(32) for _ in range(keys - stored)]
+        prompts.append((rng.choice(chains[:-1])[:stored] + unknown, stored))
+    return prompts
+
+
+def _fabricate(folder: Path) -> list[Chain]:
+    """A folder as a daemon leaves it that has stored so many blocks; returns their keys."""
+    keys = [os.urandom(32) for _ in range(BLOCKS)]
+    extent = extent_bytes(LIMIT_BYTES)
+    slots = extent // BLOCK_BYTES
+    extents = LIMIT_BYTES // extent
+    (folder / "slabs").mkdir()
+    for number in range(extents):
+        with (folder / "slabs" / f"{number:06d}.slab").open("wb") as slab:
+            slab.truncate(extent)
+    now = time.time()
+    records = RecordBatch(
+        [1] * BLOCKS,
+        keys,
+        [b"" if i % CHAIN == 0 else keys[i - 1] for i in range(BLOCKS)],
+        [i // slots for i in range(BLOCKS)],
+        [i % slots for i in range(BLOCKS)],
+        [1] * BLOCKS,
+        [BLOCK_BYTES] * BLOCKS,
+        [0] * BLOCKS,
+        [now - 1e-6 * i for i in range(BLOCKS)],
+    )
+    store = RecordStore(folder, extent, 1 << 30)
+    try:
+        space = Namespace("default", LAYOUT.to_map(), LAYOUT.fingerprint())
+        store.commit(
+            {
+                "namespaces": {ID.pack(1): space.pack()},
+                "extents": {ID.pack(number): NUMBER.pack(BLOCK_BYTES) for number in range(extents)},
+                "blocks": dict(records.pack()),
+            }
+        )
+    finally:
+        store.close()
+    return [keys[i : i + CHAIN] for i in range(0, BLOCKS, CHAIN)]

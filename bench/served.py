@@ -1,0 +1,45 @@
+"""A daemon to measure, with all its extents made before the first block comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvstore import Client
+from kvstore.lab.served import ServedDaemon
+from kvstore.types import extent_bytes
+
+_WITHIN_S = 60.0
+
+
+@contextmanager
+def serve(dram_bytes: int, nvme: tuple[Path, int] | None = None) -> Iterator[tuple[Client, ServedDaemon]]:
+    """A strict client and its daemon; `nvme` is folder and limit in bytes."""
+    settings: dict[str, dict[str, object]] = {"dram": {"limit": dram_bytes}}
+    if nvme is not None:
+        settings["nvme"] = {"path": nvme[0], "limit": nvme[1]}
+    with (
+        ServedDaemon(settings) as daemon,
+        Client(daemon.url, deadline_s=30.0, strict=True) as client,
+    ):
+        wait_until(client, _complete)
+        yield client, daemon
+
+
+def wait_until(client: Client, done: Callable[[dict[str, Any]], bool], pause_s: float = 0.01) -> None:
+    """Returns when the daemon's status fulfils `done`. TimeoutError after a minute."""
+    ends = time.monotonic() + _WITHIN_S
+    while not done(client.status()):
+        if time.monotonic() > ends:
+            raise TimeoutError(f"the daemon did not get there within {_WITHIN_S:g} s")
+        time.sleep(pause_s)
+
+
+def _complete(status: dict[str, Any]) -> bool:
+    return all(
+        tier["capacity_bytes"] > tier["limit_bytes"] - extent_bytes(tier["limit_bytes"])
+        for tier in status["tiers"]
+    )

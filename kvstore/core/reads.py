@@ -1,0 +1,160 @@
+"""Requests that read: leases on blocks, after waiting for what is still on its way up; prefetch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Answer, Grant
+from kvstore.core.blocks import Picked, Rows
+from kvstore.core.extents import Slots
+from kvstore.core.ledger import Lease, Ledger, Waiter
+from kvstore.core.residency import PROMOTING
+from kvstore.core.transfers import Arrived
+
+
+class Reads:
+    """Acquire, release, prefetch, and those who wait."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._r = ledger.residency
+        self._transfers = ledger.transfers
+        self._hit_names = [f"hit_blocks_{t.spec.tier.name.lower()}" for t in self._r.tiers]
+
+    def acquire(self, event: ev.Acquire, now: float) -> None:
+        size = self._ledger.slot_bytes(event)
+        if not size:
+            return None
+        r = self._r
+        run = r.resident_run(event.namespace, event.keys)
+        if run is not None:
+            rows, slots = run
+            r.touch(rows, size)
+            r.tiers[0].extents.hold(slots)
+            return self._grant(event, size, slots, event.keys.n, None)
+        return self._acquire_some(event, size, now)
+
+    def _acquire_some(self, event: ev.Acquire, size: int, now: float) -> None:
+        """The long way: part of it is missing, in a lower tier, or scattered."""
+        r = self._r
+        rows = r.prefix(event.namespace, event.keys)
+        slots = r.blocks.slot[0, rows].astype(np.int64)
+        if len(rows):
+            r.touch(rows, size)
+        if (slots < 0).any():
+            return self._promote_for(event, size, rows, slots, now)
+        r.tiers[0].extents.hold(slots)
+        return self._grant(event, size, slots, len(rows), None)
+
+    def _promote_for(self, event: ev.Acquire, size: int, rows: Rows, slots: Slots, now: float) -> None:
+        r = self._r
+        tiers = np.full(len(rows), r.tiers[0].spec.tier, np.uint8)
+        r.tiers[0].extents.hold(slots[slots >= 0])
+        absent = slots < 0
+        coming = (r.blocks.moving[rows] & PROMOTING) > 0
+        lower = np.array([t.spec.tier for t in r.tiers], np.uint8)
+        tiers[absent] = lower[np.argmax(r.blocks.slot[:, rows[absent]] >= 0, axis=0)]
+        wanted = np.flatnonzero(absent & ~coming)
+        cut = len(rows)
+        if len(wanted):
+            n = self._transfers.promote(size, rows[wanted])
+            if n < len(wanted) and self._ledger.room_is_coming(event, now):
+                r.tiers[0].extents.release(slots[slots >= 0])
+                return self._ledger.stall(event)
+            cut = cut if n == len(wanted) else int(wanted[n])
+        beyond = slots[cut:]
+        r.tiers[0].extents.release(beyond[beyond >= 0])
+        waiter = Waiter(event, size, rows[:cut], slots[:cut], tiers[:cut])
+        waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
+        if not waiter.missing or event.deadline <= now:
+            return self.answer_waiter(waiter)
+        self._ledger.waiting[event.request] = waiter
+        for row in waiter.missing:
+            self._ledger.wanted_by.setdefault(row, []).append(event.request)
+        self._ledger.remind(event)
+        return None
+
+    def arrived(self, arrived: Arrived) -> None:
+        """Tells those who wait for promotions."""
+        slot = self._r.blocks.slot[0]
+        extents = self._r.tiers[0].extents
+        done: dict[int, None] = {}
+        for row, ok in [(r, True) for r in arrived.good.tolist()] + [
+            (r, False) for r in arrived.bad.tolist()
+        ]:
+            for request in self._ledger.wanted_by.pop(row, ()):
+                waiter = self._ledger.waiting.get(request)
+                if waiter is None or row not in waiter.missing:
+                    continue
+                waiter.missing.discard(row)
+                if ok:
+                    at = waiter.rows == row
+                    waiter.slots[at] = slot[row]
+                    extents.hold(waiter.slots[at])
+                if not waiter.missing:
+                    done[request] = None
+        for request in done:
+            self.answer_waiter(self._ledger.waiting.pop(request))
+
+    def answer_waiter(self, waiter: Waiter) -> None:
+        """Grants the leading blocks that are there, lets go of the rest."""
+        for row in waiter.missing:
+            others = [x for x in self._ledger.wanted_by.pop(row, ()) if x != waiter.event.request]
+            if others:
+                self._ledger.wanted_by[row] = others
+        there = waiter.slots >= 0
+        n = len(there) if there.all() else int(there.argmin())
+        rest = waiter.slots[n:]
+        self._r.tiers[0].extents.release(rest[rest >= 0])
+        self._r.counters["late_blocks"] += len(there) - n
+        self._grant(waiter.event, waiter.slot_bytes, waiter.slots[:n], n, waiter.tiers[:n])
+
+    def _grant(
+        self, event: ev.Acquire, size: int, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None
+    ) -> None:
+        """Answers an Acquire with n slots on which references are held. `tiers` None: all in tier 0."""
+        r = self._r
+        extents = r.tiers[0].extents
+        lease = self._ledger.hold(event.client) if n else 0
+        if n and not lease:
+            extents.release(slots)
+            return self._ledger.deny_hold(event.request)
+        if lease:
+            self._ledger.leases[lease] = Lease(event.client, slots)
+        slots_told = extents.record[slots]
+        if tiers is None:
+            r.counters[self._hit_names[0]] += n
+        else:
+            slots_told["tier"] = tiers
+            for state, name in zip(r.tiers, self._hit_names, strict=True):
+                r.counters[name] += int((tiers == state.spec.tier).sum())
+        r.counters["missed_blocks"] += event.keys.n - n
+        r.counters["served_bytes"] += n * self._ledger.namespaces[event.namespace]
+        self._ledger.say(Grant(event.request, lease, size, slots_told))
+        return None
+
+    def release(self, event: ev.Release, now: float) -> None:
+        lease = self._ledger.leases.get(event.lease)
+        if lease is not None and lease.client == event.client:
+            del self._ledger.leases[event.lease]
+            self._ledger.held[event.client].discard(event.lease)
+            self._r.tiers[0].extents.release(lease.slots)
+
+    def prefetch(self, event: ev.Prefetch, now: float) -> None:
+        size = self._ledger.slot_bytes(event)
+        if not size:
+            return
+        r = self._r
+        rows = r.prefix(event.namespace, event.keys)
+        absent = rows[(r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)]
+        there = rows[r.blocks.slot[0, rows] >= 0]
+        pool = r.tiers[0].extents.classes.get(size)
+        # Nobody waits for a prefetch: it may take an eighth of the tier, no more.
+        bound = max(1, pool.total // 8) if pool else len(absent)
+        held = r.blocks.slot[0, there].astype(np.int64)
+        r.tiers[0].extents.hold(held)
+        n = self._transfers.promote(size, absent[:bound])
+        r.tiers[0].extents.release(held)
+        self._ledger.say(Answer(event.request, len(rows) - len(absent) + n))

@@ -1,0 +1,154 @@
+"""Requests that write: room for new blocks beside what their chain already has, then commit or abort."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core import events as ev
+from kvstore.core.actions import DENIED, GRANTED, PENDING, PRESENT, Answer, Deny, Room, Stamp
+from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
+from kvstore.core.ledger import NONE, Ledger, Reservation
+
+
+class Writes:
+    """Reserve, commit, abort."""
+
+    def __init__(self, ledger: Ledger, write_through: bool) -> None:
+        self._ledger = ledger
+        self._r = ledger.residency
+        self._transfers = ledger.transfers
+        self._write_through = write_through
+
+    def reserve(self, event: ev.Reserve, now: float) -> None:
+        size = self._ledger.slot_bytes(event)
+        if not size:
+            return None
+        r, keys = self._r, event.keys
+        if keys.n > self._ledger.limits.reserve_keys:
+            hint = f"at most {self._ledger.limits.reserve_keys} keys a reservation"
+            return self._ledger.say(Deny(event.request, f"{keys.n} keys in one reservation", hint))
+        if len({keys[i] for i in range(keys.n)}) != keys.n:
+            return self._ledger.say(
+                Deny(event.request, "a key occurs twice in one call", "keys are one chain")
+            )
+        parent = -1
+        if event.parent:
+            parent = r.index.find_one(event.namespace, event.parent)
+            if parent < 0 or r.blocks.state[parent] not in (LIVE, RESERVED):
+                return self._ledger.say(
+                    Deny(event.request, "the parent is not stored", "store the chain from its start")
+                )
+        rows = r.index.find(event.namespace, keys)
+        state = np.where(rows >= 0, r.blocks.state[rows], FREE)
+        present = rows[state == LIVE]
+        if len(present):
+            r.touch(present, size)
+        want = np.flatnonzero((state == FREE) | (state == HOLE))
+        if len(want) and not self._ledger.may_hold(event.client):
+            return self._ledger.deny_hold(event.request)
+        n = self._room_beside(size, len(want), rows, parent)
+        if n < len(want) and self._ledger.room_is_coming(event, now):
+            self._ledger.stall(event)
+        else:
+            self._give_room(event, size, rows, state, want[:n], parent)
+        r.prune(rows)
+        return None
+
+    def _room_beside(self, size: int, n: int, rows: Rows, parent: int) -> int:
+        """Makes room for n blocks without evicting the chain that they will hang on."""
+        r = self._r
+        guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
+        r.blocks.children[guarded] += 1
+        r.make_rows(int((rows < 0).sum()), self._transfers.demote)
+        n = r.make_room(0, size, n, self._transfers.demote)
+        r.blocks.children[guarded] -= 1
+        return n
+
+    def _give_room(
+        self, event: ev.Reserve, size: int, rows: Rows, state: npt.NDArray[np.uint8], want: Rows, parent: int
+    ) -> None:
+        r = self._r
+        new = want[state[want] == FREE]
+        taken = r.blocks.take(event.namespace, event.keys, new)
+        if len(taken) < len(new):
+            want = want[want < new[len(taken)]]
+            self._r.counters["denied_max_blocks"] += 1
+            r.blocks.give_back(taken[len(want[state[want] == FREE]) :])
+            new = want[state[want] == FREE]
+            taken = taken[: len(new)]
+        rows[new] = taken
+        if len(taken):
+            r.index.add(taken)
+        filled = rows[want]
+        holes = filled[r.blocks.state[filled] == HOLE]
+        r.holes[event.namespace] -= len(holes)
+        r.blocks.state[filled] = RESERVED
+        before = np.concatenate(([parent], rows))[want]
+        orphan = (r.blocks.parent[filled] < 0) & ~r.would_loop(filled, before)
+        r.link(filled[orphan], before[orphan])
+        status = np.full(event.keys.n, DENIED, np.uint8)
+        status[state == LIVE] = PRESENT
+        status[state == RESERVED] = PENDING
+        status[want] = GRANTED
+        denied = int((status == DENIED).sum())
+        r.counters["denied_blocks"] += denied
+        r.counters["present_blocks"] += int((status == PRESENT).sum())
+        lease, slots = 0, NONE
+        if len(want):
+            lease = self._ledger.hold(event.client)
+            slots = r.tiers[0].extents.take(size, len(want))
+            alive = np.ones(len(want), np.bool_)
+            self._ledger.reservations[lease] = Reservation(
+                event.client, event.namespace, size, filled, slots, alive
+            )
+            self._ledger.writers[event.namespace] += 1
+        why = "no room" if denied else ""
+        self._ledger.say(Room(event.request, lease, size, r.tiers[0].extents.record[slots], status, why))
+
+    def commit(self, event: ev.Commit, now: float) -> None:
+        reservation = self._take_reservation(event.client, event.lease)
+        if reservation is None:
+            hint = "commit once, on the connection that reserved"
+            return self._ledger.say(Deny(event.request, f"no reservation {event.lease}", hint))
+        n = len(reservation.rows)
+        if len(event.checksums) != n or len(event.written) != n:
+            self._give_up(reservation, np.ones(n, np.bool_), now)
+            return self._ledger.say(Deny(event.request, f"{len(event.checksums)} checksums for {n} blocks"))
+        r = self._r
+        ok = event.written & reservation.alive
+        rows, slots = reservation.rows[ok], reservation.slots[ok]
+        r.blocks.checksum[rows] = event.checksums[ok]
+        r.blocks.state[rows] = LIVE
+        r.place(0, reservation.slot_bytes, rows, slots)
+        r.tiers[0].extents.release(slots)
+        if len(rows):
+            r.touch(rows, reservation.slot_bytes)
+            version = r.tiers[0].extents.version[slots]
+            self._ledger.say(Stamp(0, reservation.slot_bytes, r.identity(rows), r.where(0, slots), version))
+            if self._write_through:
+                self._transfers.queue_writes(rows)
+        r.counters["stored_blocks"] += len(rows)
+        self._ledger.say(Answer(event.request, len(rows)))
+        self._give_up(reservation, ~ok, now)
+        return None
+
+    def _take_reservation(self, client: int, lease: int) -> Reservation | None:
+        reservation = self._ledger.reservations.get(lease)
+        if reservation is None or reservation.client != client:
+            return None
+        self._ledger.held[client].discard(lease)
+        self._ledger.writers[reservation.namespace] -= 1
+        return self._ledger.reservations.pop(lease)
+
+    def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
+        """These blocks of a reservation will not be written."""
+        self._r.tiers[0].extents.release(reservation.slots[which])
+        lost = reservation.rows[which & reservation.alive]
+        if len(lost):
+            self._r.vanish(lost)
+
+    def abort(self, event: ev.Abort, now: float) -> None:
+        reservation = self._take_reservation(event.client, event.lease)
+        if reservation is not None:
+            self._give_up(reservation, np.ones(len(reservation.rows), np.bool_), now)

@@ -1,0 +1,258 @@
+"""The allocator against a plain account of who has which slot."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.core.extents import Extents
+from kvstore.types import ALIGN, Geometry
+
+SMALL, LARGE = ALIGN, 3 * ALIGN
+EXTENT = 12 * ALIGN
+
+
+def make(extents: int = 4, table: bool = False, max_slots: int = 1 << 12) -> Extents:
+    more = {"tier": 1} if "tier" in inspect.signature(Extents).parameters else {}
+    made = Extents(extents * EXTENT, EXTENT, table, max_slots, **more)
+    for number in range(extents):
+        made.add(number)
+    return made
+
+
+def slots(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def checksums(n: int) -> np.ndarray:
+    return np.zeros(n, np.uint64)
+
+
+def own(extents: Extents, numbers: np.ndarray, rows: np.ndarray) -> None:
+    more = (checksums(len(rows)),) if len(inspect.signature(extents.own).parameters) > 2 else ()
+    extents.own(numbers, rows, *more)
+
+
+def place(extents: Extents, number: int) -> tuple[int, int]:
+    value = int(extents.place[number])
+    return value >> 32, value & 0xFFFFFFFF
+
+
+def test_extents_are_given_out_lowest_first() -> None:
+    e = make()
+    assert [e.assign(SMALL), e.assign(LARGE), e.assign(SMALL)] == [0, 1, 2]
+    assert (e.free(SMALL), e.free(LARGE)) == (24, 4)
+    assert e.assign(SMALL) == 3
+    assert e.assign(SMALL) is None
+
+
+def test_slots_of_a_batch_lie_in_a_row() -> None:
+    e = make()
+    e.assign(SMALL)
+    taken = e.take(SMALL, 5)
+    assert [place(e, s) for s in taken.tolist()] == [(0, i) for i in range(5)]
+    assert e.slots_at(slots(0, 0), slots(1, 4)).tolist() == [taken[1], taken[4]]
+
+
+def test_a_slot_has_a_new_version_whenever_it_is_taken() -> None:
+    e = make()
+    e.assign(SMALL)
+    first = e.take(SMALL, 1)
+    version = int(e.version[first][0])
+    e.release(first)
+    again = e.take(SMALL, 1)
+    assert again.tolist() == first.tolist()
+    assert int(e.version[again][0]) == version + 1
+
+
+def test_a_slot_is_free_when_nobody_owns_or_holds_it() -> None:
+    e = make()
+    e.assign(SMALL)
+    taken = e.take(SMALL, 1)
+    own(e, taken, slots(5))
+    e.release(taken)
+    assert e.free(SMALL) == 11
+    e.hold(taken)
+    e.disown(taken)
+    assert e.free(SMALL) == 11
+    e.release(taken)
+    assert e.free(SMALL) == 12
+
+
+def test_a_retired_slot_is_never_free_again() -> None:
+    e = make()
+    e.assign(SMALL)
+    taken = e.take(SMALL, 1)
+    own(e, taken, slots(5))
+    e.release(taken)
+    e.retire(taken)
+    assert e.free(SMALL) == 11
+    assert e.used_bytes == SMALL
+    e.hold(taken)
+    e.release(taken)
+    assert e.take(SMALL, 12).tolist() == [n for n in range(12) if n != taken[0]]
+
+
+def test_an_empty_extent_can_change_its_slot_size() -> None:
+    e = make(2)
+    e.assign(SMALL)
+    e.assign(SMALL)
+    kept = e.take(SMALL, 12)
+    assert {place(e, s)[0] for s in kept.tolist()} == {0} or len(kept) == 12
+    full = {place(e, s)[0] for s in kept.tolist()}
+    [empty] = {0, 1} - full
+    e.withdraw(empty)
+    assert e.free(SMALL) == 0
+    assert e.assign(LARGE) == empty
+    large = e.take(LARGE, 9)
+    assert [place(e, s) for s in large.tolist()] == [(empty, i) for i in range(4)]
+    assert not set(large.tolist()) & set(kept.tolist())
+    assert e.class_size(large) == LARGE
+    assert e.class_size(kept) == SMALL
+
+
+def test_more_than_the_limit_is_a_broken_invariant() -> None:
+    e = make(2)
+    with pytest.raises(AssertionError):
+        e.add(2)
+    with pytest.raises(AssertionError):
+        make(2).add(1)
+
+
+def test_a_block_larger_than_an_extent_gets_none() -> None:
+    e = make()
+    assert e.assign(EXTENT + ALIGN) is None
+    assert e.assign(EXTENT) == 0
+
+
+def test_slots_are_bounded() -> None:
+    e = make(4, max_slots=20)
+    assert e.assign(SMALL) == 0
+    assert e.assign(SMALL) is None
+    assert e.assign(LARGE) == 1
+
+
+def test_start_up_claims_slots_where_they_are() -> None:
+    e = make()
+    e.assign(SMALL, 2)
+    numbers = e.slots_at(slots(2, 2), slots(3, 7))
+    e.claim(SMALL, numbers, slots(10, 11), slots(40, 41))
+    assert e.free(SMALL) == 10
+    assert e.used_bytes == 2 * SMALL
+    taken = e.take(SMALL, 12)
+    assert not set(taken.tolist()) & set(numbers.tolist())
+    assert e.version[numbers].tolist() == [40, 41]
+    assert e.owner[numbers].tolist() == [10, 11]
+
+
+@pytest.mark.parametrize("slot", [SMALL, LARGE, 5 * ALIGN])
+@pytest.mark.parametrize("table", [False, True])
+def test_slots_and_their_table_fit_into_the_extent(slot: int, table: bool) -> None:
+    g = Geometry(EXTENT, slot, table)
+    assert g.payload_offset + g.slots * slot <= EXTENT
+    assert g.payload_offset % ALIGN == 0
+    assert g.payload_offset >= 128 * g.slots * table
+    assert g.payload_offset + (g.slots + 1) * slot > EXTENT - ALIGN * table
+
+
+class Machine(RuleBasedStateMachine):
+    """Takes, holds, owns, lets go; slot by slot in the plain account, in batches in the allocator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = make(3)
+        self.refs: dict[int, int] = {}
+        self.owner: dict[int, int] = {}
+        self.retired: set[int] = set()
+        self.assigned: dict[int, int] = {}
+        self.rows = 0
+
+    def in_use(self) -> set[int]:
+        return {s for s in {*self.refs, *self.owner} if self.refs.get(s) or s in self.owner} | self.retired
+
+    def some(self, which: int, among: set[int], n: int) -> list[int]:
+        """Slots of one size, any order."""
+        size = SMALL if which % 2 else LARGE
+        mine = sorted(s for s in among if self.assigned[place(self.e, s)[0]] == size)
+        return mine[which % (len(mine) + 1) :][:n]
+
+    @rule(size=st.sampled_from([SMALL, LARGE]))
+    def assign(self, size: int) -> None:
+        extent = self.e.assign(size)
+        assert (extent is None) == (len(self.assigned) == 3)
+        if extent is not None:
+            assert extent not in self.assigned
+            self.assigned[extent] = size
+
+    @rule(size=st.sampled_from([SMALL, LARGE]), n=st.integers(0, 15))
+    def take(self, size: int, n: int) -> None:
+        if size not in self.assigned.values():
+            return
+        free = self.e.free(size)
+        taken = self.e.take(size, n).tolist()
+        assert len(taken) == min(n, free)
+        assert len(set(taken)) == len(taken)
+        assert not set(taken) & self.in_use()
+        assert all(self.assigned[place(self.e, s)[0]] == size for s in taken)
+        self.refs.update(dict.fromkeys(taken, 1))
+
+    @rule(which=st.integers(0, 99), n=st.integers(1, 9))
+    def hold(self, which: int, n: int) -> None:
+        some = self.some(which, {s for s in self.refs if self.refs[s]} | set(self.owner), n)
+        self.e.hold(slots(*some))
+        for s in some:
+            self.refs[s] = self.refs.get(s, 0) + 1
+
+    @rule(which=st.integers(0, 99), n=st.integers(1, 9))
+    def release(self, which: int, n: int) -> None:
+        some = self.some(which, {s for s in self.refs if self.refs[s]}, n)
+        self.e.release(slots(*some))
+        for s in some:
+            self.refs[s] -= 1
+
+    @rule(which=st.integers(0, 99), n=st.integers(1, 9))
+    def own(self, which: int, n: int) -> None:
+        some = self.some(which, {s for s in self.refs if self.refs[s]} - set(self.owner) - self.retired, n)
+        rows = list(range(self.rows, self.rows + len(some)))
+        self.rows += len(some)
+        own(self.e, slots(*some), slots(*rows))
+        self.owner.update(zip(some, rows, strict=True))
+
+    @rule(which=st.integers(0, 99), n=st.integers(1, 9), forever=st.sampled_from([False, False, False, True]))
+    def disown(self, which: int, n: int, forever: bool) -> None:
+        some = self.some(which, set(self.owner), n)
+        if forever:
+            some = some[:1]
+            self.retired.update(some)
+            self.e.retire(slots(*some))
+        else:
+            self.e.disown(slots(*some))
+        for s in some:
+            del self.owner[s]
+
+    @precondition(lambda self: self.assigned)
+    @rule(which=st.integers(0, 9))
+    def withdraw(self, which: int) -> None:
+        extent = sorted(self.assigned)[which % len(self.assigned)]
+        if not {place(self.e, s)[0] for s in self.in_use()} & {extent}:
+            self.e.withdraw(extent)
+            del self.assigned[extent]
+
+    @invariant()
+    def free_and_used_are_the_rest_of_each_other(self) -> None:
+        used = self.in_use()
+        sizes = [self.assigned[place(self.e, s)[0]] for s in used]
+        for size in (SMALL, LARGE):
+            total = sum(EXTENT // size for s in self.assigned.values() if s == size)
+            assert self.e.free(size) == total - sizes.count(size)
+        assert self.e.used_bytes == sum(sizes)
+        assert self.e.used_bytes <= self.e.capacity_bytes <= self.e.limit_bytes
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,985 @@
+"""What placement answers and does, event by event."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvstore.core import actions as ac
+from kvstore.core import events as ev
+from kvstore.core.keys import Keys
+from kvstore.core.placement import Limits
+from kvstore.types import ALIGN
+from tests.core.world import World, joined, payload
+
+STATUS = {ac.GRANTED: "granted", ac.PRESENT: "present", ac.PENDING: "pending", ac.DENIED: "denied"}
+TIERS = ("dram", "nvme")
+
+
+def told(w: World) -> list[tuple[object, ...]]:
+    """The last event's actions as plain values."""
+    return [_plain(action) for action in w.actions]
+
+
+def _plain(a: ac.Action) -> tuple[object, ...]:
+    if isinstance(a, ac.Room):
+        return ("room", *(STATUS[s] for s in a.status.tolist()))
+    if isinstance(a, ac.Grant):
+        return ("grant", len(a.where), a.tiers.tolist())
+    if isinstance(a, ac.Answer):
+        return ("answer", a.value)
+    if isinstance(a, ac.Deny):
+        return ("deny", a.why)
+    if isinstance(a, ac.Format):
+        return ("format", TIERS[a.tier], a.extent, a.slot_bytes)
+    keys = [a.identity.key(i) for i in range(len(a.identity))]
+    if isinstance(a, ac.Copy):
+        return ("copy", TIERS[a.source], TIERS[a.target], *keys)
+    if isinstance(a, ac.Stamp | ac.Drop | ac.Probe):
+        return (type(a).__name__.lower(), TIERS[a.tier], *keys)
+    raise AssertionError(a)
+
+
+def world(dram: int = 2, nvme: int = 0, **more: object) -> World:
+    w = World(dram, nvme, **more)  # type: ignore[arg-type]
+    w.open(1)
+    return w
+
+
+def full_of(w: World, n: int, prefix: bytes = b"r") -> list[bytes]:
+    """Puts n blocks that are no chain, waiting for each to be written down."""
+    keys = [prefix + b"%02d" % i for i in range(n)]
+    for key in keys:
+        assert w.put(0, 1, [key]) == 1
+        w.finish_all()
+    return keys
+
+
+def room_of(action: ac.Action | None) -> ac.Room:
+    assert isinstance(action, ac.Room), action
+    return action
+
+
+def grant_of(action: ac.Action | None) -> ac.Grant:
+    assert isinstance(action, ac.Grant), action
+    return action
+
+
+def answer_of(action: ac.Action | None) -> int:
+    assert isinstance(action, ac.Answer), action
+    return action.value
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Fails a test that would never end."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"still busy after {seconds} s")
+
+    old = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+# -- storing and reading
+
+
+def test_reserve_grants_slots_and_commit_makes_them_readable() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a", b"b"]))
+    assert told(w) == [("format", "dram", 0, ALIGN), ("room", "granted", "granted")]
+    assert w.lookup(1, [b"a", b"b"]) == 0
+    assert w.commit(0, room, w.fill(1, [b"a", b"b"], room)) == 2
+    assert told(w) == [("stamp", "dram", b"a", b"b"), ("answer", 2)]
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 2
+    assert w.get(1, [b"a", b"b", b"c"]) == [payload(1, b"a"), payload(1, b"b")]
+
+
+def test_acquire_grants_the_prefix_and_its_checksums() -> None:
+    w = world()
+    w.put(0, 1, [b"a", b"b"])
+    grant = grant_of(w.acquire(0, 1, [b"a", b"b", b"x", b"b"]))
+    assert told(w) == [("grant", 2, [1, 1])]
+    assert grant.lease
+    assert w.read(1, [b"a", b"b"], grant) == [payload(1, b"a"), payload(1, b"b")]
+
+
+def test_a_miss_is_a_grant_of_nothing() -> None:
+    w = world()
+    grant = grant_of(w.acquire(0, 1, [b"x"]))
+    assert (grant.lease, len(grant.where)) == (0, 0)
+    assert told(w) == [("grant", 0, [])]
+
+
+def test_another_namespace_is_another_block() -> None:
+    w = world()
+    w.open(2)
+    w.put(0, 1, [b"a"])
+    assert w.get(2, [b"a"]) == []
+    w.put(0, 2, [b"a"])
+    assert w.get(2, [b"a"]) == [payload(2, b"a")]
+    assert w.get(1, [b"a"]) == [payload(1, b"a")]
+
+
+def test_keys_that_differ_in_trailing_zeros_are_different() -> None:
+    w = world()
+    for key in (b"a", b"a\0", b"a\0\0\0\0\0\0\0", b"a" + bytes(63)):
+        assert w.get(1, [key]) == []
+        assert w.put(0, 1, [key]) == 1
+    for key in (b"a", b"a\0", b"a\0\0\0\0\0\0\0", b"a" + bytes(63)):
+        assert w.get(1, [key]) == [payload(1, key)]
+
+
+def test_what_is_there_already_is_not_granted_again() -> None:
+    w = world()
+    w.put(0, 1, [b"a"])
+    w.reserve(0, 1, [b"a", b"b"])
+    assert told(w) == [("room", "present", "granted")]
+    w.reserve(1, 1, [b"a", b"b", b"c"])
+    assert told(w) == [("room", "present", "pending", "granted")]
+
+
+def test_two_writers_of_one_key_are_one() -> None:
+    w = world()
+    mine = room_of(w.reserve(0, 1, [b"a"]))
+    theirs = room_of(w.reserve(1, 1, [b"a"]))
+    assert theirs.lease == 0
+    assert told(w) == [("room", "pending")]
+    assert w.commit(0, mine, w.fill(1, [b"a"], mine)) == 1
+    assert w.get(1, [b"a"]) == [payload(1, b"a")]
+
+
+def test_a_reservation_with_nothing_to_write_is_no_lease() -> None:
+    w = world()
+    w.put(0, 1, [b"a"])
+    room = room_of(w.reserve(0, 1, [b"a"]))
+    assert room.lease == 0
+    assert not w.p.ledger.reservations
+
+
+def test_a_key_twice_in_one_reservation_is_refused() -> None:
+    w = world()
+    w.reserve(0, 1, [b"a", b"b", b"a"])
+    assert told(w) == [("deny", "a key occurs twice in one call")]
+
+
+def test_a_chain_starts_at_a_root_or_at_a_stored_parent() -> None:
+    w = world()
+    w.reserve(0, 1, [b"c"], b"b")
+    assert told(w) == [("deny", "the parent is not stored")]
+    w.put(0, 1, [b"a", b"b"])
+    assert w.put(0, 1, [b"c"], b"b") == 1
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 3
+
+
+def test_a_parent_may_still_be_in_the_making() -> None:
+    w = world()
+    first = room_of(w.reserve(0, 1, [b"a"]))
+    second = room_of(w.reserve(1, 1, [b"b"], b"a"))
+    assert w.commit(0, first, w.fill(1, [b"a"], first)) == 1
+    assert w.commit(1, second, w.fill(1, [b"b"], second)) == 1
+    assert len(w.get(1, [b"a", b"b"])) == 2
+
+
+def test_blocks_left_unwritten_are_given_up() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a", b"b", b"c"]))
+    assert w.commit(0, room, w.fill(1, [b"a", b"b", b"c"], room), [True, False, True]) == 2
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 1
+    assert w.get(1, [b"c"]) == [payload(1, b"c")]
+    w.settle()
+
+
+def test_an_aborted_reservation_leaves_nothing() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a", b"b"]))
+    assert w.used() == 2 * ALIGN
+    w.send(ev.Abort(0, room.lease))
+    assert w.used() == 0
+    assert w.get(1, [b"a"]) == []
+    assert w.p.residency.blocks.used == 0
+
+
+def test_a_commit_of_the_wrong_length_is_refused_and_frees_the_slots() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a", b"b"]))
+    w.ask(ev.Commit(0, 0, room.lease, np.zeros(1, np.uint64), np.ones(1, np.bool_)))
+    assert told(w) == [("deny", "1 checksums for 2 blocks")]
+    assert w.used() == 0
+
+
+def test_only_who_reserved_commits_and_only_once() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a"]))
+    sums = w.fill(1, [b"a"], room)
+    w.ask(ev.Commit(0, 1, room.lease, sums, np.ones(1, np.bool_)))
+    assert told(w) == [("deny", f"no reservation {room.lease}")]
+    assert w.commit(0, room, sums) == 1
+    w.ask(ev.Commit(0, 0, room.lease, sums, np.ones(1, np.bool_)))
+    assert told(w) == [("deny", f"no reservation {room.lease}")]
+
+
+def test_a_lease_ends_only_by_its_owner() -> None:
+    w = world(dram=1)
+    keys = full_of(w, 4)
+    grant = grant_of(w.acquire(0, 1, keys[:1]))
+    w.send(ev.Release(1, grant.lease))
+    assert w.p.ledger.leases
+    w.send(ev.Release(0, grant.lease))
+    assert not w.p.ledger.leases
+    w.send(ev.Release(0, grant.lease))
+
+
+def test_an_unknown_namespace_is_named() -> None:
+    w = world()
+    for event in (
+        ev.Lookup(0, 9, joined([b"a"])),
+        ev.Acquire(0, 0, 9, joined([b"a"]), 1.0),
+        ev.Reserve(0, 0, 9, joined([b"a"]), b"", 1.0),
+        ev.Prefetch(0, 9, joined([b"a"])),
+        ev.Pin(0, 9, joined([b"a"]), 1.0),
+        ev.Unpin(0, 9, joined([b"a"])),
+        ev.Invalidate(0, 9, joined([b"a"])),
+    ):
+        w.ask(event)
+        assert told(w) == [("deny", "unknown namespace 9")]
+
+
+def test_a_block_larger_than_an_extent_is_refused_at_once() -> None:
+    w = world()
+    w.ask(ev.OpenNamespace(0, 2, 10**6))
+    [(kind, why)] = told(w)
+    assert kind == "deny"
+    assert "1000000 bytes does not fit" in str(why)
+
+
+def test_no_keys_are_no_trouble() -> None:
+    w = world()
+    none = Keys(b"", 1)
+    assert answer_of(w.ask(ev.Lookup(0, 1, none))) == 0
+    assert len(grant_of(w.ask(ev.Acquire(0, 0, 1, none, 1.0))).where) == 0
+    assert room_of(w.ask(ev.Reserve(0, 0, 1, none, b"", 1.0))).lease == 0
+    assert answer_of(w.ask(ev.Prefetch(0, 1, none))) == 0
+    assert answer_of(w.ask(ev.Invalidate(0, 1, none))) == 0
+
+
+def test_a_key_twice_in_an_acquire_holds_its_slot_once() -> None:
+    w = world()
+    w.put(0, 1, [b"a"])
+    grant = w.acquire(0, 1, [b"a", b"a"])
+    w.invalidate(1, [b"a"])
+    if isinstance(grant, ac.Grant) and grant.lease:
+        w.send(ev.Release(0, grant.lease))
+    w.settle()
+    assert w.used() == 0
+
+
+def test_a_key_twice_in_an_acquire_or_prefetch_is_promoted_once() -> None:
+    for event in (
+        ev.Acquire(0, 0, 1, joined([b"r00", b"r00"]), 1e9),
+        ev.Prefetch(0, 1, joined([b"r00", b"r00"])),
+    ):
+        w = world(dram=1, nvme=4)
+        full_of(w, 8)
+        w.ask(event)
+        w.finish_all()
+        w.settle()
+
+
+# -- limits
+
+
+def test_batches_over_the_limit_are_refused_by_number() -> None:
+    w = world(limits=Limits(batch_keys=2))
+    for event in (
+        ev.Lookup(0, 1, joined([b"a", b"b", b"c"])),
+        ev.Reserve(0, 0, 1, joined([b"a", b"b", b"c"]), b"", 1.0),
+        ev.Acquire(0, 0, 1, joined([b"a", b"b", b"c"]), 1.0),
+    ):
+        w.ask(event)
+        assert told(w) == [("deny", "3 keys in one call")]
+
+
+def test_leases_and_reservations_of_a_client_are_limited() -> None:
+    w = world(limits=Limits(leases_per_client=2))
+    w.put(0, 1, [b"a", b"b"])
+    first = grant_of(w.acquire(0, 1, [b"a"]))
+    w.reserve(0, 1, [b"c"])
+    w.acquire(0, 1, [b"a"])
+    assert told(w) == [("deny", "too many leases")]
+    w.reserve(0, 1, [b"d"])
+    assert told(w) == [("deny", "too many leases")]
+    assert grant_of(w.acquire(1, 1, [b"a"])).lease
+    w.send(ev.Release(0, first.lease))
+    assert grant_of(w.acquire(0, 1, [b"a"])).lease
+    w.settle()
+
+
+def test_namespaces_are_limited() -> None:
+    w = world(limits=Limits(namespaces=2))
+    w.open(2)
+    w.ask(ev.OpenNamespace(0, 3, 100))
+    assert told(w) == [("deny", "2 namespaces are open")]
+    w.open(2)
+
+
+@pytest.mark.parametrize("nvme", [0, 2])
+def test_usage_never_exceeds_the_limit(nvme: int) -> None:
+    w = world(dram=2, nvme=nvme)
+    for i in range(60):
+        w.put(0, 1, [b"%02d" % i])
+        if i % 3 == 0:
+            w.finish_all()
+        for state in w.p.residency.tiers:
+            assert state.extents.used_bytes <= state.extents.limit_bytes
+            assert state.extents.capacity_bytes <= state.extents.limit_bytes
+
+
+# -- making room
+
+
+def test_the_least_recently_used_block_goes_first() -> None:
+    w = world(dram=1)
+    keys = full_of(w, 4)
+    w.get(1, keys[:1])
+    w.reserve(0, 1, [b"new"])
+    assert told(w) == [("drop", "dram", keys[1]), ("room", "granted")]
+
+
+def test_a_chain_goes_from_its_tail() -> None:
+    w = world(dram=1)
+    w.put(0, 1, [b"a", b"b", b"c", b"d"])
+    w.reserve(0, 1, [b"x", b"y"])
+    assert told(w) == [("drop", "dram", b"d", b"c"), ("room", "granted", "granted")]
+    assert w.lookup(1, [b"a", b"b", b"c", b"d"]) == 2
+
+
+def test_a_parent_stays_while_its_child_is_read() -> None:
+    w = world(dram=1)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    w.put(0, 1, [b"x"])
+    grant_of(w.acquire(0, 1, [b"a", b"b", b"c"]))
+    w.reserve(1, 1, [b"y", b"z"])
+    assert told(w) == [("drop", "dram", b"x"), ("room", "granted", "denied")]
+
+
+def test_leased_blocks_are_not_evicted_and_denial_says_why() -> None:
+    w = world(dram=1)
+    keys = full_of(w, 4)
+    leases = [grant_of(w.acquire(0, 1, [key])).lease for key in keys]
+    room = room_of(w.reserve(1, 1, [b"new"]))
+    assert told(w) == [("room", "denied")]
+    assert room.why == "no room"
+    w.send(ev.Release(0, leases[2]))
+    w.reserve(1, 1, [b"new"])
+    assert told(w) == [("drop", "dram", keys[2]), ("room", "granted")]
+
+
+def test_a_chain_does_not_evict_its_own_parents() -> None:
+    w = world(dram=1)
+    w.put(0, 1, [b"a", b"b", b"c", b"d"])
+    w.reserve(0, 1, [b"e", b"f"], b"d")
+    assert told(w) == [("room", "denied", "denied")]
+    assert w.lookup(1, [b"a", b"b", b"c", b"d"]) == 4
+
+
+def test_part_of_a_chain_is_stored_where_all_does_not_fit() -> None:
+    w = world(dram=1)
+    keys = [b"%d" % i for i in range(6)]
+    room = room_of(w.reserve(0, 1, keys))
+    assert told(w)[-1] == ("room", *["granted"] * 4, "denied", "denied")
+    w.commit(0, room, w.fill(1, keys, room))
+    assert w.lookup(1, keys) == 4
+
+
+def test_a_reservation_is_never_evicted() -> None:
+    w = world(dram=1)
+    w.reserve(0, 1, [b"a", b"b", b"c", b"d"])
+    w.reserve(1, 1, [b"x"])
+    assert told(w) == [("room", "denied")]
+
+
+def test_pins_keep_blocks_until_their_time() -> None:
+    w = world(dram=1)
+    keys = full_of(w, 4)
+    until = w.now + 10
+    assert answer_of(w.ask(ev.Pin(0, 1, joined(keys[:1]), until))) == 1
+    assert w.p.next_wakeup() == until
+    w.put(0, 1, [b"n1"])
+    assert w.get(1, keys[:1]) == [payload(1, keys[0])]
+    w.now = until
+    w.send(ev.Tick())
+    assert w.p.next_wakeup() is None
+    for i in range(4):
+        w.put(0, 1, [b"x%d" % i])
+    assert w.get(1, keys[:1]) == []
+
+
+def test_a_pin_can_be_undone_and_lasts_as_long_as_the_longest_asked() -> None:
+    w = world(dram=1)
+    keys = full_of(w, 4)
+    w.ask(ev.Pin(0, 1, joined(keys[:1]), w.now + 100))
+    w.ask(ev.Pin(0, 1, joined(keys[:1]), w.now + 1))
+    assert w.p.next_wakeup() == pytest.approx(100, abs=1)
+    assert answer_of(w.ask(ev.Unpin(0, 1, joined(keys[:1])))) == 1
+    assert answer_of(w.ask(ev.Unpin(0, 1, joined(keys[:1])))) == 0
+    assert w.p.next_wakeup() is None
+
+
+def test_pins_leave_half_the_tier_free_to_move() -> None:
+    w = world(dram=2)
+    keys = full_of(w, 8)
+    pinned = sum(answer_of(w.ask(ev.Pin(0, 1, joined([k]), w.now + 99))) for k in keys)
+    assert 1 <= pinned <= 5
+    assert w.put(0, 1, [b"x", b"y"]) == 2
+
+
+def test_pinned_blocks_can_be_invalidated() -> None:
+    w = world()
+    w.put(0, 1, [b"a"])
+    w.ask(ev.Pin(0, 1, joined([b"a"]), w.now + 99))
+    assert w.invalidate(1, [b"a"]) == 1
+    assert w.p.next_wakeup() is None
+    assert w.get(1, [b"a"]) == []
+
+
+def test_two_slot_sizes_share_the_extents() -> None:
+    w = World(4, 0)
+    w.open(1, 100)
+    w.open(2, 2 * ALIGN)
+    full_of(w, 16)
+    w.reserve(0, 2, [b"big"])
+    dropped, formatted, answer = told(w)
+    assert dropped[:2] == ("drop", "dram")
+    assert len(dropped) == 2 + 4
+    assert (formatted[0], formatted[3]) == ("format", 2 * ALIGN)
+    assert answer == ("room", "granted")
+
+
+def test_a_slot_size_takes_over_no_more_than_an_even_share() -> None:
+    w = World(4, 0)
+    w.open(1, 100)
+    w.open(2, 2 * ALIGN)
+    full_of(w, 16)
+    for i in range(10):
+        w.put(0, 2, [b"%d" % i])
+    extents = {size: len(c.extents) for size, c in w.p.residency.tiers[0].extents.classes.items()}
+    assert extents == {ALIGN: 2, 2 * ALIGN: 2}
+    for i in range(10):
+        w.put(0, 1, [b"n%02d" % i])
+    extents = {size: len(c.extents) for size, c in w.p.residency.tiers[0].extents.classes.items()}
+    assert extents == {ALIGN: 2, 2 * ALIGN: 2}
+
+
+def test_an_extent_in_use_is_not_taken_over() -> None:
+    w = World(1, 0)
+    w.open(1, 100)
+    w.open(2, 2 * ALIGN)
+    keys = full_of(w, 4)
+    grant = grant_of(w.acquire(0, 1, keys[:1]))
+    w.reserve(1, 2, [b"big"])
+    assert told(w) == [("room", "denied")]
+    w.send(ev.Release(0, grant.lease))
+    w.reserve(1, 2, [b"big"])
+    assert told(w)[-1] == ("room", "granted")
+
+
+def test_extents_that_come_later_let_the_waiting_go_on() -> None:
+    w = world(dram=1)
+    w.p.residency.tiers[0].growing = True
+    full_of(w, 4)
+    for key in (b"r00", b"r01", b"r02", b"r03"):
+        w.acquire(0, 1, [key])
+    assert w.reserve(1, 1, [b"new"], wait=1.0) is None
+    waiting = w.last_request
+    w.send(ev.Release(0, 2**32))
+    assert waiting not in w.answers
+    w.send(ev.ExtentsEnd(0))
+    assert told(w) == [("room", "denied")]
+
+
+def test_new_blocks_find_a_row_even_when_all_rows_are_taken() -> None:
+    w = world(dram=1, nvme=4, max_blocks=16)
+    stored = []
+    for i in range(24):
+        stored.append(w.put(0, 1, [b"%02d" % i]))
+        w.finish_all()
+    assert stored == [1] * 24
+
+
+def test_a_lower_tier_without_room_does_not_stop_eviction() -> None:
+    w = world(dram=1, nvme=4, nvme_gets=0)
+    assert [w.put(0, 1, [b"%d" % i]) for i in range(9)] == [1] * 9
+
+
+def test_blocks_too_large_for_the_lower_tier_can_be_evicted() -> None:
+    w = World(1, 4, slots=12, nvme_slots=2)
+    w.open(1, 3 * ALIGN)
+    assert [w.put(0, 1, [b"%d" % i]) for i in range(9)] == [1] * 9
+
+
+# -- copies between tiers
+
+
+def test_write_through_copies_down_after_every_commit() -> None:
+    w = world(nvme=4)
+    w.put(0, 1, [b"a", b"b"])
+    assert told(w) == [
+        ("stamp", "dram", b"a", b"b"),
+        ("answer", 2),
+        ("format", "nvme", 0, ALIGN),
+        ("copy", "dram", "nvme", b"a", b"b"),
+    ]
+    [copy] = w.copies.values()
+    assert copy.parents == [b"", b"a"]
+    w.finish_all()
+    assert told(w) == []
+    assert w.used(1) == 2 * ALIGN
+
+
+def test_on_evict_writes_only_what_leaves() -> None:
+    w = world(dram=1, nvme=4, write_policy="on_evict")
+    keys = full_of(w, 4)
+    assert w.used(1) == 0
+    assert w.reserve(0, 1, [b"new"], wait=1.0) is None
+    assert ("copy", "dram", "nvme", keys[0]) in told(w)
+    waiting = w.last_request
+    w.finish_all()
+    assert isinstance(w.answers[waiting], ac.Room)
+    assert ("drop", "dram", keys[0]) in told(w)
+    assert w.get(1, keys[:1]) == [payload(1, keys[0])]
+
+
+def test_a_block_is_dropped_from_dram_at_once_when_nvme_has_it() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 4)
+    w.reserve(0, 1, [b"new"])
+    assert told(w) == [("drop", "dram", keys[0]), ("room", "granted")]
+    assert w.lookup(1, keys[:1]) == 1
+
+
+def test_a_hit_below_is_promoted_and_the_lower_copy_kept() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 8)
+    assert w.acquire(0, 1, keys[:1]) is None
+    assert ("copy", "nvme", "dram", keys[0]) in told(w)
+    asked = w.last_request
+    w.finish_all()
+    assert told(w) == [("stamp", "dram", keys[0]), ("grant", 1, [2])]
+    assert w.read(1, keys[:1], grant_of(w.answers[asked])) == [payload(1, keys[0])]
+    assert (1, keys[0]) in w.records
+
+
+def test_a_promotion_is_joined_not_repeated() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 8)
+    assert w.acquire(0, 1, keys[:1]) is None
+    first = w.last_request
+    assert w.acquire(1, 1, keys[:1]) is None
+    assert told(w) == []
+    second = w.last_request
+    assert len(w.copies) == 1
+    w.finish_all()
+    assert len(grant_of(w.answers[first]).where) == len(grant_of(w.answers[second]).where) == 1
+
+
+def test_the_deadline_cuts_the_prefix() -> None:
+    w = world(dram=2, nvme=4)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    w.finish_all()
+    full_of(w, 8)
+    w.get(1, [b"a"])
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 3
+    assert w.acquire(0, 1, [b"a", b"b", b"c"], wait=0.5) is None
+    asked = w.last_request
+    w.now += 0.6
+    w.send(ev.Tick())
+    assert told(w) == [("grant", 1, [1])]
+    w.finish_all()
+    assert len(grant_of(w.answers[asked]).where) == 1
+    assert len(w.get(1, [b"a", b"b", b"c"])) == 3
+
+
+def test_a_deadline_that_has_passed_waits_for_nothing() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 8)
+    grant = grant_of(w.acquire(0, 1, keys[:1], wait=0.0))
+    assert len(grant.where) == 0
+    w.finish_all()
+    assert len(grant_of(w.acquire(0, 1, keys[:1], wait=0.0)).where) == 1
+
+
+def test_copies_that_end_out_of_order_are_told_apart() -> None:
+    w = world(dram=2, nvme=4)
+    for key in (b"a", b"b", b"c"):
+        w.put(0, 1, [key])
+    for transfer in sorted(w.copies, reverse=True):
+        w.finish(transfer, [])
+    w.settle()
+    w.restart()
+    assert [w.get(1, [key]) for key in (b"a", b"b", b"c")] == [[payload(1, k)] for k in (b"a", b"b", b"c")]
+
+
+def test_a_copy_that_failed_does_not_become_readable() -> None:
+    w = world(dram=1, nvme=4)
+    w.put(0, 1, [b"a"])
+    w.finish(next(iter(w.copies)), [ev.FAILED])
+    assert w.used(1) == 0
+    assert w.p.counters["failed_blocks"] == 1
+    w.restart()
+    assert w.get(1, [b"a"]) == []
+
+
+def test_a_promotion_that_failed_is_a_miss_and_can_be_tried_again() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 8)
+    assert w.acquire(0, 1, keys[:1]) is None
+    w.finish(next(iter(w.copies)), [ev.FAILED])
+    assert told(w) == [("grant", 0, [])]
+    assert w.get(1, keys[:1]) == [payload(1, keys[0])]
+
+
+def test_a_corrupt_block_on_nvme_is_quarantined_and_a_miss() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 8)
+    w.rot(w.records[1, keys[0]].place)
+    assert w.acquire(0, 1, keys[:1]) is None
+    w.finish_all()
+    assert ("drop", "nvme", keys[0]) in told(w)
+    assert told(w)[-1] == ("grant", 0, [])
+    assert w.p.counters["quarantined_blocks"] == 1
+    assert len(w.p.residency.tiers[1].extents.retired) == 1
+    assert w.lookup(1, keys[:1]) == 0
+    assert w.put(0, 1, keys[:1]) == 1
+
+
+def test_quarantine_in_dram_falls_back_to_the_lower_copy() -> None:
+    w = world(dram=1, nvme=4)
+    w.put(0, 1, [b"a"])
+    w.finish_all()
+    grant = grant_of(w.acquire(0, 1, [b"a"]))
+    w.rot(w.places(0, grant.where)[0])
+    w.send(ev.Suspect(1, joined([b"a"])))
+    assert told(w) == [("probe", "dram", b"a")]
+    w.probe(next(iter(w.probes)))
+    assert told(w) == [("drop", "dram", b"a")]
+    w.send(ev.Release(0, grant.lease))
+    assert w.get(1, [b"a"]) == [payload(1, b"a")]
+    assert w.p.residency.tiers[0].extents.retired
+
+
+def test_a_quarantined_slot_is_not_used_again() -> None:
+    w = world(dram=1)
+    w.put(0, 1, [b"a"])
+    w.rot((0, 0, 0))
+    w.send(ev.Suspect(1, joined([b"a"])))
+    w.probe(next(iter(w.probes)))
+    keys = [b"%d" % i for i in range(4)]
+    room = room_of(w.reserve(0, 1, keys))
+    assert told(w)[-1] == ("room", "granted", "granted", "granted", "denied")
+    assert (0, 0, 0) not in w.places(0, room.where)
+
+
+def test_a_false_alarm_changes_nothing() -> None:
+    w = world()
+    w.put(0, 1, [b"a"])
+    w.send(ev.Suspect(1, joined([b"a", b"x"])))
+    w.probe(next(iter(w.probes)))
+    assert told(w) == []
+    assert w.get(1, [b"a"]) == [payload(1, b"a")]
+
+
+def test_a_device_that_keeps_failing_is_left_alone_for_a_while() -> None:
+    w = world(dram=2, nvme=4)
+    for i in range(8):
+        w.put(0, 1, [b"%d" % i])
+        while w.copies:
+            w.finish(next(iter(w.copies)), [ev.FAILED] * 8)
+    assert w.p.residency.tiers[1].closed_until > w.now
+    assert w.put(0, 1, [b"x"]) == 1
+    assert not w.copies
+    wake = w.p.next_wakeup()
+    assert wake is not None
+    w.now = wake
+    w.send(ev.Tick())
+    assert w.reserve(0, 1, [b"y"], wait=1.0) is None
+    assert [action[0] for action in told(w)] == ["copy"]
+
+
+def test_dram_evicts_leaves_while_the_device_is_closed() -> None:
+    w = world(dram=1, nvme=4)
+    w.p.residency.tiers[1].closed_until = 1e9
+    assert [w.put(0, 1, [b"%d" % i]) for i in range(8)] == [1] * 8
+
+
+def test_prefetch_starts_promotions_and_nobody_waits() -> None:
+    w = world(dram=2, nvme=4)
+    keys = full_of(w, 12)
+    assert answer_of(w.ask(ev.Prefetch(0, 1, joined(keys[:1])))) == 1
+    assert ("copy", "nvme", "dram", keys[0]) in told(w)
+    assert answer_of(w.ask(ev.Prefetch(0, 1, joined(keys[:1])))) == 1
+    assert len(w.copies) == 1
+    w.finish_all()
+    assert len(grant_of(w.acquire(0, 1, keys[:1], wait=0.0)).where) == 1
+
+
+def test_prefetch_takes_a_small_part_of_the_tier() -> None:
+    w = world(dram=4, nvme=16)
+    chain = [b"c%02d" % i for i in range(16)]
+    w.put(0, 1, chain)
+    w.finish_all()
+    full_of(w, 16)
+    assert answer_of(w.ask(ev.Prefetch(0, 1, joined(chain)))) == 2
+    assert sum(len(copy.identity) for copy in w.copies.values()) == 2
+
+
+# -- going away
+
+
+def test_invalidated_blocks_are_misses_everywhere() -> None:
+    w = world(dram=1, nvme=4)
+    w.put(0, 1, [b"a", b"b"])
+    w.finish_all()
+    assert w.invalidate(1, [b"a", b"b"]) == 2
+    assert told(w) == [("drop", "dram", b"a", b"b"), ("drop", "nvme", b"a", b"b"), ("answer", 2)]
+    assert w.get(1, [b"a"]) == []
+    assert not w.records
+    assert w.p.residency.blocks.used == 0
+
+
+def test_a_reader_keeps_its_slot_when_the_block_is_invalidated() -> None:
+    w = world(dram=1)
+    full_of(w, 4)
+    grant = grant_of(w.acquire(0, 1, [b"r00"]))
+    [place] = w.places(0, grant.where)
+    w.invalidate(1, [b"r00"])
+    room = room_of(w.reserve(1, 1, [b"w", b"x", b"y", b"z"]))
+    assert place not in w.places(0, room.where)
+    assert w.bytes[place] == payload(1, b"r00")
+    assert place not in w.headers
+    w.send(ev.Release(0, grant.lease))
+    assert w.used() == 3 * ALIGN
+
+
+def test_a_block_invalidated_while_it_is_written_is_not_stored() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a", b"b"]))
+    assert w.invalidate(1, [b"a"]) == 0
+    assert w.commit(0, room, w.fill(1, [b"a", b"b"], room)) == 1
+    assert w.get(1, [b"a"]) == []
+    assert w.get(1, [b"b"]) == [payload(1, b"b")]
+
+
+def test_a_key_invalidated_while_written_can_be_reserved_by_another() -> None:
+    w = world()
+    mine = room_of(w.reserve(0, 1, [b"a"]))
+    w.invalidate(1, [b"a"])
+    theirs = room_of(w.reserve(1, 1, [b"a"]))
+    assert theirs.lease
+    assert w.commit(1, theirs, w.fill(1, [b"a"], theirs, salt=2)) == 1
+    assert w.commit(0, mine, w.fill(1, [b"a"], mine, salt=1)) == 0
+    assert w.get(1, [b"a"]) == [payload(1, b"a", 2)]
+
+
+def test_a_block_invalidated_on_its_way_down_does_not_arrive() -> None:
+    w = world(dram=1, nvme=4)
+    w.put(0, 1, [b"a"])
+    w.invalidate(1, [b"a"])
+    w.finish_all()
+    assert told(w) == [("drop", "nvme", b"a")]
+    assert not w.records
+    assert w.used(0) == w.used(1) == 0
+
+
+def test_a_block_invalidated_on_its_way_up_is_a_miss() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 8)
+    assert w.acquire(0, 1, keys[:1]) is None
+    w.invalidate(1, keys[:1])
+    assert ("grant", 0, []) in told(w)
+    w.finish_all()
+    assert w.get(1, keys[:1]) == []
+    w.settle()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_block_put_again_while_its_old_copy_is_under_way_survives_a_restart(order: tuple[int, int]) -> None:
+    w = world(dram=1, nvme=4)
+    w.put(0, 1, [b"a"], salt=1)
+    w.invalidate(1, [b"a"])
+    w.put(0, 1, [b"a"], salt=2)
+    for _ in order:
+        if not w.copies:
+            break
+        copies = sorted(w.copies)
+        w.finish(copies[order[0] % len(copies)], [])
+    w.finish_all()
+    w.restart()
+    assert w.get(1, [b"a"]) == [payload(1, b"a", 2)]
+
+
+def test_a_lost_parent_is_a_hole_and_the_child_comes_back_with_it() -> None:
+    w = world()
+    w.put(0, 1, [b"a", b"b", b"c"])
+    w.invalidate(1, [b"b"])
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 1
+    assert w.get(1, [b"a", b"b", b"c"]) == [payload(1, b"a")]
+    room = room_of(w.reserve(0, 1, [b"a", b"b", b"c"]))
+    assert told(w) == [("room", "present", "granted", "present")]
+    w.commit(0, room, w.fill(1, [b"a", b"b", b"c"], room, salt=3))
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 3
+    assert w.get(1, [b"a", b"b", b"c"]) == [payload(1, b"a"), payload(1, b"b", 3), payload(1, b"c")]
+
+
+def test_a_hole_goes_with_its_last_child() -> None:
+    w = world()
+    w.put(0, 1, [b"a", b"b", b"c"])
+    w.invalidate(1, [b"a", b"b"])
+    assert w.p.residency.blocks.used == 3
+    w.invalidate(1, [b"c"])
+    assert w.p.residency.blocks.used == 0
+
+
+def test_nothing_can_be_hung_on_a_hole() -> None:
+    w = world()
+    w.put(0, 1, [b"a", b"b"])
+    w.invalidate(1, [b"a"])
+    w.reserve(0, 1, [b"x"], b"a")
+    assert told(w) == [("deny", "the parent is not stored")]
+
+
+def test_look_ups_promise_nothing_while_a_parent_is_being_written() -> None:
+    w = world()
+    w.reserve(0, 1, [b"a"])
+    w.put(1, 1, [b"b"], b"a")
+    assert w.lookup(1, [b"a", b"b"]) == 0
+    w = world()
+    w.put(0, 1, [b"a", b"b"])
+    w.invalidate(1, [b"a"])
+    w.reserve(0, 1, [b"a"])
+    assert w.lookup(1, [b"a", b"b"]) == 0
+
+
+def test_a_chain_cannot_be_its_own_ancestor() -> None:
+    w = world()
+    w.put(0, 1, [b"a", b"b"])
+    w.invalidate(1, [b"a"])
+    with within(5):
+        w.put(0, 1, [b"a"], b"b")
+        w.get(1, [b"b"])
+        w.get(1, [b"a"])
+
+
+def test_a_lost_client_frees_everything_at_once() -> None:
+    w = world(dram=1, nvme=4)
+    keys = full_of(w, 4)
+    w.acquire(0, 1, keys[2:3])
+    w.reserve(0, 1, [b"n1"])
+    w.acquire(0, 1, keys[:1])
+    w.reserve(0, 1, [b"n2", b"n3", b"n4"], wait=5.0)
+    w.send(ev.ClientLost(0))
+    assert not w.p.ledger.leases
+    assert not w.p.ledger.reservations
+    assert not w.p.ledger.waiting
+    assert not w.p.ledger.stalled
+    assert w.lookup(1, [b"n1"]) == 0
+    assert w.put(1, 1, [b"w", b"x", b"y"]) == 3
+
+
+def test_an_unfinished_put_of_a_lost_client_shows_nothing() -> None:
+    w = world()
+    room = room_of(w.reserve(0, 1, [b"a", b"b"]))
+    w.fill(1, [b"a", b"b"], room)
+    w.send(ev.ClientLost(0))
+    assert w.used() == 0
+    assert w.get(1, [b"a"]) == []
+    assert w.put(1, 1, [b"a", b"b"]) == 2
+
+
+# -- restarts
+
+
+def test_what_was_recorded_comes_back() -> None:
+    w = world(dram=2, nvme=4)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    w.finish_all()
+    w.put(0, 1, [b"d"], b"c")
+    w.restart()
+    assert w.lookup(1, [b"a", b"b", b"c", b"d"]) == 3
+    assert w.get(1, [b"a", b"b", b"c", b"d"]) == [payload(1, k) for k in (b"a", b"b", b"c")]
+    assert w.p.counters["restored_blocks"] == 3
+
+
+def test_restored_chains_are_chains_again() -> None:
+    w = world(dram=1, nvme=1)
+    w.put(0, 1, [b"a", b"b", b"c", b"d"])
+    w.finish_all()
+    w.restart()
+    assert w.put(0, 1, [b"x"]) == 1
+    w.finish_all()
+    assert w.lookup(1, [b"a", b"b", b"c", b"d"]) == 3
+
+
+def test_restored_blocks_leave_oldest_first() -> None:
+    w = world(dram=1, nvme=1)
+    keys = full_of(w, 4)
+    w.restart()
+    w.put(0, 1, [b"x"])
+    w.finish_all()
+    assert [w.lookup(1, [k]) for k in keys] == [0, 1, 1, 1]
+
+
+def test_restored_blocks_without_their_parents_wait_for_them() -> None:
+    w = world(dram=2, nvme=4)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    w.finish_all()
+    del w.records[1, b"a"]
+    w.restart()
+    assert w.lookup(1, [b"a", b"b", b"c"]) == 0
+    assert w.get(1, [b"a", b"b", b"c"]) == []
+    room = room_of(w.reserve(0, 1, [b"a", b"b", b"c"]))
+    assert told(w)[-1] == ("room", "granted", "present", "present")
+    w.commit(0, room, w.fill(1, [b"a", b"b", b"c"], room))
+    assert len(w.get(1, [b"a", b"b", b"c"])) == 3
+
+
+def test_restore_takes_keys_and_parents_of_any_length() -> None:
+    w = world(dram=1, nvme=4)
+    w.put(0, 1, [b"a"])
+    w.put(0, 1, [b"a\0\0"], b"a")
+    w.put(0, 1, [b"b" * 64], b"a\0\0")
+    w.finish_all()
+    w.restart()
+    for key in (b"a", b"a\0\0", b"b" * 64):
+        assert w.get(1, [key]) == [payload(1, key)]
+    w.invalidate(1, [b"a"])
+    assert w.p.residency.blocks.used == 3
+
+
+def test_fewer_rows_than_records_lose_some_and_start_all_the_same() -> None:
+    w = world(dram=1, nvme=4, max_blocks=32)
+    keys = full_of(w, 12)
+    w.max_blocks = 8
+    w.restart()
+    assert sum(w.lookup(1, [key]) for key in keys) in range(1, 9)
+
+
+def test_flush_writes_down_what_only_dram_holds() -> None:
+    w = world(dram=2, nvme=4, write_policy="on_evict")
+    w.put(0, 1, [b"a", b"b"])
+    w.put(0, 1, [b"c"])
+    assert not w.copies
+    w.send(ev.Flush())
+    w.finish_all()
+    w.restart()
+    assert w.get(1, [b"a", b"b"]) == [payload(1, b"a"), payload(1, b"b")]
+    assert w.get(1, [b"c"]) == [payload(1, b"c")]

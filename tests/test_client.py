@@ -1,0 +1,772 @@
+"""The client's face, against a real daemon: every call, from threads, forks and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvstore import AsyncClient, Client, Layout, PutResult
+from kvstore.client.sync import Namespace
+from kvstore.errors import DeniedError, MisuseError, UnavailableError
+from kvstore.lab.served import ServedDaemon
+from tests.daemons import (
+    BLOCK,
+    SMALL,
+    WITH_NVME,
+    eventually,
+    got,
+    idle,
+    names,
+    new_layout,
+    payload,
+    payloads,
+    room_for,
+    tier,
+)
+
+MARGIN_S = 0.5
+"""What a loaded machine may add to a deadline."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[ServedDaemon]:
+    with ServedDaemon(WITH_NVME) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def picky() -> Iterator[ServedDaemon]:
+    """A daemon that takes few keys at a time."""
+    with ServedDaemon({**WITH_NVME, "limits": {"batch_keys": 16, "leases_per_connection": 4}}) as served:
+        yield served
+
+
+@pytest.fixture
+def client(daemon: ServedDaemon) -> Iterator[Client]:
+    with Client(daemon.url, deadline_s=10) as made:
+        yield made
+        eventually(lambda: idle(made.status()))
+
+
+@pytest.fixture
+def ns(client: Client) -> Namespace:
+    return client.namespace(new_layout())
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked child; its wait status."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+# -- every call
+
+
+def test_put_get_lookup(ns: Namespace) -> None:
+    keys = names(6)
+    assert ns.put(keys, payloads(keys)) == PutResult(stored=6)
+    assert ns.lookup(keys) == 6
+    out = room_for(6)
+    assert ns.get(keys, out) == 6
+    assert np.array_equal(out, payloads(keys))
+
+
+def test_put_takes_arrays_and_sequences_of_buffers(ns: Namespace) -> None:
+    keys = names(6)
+    assert ns.put(keys[:2], [payload(k) for k in keys[:2]]).stored == 2
+    assert ns.put(keys[2:4], [memoryview(payload(k)) for k in keys[2:4]], parent=keys[1]).stored == 2
+    floats = payloads(keys[4:]).view(np.float32)
+    assert ns.put(keys[4:], floats, parent=keys[3]).stored == 2
+    assert got(ns, keys) == 6
+
+
+def test_get_takes_any_writable_buffer(ns: Namespace) -> None:
+    keys = names(2)
+    ns.put(keys, payloads(keys))
+    out = bytearray(2 * BLOCK)
+    assert ns.get(keys, out) == 2
+    assert out == payload(keys[0]) + payload(keys[1])
+    halves = np.zeros((2, BLOCK // 2), np.float16)
+    assert ns.get(keys, halves, verify=False) == 2
+    assert halves.tobytes() == bytes(out)
+
+
+def test_get_stops_at_the_first_missing_block(ns: Namespace) -> None:
+    keys = names(5)
+    ns.put(keys[:3], payloads(keys[:3]))
+    assert got(ns, keys) == 3
+    assert got(ns, [*keys[:2], b"?" * 32, keys[2]]) == 2
+
+
+def test_nothing_asked_nothing_done(ns: Namespace) -> None:
+    assert ns.lookup([]) == 0
+    assert ns.get([], bytearray()) == 0
+    assert ns.put([], []) == PutResult()
+    with ns.acquire([]) as lease:
+        assert len(lease) == 0
+        assert lease.blocks == []
+
+
+def test_keys_of_all_lengths_and_their_zero_padded_twins(ns: Namespace) -> None:
+    keys = [b"a" + bytes(n) for n in range(64)]
+    for i, key in enumerate(keys):
+        assert ns.put([key], [payload(key, salt=i)]).stored == 1
+    for i, key in enumerate(keys):
+        assert got(ns, [key], salt=i) == 1
+    assert ns.lookup([b"a" * 3]) == 0
+
+
+def test_pin_unpin_and_prefetch_count_blocks(ns: Namespace) -> None:
+    keys = names(5)
+    ns.put(keys[:4], payloads(keys[:4]))
+    assert ns.pin(keys, ttl_s=60) == 4
+    assert ns.unpin(keys[:1]) == 1
+    assert ns.unpin(keys) == 3
+    assert ns.prefetch(keys) == 4
+
+
+def test_pinned_blocks_survive_a_flood(ns: Namespace, client: Client) -> None:
+    keys = names(20)
+    ns.put(keys, payloads(keys))
+    assert ns.pin(keys, ttl_s=60) == 20
+    flood = client.namespace(new_layout())
+    for i in range(40):
+        some = names(128, f"flood {i}")
+        flood.put(some, payloads(some))
+    assert got(ns, keys) == 20
+    assert ns.unpin(keys) == 20
+
+
+def test_invalidated_keys_are_misses(ns: Namespace) -> None:
+    keys = names(4)
+    ns.put(keys, payloads(keys))
+    assert ns.invalidate([*keys[2:], b"?" * 32]) == 2
+    assert ns.lookup(keys) == got(ns, keys) == 2
+    assert ns.put(keys, payloads(keys)).stored == 2
+    assert got(ns, keys) == 4
+
+
+def test_a_chain_needs_its_parent(ns: Namespace) -> None:
+    keys = names(2)
+    result = ns.put(keys[1:], payloads(keys[1:]), parent=keys[0])
+    assert (result.stored, result.denied, result.why) == (0, 1, "the parent is not stored")
+    ns.put(keys[:1], payloads(keys[:1]))
+    assert ns.put(keys[1:], payloads(keys[1:]), parent=keys[0]).stored == 1
+
+
+# -- leases and rooms
+
+
+def test_zero_copy_views_are_read_only_and_equal(ns: Namespace) -> None:
+    keys = names(3)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        assert lease.verify() == 3
+        assert [bytes(view) for view in lease.blocks] == [payload(k) for k in keys]
+        for view in lease.blocks:
+            assert view.readonly
+            with pytest.raises(TypeError):
+                view[0] = 1
+            assert not np.frombuffer(view, np.uint8).flags.writeable
+    with pytest.raises(MisuseError, match="has ended"):
+        lease.blocks  # noqa: B018
+    with pytest.raises(MisuseError, match="has ended"):
+        lease.copy_into(room_for(3))
+    lease.release()
+
+
+def test_the_kernel_stops_writes_through_a_readers_map(ns: Namespace) -> None:
+    keys = names(1)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        address = np.frombuffer(lease.blocks[0], np.uint8).ctypes.data
+
+        def write() -> None:
+            faulthandler.disable()
+            ctypes.memset(address, 0, 1)
+
+        status = in_child(write)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGSEGV
+        assert lease.verify() == 1
+
+
+def test_a_lease_keeps_its_bytes_while_others_press(ns: Namespace, client: Client) -> None:
+    keys = names(10)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        flood = client.namespace(new_layout())
+        for i in range(12):
+            some = names(128, f"press {i}")
+            flood.put(some, payloads(some))
+        ns.invalidate(keys)
+        for i in range(12):
+            some = names(128, f"press again {i}")
+            flood.put(some, payloads(some))
+        assert [bytes(view) for view in lease.blocks] == [payload(k) for k in keys]
+
+
+def test_blocks_that_were_invalidated_under_a_lease_do_not_verify(ns: Namespace) -> None:
+    keys = names(2)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        ns.invalidate(keys[1:])
+        assert lease.verify() == 1
+        assert lease.copy_into(room_for(2)) == 1
+
+
+def test_a_room_shows_nothing_until_it_is_committed(ns: Namespace) -> None:
+    keys = names(3)
+    with ns.reserve(keys) as room:
+        assert room.wanted == [0, 1, 2]
+        for view, key in zip(room.blocks, keys, strict=True):
+            view[:] = payload(key)
+        assert ns.lookup(keys) == 0
+        assert room.commit() == PutResult(stored=3)
+    assert got(ns, keys) == 3
+    with pytest.raises(MisuseError, match="has ended"):
+        room.commit()
+
+
+def test_a_room_that_is_left_is_given_up(ns: Namespace, client: Client) -> None:
+    keys = names(3)
+    with ns.reserve(keys) as room:
+        room.fill(0, payload(keys[0]))
+    with pytest.raises(ZeroDivisionError), ns.reserve(keys):
+        raise ZeroDivisionError
+    assert ns.lookup(keys) == 0
+    assert client.status()["reservations"] == 0
+
+
+def test_a_room_has_slots_only_for_what_is_missing(ns: Namespace) -> None:
+    keys = names(4)
+    ns.put(keys[:1], payloads(keys[:1]))
+    with ns.reserve(keys) as room:
+        assert room.wanted == [1, 2, 3]
+        assert room.result.present == 1
+        with ns.reserve(keys) as other:
+            assert len(other) == 0
+            assert other.result.present == 4
+        for i, wanted in enumerate(room.wanted):
+            room.fill(i, payload(keys[wanted]))
+        assert room.commit() == PutResult(stored=3, present=1)
+    assert got(ns, keys) == 4
+
+
+def test_layers_are_written_and_read_by_ranges(ns: Namespace) -> None:
+    keys, layers = names(3), 4
+    step = BLOCK // layers
+    with ns.reserve(keys) as room:
+        for layer in range(layers):
+            for i, key in enumerate(keys):
+                room.write(i, payload(key)[layer * step : (layer + 1) * step], layer * step)
+        room.commit()
+    with ns.acquire(keys) as lease:
+        part = bytearray(step)
+        for layer in range(layers):
+            for i, key in enumerate(keys):
+                lease.read(i, part, layer * step)
+                assert part == payload(key)[layer * step : (layer + 1) * step]
+        for i, offset, n in [(3, 0, 1), (-1, 0, 1), (0, BLOCK, 1), (0, -1, 4), (0, 0, BLOCK + 1)]:
+            with pytest.raises(MisuseError, match=f"bytes {offset} to {offset + n} of block {i}"):
+                lease.read(i, bytearray(n), offset)
+    assert got(ns, keys) == 3
+
+
+def test_a_range_written_after_a_fill_counts(ns: Namespace) -> None:
+    [key] = names(1)
+    with ns.reserve([key]) as room:
+        room.fill(0, bytes(BLOCK))
+        room.write(0, payload(key))
+        room.commit()
+    assert got(ns, [key]) == 1
+
+
+def test_committing_an_empty_room_leaves_connections_apart(client: Client) -> None:
+    ns = client.namespace(new_layout())
+    keys = names(200)
+    ns.put(keys, payloads(keys))
+    with ns.reserve(keys[:1]) as room:
+        assert room.commit() == PutResult(present=1)
+    assert len(client._idle) == len(set(map(id, client._idle)))
+
+    def look(n: int) -> bool:
+        return all(ns.lookup([*keys[:n], b"?" * 32]) == n for _ in range(200))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(look, [3, 170]))
+
+
+# -- misuse
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda ns: ns.put([b""], [bytes(BLOCK)]), "a key of 0 bytes"),
+        (lambda ns: ns.lookup([b"x" * 65]), "a key of 65 bytes"),
+        (lambda ns: ns.lookup([b"ab", b"a"]), "keys of one call differ in length"),
+        (lambda ns: ns.get([b"ab", b"abc"], room_for(2)), "keys of one call differ in length"),
+        (lambda ns: ns.acquire(["text"]), "a key is a str"),
+        (lambda ns: ns.put([b"k"], [bytes(BLOCK - 1)]), f"block 0 has {BLOCK - 1} bytes instead of {BLOCK}"),
+        (lambda ns: ns.put([b"k"], room_for(2)), f"blocks has {2 * BLOCK} bytes instead of {BLOCK}"),
+        (lambda ns: ns.put([b"k"], []), "0 blocks for 1 keys"),
+        (lambda ns: ns.put([b"k"], room_for(1, 2 * BLOCK)[:, ::2]), "C-contiguous"),
+        (lambda ns: ns.get([b"k"], bytearray(BLOCK + 1)), f"out has {BLOCK + 1} bytes instead of {BLOCK}"),
+        (lambda ns: ns.get([b"k"], bytes(BLOCK)), "out is read-only"),
+        (lambda ns: ns.put([b"k"], room_for(1), parent=b"p" * 65), "65 bytes"),
+        (lambda ns: ns.put([b"k"], room_for(1), parent="parent"), "str"),
+        (lambda ns: ns.reserve([b"k"], parent=b"p" * 65), "65 bytes"),
+        (lambda ns: ns.pin([b"k"], ttl_s=0), "ttl_s is 0"),
+        (lambda ns: ns.pin([b"k"], ttl_s=float("nan")), "ttl_s is nan"),
+        (lambda ns: ns.get([b"k"], room_for(1), deadline_s=-1), "deadline_s is -1"),
+        (lambda ns: ns.lookup([b"k"], deadline_s=float("nan")), "deadline_s is nan"),
+    ],
+)
+def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        call(ns)
+    keys = names(2)
+    assert ns.put(keys, payloads(keys)).stored == 2, "the next call is not hurt"
+
+
+def test_misuse_is_raised_without_a_daemon_too() -> None:
+    ns = Client("unix:///nowhere/kvstore.sock").namespace(new_layout())
+    with pytest.raises(MisuseError, match="a key of 65 bytes"):
+        ns.lookup([b"x" * 65])
+    with pytest.raises(MisuseError, match="differ in length"):
+        ns.lookup([b"a", b"ab"])
+    with pytest.raises(MisuseError, match="instead of"):
+        ns.put([b"k"], [b"short"])
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("tcp://localhost", "cannot connect to 'tcp://localhost'"),
+        ("relative/path", "unix:///absolute/path"),
+        ("unix:///" + "x" * 107, "socket path of 108 bytes"),
+    ],
+)
+def test_addresses_that_cannot_be_are_named(url: str, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        Client(url)
+
+
+def test_the_address_can_come_from_the_environment(
+    daemon: ServedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_SOCKET", daemon.url)
+    with Client() as client:
+        assert client.status()["pid"] == daemon.pid
+    monkeypatch.setenv("KVSTORE_SOCKET", str(daemon.socket))
+    with Client() as client:
+        client.ping()
+
+
+def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(daemon: ServedDaemon) -> None:
+    layout = new_layout(64 << 20)
+    with Client(daemon.url, strict=True) as client:
+        with pytest.raises(DeniedError, match=r"67108864 bytes does not fit .* \(raise dram.limit\)"):
+            client.namespace(layout).lookup([b"k"])
+        client.ping()
+    with Client(daemon.url) as client:
+        assert client.namespace(layout).put([b"k"], [bytes(64 << 20)]).denied == 1
+
+
+# -- many keys
+
+
+def test_calls_beyond_a_batch_are_made_in_batches(picky: ServedDaemon) -> None:
+    with Client(picky.url, deadline_s=10) as client:
+        ns = client.namespace(new_layout())
+        keys = names(100)
+        assert ns.put(keys, payloads(keys)).stored == 100
+        assert ns.lookup(keys) == 100
+        assert ns.lookup(keys[:50] + [b"?" * 32]) == 50
+        assert got(ns, keys) == 100
+        assert ns.prefetch(keys) == 100
+        assert ns.pin(keys, ttl_s=5) == 100
+        assert ns.unpin(keys) == 100
+        assert ns.invalidate(keys[20:]) == 80
+        assert ns.lookup(keys) == 20
+
+
+def test_look_ups_of_long_prompts_count_exactly(daemon: ServedDaemon, picky: ServedDaemon) -> None:
+    keys = names(1500)
+    for served in (daemon, picky):
+        with Client(served.url, deadline_s=10) as client:
+            ns = client.namespace(new_layout(100))
+            for at in range(0, 1100, 100):
+                some = keys[at : at + 100]
+                assert ns.put(some, payloads(some, 100), parent=keys[at - 1] if at else None).stored == 100
+                assert ns.lookup(keys) == at + 100
+            for n in (1, 15, 16, 17, 511, 512, 513, 1099, 1100, 1101):
+                assert ns.lookup(keys[:n]) == min(n, 1100)
+
+
+def test_look_ups_of_long_prompts_see_a_lost_parent(ns: Namespace) -> None:
+    keys = names(600)
+    for at in range(0, 600, 200):
+        some = keys[at : at + 200]
+        assert ns.put(some, payloads(some), parent=keys[at - 1] if at else None).stored == 200
+    ns.invalidate(keys[477:478])
+    assert got(ns, keys) == 477
+    assert ns.lookup(keys[:500]) == 477
+    assert ns.lookup(keys) == 477
+
+
+def test_too_many_leases_of_one_client_are_denied_with_a_reason(picky: ServedDaemon) -> None:
+    with Client(picky.url, deadline_s=5, strict=True) as client, contextlib.ExitStack() as held:
+        ns = client.namespace(new_layout())
+        keys = names(1)
+        ns.put(keys, payloads(keys))
+        with pytest.raises(DeniedError, match=r"too many leases \(at most 4 leases"):
+            for _ in range(5):
+                held.enter_context(ns.acquire(keys))
+        held.close()
+        assert len(ns.acquire(keys)) == 1
+
+
+# -- threads, forks, event loops
+
+
+def test_threads_share_a_client(client: Client, ns: Namespace) -> None:
+    shared = names(16, "shared")
+    ns.put(shared, payloads(shared))
+
+    def work(number: int) -> None:
+        keys = names(12, f"thread {number}")
+        for i in range(12):
+            parent = keys[i - 1] if i else None
+            assert ns.put([keys[i]], [payload(keys[i])], parent=parent).stored == 1
+            assert ns.lookup([*keys, b"?" * 32]) == i + 1
+            assert got(ns, keys) == i + 1
+            assert got(ns, shared) == 16
+            with ns.acquire(shared) as lease, ns.reserve(names(2, f"room {number} {i}")) as room:
+                assert lease.verify() == 16
+                room.abort()
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, i) for i in range(8)]:
+            done.result()
+    assert len(client._idle) <= 24
+
+
+def test_a_key_put_by_many_threads_at_once_is_stored_once(ns: Namespace) -> None:
+    keys = names(20)
+    start = threading.Barrier(6)
+
+    def work(_: int) -> PutResult:
+        start.wait()
+        return ns.put(keys, payloads(keys))
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(work, range(6)))
+    assert sum(r.stored for r in results) == 20
+    assert all(r.stored + r.present == 20 for r in results)
+    assert got(ns, keys) == 20
+
+
+def test_a_fork_gets_its_own_connection(ns: Namespace, client: Client) -> None:
+    keys, childs = names(4), names(4, "child")
+    ns.put(keys, payloads(keys))
+    lease = ns.acquire(keys)
+
+    def work() -> None:
+        assert got(ns, keys) == 4
+        assert ns.put(childs, payloads(childs)).stored == 4
+        lease.release()
+
+    assert in_child(work) == 0
+    assert client.status()["leases"] == 1
+    assert lease.verify() == 4
+    lease.release()
+    assert client.status()["leases"] == 0
+    assert got(ns, childs) == 4
+    assert got(ns, keys) == 4
+
+
+def test_a_room_belongs_to_the_process_that_made_it(ns: Namespace, client: Client) -> None:
+    keys = names(3)
+    room = ns.reserve(keys)
+    for i, key in enumerate(keys):
+        room.fill(i, payload(key))
+
+    def leave() -> None:
+        assert ns.lookup([b"?" * 32]) == 0
+        room.abort()
+        assert ns.lookup(keys) == 0
+        assert {link.pid for link in client._idle} == {os.getpid()}
+
+    def commit() -> None:
+        with contextlib.suppress(MisuseError):
+            assert room.commit().stored == 0
+        assert ns.lookup(keys) == 0
+
+    assert in_child(leave) == 0
+    assert in_child(commit) == 0
+    assert room.commit().stored == 3
+    assert got(ns, keys) == 3
+
+
+def test_forks_of_a_client_in_use_by_threads(ns: Namespace) -> None:
+    keys = names(8)
+    ns.put(keys, payloads(keys))
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            assert got(ns, keys) == 8
+
+    def child() -> None:
+        for _ in range(5):
+            assert got(ns, keys) == 8
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            assert in_child(child) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_the_asyncio_client_makes_the_same_calls(daemon: ServedDaemon, client: Client) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url, deadline_s=10, strict=True) as a:
+            ns = a.namespace(new_layout())
+            keys = names(6)
+            assert await ns.put(keys, payloads(keys)) == PutResult(stored=6)
+            assert await ns.lookup(keys) == 6
+            out = room_for(6)
+            assert await ns.get(keys, out) == 6
+            assert np.array_equal(out, payloads(keys))
+            with await ns.acquire(keys) as lease:
+                assert [bytes(v) for v in lease.blocks] == [payload(k) for k in keys]
+                assert lease.verify() == 6
+            more = names(3, "more")
+            with await ns.reserve(more, parent=keys[-1]) as room:
+                for i, key in enumerate(more):
+                    room.fill(i, payload(key))
+                assert await room.commit() == PutResult(stored=3)
+            with await ns.reserve(more, parent=keys[-1]) as room:
+                assert await room.commit() == PutResult(present=3)
+            with await ns.reserve(names(2, "never")):
+                pass
+            assert await ns.prefetch(keys) == 6
+            assert await ns.pin(keys, ttl_s=9) == 6
+            assert await ns.unpin(keys) == 6
+            assert await ns.invalidate(more) == 3
+            assert len(a._idle) == len(set(map(id, a._idle)))
+            outs = [room_for(6) for _ in range(20)]
+            assert await asyncio.gather(*(ns.get(keys, out) for out in outs)) == [6] * 20
+            assert all(np.array_equal(out, payloads(keys)) for out in outs)
+            assert (await a.status())["pid"] == daemon.pid
+            assert got(client.namespace(ns.layout), keys) == 6
+
+    asyncio.run(work())
+
+
+def test_the_asyncio_client_refuses_the_same_misuse(daemon: ServedDaemon) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as a:
+            ns = a.namespace(new_layout())
+            with pytest.raises(MisuseError, match="a key of 65 bytes"):
+                await ns.lookup([b"x" * 65])
+            with pytest.raises(MisuseError, match="instead of"):
+                await ns.put([b"k"], [b"short"])
+            with pytest.raises(MisuseError, match="deadline_s"):
+                await ns.lookup([b"k"], deadline_s=0)
+            for ttl_s in (0, -1, float("nan"), 1e9):
+                with pytest.raises(MisuseError, match="ttl_s"):
+                    await ns.pin([b"k"], ttl_s=ttl_s)
+            assert await ns.lookup([b"k"]) == 0
+
+    asyncio.run(work())
+
+
+# -- when the daemon is away
+
+
+def test_no_daemon_is_a_miss_within_the_deadline() -> None:
+    with Client("unix:///nowhere/kvstore.sock", deadline_s=0.2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(2)
+        started = time.monotonic()
+        assert ns.lookup(keys) == 0
+        assert got(ns, keys) == 0
+        result = ns.put(keys, payloads(keys))
+        assert (result.stored, result.denied) == (0, 2)
+        assert result.why
+        assert len(ns.acquire(keys)) == 0
+        with ns.reserve(keys) as room:
+            assert len(room) == 0
+            assert room.commit().denied == 2
+        assert ns.prefetch(keys) == ns.pin(keys, 1) == ns.unpin(keys) == ns.invalidate(keys) == 0
+        assert time.monotonic() - started < 0.2 + MARGIN_S
+
+
+def test_strict_clients_raise_what_others_count_as_a_miss() -> None:
+    with Client("unix:///nowhere/kvstore.sock", strict=True) as client:
+        ns = client.namespace(new_layout())
+        keys = names(1)
+        for call in (
+            lambda: ns.lookup(keys),
+            lambda: ns.get(keys, room_for(1)),
+            lambda: ns.put(keys, payloads(keys)),
+            lambda: ns.acquire(keys),
+            lambda: ns.reserve(keys),
+            lambda: ns.pin(keys, 1),
+            client.status,
+        ):
+            with pytest.raises(UnavailableError):
+                call()
+    with pytest.raises(UnavailableError, match=r"no answer .*/nowhere/kvstore.sock.* \(is it running"):
+        Client("unix:///nowhere/kvstore.sock").status()
+
+
+def test_a_closed_client_misses(daemon: ServedDaemon) -> None:
+    client = Client(daemon.url)
+    ns = client.namespace(new_layout())
+    client.close()
+    assert ns.lookup(names(1)) == 0
+    client.close()
+
+
+def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(20)
+        ns.put(keys, payloads(keys))
+        eventually(lambda: idle(client.status()))
+        with ns.acquire(keys) as lease:
+            daemon.kill()
+            assert got(ns, keys) == 0
+            assert ns.put(keys, payloads(keys)).stored == 0
+            assert [bytes(v) for v in lease.blocks] == [payload(k) for k in keys]
+        daemon.start()
+        assert eventually(lambda: got(ns, keys), 5) == 20
+        daemon.restart()
+        assert got(ns, keys) == 20, "a clean restart is not even a miss"
+
+
+def test_the_asyncio_client_finds_the_new_daemon_too() -> None:
+    async def work(daemon: ServedDaemon) -> None:
+        async with AsyncClient(daemon.url, deadline_s=2) as a:
+            ns = a.namespace(new_layout())
+            keys = names(5)
+            await ns.put(keys, payloads(keys))
+            daemon.kill()
+            assert await ns.lookup(keys) == 0
+            daemon.start()
+            ends = time.monotonic() + 5
+            while not (await ns.put(keys, payloads(keys))).stored:
+                assert time.monotonic() < ends
+                await asyncio.sleep(0.02)
+            assert await ns.lookup(keys) == 5
+
+    with ServedDaemon(SMALL) as daemon:
+        asyncio.run(work(daemon))
+
+
+def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
+    deadline_s = 0.25
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=deadline_s) as client:
+        ns = client.namespace(new_layout())
+        keys = names(4)
+        ns.put(keys, payloads(keys))
+        lease, room = ns.acquire(keys), ns.reserve(names(1, "later"))
+        room.fill(0, payload(keys[0]))
+
+        def in_time(call: Callable[[], object]) -> object:
+            started = time.monotonic()
+            try:
+                return call()
+            finally:
+                assert time.monotonic() - started < deadline_s + MARGIN_S
+
+        async def with_asyncio() -> int:
+            async with AsyncClient(daemon.url, deadline_s=deadline_s) as a:
+                return await a.namespace(ns.layout).lookup(keys)
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            assert in_time(lambda: ns.lookup(keys)) == 0
+            time.sleep(0.1)
+            assert in_time(lambda: got(ns, keys)) == 0
+            assert in_time(lambda: ns.put(keys, payloads(keys)).stored) == 0
+            assert in_time(lambda: len(ns.acquire(keys))) == 0
+            assert in_time(room.commit).stored == 0  # type: ignore[attr-defined]
+            in_time(lease.release)
+            with pytest.raises(UnavailableError):
+                in_time(client.status)
+            assert in_time(lambda: asyncio.run(with_asyncio())) == 0
+            with Client(daemon.url, deadline_s=deadline_s, strict=True) as strict:
+                with pytest.raises(UnavailableError):
+                    in_time(lambda: strict.namespace(ns.layout).lookup(keys))
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert eventually(lambda: got(ns, keys), 5) == 4
+        eventually(lambda: idle(client.status()), 5)
+
+
+def test_a_deadline_cuts_the_prefix_instead_of_missing_it(daemon: ServedDaemon, client: Client) -> None:
+    ns = client.namespace(new_layout())
+    keys = names(100)
+    ns.put(keys, payloads(keys))
+    eventually(lambda: idle(client.status()))
+    flood = client.namespace(new_layout())
+    for i in range(10):
+        some = names(128, f"cut {i}")
+        flood.put(some, payloads(some))
+    n = got(ns, keys, deadline_s=0.003)
+    assert 0 <= n <= 100
+    assert got(ns, keys) == 100
+
+
+def test_a_full_store_says_so() -> None:
+    with ServedDaemon({"dram": {"limit": "2MiB", "huge_pages": False}}) as daemon:
+        layout = new_layout(1 << 20)
+        with Client(daemon.url, deadline_s=5) as client, contextlib.ExitStack() as held:
+            ns = client.namespace(layout)
+            keys = names(4)
+            assert ns.put(keys[:1], payloads(keys[:1], 1 << 20)).stored == 1
+            held.enter_context(ns.acquire(keys[:1]))
+            result = ns.put(keys[1:], payloads(keys[1:], 1 << 20))
+            assert (result.stored, result.denied, result.why) == (0, 3, "no room")
+            assert tier(client.status(), "dram")["used_bytes"] <= 2 << 20
+            held.close()
+            assert ns.put(keys[1:2], payloads(keys[1:2], 1 << 20)).stored == 1
+
+
+def test_two_clients_see_each_others_blocks(daemon: ServedDaemon) -> None:
+    layout = Layout(model="shared by two", block_bytes=BLOCK)
+    keys = names(5)
+    with Client(daemon.url, deadline_s=5) as one, Client(daemon.url, deadline_s=5) as two:
+        one.namespace(layout).put(keys, payloads(keys))
+        assert got(two.namespace(layout), keys) == 5
