@@ -57,7 +57,8 @@ def picky() -> Iterator[ServedDaemon]:
 def client(daemon: ServedDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10) as made:
         yield made
-        eventually(lambda: idle(made.status()))
+    with Client(daemon.url, deadline_s=10) as other:
+        eventually(lambda: idle(other.status()), 3)
 
 
 @pytest.fixture

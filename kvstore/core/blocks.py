@@ -15,6 +15,8 @@ import numpy.typing as npt
 from kvstore.core.keys import Keys
 from kvstore.types import MAX_KEY_BYTES
 
+WHOSE = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
+
 FREE, RESERVED, LIVE, HOLE = range(4)
 
 Rows = npt.NDArray[np.int64]
@@ -36,8 +38,10 @@ class Blocks:
     def __init__(self, capacity: int, tiers: int) -> None:
         self.capacity = capacity
         self.words = np.zeros((capacity, MAX_KEY_BYTES // 8), np.uint64)
-        self.key_bytes = np.zeros(capacity, np.uint8)
-        self.namespace = np.zeros(capacity, np.uint16)
+        # Beside one another, so that a run of rows is compared at one go.
+        self.whose = np.zeros(capacity, WHOSE)
+        self.namespace = self.whose["namespace"]
+        self.key_bytes = self.whose["key_bytes"]
         self.state = np.zeros(capacity, np.uint8)
         self.pinned = np.zeros(capacity, np.bool_)
         self.moving = np.zeros(capacity, np.uint8)
@@ -121,8 +125,8 @@ class Blocks:
 
     def ram_bytes(self) -> int:
         """Bytes that the rows used so far take, columns and spare list."""
-        flat = (self.key_bytes, self.namespace, self.state, self.pinned, self.moving)
-        wide = (self.parent, self.children, self.checksum)
+        flat = (self.state, self.pinned, self.moving)
+        wide = (self.whose, self.parent, self.children, self.checksum)
         per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
         per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)
         return per_row * self._fresh + self._spare.nbytes

@@ -49,6 +49,7 @@ class Extents:
     """Extents of `extent_bytes` up to `limit_bytes`. `max_slots` bounds the columns.
 
     `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
+    `slotless` counts how often an extent could not be cut for want of columns: blocks far below 16 KiB.
     """
 
     def __init__(self, limit_bytes: int, extent_bytes: int, table: bool, max_slots: int, tier: int) -> None:
@@ -66,6 +67,7 @@ class Extents:
         self.ready: set[int] = set()
         self.classes: dict[int, SlotClass] = {}
         self.retired: set[int] = set()
+        self.slotless = 0
 
     # -- extents
 
@@ -98,6 +100,7 @@ class Extents:
             extent = self.unassigned[-1]
         base = self._range(slots)
         if base is None:
+            self.slotless += 1
             return None
         self.unassigned.remove(extent)
         self._base[extent] = base

@@ -23,12 +23,14 @@ from kvstore.types import MAX_KEY_BYTES
 VECTOR_FROM = 12
 _WAYS = 8
 _GROW_AT = 0.6
-_MOVE_BUCKETS = 1024
+_ADD_ROWS = 1024
+_MOVE_BUCKETS = 128
 _SETTLE = 256
 _MASK64 = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
 _SPREAD = 0x5BD1E995
 
+_WHOSE = struct.Struct("<HBx")
 _WORDS = [f"<{n // 8}Q" for n in range(MAX_KEY_BYTES + 1)]
 
 U64 = npt.NDArray[np.uint64]
@@ -127,13 +129,12 @@ class Index:
         """
         blocks, n = self._blocks, keys.n
         raw = keys.raw if keys.size % 8 == 0 else keys.words.tobytes()
-        for first in self._candidates(self._hash_one(namespace, keys[0])) if n else ():
+        for first in self._likely(self._hash_one(namespace, keys[0])) if n else ():
             run = slice(first, first + n)
             # Compared as bytes, which costs a fraction of comparing as arrays at this size.
             if (
                 blocks.words[run, : -(-keys.size // 8)].tobytes() == raw
-                and blocks.key_bytes[run].tobytes() == bytes((keys.size,)) * n
-                and blocks.namespace[run].tobytes() == namespace.to_bytes(2, "little") * n
+                and blocks.whose[run].tobytes() == _WHOSE.pack(namespace, keys.size) * n
             ):
                 return first
         return -1
@@ -186,6 +187,15 @@ class Index:
                 return row
         return -1
 
+    def _likely(self, h: int) -> list[int]:
+        """One row where it nearly always is, or what `_candidates` finds."""
+        table, mark = self._table, (h >> 32) or 1
+        at = (h & table.mask) * 2 * _WAYS
+        marks = table.flat[at : at + _WAYS].tolist()
+        if mark in marks:
+            return [table.flat[at + _WAYS + marks.index(mark)]]
+        return self._candidates(h)
+
     def _candidates(self, h: int) -> list[int]:
         """Rows whose keys may have this hash."""
         mark = (h >> 32) or 1
@@ -202,8 +212,8 @@ class Index:
 
     def add(self, rows: Rows) -> None:
         """Enters rows whose keys are set and not in the index yet."""
-        for at in range(0, len(rows), _MOVE_BUCKETS):
-            part = rows[at : at + _MOVE_BUCKETS]
+        for at in range(0, len(rows), _ADD_ROWS):
+            part = rows[at : at + _ADD_ROWS]
             self.count += len(part)
             self._grow_while_full()
             h = self._hash_rows(part)
@@ -212,7 +222,7 @@ class Index:
                     self._add_one(self._table, row, value)
             else:
                 self._add_many(self._table, part, h)
-            self._move_some()
+            self._move_some(max(len(part), _MOVE_BUCKETS))
 
     def _add_many(self, table: _Table, rows: Rows, h: U64) -> None:
         first, second, mark = self._places(h, table.mask)
@@ -282,18 +292,18 @@ class Index:
             self._table = _Table(2 * len(self._old.cells))
             self._tables = [self._table, self._old]
             self._unsettled = len(self._overflow)
-            if len(self._old.cells) <= _MOVE_BUCKETS:
-                self._move_some()
+            if len(self._old.cells) <= _ADD_ROWS:
+                self._move_some(_ADD_ROWS)
 
-    def _move_some(self) -> None:
-        """Moves a bounded part of the old table, and of the keys that once found no place."""
+    def _move_some(self, buckets: int) -> None:
+        """Moves so many buckets of the old table, and some of the keys that once found no place."""
         if self._old is not None:
-            part = self._old.cells[self._moved : self._moved + _MOVE_BUCKETS]
+            part = self._old.cells[self._moved : self._moved + buckets]
             rows = part[:, _WAYS:][part[:, :_WAYS] != 0].astype(np.int64)
             if len(rows):
                 self._add_many(self._table, rows, self._hash_rows(rows))
                 part[:, :_WAYS] = 0
-            self._moved += _MOVE_BUCKETS
+            self._moved += buckets
             if self._moved >= len(self._old.cells):
                 self._old = None
                 self._tables = [self._table]

@@ -33,7 +33,7 @@ from kvstore.types import slot_bytes
 __all__ = ["Limits", "Placement", "TierSpec"]
 
 _RETRIES = 8
-_FREES = (
+_FREES = {
     ev.Release,
     ev.Commit,
     ev.Abort,
@@ -44,7 +44,7 @@ _FREES = (
     ev.ExtentReady,
     ev.ExtentsEnd,
     ev.Tick,
-)
+}
 """Events after which somebody who waits may go on."""
 
 
@@ -95,7 +95,7 @@ class Placement:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
         self.residency.settle()
         self._handlers[type(event)](event, now)
-        if isinstance(event, _FREES):
+        if type(event) in _FREES:
             self._go_on(now)
         actions, self.residency.out = self.residency.out, []
         return actions

@@ -59,7 +59,7 @@ class Reads:
         wanted = np.flatnonzero(absent & ~coming)
         cut = len(rows)
         if len(wanted):
-            n = self._transfers.promote(size, rows[wanted])
+            n = self._transfers.promote(size, rows[wanted], patient=event.deadline > now)
             if n < len(wanted) and self._ledger.room_is_coming(event, now):
                 r.tiers[0].extents.release(slots[slots >= 0])
                 return self._ledger.stall(event)
@@ -123,7 +123,7 @@ class Reads:
             return self._ledger.deny_hold(event.request)
         if lease:
             self._ledger.leases[lease] = Lease(event.client, slots)
-        slots_told = extents.record[slots]
+        slots_told = extents.record[slots].copy()
         if tiers is None:
             r.counters[self._hit_names[0]] += n
         else:

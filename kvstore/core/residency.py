@@ -253,19 +253,22 @@ class Residency:
 
     # -- making room
 
-    def make_room(self, tier: int, slot_bytes: int, n: int, demote: Demote) -> int:
-        """Frees slots until n are free, if it can; returns how many of the n are."""
+    def make_room(self, tier: int, slot_bytes: int, n: int, demote: Demote, patient: bool = False) -> int:
+        """Frees slots until n are free, if it can; returns how many of the n are.
+
+        `patient`: evicts nothing while more extents are on their way.
+        """
         self.settle()
         extents = self.tiers[tier].extents
         while extents.free(slot_bytes) < n:
             extent = extents.assign(slot_bytes)
-            if extent is None:
+            if extent is None and not self.tiers[tier].growing:
                 extent = self._take_over(tier, slot_bytes, demote)
             if extent is None:
                 break
             self.out.append(Format(tier, extent, slot_bytes))
         short = n - extents.free(slot_bytes)
-        if short > 0 and slot_bytes in extents.classes:
+        if short > 0 and slot_bytes in extents.classes and not (patient and self.tiers[tier].growing):
             ahead = min(_AHEAD, extents.classes[slot_bytes].total // 64)
             self._evict(tier, slot_bytes, short + ahead, demote)
         return min(n, extents.free(slot_bytes))

@@ -64,7 +64,7 @@ class Transfers:
 
     # -- starting
 
-    def promote(self, slot_bytes: int, rows: Rows) -> int:
+    def promote(self, slot_bytes: int, rows: Rows, patient: bool = False) -> int:
         """Starts copying rows up to tier 0, each from the uppermost tier that holds it.
 
         Returns for how many, counted from the first, there was room (also among reads in flight).
@@ -77,7 +77,7 @@ class Transfers:
         # What is about to move up must not lose its lower copy while room is made.
         for tier, slots in below:
             tier.extents.hold(slots[slots >= 0])
-        n = r.make_room(0, slot_bytes, len(rows), self.demote)
+        n = r.make_room(0, slot_bytes, len(rows), self.demote, patient)
         source = np.argmax(r.blocks.slot[1:, rows[:n]] >= 0, axis=0) + 1
         for number in np.unique(source).tolist():
             some = rows[:n][source == number]
@@ -127,7 +127,7 @@ class Transfers:
         todo = np.flatnonzero((self._r.blocks.moving[rows] == 0) & ~self._postpone(rows))[: max(room, 0)]
         if not len(todo):
             return started
-        todo = todo[: self._r.make_room(target, slot_bytes, len(todo), self.demote)]
+        todo = todo[: self._r.make_room(target, slot_bytes, len(todo), self.demote, patient=True)]
         if len(todo):
             slots = self._r.tiers[target].extents.take(slot_bytes, len(todo))
             self._start(tier, target, slot_bytes, rows[todo], slots, WRITING)

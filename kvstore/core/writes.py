@@ -47,7 +47,7 @@ class Writes:
         want = np.flatnonzero((state == FREE) | (state == HOLE))
         if len(want) and not self._ledger.may_hold(event.client):
             return self._ledger.deny_hold(event.request)
-        n = self._room_beside(size, len(want), rows, parent)
+        n = self._room_beside(size, len(want), rows, parent, patient=event.deadline > now)
         if n < len(want) and self._ledger.room_is_coming(event, now):
             self._ledger.stall(event)
         else:
@@ -55,13 +55,13 @@ class Writes:
         r.prune(rows)
         return None
 
-    def _room_beside(self, size: int, n: int, rows: Rows, parent: int) -> int:
+    def _room_beside(self, size: int, n: int, rows: Rows, parent: int, patient: bool) -> int:
         """Makes room for n blocks without evicting the chain that they will hang on."""
         r = self._r
         guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
         r.blocks.children[guarded] += 1
         r.make_rows(int((rows < 0).sum()), self._transfers.demote)
-        n = r.make_room(0, size, n, self._transfers.demote)
+        n = r.make_room(0, size, n, self._transfers.demote, patient)
         r.blocks.children[guarded] -= 1
         return n
 

@@ -32,7 +32,7 @@ from kvstore.types import Layout, Tier, extent_bytes
 _log = logging.getLogger(__name__)
 
 DRAM, NVME = 0, 1
-_MIN_BLOCK_BYTES = 64 << 10
+_MIN_BLOCK_BYTES = 16 << 10
 _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
 
 
@@ -299,6 +299,7 @@ class Shell:
                     "blocks": sum(len(p) for p in state.policies.values()),
                     "extents": {f"{size} bytes a slot": len(c.extents) for size, c in e.classes.items()},
                     "retired_slots": len(e.retired),
+                    "extents_not_cut": e.slotless,
                     "writable": not state.closed_until,
                 }
             )

@@ -250,6 +250,7 @@ def test_equals_a_dictionary(kind: type[Index], steps: list[tuple[int, int, int,
 
 def test_grows_a_little_with_every_insertion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOVE_BUCKETS", 2)
+    monkeypatch.setattr(module, "_ADD_ROWS", 4)
     pair = Pair(buckets=16)
     moving = 0
     for start in range(0, 3000, 7):
