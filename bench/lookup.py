@@ -16,7 +16,7 @@ from bench.harness import KIB, MIB, Bench, Result, Target
 from bench.latency import Timed, compare
 from bench.served import serve
 from kvstore import Layout
-from kvstore.client import sync
+from kvstore import Namespace as Space
 from kvstore.tiers.nvme.records import ID, RecordBatch
 from kvstore.tiers.nvme.store import NUMBER, Namespace, RecordStore
 from kvstore.types import extent_bytes
@@ -54,7 +54,7 @@ def run(bench: Bench) -> Iterator[Result]:
 class _Asker:
     """Looks prompts up in turn and sees that the answers are right."""
 
-    def __init__(self, space: sync.Namespace, prompts: list[tuple[Chain, int]]) -> None:
+    def __init__(self, space: Space, prompts: list[tuple[Chain, int]]) -> None:
         self._space = space
         self._prompts = prompts
 

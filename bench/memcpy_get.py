@@ -23,10 +23,10 @@ from bench.harness import GIB, MIB, Bench, Result, Target
 from bench.served import serve
 from kvstore import Client, Layout
 
-BLOCK_BYTES, BATCH, CHAINS = 2 * MIB, 32, 32
+BLOCK_BYTES, BATCH, CHAINS = 2 * MIB, 128, 8
 BATCH_BYTES = BLOCK_BYTES * BATCH
-CALLS = 2
-"""Calls a sample: 128 MiB."""
+CALLS = 1
+"""Calls a sample, of 256 MiB: the KV of 2,048 tokens of an 8B model."""
 
 LAYOUT = Layout(model="bench", block_bytes=BLOCK_BYTES)
 TARGETS = {(1, False): 0.92, (2, False): 0.85, (1, True): 0.78, (2, True): 0.72}

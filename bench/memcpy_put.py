@@ -16,9 +16,9 @@ from bench.harness import GIB, MIB, Bench, Result, Target
 from bench.served import serve
 from kvstore import Layout
 
-BLOCK_BYTES, BATCH = 2 * MIB, 32
+BLOCK_BYTES, BATCH = 2 * MIB, 128
 BATCH_BYTES = BLOCK_BYTES * BATCH
-SOURCES = ROOMS = 16
+SOURCES = ROOMS = 4
 """Batches: 1 GiB of source bytes, and 1 GiB of slots on either side, more than caches hold."""
 
 

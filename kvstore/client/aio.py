@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstore.client import flows, sync
+from kvstore.client import flows
+from kvstore.client.checks import check_blocks, check_deadline, check_out, socket_path
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
+from kvstore.client.link import Backoff
 from kvstore.client.session import Maps, Session
 from kvstore.errors import (
     DeniedError,
@@ -101,13 +103,13 @@ class AsyncClient:
     def __init__(
         self, url: str | None = None, token: str | None = None, deadline_s: float = 1.0, strict: bool = False
     ) -> None:
-        self.path = sync.socket_path(url)
-        self.deadline_s = sync.check_deadline(deadline_s)
+        self.path = socket_path(url)
+        self.deadline_s = check_deadline(deadline_s)
         self.strict = strict
         self._token = token if token is not None else os.environ.get("KVSTORE_TOKEN", "")
         self._idle: list[AsyncLink] = []
         self._maps = Maps()
-        self._backoff = sync.Backoff()
+        self._backoff = Backoff()
 
     def namespace(self, layout: Layout) -> AsyncNamespace:
         """The blocks of one layout. Needs no daemon yet."""
@@ -133,7 +135,7 @@ class AsyncClient:
     async def run(self, start: Callable[[Call], Flow], deadline_s: float | None, miss: Callable[[], T]) -> T:
         """Drives a flow; `miss()` when the daemon is away or says no (unless strict)."""
         try:
-            deadline_s = self.deadline_s if deadline_s is None else sync.check_deadline(deadline_s)
+            deadline_s = self.deadline_s if deadline_s is None else check_deadline(deadline_s)
             result: T = await self._attempt(start, deadline_s)
         except (UnavailableError, DeniedError, TierError) as error:
             return self._missed(error, miss())
@@ -253,7 +255,7 @@ class AsyncNamespace:
     ) -> int:
         """Copies the longest stored prefix into `out`; the number of good blocks."""
         joined, size = check_keys(keys)
-        flat = sync.check_out(keys, out, self.layout.block_bytes)
+        flat = check_out(keys, out, self.layout.block_bytes)
         return await self._client.run(
             lambda c: flows.get(c, self.layout, keys, joined, size, flat, verify), deadline_s, int
         )
@@ -263,7 +265,7 @@ class AsyncNamespace:
     ) -> PutResult:
         """Stores blocks."""
         check_keys(keys)
-        views = sync.check_blocks(keys, blocks, self.layout.block_bytes)
+        views = check_blocks(keys, blocks, self.layout.block_bytes)
         return await self._client.run(
             lambda c: flows.put(c, self.layout, keys, views, parent),
             deadline_s,

@@ -7,20 +7,18 @@ at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.client import flows
+from kvstore.client.checks import check_blocks, check_deadline, check_out, socket_path
 from kvstore.client.flows import Call, Flow
-from kvstore.client.holds import Buffer, Lease, PutResult, Room, as_bytes
-from kvstore.client.session import Maps, Session
+from kvstore.client.holds import Buffer, Lease, PutResult, Room
+from kvstore.client.link import Backoff, Link, pump
+from kvstore.client.session import Maps
 from kvstore.errors import (
     DeniedError,
     KVStoreError,
@@ -34,142 +32,7 @@ from kvstore.wire import messages as m
 
 T = TypeVar("T")
 
-_RECEIVE_BYTES = 256 << 10
-_BACK_OFF_S = 0.05
-_BACK_OFF_MAX_S = 2.0
 _IDLE_LINKS = 64
-
-
-def socket_path(url: str | None) -> str:
-    """The path in `unix:///path`, or in KVSTORE_SOCKET when url is None. Raises MisuseError otherwise."""
-    url = url or os.environ.get("KVSTORE_SOCKET") or "unix:///run/kvstore/kvstore.sock"
-    path = url.removeprefix("unix://")
-    if not path.startswith("/"):
-        raise MisuseError(f"cannot connect to {url!r}", "unix:///absolute/path/of/kvstore.sock")
-    if len(os.fsencode(path)) > 107:
-        raise MisuseError(
-            f"socket path of {len(os.fsencode(path))} bytes: {path}", "the kernel takes 107 at most"
-        )
-    return path
-
-
-def check_deadline(deadline_s: float) -> float:
-    """The deadline itself. Raises MisuseError unless it is a positive number of seconds."""
-    if not 0 < deadline_s < 86400:
-        raise MisuseError(f"deadline_s is {deadline_s!r}", "seconds, more than 0 and less than a day")
-    return deadline_s
-
-
-def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> list[memoryview]:
-    """One flat view a key. Raises MisuseError when number or size of the blocks do not fit."""
-    if hasattr(blocks, "ndim"):
-        blocks = as_bytes(blocks, "blocks", len(keys) * block_bytes)
-        return [blocks[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
-    if len(blocks) != len(keys):
-        raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block a key")
-    return [as_bytes(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
-
-
-def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> memoryview:
-    """`out` as flat writable bytes with room for all keys. Raises MisuseError otherwise."""
-    return as_bytes(out, "out", len(keys) * block_bytes, writable=True)
-
-
-class Backoff:
-    """When to try again, after so many failures."""
-
-    def __init__(self) -> None:
-        self._delay_s = _BACK_OFF_S
-        self._until = 0.0
-
-    def check(self) -> None:
-        """Raises UnavailableError while it is too early."""
-        if time.monotonic() < self._until:
-            raise UnavailableError("the daemon is away", "waiting before the next attempt")
-
-    def failed(self) -> None:
-        """One more failure."""
-        self._until = time.monotonic() + self._delay_s * random.uniform(0.5, 1.0)
-        self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
-
-    def succeeded(self) -> None:
-        """The daemon is there."""
-        self._delay_s, self._until = _BACK_OFF_S, 0.0
-
-
-class Link:
-    """One blocking connection."""
-
-    def __init__(self, path: str, token: str, maps: Maps, ends: float) -> None:
-        self.pid = os.getpid()
-        self.session = Session(token, maps)
-        self._send_lock = threading.Lock()
-        self._timeout_s = -1.0
-        self.closed = False
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._set_timeout(ends)
-            self._sock.connect(path)
-            self._sock.sendall(self.session.hello())
-            self.session.welcome(self._receive(ends))
-        except BaseException:
-            self._sock.close()
-            raise
-
-    def call(self, message: Any, ends: float) -> Any:
-        """Sends a request, returns its answer. OSError (timeouts too) or RemoteProtocolError: close it."""
-        self._set_timeout(ends)
-        with self._send_lock:
-            self._sock.sendall(self.session.send(message))
-        return self._receive(ends)
-
-    def fetch(self, message: Any, ends: float) -> tuple[Any, int]:
-        """Like `call`, for an answer that brings a descriptor; -1 if it brought none."""
-        self._set_timeout(ends)
-        with self._send_lock:
-            self._sock.sendall(self.session.send(message))
-        got = -1
-        while True:
-            data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            got = fds[0] if fds else got
-            if not data:
-                raise ConnectionResetError("the daemon closed the connection")
-            answer = self.session.receive(data)
-            if answer is not None:
-                return answer, got
-
-    def post(self, message: Any) -> None:
-        """Sends a message that needs no answer; does nothing in another process, or if the link is gone."""
-        if os.getpid() == self.pid:
-            with self._send_lock, contextlib.suppress(OSError):
-                self._sock.sendall(self.session.send(message))
-
-    def close(self) -> None:
-        """Closes this process's end."""
-        self.closed = True
-        self._sock.close()
-
-    def _receive(self, ends: float) -> Any:
-        while True:
-            data = self._sock.recv(_RECEIVE_BYTES)
-            if not data:
-                raise ConnectionResetError("the daemon closed the connection")
-            answer = self.session.receive(data)
-            if answer is not None:
-                return answer
-            self._set_timeout(ends)
-
-    def _set_timeout(self, ends: float) -> None:
-        left = ends - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline has passed")
-        # A blocking socket with a kernel timeout costs one system call a message; Python's own two more.
-        # Setting it costs one too, so a timeout that is nearly right is left alone.
-        if not 0.9 * left <= self._timeout_s <= 1.05 * left:
-            self._timeout_s = left
-            value = struct.pack("ll", int(left), int(left % 1 * 1e6) or 1)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 class Client:
@@ -270,7 +133,7 @@ class Client:
             lambda: self._give_back(link),
         )
         try:
-            result = _pump(link, start(call), ends)
+            result = pump(link, start(call), ends)
         except (MisuseError, DeniedError, TierError):
             self._give_back(link)
             raise
@@ -290,7 +153,7 @@ class Client:
     def _resume(self, link: Link, flow: Flow, miss: Any) -> Any:
         """Drives a later flow of a call that has kept its connection."""
         try:
-            return _pump(link, flow, time.monotonic() + self.deadline_s)
+            return pump(link, flow, time.monotonic() + self.deadline_s)
         except (OSError, RemoteProtocolError, DeniedError) as error:
             link.close()
             return self._missed(UnavailableError(str(error)), miss)
@@ -322,25 +185,6 @@ class Client:
                 link.close()
             elif not link.closed:
                 self._idle.append(link)
-
-
-def _pump(link: Link, flow: Flow, ends: float) -> Any:
-    """Drives a flow to its end on a connection."""
-    reply: Any = None
-    try:
-        while True:
-            step = flow.send(reply)
-            if isinstance(step, flows.Post):
-                link.post(step.message)
-                reply = None
-            elif isinstance(step, flows.Work):
-                reply = step.call()
-            elif isinstance(step, flows.Fetch):
-                reply = link.fetch(step.message, ends)
-            else:
-                reply = link.call(step, ends)
-    except StopIteration as end:
-        return end.value
 
 
 class Namespace:

@@ -1,0 +1,45 @@
+"""What callers may pass: urls, deadlines, blocks and buffers. Misuse raises here, before anything is sent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from kvstore.client.holds import Buffer, as_bytes
+from kvstore.errors import MisuseError
+from kvstore.types import Key
+
+
+def socket_path(url: str | None) -> str:
+    """The path in `unix:///path`, or in KVSTORE_SOCKET when url is None. Raises MisuseError otherwise."""
+    url = url or os.environ.get("KVSTORE_SOCKET") or "unix:///run/kvstore/kvstore.sock"
+    path = url.removeprefix("unix://")
+    if not path.startswith("/"):
+        raise MisuseError(f"cannot connect to {url!r}", "unix:///absolute/path/of/kvstore.sock")
+    if len(os.fsencode(path)) > 107:
+        raise MisuseError(
+            f"socket path of {len(os.fsencode(path))} bytes: {path}", "the kernel takes 107 at most"
+        )
+    return path
+
+
+def check_deadline(deadline_s: float) -> float:
+    """The deadline itself. Raises MisuseError unless it is a positive number of seconds."""
+    if not 0 < deadline_s < 86400:
+        raise MisuseError(f"deadline_s is {deadline_s!r}", "seconds, more than 0 and less than a day")
+    return deadline_s
+
+
+def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> list[memoryview]:
+    """One flat view a key. Raises MisuseError when number or size of the blocks do not fit."""
+    if hasattr(blocks, "ndim"):
+        blocks = as_bytes(blocks, "blocks", len(keys) * block_bytes)
+        return [blocks[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
+    if len(blocks) != len(keys):
+        raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block a key")
+    return [as_bytes(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
+
+
+def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> memoryview:
+    """`out` as flat writable bytes with room for all keys. Raises MisuseError otherwise."""
+    return as_bytes(out, "out", len(keys) * block_bytes, writable=True)
