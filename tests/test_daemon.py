@@ -378,7 +378,8 @@ def test_the_notify_socket_hears_of_readiness(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_daemon_that_cannot_start_says_why_in_its_log() -> None:
-    with pytest.raises(KVStoreError, match="exit code 2"), ServedDaemon(
-        {**SMALL, "nvme": {"path": "/dev/null/nvme"}}
+    with (
+        pytest.raises(KVStoreError, match="exit code 2"),
+        ServedDaemon({**SMALL, "nvme": {"path": "/dev/null/nvme"}}),
     ):
         pass

@@ -195,7 +195,9 @@ def test_times_that_are_none_hurt_nobody(daemon: ServedDaemon, bystander: Client
         bystander.ping()
 
 
-def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on(daemon: ServedDaemon) -> None:
+def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on(
+    daemon: ServedDaemon,
+) -> None:
     with greeted(daemon) as (peer, opened):
         for number in (opened + 77, 0, 2**64 - 1):
             for query in (
@@ -278,8 +280,7 @@ def test_a_key_asked_for_twice_hurts_nobody(daemon: ServedDaemon, bystander: Cli
             room = peer.ask(m.Reserve(7, number, 32, keys[0], b"", 1.0))
             if isinstance(room, m.Reserved) and room.lease:
                 peer.ask(m.Commit(8, room.lease, bytes(8), b"\1"))
-    used = eventually(lambda: idle(bystander.status()) and bystander.status())
-    check_limits(used)
+    assert eventually(lambda: not bystander.status()["copies_under_way"])
 
 
 def test_leases_of_others_cannot_be_ended(daemon: ServedDaemon, bystander: Client) -> None:
@@ -411,7 +412,7 @@ def test_a_killed_client_frees_its_leases_and_its_half_put_shows_nothing(
     out = room_for(8)
     assert ns.get(keys, out) == 8
     assert (out == np.arange(8)[:, None]).all()
-    assert len(ns.acquire([b"n" * 32])) == 0
+    assert ns.lookup([b"n" * 32]) == ns.get([b"n" * 32], room_for(1)) == 0
     assert ns.put([b"n" * 32], [payload(b"n")], parent=keys[-1]).stored == 1
 
 
@@ -476,7 +477,8 @@ def test_a_writer_that_lies_about_its_checksum_is_found_out(daemon: ServedDaemon
         assert peer.ask(m.Commit(6, room.lease, b"\x11" * 8, b"\1")) == m.Value(6, 1)
         ns = client.namespace(layout)
         assert ns.get([key], room_for(1)) == 0
-        assert eventually(lambda: ns.put([key], payloads([key])).stored) == 1
+        # The copy on NVMe is as bad, and found out when it is read.
+        assert eventually(lambda: not ns.get([key], room_for(1)) and ns.put([key], payloads([key])).stored)
         assert got(ns, [key]) == 1
 
 
@@ -692,7 +694,9 @@ def test_a_config_with_an_unknown_key_or_value_is_named(tmp_path: Path, more: st
 def test_a_config_that_is_not_there_is_named() -> None:
     run = cli("serve", "-c", "/nowhere/kvstore.toml")
     assert run.returncode == 2
-    assert "error: cannot read /nowhere/kvstore.toml: No such file or directory (`kvstore config" in run.stderr
+    assert (
+        "error: cannot read /nowhere/kvstore.toml: No such file or directory (`kvstore config" in run.stderr
+    )
 
 
 def test_more_memory_than_there_is_names_the_tier_and_serves_what_it_got(tmp_path: Path) -> None:
@@ -729,7 +733,8 @@ def test_a_stopped_client_delays_nobody(daemon: ServedDaemon, bystander: Client)
         started = time.monotonic()
         keys = [bytes([i]) * 32 for i in range(8)]
         assert ns.lookup(keys) == 8
-        assert len(ns.acquire(keys)) == 8
+        with ns.acquire(keys) as lease:
+            assert len(lease) == 8
         flood = bystander.namespace(new_layout())
         for i in range(10):
             some = names(128, f"beside a stopped one {i}")
@@ -766,5 +771,6 @@ def test_namespaces_are_fine_after_all_that(daemon: ServedDaemon, bystander: Cli
     keys = names(50)
     assert ns.put(keys, payloads(keys)).stored == 50
     assert got(ns, keys) == 50
-    assert idle(eventually(lambda: (s := bystander.status()) and idle(s) and s))
-    assert bystander.status()["connections"] <= 3
+    status = eventually(lambda: (s := bystander.status()) and not s["copies_under_way"] and s)
+    assert (status["leases"], status["reservations"]) == (1, 0), "only the one around this test"
+    assert status["connections"] <= 3

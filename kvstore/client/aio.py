@@ -188,6 +188,7 @@ class AsyncClient:
             link.post,
             lambda flow, miss: self._resume(link, flow, miss),
             lambda: self._idle.append(link),
+            _answered,
         )
         try:
             async with asyncio.timeout(max(ends - time.monotonic(), 0.001)):
@@ -217,6 +218,10 @@ class AsyncClient:
             return self._missed(UnavailableError(str(error)), miss)
         self._idle.append(link)
         return result
+
+
+async def _answered(value: Any) -> Any:
+    return value
 
 
 async def _pump(link: AsyncLink, flow: Flow) -> Any:

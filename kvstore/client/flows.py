@@ -55,7 +55,8 @@ class Call:
 
     `post` sends a message that needs no answer. A call whose result needs the connection again sets `kept`:
     nobody else gets the connection then until `run` has driven one more flow on it (answering its second
-    argument if that fails) or `done` is called.
+    argument if that fails) or `done` is called. `answer` makes of a value what callers get: itself, or
+    something to await.
     """
 
     session: Session
@@ -63,6 +64,7 @@ class Call:
     post: Callable[[Any], None]
     run: Callable[[Flow, Any], Any]
     done: Callable[[], None]
+    answer: Callable[[Any], Any]
     kept: bool = False
 
     def left_s(self) -> float:
@@ -180,6 +182,8 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
     call.kept = keep and bool(lease)
 
     def finish(sums: bytes) -> Any:
+        if not lease:
+            return call.answer(result)
         lost = PutResult(0, present, len(status) - present, "the daemon did not answer")
         return call.run(commit(lease, sums, result), lost)
 
@@ -188,8 +192,6 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
 
 def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
     """Makes a room's blocks readable; what came of the put."""
-    if not lease:
-        return result
     n = len(checksums) // 8
     answer = yield m.Commit(0, lease, checksums, b"\x01" * n)
     result.stored = _value(answer)

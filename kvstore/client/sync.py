@@ -131,6 +131,7 @@ class Client:
             link.post,
             lambda flow, miss: self._resume(link, flow, miss),
             lambda: self._give_back(link),
+            lambda value: value,
         )
         try:
             result = pump(link, start(call), ends)
