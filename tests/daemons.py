@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +160,8 @@ class Peer:
         """The Failure that comes next, after which the daemon hangs up."""
         failure = self.receive()
         assert isinstance(failure, m.Failure), failure
-        try:
+        with suppress(ConnectionResetError):
             assert self.receive() is None
-        except ConnectionResetError:
-            pass
         return failure
 
     def quiet(self, for_s: float = 0.2) -> bool:

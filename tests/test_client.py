@@ -405,7 +405,7 @@ def test_calls_beyond_a_batch_are_made_in_batches(picky: ServedDaemon) -> None:
         keys = names(100)
         assert ns.put(keys, payloads(keys)).stored == 100
         assert ns.lookup(keys) == 100
-        assert ns.lookup(keys[:50] + [b"?" * 32]) == 50
+        assert ns.lookup([*keys[:50], b"?" * 32]) == 50
         assert got(ns, keys) == 100
         assert ns.prefetch(keys) == 100
         assert ns.pin(keys, ttl_s=5) == 100
@@ -443,9 +443,10 @@ def test_too_many_leases_of_one_client_are_denied_with_a_reason(picky: ServedDae
         ns = client.namespace(new_layout())
         keys = names(1)
         ns.put(keys, payloads(keys))
+        for _ in range(4):
+            held.enter_context(ns.acquire(keys))
         with pytest.raises(DeniedError, match=r"too many leases \(at most 4 leases"):
-            for _ in range(5):
-                held.enter_context(ns.acquire(keys))
+            ns.acquire(keys)
         held.close()
         assert len(ns.acquire(keys)) == 1
 
@@ -511,24 +512,24 @@ def test_a_fork_gets_its_own_connection(ns: Namespace, client: Client) -> None:
 
 def test_a_room_belongs_to_the_process_that_made_it(ns: Namespace, client: Client) -> None:
     keys = names(3)
-    room = ns.reserve(keys)
-    for i, key in enumerate(keys):
-        room.fill(i, payload(key))
+    with ns.reserve(keys) as room:
+        for i, key in enumerate(keys):
+            room.fill(i, payload(key))
 
-    def leave() -> None:
-        assert ns.lookup([b"?" * 32]) == 0
-        room.abort()
-        assert ns.lookup(keys) == 0
-        assert {link.pid for link in client._idle} == {os.getpid()}
+        def leave() -> None:
+            assert ns.lookup([b"?" * 32]) == 0
+            room.abort()
+            assert ns.lookup(keys) == 0
+            assert {link.pid for link in client._idle} == {os.getpid()}
 
-    def commit() -> None:
-        with contextlib.suppress(MisuseError):
-            assert room.commit().stored == 0
-        assert ns.lookup(keys) == 0
+        def commit() -> None:
+            with contextlib.suppress(MisuseError):
+                assert room.commit().stored == 0
+            assert ns.lookup(keys) == 0
 
-    assert in_child(leave) == 0
-    assert in_child(commit) == 0
-    assert room.commit().stored == 3
+        assert in_child(leave) == 0
+        assert in_child(commit) == 0
+        assert room.commit().stored == 3
     assert got(ns, keys) == 3
 
 
@@ -727,13 +728,90 @@ def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
             with pytest.raises(UnavailableError):
                 in_time(client.status)
             assert in_time(lambda: asyncio.run(with_asyncio())) == 0
-            with Client(daemon.url, deadline_s=deadline_s, strict=True) as strict:
-                with pytest.raises(UnavailableError):
-                    in_time(lambda: strict.namespace(ns.layout).lookup(keys))
+            strict = Client(daemon.url, deadline_s=deadline_s, strict=True)
+            with pytest.raises(UnavailableError):
+                in_time(lambda: strict.namespace(ns.layout).lookup(keys))
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         assert eventually(lambda: got(ns, keys), 5) == 4
         eventually(lambda: idle(client.status()), 5)
+
+
+def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(2)
+        with ns.reserve(keys) as room:
+            daemon.restart()
+            for i, key in enumerate(keys):
+                room.fill(i, payload(key))
+            result = room.commit()
+            assert (result.stored, result.denied) == (0, 2)
+            assert result.why
+        assert eventually(lambda: ns.put(keys, payloads(keys)).stored, 5) == 2
+        assert got(ns, keys) == 2
+
+
+def test_leases_outlive_a_crowd_of_calls() -> None:
+    crowd = 80
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
+        ns = client.namespace(new_layout())
+        keys = names(crowd)
+        ns.put(keys, payloads(keys))
+        with ThreadPoolExecutor(crowd) as pool:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            calls = [pool.submit(ns.acquire, [key]) for key in keys]
+            time.sleep(0.2)
+            os.kill(daemon.pid, signal.SIGCONT)
+            leases = [call.result() for call in calls]
+        assert [len(lease) for lease in leases] == [1] * crowd
+        assert client.status()["leases"] == crowd
+        for lease in leases:
+            lease.release()
+        eventually(lambda: client.status()["leases"] == 0, 2)
+
+
+def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=0.2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(4)
+        ns.put(keys, payloads(keys))
+        lease = ns.acquire(keys)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        assert ns.lookup(keys) == 0
+        os.kill(daemon.pid, signal.SIGCONT)
+        with Client(daemon.url, deadline_s=5) as other:
+            eventually(lambda: other.status()["leases"] == 0, 2)
+            flood = other.namespace(new_layout())
+            for i in range(12):
+                some = names(128, f"flood {i}")
+                flood.put(some, payloads(some))
+        out = room_for(4)
+        with contextlib.suppress(MisuseError):
+            good = lease.copy_into(out)
+            assert np.array_equal(out[:good], payloads(keys[:good]))
+            assert good == 0
+            assert lease.verify() == 0
+
+
+def test_a_cancelled_call_leaves_nothing_behind(daemon: ServedDaemon, client: Client) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url, deadline_s=10) as a:
+            ns = a.namespace(new_layout())
+            keys = names(64)
+            await ns.put(keys, payloads(keys))
+            for i in range(40):
+                task = asyncio.create_task(ns.get(keys, room_for(64)))
+                await asyncio.sleep(i * 5e-5)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            out = room_for(64)
+            assert await ns.get(keys, out) == 64
+            assert np.array_equal(out, payloads(keys))
+
+    asyncio.run(work())
+    eventually(lambda: idle(client.status()), 3)
 
 
 def test_a_deadline_cuts_the_prefix_instead_of_missing_it(daemon: ServedDaemon, client: Client) -> None:

@@ -134,7 +134,7 @@ def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:
         ("[nvme]\nio_threads = 0", "nvme.io_threads is 0", "greater than or equal to 1"),
         ("[limits]\nconnections = 1.5", "limits.connections is 1.5", "integer"),
         ("[limits]\nbatch_keys = 100000", "limits.batch_keys: 100000 keys", "12800000"),
-        ("[limits]\nframe_bytes = '64KiB'", "limits.batch_keys: 16384 keys", "512 keys"),
+        ("[limits]\nframe_bytes = '64KiB'", "limits.batch_keys: 4096 keys", "512 keys"),
         ("dram = 5", "dram is 5", "[dram]"),
         ("[dram]\nlimits = 1", "unknown key dram.limits = 1", "did you mean dram.limit?"),
         ("limit = 1", "unknown key limit = 1", "did you mean dram.limit?"),

@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.client import flows
-from kvstore.client.checks import check_blocks, check_deadline, check_out, socket_path
+from kvstore.client.checks import (
+    check_blocks,
+    check_deadline,
+    check_out,
+    check_parent,
+    check_ttl,
+    socket_path,
+)
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
 from kvstore.client.link import Backoff
@@ -252,7 +259,7 @@ class AsyncNamespace:
 
     async def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
         """How many leading keys are stored."""
-        check_keys(keys[:1])
+        check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
         return await self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, int)
 
     async def get(
@@ -270,6 +277,7 @@ class AsyncNamespace:
     ) -> PutResult:
         """Stores blocks."""
         check_keys(keys)
+        check_parent(parent)
         views = check_blocks(keys, blocks, self.layout.block_bytes)
         return await self._client.run(
             lambda c: flows.put(c, self.layout, keys, views, parent),
@@ -289,6 +297,7 @@ class AsyncNamespace:
     ) -> Room:
         """Slots to fill; `await room.commit()` makes them readable."""
         check_keys(keys)
+        check_parent(parent)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
         async def lost_again(_: bytes) -> PutResult:
@@ -307,7 +316,7 @@ class AsyncNamespace:
 
     async def pin(self, keys: Sequence[Key], ttl_s: float) -> int:
         """Keeps the stored prefix from eviction for `ttl_s`."""
-        return await self._count(m.Pin, keys, float(ttl_s))
+        return await self._count(m.Pin, keys, check_ttl(ttl_s))
 
     async def unpin(self, keys: Sequence[Key]) -> int:
         """Undoes `pin`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvstore.client.holds import Buffer, as_bytes
 from kvstore.errors import MisuseError
-from kvstore.types import Key
+from kvstore.types import Key, check_keys
 
 
 def socket_path(url: str | None) -> str:
@@ -23,11 +23,24 @@ def socket_path(url: str | None) -> str:
     return path
 
 
+def check_parent(parent: Key | None) -> None:
+    """Raises MisuseError for a parent that can be no key."""
+    if parent is not None:
+        check_keys([parent])
+
+
 def check_deadline(deadline_s: float) -> float:
     """The deadline itself. Raises MisuseError unless it is a positive number of seconds."""
     if not 0 < deadline_s < 86400:
         raise MisuseError(f"deadline_s is {deadline_s!r}", "seconds, more than 0 and less than a day")
     return deadline_s
+
+
+def check_ttl(ttl_s: float) -> float:
+    """The time to live itself. Raises MisuseError unless it is a positive number of seconds, 30 days at most."""
+    if not 0 < ttl_s <= 30 * 86400:
+        raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, more than 0 and at most 30 days")
+    return float(ttl_s)
 
 
 def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> list[memoryview]:

@@ -22,7 +22,7 @@ from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 GRANTED, PRESENT, PENDING = 0, 1, 2
-_SAMPLE_FROM = 512
+SAMPLE_FROM = 512
 
 
 Flow = Generator[Any, Any, Any]
@@ -98,16 +98,31 @@ def lookup(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
     """Length of the stored prefix.
 
     A stored block's parent is stored, so of a long prompt every k-th key is asked first, then the keys
-    between the last one found and the next: two short requests instead of a long one.
+    between the last one found and the next: two short requests instead of a long one. Where parents may be
+    missing, all keys are asked.
     """
-    n = len(keys)
-    if n < _SAMPLE_FROM:
-        return (yield from count(call, layout, m.Lookup, keys))
-    step = int(n**0.5)
-    found = yield from count(call, layout, m.Lookup, keys[step - 1 :: step])
-    start = found * step
-    rest = keys[start : start + step - 1]
-    return start + ((yield from count(call, layout, m.Lookup, rest)) if rest else 0)
+    namespace, _, _ = yield from open_namespace(call, layout)
+
+    def ask(some: Sequence[Key]) -> m.Lookup:
+        joined, size = check_keys(some)
+        return m.Lookup(0, namespace, size, joined)
+
+    batch = call.session.batch_keys
+    step = int(len(keys) ** 0.5)
+    if len(keys) >= SAMPLE_FROM and step + 2 < batch:
+        answer = yield ask(keys[step - 1 :: step])
+        start = _value(answer) * step
+        if not answer.gaps:
+            rest = keys[start : start + step - 1]
+            return start + (_value((yield ask(rest))) if rest else 0)
+    total = 0
+    for at in range(0, len(keys), batch):
+        part = keys[at : at + batch]
+        found = _value((yield ask(part)))
+        total += found
+        if found < len(part):
+            break
+    return total
 
 
 def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int) -> Flow:

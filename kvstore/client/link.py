@@ -64,6 +64,7 @@ class Link:
 
     def call(self, message: Any, ends: float) -> Any:
         """Sends a request, returns its answer. OSError (timeouts too) or RemoteProtocolError: close it."""
+        self._check_process()
         self._set_timeout(ends)
         with self._send_lock:
             self._sock.sendall(self.session.send(message))
@@ -83,6 +84,11 @@ class Link:
             answer = self.session.receive(data)
             if answer is not None:
                 return answer, got
+
+    def _check_process(self) -> None:
+        """After a fork the connection is the parent's: two processes must not read from it."""
+        if os.getpid() != self.pid:
+            raise ConnectionAbortedError("the connection belongs to another process")
 
     def post(self, message: Any) -> None:
         """Sends a message that needs no answer; does nothing in another process, or if the link is gone."""

@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.client import flows
-from kvstore.client.checks import check_blocks, check_deadline, check_out, socket_path
+from kvstore.client.checks import (
+    check_blocks,
+    check_deadline,
+    check_out,
+    check_parent,
+    check_ttl,
+    socket_path,
+)
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
 from kvstore.client.link import Backoff, Link, pump
@@ -181,6 +188,8 @@ class Client:
         return link
 
     def _give_back(self, link: Link) -> None:
+        if link.pid != os.getpid():
+            return
         with self._lock:
             if self._closed or len(self._idle) >= _IDLE_LINKS:
                 link.close()
@@ -200,7 +209,7 @@ class Namespace:
 
     def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
         """How many leading keys are stored. A promise, not a lease: `acquire` has the last word."""
-        check_keys(keys[:1])
+        check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
         return self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, int)
 
     def get(
@@ -226,6 +235,7 @@ class Namespace:
         are not written again.
         """
         check_keys(keys)
+        check_parent(parent)
         views = check_blocks(keys, blocks, self.layout.block_bytes)
         return self._client.run(
             lambda c: flows.put(c, self.layout, keys, views, parent),
@@ -245,6 +255,7 @@ class Namespace:
     ) -> Room:
         """Slots for those keys that are not stored yet, to be filled in place and committed."""
         check_keys(keys)
+        check_parent(parent)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
         def nothing() -> Room:
@@ -258,9 +269,7 @@ class Namespace:
 
     def pin(self, keys: Sequence[Key], ttl_s: float) -> int:
         """Keeps the stored prefix from eviction for `ttl_s`; how many blocks are kept."""
-        if not 0 < ttl_s <= 30 * 86400:
-            raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, more than 0 and at most 30 days")
-        return self._count(m.Pin, keys, float(ttl_s))
+        return self._count(m.Pin, keys, check_ttl(ttl_s))
 
     def unpin(self, keys: Sequence[Key]) -> int:
         """Undoes `pin`; how many blocks were pinned."""

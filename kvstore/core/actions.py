@@ -102,6 +102,13 @@ class Answer:
 
 
 @dataclass(slots=True)
+class Found(Answer):
+    """Answer to Lookup. `gaps`: stored blocks may lie beyond missing ones, for now."""
+
+    gaps: bool
+
+
+@dataclass(slots=True)
 class Deny:
     """No, and why."""
 

@@ -65,6 +65,9 @@ class Limits:
     leases_per_client: int = 1024
     namespaces: int = 4096
 
+    def __post_init__(self) -> None:
+        self.reserve_keys = min(self.reserve_keys, self.batch_keys)
+
 
 class Ledger:
     """The book of one placement."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Action, Answer, Deny
+from kvstore.core.actions import Action, Answer, Deny, Found
 from kvstore.core.blocks import LIVE
 from kvstore.core.check import check
 from kvstore.core.keeping import Keeping
@@ -142,9 +142,10 @@ class Placement:
     def _lookup(self, event: ev.Lookup, now: float) -> None:
         if self.ledger.slot_bytes(event):
             # While parents may be missing or being written, every key has to be looked at.
-            gaps = self.residency.holes[event.namespace] or self.ledger.writers[event.namespace]
-            find = self.residency.count_prefix if gaps else self.residency.search_prefix
-            self.ledger.say(Answer(event.request, find(event.namespace, event.keys)))
+            r = self.residency
+            gaps = r.holes[event.namespace] > 0 or self.ledger.writers[event.namespace] > 0
+            find = r.count_prefix if gaps else r.search_prefix
+            self.ledger.say(Found(event.request, find(event.namespace, event.keys), gaps))
 
     # -- results, clients, time
 

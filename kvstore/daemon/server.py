@@ -249,6 +249,8 @@ class Connection(asyncio.Protocol):
         """See Asker."""
         if isinstance(action, ac.Grant):
             self._send(m.Granted(request, action.lease, action.slot_bytes, action.slots.tobytes()))
+        elif isinstance(action, ac.Found):
+            self._send(m.Found(request, action.value, action.gaps))
         elif isinstance(action, ac.Answer):
             self._send(m.Value(request, action.value))
         elif isinstance(action, ac.Room):

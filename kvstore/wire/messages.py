@@ -7,6 +7,7 @@ Times are relative (s), since the two sides share no clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, get_type_hints
@@ -18,6 +19,7 @@ from kvstore.types import MAX_KEY_BYTES
 
 VERSION = 1
 MAGIC = "kvstore"
+_SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class _Keyed:
 
 @dataclass(slots=True)
 class Lookup(_Keyed):
-    """Length of the stored prefix; answered by Value."""
+    """Length of the stored prefix; answered by Found."""
 
 
 @dataclass(slots=True)
@@ -204,6 +206,15 @@ class Value:
 
 
 @dataclass(slots=True)
+class Found:
+    """Answer to Lookup. With `gaps`, stored blocks may lie beyond missing ones: ask all keys."""
+
+    id: int
+    value: int
+    gaps: bool
+
+
+@dataclass(slots=True)
 class Granted:
     """A lease on leading blocks: a `SLOT_RECORD` each."""
 
@@ -268,6 +279,7 @@ ALL: tuple[type, ...] = (
     Reserved,
     Denied,
     Failure,
+    Found,
 )
 """The tag of a message is its place here: append only."""
 
@@ -288,20 +300,23 @@ class _Codec:
         self.names = tuple(f.name for f in fields(cls))
         self.values = attrgetter("__class__", *self.names)
         self.types = (int, *(_plain(hints[name]) for name in self.names))
-        self.ints = tuple(i for i, wanted in enumerate(self.types) if wanted is int)
+        self.numbers = tuple(i for i, wanted in enumerate(self.types) if wanted in (int, float))
         self.validate = getattr(cls, "validate", None)
 
     def check(self, items: tuple[Any, ...]) -> None:
-        """Raises RemoteProtocolError for a field of the wrong type or a negative number."""
+        """Raises RemoteProtocolError for a field of the wrong type, or a number that is negative or none."""
         if len(items) != len(self.types):
             raise RemoteProtocolError(
                 f"{self.cls.__name__} has {len(items) - 1} fields instead of {len(self.names)}"
             )
         for value, wanted, name in zip(items[1:], self.types[1:], self.names, strict=True):
             good = type(value) is wanted or (wanted is float and type(value) is int)
-            if not good or (wanted is int and value < 0):
+            if wanted in (int, float):
+                good = good and 0 <= value < math.inf
+            if not good:
+                shown = f"{value!r:.40}" if isinstance(value, _SHOWN) else type(value).__name__
                 raise RemoteProtocolError(
-                    f"{self.cls.__name__}.{name} is {value!r:.40} instead of {wanted.__name__}"
+                    f"{self.cls.__name__}.{name} is {shown} instead of {wanted.__name__}"
                 )
 
 
@@ -332,8 +347,8 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     codec = _BY_TAG[items[0]]
     if tuple(map(type, items)) != codec.types:
         codec.check(items)
-    for i in codec.ints:
-        if items[i] < 0:
+    for i in codec.numbers:
+        if not 0 <= items[i] < math.inf:
             codec.check(items)
     message = codec.cls(*items[1:])
     if codec.validate is not None:

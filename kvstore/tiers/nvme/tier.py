@@ -66,10 +66,10 @@ class NvmeTier:
         """What the folder holds: namespaces, extents with their slot sizes, blocks (latest first)."""
         loaded = self._journal.load()
         for extent in self._slabs.stored():
-            if extent not in loaded.extents:
-                continue
             if extent >= self._count:
-                _log.warning("extent %d lies beyond the limit: its blocks are forgotten", extent)
+                self._slabs.remove(extent)
+                continue
+            if extent not in loaded.extents:
                 continue
             try:
                 self._slabs.open_existing(extent)
