@@ -37,7 +37,7 @@ def check_deadline(deadline_s: float) -> float:
 
 
 def check_ttl(ttl_s: float) -> float:
-    """The time to live itself. Raises MisuseError unless it is a positive number of seconds, 30 days at most."""
+    """The time to live itself. Raises MisuseError unless it is more than 0 s and at most 30 days."""
     if not 0 < ttl_s <= 30 * 86400:
         raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, more than 0 and at most 30 days")
     return float(ttl_s)
