@@ -13,9 +13,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_example_runs_as_pasted() -> None:
     [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    ran = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", example]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [
         "PutResult(stored=62, present=0, denied=0, why='')",
