@@ -134,7 +134,12 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size
     _check(answer)
     lease = answer.lease
 
+    holds = call.session.holds
+    if lease:
+        holds.add(lease)
+
     def end() -> None:
+        holds.discard(lease)
         call.post(m.Release(lease))
 
     def suspect(key: Key) -> None:
@@ -143,6 +148,7 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size
     try:
         slots = yield from _slots(call, answer, layout, writable=False)
     except Exception:
+        holds.discard(lease)
         yield Post(m.Release(lease))
         raise
     return Lease(slots, keys, fingerprint, end if lease else _nothing, suspect)

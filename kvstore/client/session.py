@@ -75,6 +75,7 @@ class Session:
         self.namespaces: dict[int, tuple[int, bytes, Layout]] = {}
         self.batch_keys = 0
         self.reserve_keys = 0
+        self.holds: set[int] = set()
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self._frames = Frames(1 << 30)
         self._token = token

@@ -191,7 +191,8 @@ class Client:
         if link.pid != os.getpid():
             return
         with self._lock:
-            if self._closed or len(self._idle) >= _IDLE_LINKS:
+            # A connection that closes takes its leases with it.
+            if self._closed or (len(self._idle) >= _IDLE_LINKS and not link.session.holds):
                 link.close()
             elif not link.closed:
                 self._idle.append(link)
