@@ -171,7 +171,7 @@ class AsyncClient:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> UnavailableError:
-        self._backoff.failed()
+        self._backoff.failed(error)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
 
     async def _connect(self, ends: float) -> AsyncLink:
@@ -185,7 +185,6 @@ class AsyncClient:
         except BaseException:
             link.close()
             raise
-        self._backoff.succeeded()
         return link
 
     async def _drive(self, link: AsyncLink, start: Callable[[Call], Flow], ends: float) -> Any:
@@ -214,6 +213,7 @@ class AsyncClient:
             raise
         if not call.kept:
             self._idle.append(link)
+        self._backoff.succeeded()
         return result
 
     async def _resume(self, link: AsyncLink, flow: Flow, miss: Any) -> Any:

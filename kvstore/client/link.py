@@ -19,6 +19,7 @@ from kvstore.errors import UnavailableError
 _RECEIVE_BYTES = 256 << 10
 _BACK_OFF_S = 0.05
 _BACK_OFF_MAX_S = 2.0
+_LATE = 3
 
 
 class Backoff:
@@ -27,20 +28,25 @@ class Backoff:
     def __init__(self) -> None:
         self._delay_s = _BACK_OFF_S
         self._until = 0.0
+        self._late = 0
 
     def check(self) -> None:
         """Raises UnavailableError while it is too early."""
         if time.monotonic() < self._until:
             raise UnavailableError("the daemon is away", "waiting before the next attempt")
 
-    def failed(self) -> None:
-        """One more failure."""
+    def failed(self, error: Exception) -> None:
+        """One more failure. A call that was late may have been in a hurry: only several in a row count."""
+        if isinstance(error, TimeoutError | BlockingIOError):
+            self._late += 1
+            if self._late < _LATE:
+                return
         self._until = time.monotonic() + self._delay_s * random.uniform(0.5, 1.0)
         self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
 
     def succeeded(self) -> None:
         """The daemon is there."""
-        self._delay_s, self._until = _BACK_OFF_S, 0.0
+        self._delay_s, self._until, self._late = _BACK_OFF_S, 0.0, 0
 
 
 class Link:

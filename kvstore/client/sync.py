@@ -128,7 +128,7 @@ class Client:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> UnavailableError:
-        self._backoff.failed()
+        self._backoff.failed(error)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
 
     def _drive(self, link: Link, start: Callable[[Call], Flow], ends: float) -> Any:
@@ -156,6 +156,7 @@ class Client:
             raise
         if not call.kept:
             self._give_back(link)
+        self._backoff.succeeded()
         return result
 
     def _resume(self, link: Link, flow: Flow, miss: Any) -> Any:
@@ -184,7 +185,6 @@ class Client:
             link = Link(self.path, self._token, self._maps, ends)
         except (OSError, RemoteProtocolError) as error:
             raise self._gone(error) from error
-        self._backoff.succeeded()
         return link
 
     def _give_back(self, link: Link) -> None:
