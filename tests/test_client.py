@@ -495,8 +495,10 @@ def test_a_fork_gets_its_own_connection(ns: Namespace, client: Client) -> None:
     keys, childs = names(4), names(4, "child")
     ns.put(keys, payloads(keys))
     lease = ns.acquire(keys)
+    connections = client.status()["connections"]
 
     def work() -> None:
+        assert client.status()["connections"] == connections + 1
         assert got(ns, keys) == 4
         assert ns.put(childs, payloads(childs)).stored == 4
         lease.release()
