@@ -19,7 +19,7 @@ from kvstore.wire.frames import DEFAULT_FRAME_BYTES, Frames, pack
 U64 = (1 << 64) - 1
 WRONG: dict[type, list[Any]] = {
     int: [-1, 1.5, "1", b"1", None, True, [1], {"a": 1}],
-    float: ["1.0", b"1", None, True, [1.0], float("nan")],
+    float: ["1.0", b"1", None, True, [1.0], float("nan"), float("inf"), float("-inf"), -1.0, -1],
     str: [b"x", 1, None, ["x"]],
     bytes: ["x", 1, None, [1]],
     bool: [0, 1, None, "true"],

@@ -49,7 +49,7 @@ class Blocks:
         self.children = np.zeros(capacity, np.int32)
         self.checksum = np.zeros(capacity, np.uint64)
         self.slot = np.zeros((tiers, capacity), np.int32)
-        self._spare = np.zeros(1024, np.int32)
+        self._spare = np.zeros(capacity, np.int32)
         self._spares = 0
         self._fresh = 0
 
@@ -91,8 +91,6 @@ class Blocks:
         self.moving[rows] = 0
         self.children[rows] = 0
         end = self._spares + len(rows)
-        if end > len(self._spare):
-            self._spare = np.resize(self._spare, max(end, 2 * len(self._spare)))
         self._spare[self._spares : end] = rows
         self._spares = end
 
@@ -129,4 +127,4 @@ class Blocks:
         wide = (self.whose, self.parent, self.children, self.checksum)
         per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
         per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)
-        return per_row * self._fresh + self._spare.nbytes
+        return (per_row + self._spare.itemsize) * self._fresh

@@ -28,13 +28,11 @@ class SlotClass:
     extents: list[int] = field(default_factory=list)
     total: int = 0
     free: int = 0
-    stack: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(64, np.int32))
+    stack: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def push(self, slots: Slots) -> None:
         """Slots that became free."""
         end = self.free + len(slots)
-        if end > len(self.stack):
-            self.stack = np.resize(self.stack, max(end, 2 * len(self.stack)))
         self.stack[self.free : end] = slots
         self.free = end
 
@@ -56,11 +54,16 @@ class Extents:
         self.limit_bytes = limit_bytes
         self.extent_bytes = extent_bytes
         self.table = table
-        self.owner = np.full(0, -1, np.int32)
-        self.refs = np.zeros(0, np.int32)
-        self.record = np.zeros(0, SLOT_RECORD)
-        self._tier = tier
+        # Zero pages at full length, of which `owner`, `refs` and `record` show what is in use: nothing is
+        # ever copied to make room for more.
+        self._columns = (
+            np.zeros(max_slots, np.int32),
+            np.zeros(max_slots, np.int32),
+            np.zeros(max_slots, SLOT_RECORD),
+        )
         self._max_slots = max_slots
+        self._show(0)
+        self._tier = tier
         self._base: dict[int, int] = {}
         self._ranges: list[tuple[int, int]] = []
         self.unassigned: list[int] = []
@@ -107,7 +110,9 @@ class Extents:
         numbers = np.arange(base, base + slots)
         self.place[numbers] = np.arange(slots, dtype=np.uint64) | np.uint64(extent << 32)
         self.record["tier"][numbers] = self._tier
-        pool = self.classes.setdefault(slot_bytes, SlotClass(slot_bytes))
+        if slot_bytes not in self.classes:
+            self.classes[slot_bytes] = SlotClass(slot_bytes, stack=np.zeros(self._max_slots, np.int32))
+        pool = self.classes[slot_bytes]
         pool.extents.append(extent)
         pool.total += slots
         # Highest first: the stack then hands slots out in ascending order, so that a batch lies in a row.
@@ -143,10 +148,13 @@ class Extents:
         base, end = len(self.owner), len(self.owner) + count
         if end > self._max_slots:
             return None
-        self.owner = np.concatenate((self.owner, np.full(count, -1, np.int32)))
-        self.refs = np.concatenate((self.refs, np.zeros(count, np.int32)))
-        self.record = np.concatenate((self.record, np.zeros(count, SLOT_RECORD)))
+        self._show(end)
+        self.owner[base:end] = -1
         return base
+
+    def _show(self, end: int) -> None:
+        owner, refs, record = self._columns
+        self.owner, self.refs, self.record = owner[:end], refs[:end], record[:end]
 
     @property
     def place(self) -> npt.NDArray[np.uint64]:
@@ -250,4 +258,4 @@ class Extents:
     def ram_bytes(self) -> int:
         """Bytes of the columns and stacks."""
         columns = self.owner.nbytes + self.refs.nbytes + self.record.nbytes
-        return columns + sum(c.stack.nbytes for c in self.classes.values())
+        return columns + sum(c.stack.itemsize * c.total for c in self.classes.values())
