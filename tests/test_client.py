@@ -36,7 +36,7 @@ from tests.daemons import (
     tier,
 )
 
-MARGIN_S = 0.5
+MARGIN_S = 1.0
 """What a loaded machine may add to a deadline."""
 
 
