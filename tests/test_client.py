@@ -663,7 +663,7 @@ def test_a_closed_client_misses(daemon: ServedDaemon) -> None:
 
 
 def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=2) as client:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(20)
         ns.put(keys, payloads(keys))
