@@ -239,7 +239,12 @@ class Connection(asyncio.Protocol):
         number = os.dup(self._transport.get_extra_info("socket").fileno())
         with socket.socket(fileno=number) as sock:
             frame = pack(message)
-            sent = socket.send_fds(sock, [frame], [fd])
+            try:
+                sent = socket.send_fds(sock, [frame], [fd])
+            except OSError as error:
+                _log.info("connection %d: no descriptor can be sent: %s", self._number, error)
+                self._transport.abort()
+                return
         if sent < len(frame):
             self._transport.write(frame[sent:])
 
