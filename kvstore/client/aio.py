@@ -53,7 +53,8 @@ class AsyncLink:
         """Connects and shakes hands."""
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self._sock, path)
-        await loop.sock_sendall(self._sock, self.session.hello())
+        with contextlib.suppress(BrokenPipeError):
+            await loop.sock_sendall(self._sock, self.session.hello())
         self.session.welcome(await self._receive())
 
     async def call(self, message: Any) -> Any:

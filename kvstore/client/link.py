@@ -62,7 +62,9 @@ class Link:
         try:
             self._set_timeout(ends)
             self._sock.connect(path)
-            self._sock.sendall(self.session.hello())
+            # A daemon that turns us away says why before it hangs up: read that, whoever was faster.
+            with contextlib.suppress(BrokenPipeError):
+                self._sock.sendall(self.session.hello())
             self.session.welcome(self._receive(ends))
         except BaseException:
             self._sock.close()
