@@ -52,7 +52,7 @@ class Writes:
             self._ledger.stall(event)
         else:
             self._give_room(event, size, rows, state, want[:n], parent)
-        r.prune(rows)
+        r.prune(np.unique(np.append(rows, parent)))
         return None
 
     def _room_beside(self, size: int, n: int, rows: Rows, parent: int, patient: bool) -> int:

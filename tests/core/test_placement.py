@@ -849,6 +849,19 @@ def test_a_hole_goes_with_its_last_child() -> None:
     assert w.p.residency.blocks.used == 0
 
 
+def test_a_parent_lost_while_room_is_made_for_its_child_leaves_no_hole() -> None:
+    w = World(1, 1, write_policy="on_evict")
+    w.open(1)
+    w.open(3, ALIGN + 1)
+    w.put(0, 1, [b"a"])
+    w.put(0, 3, [b"x"])
+    w.finish_all()
+    assert w.put(0, 3, [b"x"]) == 1
+    w.reserve(0, 1, [b"b"], b"a")
+    w.settle()
+    assert not w.p.residency.holes[1]
+
+
 def test_nothing_can_be_hung_on_a_hole() -> None:
     w = world()
     w.put(0, 1, [b"a", b"b"])
