@@ -46,7 +46,8 @@ class Client:
     """A client of the daemon at `url` (`unix:///path`; None: KVSTORE_SOCKET, or the default path).
 
     `deadline_s` bounds every call that does not bring its own. A daemon that is away, late or full makes a
-    miss or a denial; with `strict` it raises UnavailableError or DeniedError instead. Misuse always raises.
+    miss or a denial; with `strict`, a call that was refused as a whole raises UnavailableError or DeniedError
+    instead. Blocks that found no room are counted in `PutResult.denied` either way. Misuse always raises.
     """
 
     def __init__(
