@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.actions import Action, Drop, Format, Identity, Where
-from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
+from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
@@ -409,6 +409,3 @@ class Residency:
         policies = sum(p.ram_bytes(self.blocks.rows_touched) for t in self.tiers for p in t.policies.values())
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         return self.blocks.ram_bytes() + self.index.ram_bytes() + policies + extents
-
-
-__all__ = ["DEMOTE", "FREE", "PROMOTING", "WRITING", "Demote", "Residency", "TierSpec", "TierState"]
