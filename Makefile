@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-engines check format bench clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
 
 test: $(READY)
 	$(BIN)/pytest
+
+# Real engines, each in an environment of its own that is made once, outside the clone. ENGINES=vllm: only that.
+test-engines: $(READY)
+	$(BIN)/python tests/engines/environments.py $(ENGINES)
 
 check: $(READY)
 	$(BIN)/ruff check .

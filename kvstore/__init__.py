@@ -2,6 +2,7 @@
 
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
+from kvstore.client.guard import Guard
 from kvstore.client.holds import Lease, PutResult, Room
 from kvstore.client.sync import Client, Namespace
 from kvstore.types import Key, Layout, Tier, chain_keys
@@ -10,6 +11,7 @@ __all__ = [
     "AsyncClient",
     "AsyncNamespace",
     "Client",
+    "Guard",
     "Key",
     "Layout",
     "Lease",

@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -88,18 +89,54 @@ def copy_checksum(target: bytearray | memoryview, source: Bytes, seed: int) -> i
     keeps is what was verified, even if someone writes to `source` meanwhile.
     """
     into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    n = into.size
-    if n != data.size:
-        raise ValueError(f"target has {n} bytes, source {data.size}")
-    if n <= _PIECE_BYTES:
+    if into.size != data.size:
+        raise ValueError(f"target has {into.size} bytes, source {data.size}")
+    if into.size <= _PIECE_BYTES:
         np.copyto(into, data)
         return xxh3_64_intdigest(into.data, seed)
     digest = xxh3_64(seed=seed)
-    for start in range(0, n, _PIECE_BYTES):
+    _copy_pieces(into, data, digest)
+    return digest.intdigest()
+
+
+def gather_checksum(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
+    """`copy_checksum` of a payload whose source is in parts, which fill `target` one after another.
+
+    ValueError if they do not fill it exactly.
+    """
+    into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
+    for source in sources:
+        data = np.frombuffer(source, np.uint8)
+        _copy_pieces(into[at : at + data.size], data, digest)
+        at += data.size
+    if at != into.size:
+        raise ValueError(f"target has {into.size} bytes, the parts {at}")
+    return digest.intdigest()
+
+
+def scatter_checksum(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
+    """`copy_checksum` of a payload that goes into parts, one after another.
+
+    ValueError if they do not take all of `source`.
+    """
+    data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
+    for target in targets:
+        into = np.frombuffer(target, np.uint8)
+        _copy_pieces(into, data[at : at + into.size], digest)
+        at += into.size
+    if at != data.size:
+        raise ValueError(f"source has {data.size} bytes, the parts {at}")
+    return digest.intdigest()
+
+
+def _copy_pieces(into: NDArray[np.uint8], data: NDArray[np.uint8], digest: xxh3_64) -> None:
+    """Copies and hashes piece by piece. ValueError if the sizes differ."""
+    if into.size != data.size:
+        raise ValueError(f"target has {into.size} bytes, source {data.size}")
+    for start in range(0, into.size, _PIECE_BYTES):
         piece = into[start : start + _PIECE_BYTES]
         np.copyto(piece, data[start : start + _PIECE_BYTES])
         digest.update(piece.data)
-    return digest.intdigest()
 
 
 class Extent:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import os
 import signal
 import threading
@@ -302,6 +303,43 @@ def test_a_range_written_after_a_fill_counts(ns: Namespace) -> None:
         room.write(0, payload(key))
         room.commit()
     assert got(ns, [key]) == 1
+
+
+def test_blocks_are_gathered_from_parts_and_scattered_into_parts(ns: Namespace) -> None:
+    keys, cuts = names(3), [0, 1, 4097, BLOCK]
+    with ns.reserve(keys) as room:
+        for i, key in enumerate(keys):
+            block = payload(key)
+            room.gather(i, [block[a:b] for a, b in itertools.pairwise(cuts)])
+        room.commit()
+    assert got(ns, keys) == 3
+    sizes = [BLOCK - 1000, 0, 1000]
+    with ns.acquire(keys) as lease:
+        for i, key in enumerate(keys):
+            parts = [np.zeros(n, np.uint8) for n in sizes]
+            assert lease.scatter(i, parts)
+            assert np.concatenate(parts).tobytes() == payload(key)
+        with pytest.raises(MisuseError, match=f"block 1 has {BLOCK - 1} bytes instead of {BLOCK}"):
+            lease.scatter(1, [bytearray(BLOCK - 1)])
+        with pytest.raises(MisuseError, match="block 1 is read-only"):
+            lease.scatter(1, [bytes(BLOCK)])
+        with pytest.raises(MisuseError, match="block 3"):
+            lease.scatter(3, [bytearray(BLOCK)])
+
+
+def test_scattered_blocks_are_verified(ns: Namespace) -> None:
+    good, bad = names(2)
+    ns.put([good], payloads([good]))
+    with ns.reserve([bad], parent=good) as room:
+        view = room.blocks[0]
+        view[:] = payload(bad)
+        room.commit()
+        view[17] ^= 1
+    out = [bytearray(BLOCK)]
+    with ns.acquire([good, bad]) as lease:
+        assert lease.scatter(0, out)
+        assert not lease.scatter(1, out)
+    eventually(lambda: ns.lookup([good, bad]) == 1)
 
 
 def test_committing_an_empty_room_leaves_connections_apart(client: Client) -> None:

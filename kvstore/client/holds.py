@@ -64,16 +64,27 @@ class Slots:
 
 def as_bytes(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview:
     """A flat view of a buffer of exactly `nbytes`. Raises MisuseError otherwise."""
+    [flat] = _parts([buffer], what, nbytes, writable)
+    return flat
+
+
+def _parts(buffers: Sequence[Buffer], what: str, nbytes: int, writable: bool = False) -> list[memoryview]:
+    """Flat views of buffers of `nbytes` together. Raises MisuseError otherwise."""
+    flats = [_flat(buffer, what) for buffer in buffers]
+    total = sum(flat.nbytes for flat in flats)
+    if total != nbytes:
+        raise MisuseError(f"{what} has {total} bytes instead of {nbytes}", "see Layout.block_bytes")
+    if writable and any(flat.readonly for flat in flats):
+        raise MisuseError(f"{what} is read-only")
+    return flats
+
+
+def _flat(buffer: Buffer, what: str) -> memoryview:
     try:
         view = memoryview(buffer)
-        flat = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
     except TypeError as error:
         raise MisuseError(f"{what}: {error}", "pass a C-contiguous buffer") from None
-    if flat.nbytes != nbytes:
-        raise MisuseError(f"{what} has {flat.nbytes} bytes instead of {nbytes}", "see Layout.block_bytes")
-    if writable and flat.readonly:
-        raise MisuseError(f"{what} is read-only")
-    return flat
 
 
 def _no_slots(block_bytes: int) -> Slots:
@@ -176,6 +187,17 @@ class Lease(_Hold):
 
         return self._verified(move)
 
+    def scatter(self, i: int, parts: Sequence[Buffer]) -> bool:
+        """Copies block i into `parts`, writable C-contiguous buffers that it fills one after another.
+
+        Whether these were the right bytes: if not, the block is reported to the daemon and what lies in the
+        parts is undefined.
+        """
+        targets = _parts(
+            parts, f"block {i}", self._range(i, 0, self._slots.block_bytes).nbytes, writable=True
+        )
+        return self._is_good(i, lambda i, seed: arena.scatter_checksum(targets, self._slots.view(i), seed))
+
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
         """Copies a byte range of block i, from `offset`, into all of `out`. Unverified."""
         target = memoryview(out).cast("B")
@@ -189,13 +211,17 @@ class Lease(_Hold):
         """Counts leading blocks whose digest is right and whose slot was theirs until after it."""
         self._check_open()
         for i in range(len(self)):
-            seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
-            if digest(i, seed) != self._slots.checksum(i):
-                self._suspect(self._keys[i])
-                return i
-            if not self._slots.is_current(i):
+            if not self._is_good(i, digest):
                 return i
         return len(self)
+
+    def _is_good(self, i: int, digest: Callable[[int, int], int]) -> bool:
+        """Whether block i has the right digest, and its slot was its own until after it was taken."""
+        seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
+        if digest(i, seed) != self._slots.checksum(i):
+            self._suspect(self._keys[i])
+            return False
+        return self._slots.is_current(i)
 
     def __enter__(self) -> Lease:
         return self
@@ -253,6 +279,12 @@ class Room(_Hold):
         """Copies a whole block into slot i and takes its checksum on the way."""
         source = as_bytes(block, f"block {self.wanted[i]}", self._slots.block_bytes)
         self._checksums[i] = arena.copy_checksum(self._range(i, 0, source.nbytes), source, self._seed(i))
+
+    def gather(self, i: int, parts: Sequence[Buffer]) -> None:
+        """`fill` from C-contiguous buffers that make the block one after another."""
+        sources = _parts(parts, f"block {self.wanted[i]}", self._slots.block_bytes)
+        target = self._range(i, 0, self._slots.block_bytes)
+        self._checksums[i] = arena.gather_checksum(target, sources, self._seed(i))
 
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
         """Copies `part` into slot i at byte `offset`, layer by layer for instance."""

@@ -1,0 +1,104 @@
+"""Runs the tests that need a serving engine, each engine in an environment of its own with pinned versions.
+
+    python tests/engines/environments.py [ENGINE ...] [-- pytest arguments]
+    python tests/engines/environments.py --python ENGINE        # makes it, prints its interpreter
+
+Environments are made once, in KVSTORE_ENGINES or ~/.cache/kvstore/engines, under a name that changes with the
+pins and the Python version, and are used by every clone: kvstore itself comes from the clone, by PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+ENGINES = sorted(file.parent.name for file in HERE.glob("*/requirements.txt"))
+
+
+def cache() -> Path:
+    """Where environments are kept."""
+    own = os.environ.get("KVSTORE_ENGINES")
+    return Path(own) if own else Path.home() / ".cache" / "kvstore" / "engines"
+
+
+def interpreter(engine: str) -> Path:
+    """The Python of an engine's environment, which is made if it is not there yet."""
+    pins = HERE / engine / "requirements.txt"
+    digest = hashlib.sha256(pins.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    folder = cache() / f"{engine}-{digest}"
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    with _only_one(cache() / f".{folder.name}.lock"):
+        if not ready.exists():
+            _make(engine, folder, python, pins)
+            ready.touch()
+    return python
+
+
+def _make(engine: str, folder: Path, python: Path, pins: Path) -> None:
+    started_s = time.monotonic()
+    _say(f"making the {engine} environment in {folder}: some minutes, and gigabytes, once")
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "-r", pins]
+    with subprocess.Popen([str(part) for part in pip], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(("Collecting", "Installing", "Successfully", "Building")):
+                _say(f"{time.monotonic() - started_s:4.0f} s  {line.strip():.100}")
+    if process.returncode:
+        sys.exit(f"cannot install {pins}: pip ended with exit code {process.returncode}")
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Two clones may start at the same time: the second waits for the first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def environment() -> dict[str, str]:
+    """Environment variables for an engine's interpreter: kvstore and its connectors come from this clone."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'connectors'}", "PYTHONNOUSERSITE": "1"}
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Runs the tests of the engines named, all of them if none is; the worst exit code."""
+    arguments, more = sys.argv[1:], []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        arguments, more = arguments[:cut], arguments[cut + 1 :]
+    only_path = "--python" in arguments
+    engines = [name for name in arguments if name != "--python"] or ENGINES
+    for name in engines:
+        if name not in ENGINES:
+            sys.exit(f"no engine is called {name!r} (there are {', '.join(ENGINES)})")
+    worst = 0
+    for engine in engines:
+        python = interpreter(engine)
+        if only_path:
+            print(python)
+            continue
+        _say(f"testing with {engine}")
+        command = [python, "-m", "pytest", HERE / engine, *more]
+        worst = max(worst, subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
