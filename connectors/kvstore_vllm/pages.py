@@ -1,0 +1,139 @@
+"""The engine's paged KV memory, as bytes: which bytes make up an engine block, and how they get in and out.
+
+A stored block is its engine blocks one after another, each of them all layers one after another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvstore import Lease, Room
+from kvstore.errors import ConfigError
+
+
+class Pages(Protocol):
+    """Moves whole stored blocks; may be called from several threads, for different engine blocks."""
+
+    block_bytes: int
+    """Bytes of one engine block, all layers."""
+
+    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+        """Fills a slot of a room from engine blocks."""
+
+    def load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
+        """Fills engine blocks (None: not this one) from a block of a lease; whether its bytes were right."""
+
+
+def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
+    """The pages of an engine with `num_blocks` blocks, given each layer's cache. Raises ConfigError."""
+    layers: dict[int, torch.Tensor] = {}
+    for name in sorted(kv_caches):
+        rows = _rows(name, kv_caches[name], num_blocks)
+        layers.setdefault(rows.data_ptr(), rows)  # layers that share their KV are one
+    if not layers:
+        raise ConfigError("the engine has no KV cache", "nothing is there to store")
+    host = all(rows.device.type == "cpu" for rows in layers.values())
+    return HostPages(list(layers.values())) if host else DevicePages(list(layers.values()))
+
+
+def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A layer's cache as bytes, shape (num_blocks, bytes of a block), sharing its memory."""
+    if not isinstance(cache, torch.Tensor):
+        raise ConfigError(f"layer {name} keeps its state in several tensors", "only attention is served")
+    inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
+    dense = 1
+    for stride, size in inner:
+        if size > 1 and stride != dense:
+            raise ConfigError(
+                f"layer {name}: an engine block is not one run of bytes", "use another KV layout"
+            )
+        dense *= size
+    pieces, rest = divmod(cache.shape[0], num_blocks)
+    row_bytes, step = prod(cache.shape[1:]) * cache.itemsize, cache.stride(0) * cache.itemsize
+    if rest or (pieces > 1 and step != row_bytes):
+        raise ConfigError(
+            f"layer {name} has {cache.shape[0]} kernel blocks for {num_blocks} blocks",
+            "use a block size that the attention backend takes as it is",
+        )
+    raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+    start = cache.storage_offset() * cache.itemsize
+    return raw.as_strided((num_blocks, pieces * row_bytes), (pieces * step, 1), start)
+
+
+class HostPages:
+    """KV memory that the CPU reaches: copied and verified in one go, straight from and into slots."""
+
+    def __init__(self, layers: list[torch.Tensor]) -> None:
+        self._layers = [rows.numpy() for rows in layers]
+        self._unwanted = [np.empty(rows.shape[1], np.uint8) for rows in self._layers]
+        self.block_bytes = sum(rows.shape[1] for rows in self._layers)
+
+    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+        """See Pages."""
+        room.gather(slot, self._parts(block_ids))
+
+    def load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
+        """See Pages."""
+        return lease.scatter(index, self._parts(block_ids))
+
+    def _parts(self, block_ids: Sequence[int | None]) -> list[np.ndarray]:
+        parts: list[np.ndarray] = []
+        for block_id in block_ids:
+            parts += self._unwanted if block_id is None else [rows[block_id] for rows in self._layers]
+        return parts
+
+
+class DevicePages:
+    """KV memory of a device: through a buffer in host memory, so that what arrives is what was verified.
+
+    Each thread has a stream and a buffer of its own. Blocks that are saved were computed by a step whose
+    output the scheduler has seen, so nothing has to be waited for; loads are over when `load` returns.
+    """
+
+    def __init__(self, layers: list[torch.Tensor]) -> None:
+        self._layers = layers
+        self._device = layers[0].device
+        self._sizes = [rows.shape[1] for rows in layers]
+        self.block_bytes = sum(self._sizes)
+        self._mine = threading.local()
+
+    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+        """See Pages."""
+        buffer = self._buffer(len(block_ids))
+        with self._stream():
+            packed = torch.cat([rows[block_id] for block_id in block_ids for rows in self._layers])
+            buffer.copy_(packed)
+        room.gather(slot, [buffer.numpy()])
+
+    def load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
+        """See Pages."""
+        buffer = self._buffer(len(block_ids))
+        if not lease.scatter(index, [buffer.numpy()]):
+            return False
+        with self._stream() as stream:
+            parts = buffer.to(self._device).split(self._sizes * len(block_ids))
+            targets = [None if b is None else rows[b] for b in block_ids for rows in self._layers]
+            wanted = [(t, part) for t, part in zip(targets, parts, strict=True) if t is not None]
+            torch._foreach_copy_([target for target, _ in wanted], [part for _, part in wanted])
+            if stream is not None:
+                stream.synchronize()
+        return True
+
+    def _stream(self) -> torch.cuda.StreamContext:
+        if self._device.type == "cuda" and not hasattr(self._mine, "stream"):
+            self._mine.stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(getattr(self._mine, "stream", None))
+
+    def _buffer(self, blocks: int) -> torch.Tensor:
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = torch.empty(
+                blocks * self.block_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
+        buffer: torch.Tensor = self._mine.buffer
+        return buffer
