@@ -121,6 +121,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Whether the engine blocks of a request that has ended stay until its saves are over."""
         with self._guard("request_finished"):
             return self._half().finish(request, block_ids), None
+        self._half().release(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool | None:

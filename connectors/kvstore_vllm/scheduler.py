@@ -75,7 +75,7 @@ class SchedulerHalf:
         self._namespaces: list[Any] = []
         self._tracked: dict[str, Tracked] = {}
         self._matched: dict[str, tuple[int, int]] = {}
-        self._failed: set[str] = set()
+        self._tried: dict[str, int] = {}
         self._adapters: dict[tuple[str, str], bytes] = {}
         self._next = Step()
         self.kv_cache_manager: Any = None
@@ -91,7 +91,8 @@ class SchedulerHalf:
         """How many tokens behind the first `computed_tokens` can be loaded; one at least is left."""
         stored = self._look_up(self._keys(request))
         self._matched[request.request_id] = (stored, computed_tokens)
-        if not self._may_load or request.request_id in self._failed:
+        # One try an admission: whoever loads again what failed would never start.
+        if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
         usable: int = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         return max(0, min(stored * self._per_key * self._block_tokens, usable) - computed_tokens)
@@ -100,9 +101,20 @@ class SchedulerHalf:
         """The request got engine blocks; `external_tokens` behind the computed ones are to be loaded."""
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
+        [block_ids] = blocks.get_block_ids()
+        if external_tokens:
+            self._tried[request.request_id] = request.num_preemptions
+        try:
+            self._track(request, block_ids, external_tokens)
+        except Exception:
+            # vLLM waits for a load that it was promised: this one ends with nothing loaded.
+            if external_tokens:
+                self._next.loads.append(Load(request.request_id, [], block_ids, 0))
+            raise
+
+    def _track(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         request_id = request.request_id
         stored, computed_tokens = self._matched.get(request_id, (0, 0))
-        [block_ids] = blocks.get_block_ids()
         first = computed_tokens // self._block_tokens
         loading = block_ids[first : first + external_tokens // self._block_tokens]
         self._tracked[request_id] = Tracked(request, block_ids, stored, loading)
@@ -116,7 +128,7 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> Step:
         """The orders of the step that was just scheduled."""
         orders, self._next = self._next, Step(self._next.epoch)
-        orders.revoked = list(output.preempted_req_ids or ())
+        orders.revoked += output.preempted_req_ids or ()
         with self._guard("save"):
             for request_id in orders.revoked:
                 tracked = self._tracked.get(request_id)
@@ -138,7 +150,7 @@ class SchedulerHalf:
         """A request has ended; whether its engine blocks are held until the workers say its id."""
         request_id = request.request_id
         self._matched.pop(request_id, None)
-        self._failed.discard(request_id)
+        self._tried.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or tracked.hit_tokens is None:
             return False
@@ -148,16 +160,18 @@ class SchedulerHalf:
             self._next.held.append(request_id)
         return tracked.saving
 
+    def release(self, request_id: str) -> None:
+        """The engine blocks of a request are free from now on, whatever became of its saves."""
+        self._next.revoked.append(request_id)
+
     def hear(self, output: KVConnectorOutput) -> None:
         """What the workers report: engine blocks that could not be loaded are computed by their request."""
         invalid = output.invalid_block_ids
         if not invalid:
             return
-        for request_id, tracked in self._tracked.items():
+        for tracked in self._tracked.values():
             bad = [i for i, block_id in enumerate(tracked.block_ids) if block_id in invalid]
             if bad and not invalid.isdisjoint(tracked.loading):
-                # One try a request: whoever loads again what fails again would never start.
-                self._failed.add(request_id)
                 tracked.stored = min(tracked.stored, bad[0] // self._per_key)
                 # Until it is computed again nobody else may take it for computed.
                 if not self._asynchronous and self.kv_cache_manager is not None:

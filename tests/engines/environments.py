@@ -95,7 +95,8 @@ def main() -> int:
             print(python)
             continue
         _say(f"testing with {engine}")
-        command = [python, "-m", "pytest", HERE / engine, *more]
+        # The conftest of the other tests wants packages that engines do not need.
+        command = [python, "-m", "pytest", f"--confcutdir={HERE}", HERE / engine, *more]
         worst = max(worst, subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode)
     return worst
 

@@ -1,0 +1,197 @@
+"""Engines to test with: child processes, a tiny random model, and prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvstore.lab.served import ServedDaemon
+
+BLOCK_TOKENS = 32
+VOCABULARY = 512
+
+# One thread: two engines and a daemon share two cores here, and OpenMP's threads spin while they wait.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def make_model(folder: Path, seed: int = 0, **config: Any) -> Path:
+    """A random Llama of 4 layers in `folder`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    small = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(**small | config)).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """A prompt that depends on its seed from the first token on."""
+    dice = random.Random(seed)
+    return [dice.randrange(3, VOCABULARY) for _ in range(tokens)]
+
+
+def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Tokens of a prompt that can come from a cache: whole blocks, and one token at least is computed."""
+    return (tokens - 1) // block_tokens * block_tokens
+
+
+def connector(daemon: ServedDaemon | str, **extra: Any) -> dict[str, Any]:
+    """The flag that makes an engine use the connector."""
+    url = daemon if isinstance(daemon, str) else daemon.url
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore_vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"url": url, "deadline_s": 10.0, **extra},
+        }
+    }
+
+
+class Engine:
+    """A vLLM engine in a process of its own. Methods are those of `serve.Served`; its errors are raised."""
+
+    mode = ""
+    """How the connector loads, where a fixture chose it."""
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.vllm.serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipes = (self._process.stdin, self._process.stdout)
+        self._model = model
+        try:
+            self.restart(**arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def restart(self, **arguments: Any) -> None:
+        """A new engine in the same process."""
+        self._arguments = arguments
+        settings = {
+            "model": str(self._model),
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": 64 << 20,
+        }
+        self("start", **settings | arguments)
+
+    @contextlib.contextmanager
+    def instead(self, **arguments: Any) -> Iterator[None]:
+        """For a while the engine has these arguments beside, or instead of, those it has."""
+        before = self._arguments
+        self.restart(**before | arguments)
+        try:
+            yield
+        finally:
+            self.restart(**before)
+
+    def __call__(self, do: str, **arguments: Any) -> Any:
+        """Runs a command in the engine's process."""
+        self.send(do, **arguments)
+        return self.receive()
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Starts a command; `receive` waits for its end."""
+        self._pipes[0].write(json.dumps({"do": do, **arguments}) + "\n")
+        self._pipes[0].flush()
+
+    def receive(self) -> Any:
+        """The answer to the oldest command."""
+        line = self._pipes[1].readline()
+        assert line, f"the engine is gone: exit code {self._process.wait(10)}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+        """See `Served.generate`."""
+        answers: list[dict[str, Any]] = self("generate", prompts=prompts, **more)
+        return answers
+
+    def fresh(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+        """Generates with an empty prefix cache of its own: what is cached comes from the store."""
+        ends = time.monotonic() + 30
+        while not self("reset"):
+            assert time.monotonic() < ends, "engine blocks are never let go"
+        return self.generate(prompts, **more)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipes[0].close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._pipes[1].close()
+
+    def kill(self) -> None:
+        """Ends the process as a crash would."""
+        self._process.kill()
+        self.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def said(answers: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Tokens and logprobs, without where the prompt's KV came from."""
+    return [(answer["tokens"], answer["logprobs"]) for answer in answers]
+
+
+def cached(answers: list[dict[str, Any]]) -> list[int]:
+    """How many tokens of each prompt were not computed, by vLLM's own count."""
+    return [answer["cached"] for answer in answers]
+
+
+def farthest(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> float:
+    """The largest difference between two runs' logprobs of the same tokens; infinite if tokens differ."""
+    if [tokens for tokens, _ in one] != [tokens for tokens, _ in other]:
+        return float("inf")
+    apart = [0.0]
+    for (_, steps), (_, others) in zip(one, other, strict=True):
+        for step, twin in zip(steps, others, strict=True):
+            known = dict(map(tuple, twin))
+            apart += [abs(logprob - known[token]) for token, logprob in step if token in known]
+    return max(apart)

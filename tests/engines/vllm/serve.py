@@ -1,0 +1,201 @@
+"""A vLLM engine as a child process: reads a JSON command a line on stdin, answers with a JSON line.
+
+The engine core runs in this process, so that tests can look into both halves of the connector; between two
+commands it is stepped until it has nothing left to do, as vLLM's own loop does in a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+# Before anything prints: answers have the real stdout, everything else goes where stderr goes.
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+
+from kvstore.errors import UnavailableError  # noqa: E402
+
+
+class Served:
+    """The commands."""
+
+    llm: LLM | None = None
+
+    def start(self, **arguments: Any) -> None:
+        """Makes the engine, instead of the one there was."""
+        if self.llm is not None:
+            self.core.shutdown()
+            self.llm = None
+            gc.collect()
+            cleanup_dist_env_and_memory()
+        self.llm = LLM(skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, **arguments)
+        if has_kv_transfer_group():
+            self._keep_counts()
+
+    @property
+    def core(self) -> Any:
+        """The engine core."""
+        assert self.llm is not None
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def worker(self) -> Any:
+        """The connector beside the model."""
+        return get_kv_transfer_group()
+
+    def _until_idle(self) -> None:
+        while self.core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        lora: list[Any] | None = None,
+        abort_after: int = 0,
+    ) -> list[dict[str, Any]]:
+        """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each.
+
+        `abort_after`: all requests are aborted after so many steps, and there is no answer.
+        """
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0, logprobs=3, detokenize=False, ignore_eos=True
+        )
+        asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        adapter = LoRARequest(*lora) if lora else None
+        if abort_after:
+            engine = self.llm.llm_engine
+            ids = [engine.add_request(f"aborted {i}", each, sampling) for i, each in enumerate(asked)]
+            for _ in range(abort_after):
+                engine.step()
+            engine.abort_request(ids, internal=True)
+            self._until_idle()
+            return []
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
+        self._until_idle()
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "logprobs": [
+                    sorted((token, entry.logprob) for token, entry in step.items())
+                    for step in output.outputs[0].logprobs
+                ],
+                "cached": output.num_cached_tokens,
+                "why": output.outputs[0].finish_reason,
+            }
+            for output in outputs
+        ]
+
+    def reset(self, connector: bool = False) -> bool:
+        """Empties the engine's own prefix cache."""
+        return self.llm.reset_prefix_cache(reset_connector=connector)
+
+    def preemptions(self) -> int:
+        """How often a request was preempted so far."""
+        [metric] = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        return metric.value
+
+    def failures(self) -> dict[str, int]:
+        """Failed hooks, of both halves."""
+        if not has_kv_transfer_group():
+            return {}
+        return dict(self.core.scheduler.connector._guard.failures + self.worker._guard.failures)
+
+    def layout(self) -> dict[str, Any]:
+        """What the connector's blocks look like."""
+        return self.worker._worker.layout.to_map()
+
+    def keys(self, prompt: list[int]) -> list[str]:
+        """The keys under which a prompt's blocks are stored, in hex."""
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.request import Request
+
+        asked = EngineCoreRequest(
+            request_id="keys",
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=SamplingParams(),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        request = Request.from_engine_core_request(asked, self.core.request_block_hasher)
+        return [key.hex() for key in self.core.scheduler.connector._scheduler._keys(request)]
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by what became of them, since the engine was made."""
+        self.worker._worker.counts()
+        return dict(self._counted)
+
+    def connected(self) -> bool:
+        """Whether both halves reach the daemon again, after backing off from one that was away."""
+        try:
+            for connector in (self.core.scheduler.connector, self.worker):
+                connector._client.ping()
+        except UnavailableError:
+            return False
+        return True
+
+    def sabotage(self, place: str) -> None:
+        """Makes something within the connector raise."""
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(f"sabotage of {place}")
+
+        part, name = self._part(place)
+        assert hasattr(part, name), place
+        setattr(part, name, fail)
+
+    def repair(self, place: str) -> None:
+        """Undoes `sabotage`."""
+        part, name = self._part(place)
+        delattr(part, name)
+
+    def _part(self, place: str) -> tuple[Any, str]:
+        half, _, name = place.partition(".")
+        parts = {
+            "scheduler": self.core.scheduler.connector._scheduler,
+            "worker": self.worker._worker,
+            "pages": self.worker._worker._pages,
+        }
+        return parts[half], name
+
+    def _keep_counts(self) -> None:
+        """vLLM's own log of them says less than a test wants to know."""
+        worker, counted = self.worker._worker, Counter[str]()
+        take = worker.counts
+
+        def counts() -> Counter[str]:
+            latest = take()
+            counted.update(latest)
+            return latest
+
+        worker.counts, self._counted = counts, counted
+
+
+def main() -> None:
+    """Answers commands until stdin ends."""
+    served = Served()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"result": getattr(served, command.pop("do"))(**command)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
