@@ -99,6 +99,7 @@ class PrefixCache:
         pads = check_pads(input_ids, attention_mask, settings)
         past = self._restored(input_ids.tolist(), pads)
         if attention_mask is None:
+            # Said outright, so that generate guesses no padding.
             attention_mask = torch.ones_like(input_ids)
         output = self._model.generate(
             input_ids, attention_mask=attention_mask, past_key_values=past, **options

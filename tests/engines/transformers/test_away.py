@@ -14,7 +14,7 @@ import torch
 
 from kvstore import Client
 from kvstore.lab.served import ServedDaemon
-from kvstore_transformers import Figures, PrefixCache
+from kvstore_transformers import Figures, PrefixCache, prefix
 from kvstore_transformers.blocks import BlockShape, Columns
 from tests.daemons import eventually
 from tests.engines.transformers.models import BLOCK, generated, llama, same_bits, tokens
@@ -41,6 +41,19 @@ def test_absent(tmp_path: Path, alone: Any) -> None:
         assert restored(cache, alone) == 0
         assert (cache.last.stored_blocks, cache.last.denied_blocks) == (0, 6)
         assert cache.last.why
+
+
+def test_after_a_denial_nothing_more_is_asked(
+    tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "_PIECE_BYTES", 1)
+    with Client(f"unix://{tmp_path}/none.sock") as client:
+        cache = PrefixCache(MODEL, client, BLOCK)
+        real, puts = cache._ns.put, []
+        monkeypatch.setattr(cache._ns, "put", lambda *args: puts.append(args) or real(*args))
+        assert restored(cache, alone) == 0
+        assert len(puts) == 1
+        assert cache.last.denied_blocks == 6
 
 
 def test_absent_for_a_strict_client(tmp_path: Path, alone: Any) -> None:

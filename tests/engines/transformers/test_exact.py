@@ -12,6 +12,7 @@ made, the measure is the same model that splits the prompt at the same column wi
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvstore import Client
+from kvstore import Client, chain_keys
 from kvstore.lab.served import ServedDaemon
 from kvstore_transformers import Figures, PrefixCache, prefix
 from tests.engines.transformers.models import BLOCK, KINDS, batch, generated, llama, same_bits, tokens
@@ -156,12 +157,21 @@ def test_another_process_restores_what_this_one_stored(
     )
 
 
-def test_blocks_that_take_many_pieces(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_take_many_pieces(cached: Make, monkeypatch: pytest.MonkeyPatch, salt: bytes) -> None:
     monkeypatch.setattr(prefix, "_PIECE_BYTES", 1)
     model = llama()
     cache = cached(model)
+    real, puts = cache._ns.put, []
+
+    def put(keys: Any, blocks: Any, parent: Any, deadline_s: Any) -> Any:
+        puts.append((parent, *keys))
+        return real(keys, blocks, parent, deadline_s)
+
+    monkeypatch.setattr(cache._ns, "put", put)
     generated(cache, tokens(104))
     assert cache.last.stored_blocks == 6
+    keys = chain_keys(tokens(104), BLOCK, salt)
+    assert puts == list(itertools.pairwise([None, *keys]))
     assert same_bits(generated(cache, tokens(104)), generated(model, tokens(104)))
     assert cache.last.restored_tokens == 80
 

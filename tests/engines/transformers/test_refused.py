@@ -190,10 +190,21 @@ def test_masks(cache: PrefixCache) -> None:
     refuses("input_ids is not a batch", lambda: cache.generate([[5, 6]]))
 
 
-def test_a_prompt_that_has_padding_as_its_end_needs_no_mask(cache: PrefixCache) -> None:
+def test_a_prompt_that_has_padding_as_its_end_needs_no_mask(
+    cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     options = {"max_new_tokens": 2, "pad_token_id": 5, "eos_token_id": [4, 5]}
-    assert torch.equal(cache.generate(ids, **options), cache._model.generate(ids, **options))
+    real, masks = cache._model.generate, []
+    expected = real(ids, **options)
+
+    def generate(*args: Any, **more: Any) -> Any:
+        masks.append(more["attention_mask"])
+        return real(*args, **more)
+
+    monkeypatch.setattr(cache._model, "generate", generate)
+    assert torch.equal(cache.generate(ids, **options), expected)
+    assert torch.equal(masks[0], torch.ones_like(ids))
 
 
 def test_a_model_that_changed(cache: PrefixCache) -> None:

@@ -68,14 +68,15 @@ def test_nothing_behind_the_end_of_a_row_is_stored(cached: Make, salt: bytes) ->
     assert cache.last.stored_blocks == 9
 
 
-def test_an_eos_that_fills_a_block_is_stored_with_it(cached: Make, salt: bytes) -> None:
+@pytest.mark.parametrize("pad", [0, EOS, None])
+def test_an_eos_that_fills_a_block_is_stored_with_it(cached: Make, salt: bytes, pad: int | None) -> None:
     cache = cached(llama())
     prompts = tokens(40, seed=1), tokens(40, seed=2)
     ends = [EndsFirstRow(63)]
     output = generated(
-        cache, *prompts, max_new_tokens=60, eos_token_id=[EOS, 9], pad_token_id=0, logits_processor=ends
+        cache, *prompts, max_new_tokens=60, eos_token_id=[EOS, 9], pad_token_id=pad, logits_processor=ends
     )
-    assert output.sequences[0].tolist()[63:] == [EOS] + [0] * 36
+    assert output.sequences[0].tolist()[63:] == [EOS] + [EOS if pad is None else pad] * 36
     assert stored(cache, output.sequences[0].tolist(), salt) == 4
 
 
@@ -107,6 +108,7 @@ def test_other_models_and_settings_share_nothing(cached: Make) -> None:
         "salt": cached(llama(), salt=b"other"),
         "revision": cached(llama(), revision="2"),
         "rope": cached(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+        "epsilon": cached(llama(rms_norm_eps=1e-3)),
         "attention": cached(llama(attention="sdpa")),
     }
     generated(cached(llama(torch.bfloat16), revision="1"), prompt)
