@@ -1,0 +1,120 @@
+"""Blocks and columns: the same keys and values, as bytes of the store and as tensors of a DynamicCache.
+
+A block holds, layer after layer, the layer's keys (heads, block_tokens, dim), then its values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvstore.errors import MisuseError
+from kvstore_transformers.checks import check_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The keys or the values of one layer: a token's shape, the layer's device, their bytes in a block."""
+
+    heads: int
+    dim: int
+    device: Any
+    start: int
+    stop: int
+
+
+class BlockShape:
+    """What a block of a model's cache looks like: `block_bytes`, its `dtype`, and `parts` in their order.
+
+    The model is run on one token and its cache looked at, since configurations name heads and sizes in many
+    ways and some differ from layer to layer. Raises MisuseError if the cache is not used as expected.
+    """
+
+    def __init__(self, model: Any, block_tokens: int) -> None:
+        if block_tokens < 1:
+            raise MisuseError(f"block_tokens is {block_tokens}", "at least 1 token a block")
+        tensors = _probe(model)
+        self.block_tokens = block_tokens
+        self.dtype = tensors[0].dtype
+        self.parts: list[Part] = []
+        self.block_bytes = 0
+        for tensor in tensors:
+            start, self.block_bytes = self.block_bytes, self.block_bytes + block_tokens * tensor.nbytes
+            _, heads, _, dim = tensor.shape
+            self.parts.append(Part(heads, dim, tensor.device, start, self.block_bytes))
+
+    def part_of(self, blocks: Any, part: Part) -> Any:
+        """One part of a (n, block_bytes) uint8 tensor of blocks, as a view (heads, n, block_tokens, dim)."""
+        typed = blocks[:, part.start : part.stop].view(self.dtype)
+        return typed.unflatten(-1, (part.heads, self.block_tokens, part.dim)).transpose(0, 1)
+
+    def blocks(self, past: DynamicCache, row: int, column: int, count: int) -> np.ndarray:
+        """`count` blocks of a row, from `column` on, as bytes (count, block_bytes)."""
+        out = torch.empty((count, self.block_bytes), dtype=torch.uint8)
+        for part, tensor in zip(self.parts, _tensors(past), strict=True):
+            tokens = tensor[row, :, column : column + count * self.block_tokens]
+            self.part_of(out, part).copy_(tokens.unflatten(1, (count, self.block_tokens)))
+        return np.asarray(out)
+
+
+class Columns:
+    """The first `width` columns of a batch, zero where nothing was filled in, as in padding."""
+
+    def __init__(self, shape: BlockShape, rows: int, width: int) -> None:
+        self.width = width
+        self._shape = shape
+        # A row's last block may reach beyond the width.
+        room = width + shape.block_tokens if width else 0
+        self._tensors = [
+            torch.zeros((rows, part.heads, room, part.dim), dtype=shape.dtype, device=part.device)
+            for part in shape.parts
+        ]
+
+    def fill(self, row: int, column: int, blocks: np.ndarray) -> None:
+        """Puts blocks, (n, block_bytes) bytes, into a row from `column` on."""
+        raw, tokens = torch.from_numpy(blocks), len(blocks) * self._shape.block_tokens
+        for part, tensor in zip(self._shape.parts, self._tensors, strict=True):
+            target = tensor[row, :, column : column + tokens]
+            target.unflatten(1, (len(blocks), self._shape.block_tokens)).copy_(self._shape.part_of(raw, part))
+
+    def cut(self, width: int) -> None:
+        """Forgets the columns from `width` on."""
+        self.width = min(self.width, width)
+
+    def to_cache(self, config: Any) -> DynamicCache:
+        """A DynamicCache of these columns."""
+        past = DynamicCache(config=config)
+        if self.width:
+            cut = [tensor[:, :, : self.width] for tensor in self._tensors]
+            for layer, (keys, values) in enumerate(zip(cut[::2], cut[1::2], strict=True)):
+                past.update(keys, values, layer)
+        return past
+
+
+def _tensors(past: DynamicCache) -> list[Any]:
+    """Keys and values, (rows, heads, columns, dim) each, layer after layer."""
+    return [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
+
+
+@torch.no_grad()
+def _probe(model: Any) -> list[Any]:
+    """The keys and values of one token, (1, heads, 1, dim) each."""
+    past = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(input_ids=token, past_key_values=past, use_cache=True)
+    check_layers(past)
+    tensors = _tensors(past)
+    if any(tensor is None or tensor.shape[::2] != (1, 1) for tensor in tensors):
+        raise MisuseError(
+            f"{type(model).__name__} did not put one token's keys and values into each layer of its cache",
+            "only models that fill a DynamicCache can be served",
+        )
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise MisuseError(
+            f"layers of {type(model).__name__} keep keys and values in several dtypes", "convert it to one"
+        )
+    return tensors

@@ -1,0 +1,144 @@
+"""What can't be served, said before anything is done. Each refusal is a MisuseError with a hint."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvstore.errors import MisuseError
+from kvstore_transformers.tails import eos_ids
+
+_INSTEAD = "call model.generate for it"
+
+_NO_INPUTS = {
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "streamer",
+    "tokenizer",
+}
+"""Options of generate, besides its settings, that leave keys and values as they are."""
+
+_SERVED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_return_sequences": ((None, 1), "repeat the prompt in the batch"),
+    "use_cache": ((None, True), f"there is nothing to restore into: {_INSTEAD}"),
+    "cache_implementation": ((None,), f"only the default cache is restored: {_INSTEAD}"),
+    "output_attentions": ((None, False), f"restored tokens have none: {_INSTEAD}"),
+    "output_hidden_states": ((None, False), f"restored tokens have none: {_INSTEAD}"),
+    "token_healing": ((None, False), "heal the prompt first: its tokens are looked up as they come"),
+}
+
+
+def check_model(model: Any, revision: str | None) -> None:
+    """Refuses models whose keys and values depend on more than a prefix's tokens, or lie elsewhere than in a
+    DynamicCache that keeps them all."""
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise MisuseError(f"{name} is an encoder-decoder", "only decoders can be served")
+    if config.get_text_config(decoder=True) is not config:
+        raise MisuseError(f"{name} takes more than text", "pass its language model alone")
+    takes = inspect.signature(model.forward).parameters
+    for argument in ("past_key_values", "attention_mask", "position_ids"):
+        if argument not in takes:
+            raise MisuseError(f"{name} takes no {argument}", "only models with a DynamicCache can be served")
+    check_layers(DynamicCache(config=config))
+    for rope in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope in ("dynamic", "longrope"):
+            raise MisuseError(
+                f"{name} has {rope} position embeddings",
+                "its keys depend on what follows: no prefix can be kept",
+            )
+    if getattr(model, "is_quantized", False) and revision is None:
+        raise MisuseError(
+            f"the weights of {name} are quantized", "not all of them can be read: name them with revision="
+        )
+
+
+def check_layers(past: Any) -> None:
+    """Refuses caches in which not every layer keeps the keys and values of every token."""
+    for i, layer in enumerate(past.layers):
+        if type(layer) is not DynamicLayer:
+            raise MisuseError(
+                f"layer {i} of the cache is a {type(layer).__name__}",
+                "layers with sliding windows, chunks, linear attention, shared, static or quantized keys "
+                "can't be restored",
+            )
+
+
+def check_call(model: Any, home: tuple[Any, Any]) -> None:
+    """Refuses a model that is not as it was when its PrefixCache was made, on device and in dtype `home`."""
+    if model.training:
+        raise MisuseError(
+            f"{type(model).__name__} is in training mode", "dropout changes keys and values: model.eval()"
+        )
+    if (model.device, model.dtype) != home:
+        raise MisuseError(
+            f"{type(model).__name__} went from {home} to {(model.device, model.dtype)}",
+            "make a new PrefixCache after moving or converting a model",
+        )
+
+
+def check_settings(model: Any, options: dict[str, Any]) -> Any:
+    """The GenerationConfig that generate will use with these options. Refuses those that can't be served."""
+    given = options.get("generation_config")
+    settings = copy.deepcopy(model.generation_config if given is None else given)
+    settings.update(**model.generation_config.to_dict(), defaults_only=True)
+    for name, value in settings.update(**options).items():
+        if value is not None and name not in _NO_INPUTS:
+            raise MisuseError(f"{name} is passed", f"stored blocks are found by token ids alone: {_INSTEAD}")
+    for name, (served, hint) in _SERVED_SETTINGS.items():
+        if getattr(settings, name, None) not in served:
+            raise MisuseError(f"{name} is {getattr(settings, name)!r}", hint)
+    mode = settings.get_generation_mode()
+    if mode not in ("greedy_search", "sample"):
+        raise MisuseError(
+            f"the generation mode is {mode.value}", f"greedy search and sampling are served: {_INSTEAD}"
+        )
+    return settings
+
+
+def check_pads(input_ids: Any, attention_mask: Any, settings: Any = None) -> list[int]:
+    """How many columns of padding each row starts with.
+
+    Without a mask there is none, unless generate would guess some by its `settings`: that is refused, and so
+    is padding anywhere but on the left.
+    """
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+        raise MisuseError(
+            "input_ids is not a batch of token ids", "pass a (rows, columns) tensor of integers"
+        )
+    if attention_mask is None:
+        pad = None if settings is None else settings.pad_token_id
+        if pad is not None and pad not in eos_ids(settings) and bool((input_ids == pad).any()):
+            raise MisuseError(
+                f"attention_mask is missing, and input_ids has pad_token_id {pad}", "pass the tokenizer's"
+            )
+        return [0] * len(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise MisuseError(
+            f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}",
+            "one number for each token",
+        )
+    pads = (attention_mask == 0).sum(-1)
+    columns = torch.arange(input_ids.shape[1], device=attention_mask.device)
+    if not torch.equal((columns >= pads[:, None]).to(attention_mask.dtype), attention_mask):
+        raise MisuseError(
+            "attention_mask is not zeros followed by ones", "pad on the left: tokenizer.padding_side = 'left'"
+        )
+    if bool((pads == input_ids.shape[1]).any()):
+        raise MisuseError("attention_mask has a row without tokens", "leave the row out")
+    return [int(pad) for pad in pads]
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Kinds of rotary embedding, which some configurations give by kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
+    return own.union(*(_rope_types(value) for value in parameters.values()))

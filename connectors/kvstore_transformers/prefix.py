@@ -1,0 +1,211 @@
+"""`PrefixCache`: the longest stored prefix into a DynamicCache, new blocks out of it, for batches of prompts.
+
+A DynamicCache is a rectangle, so one number of columns is restored for all rows of a batch. That costs no
+compute: what remains is as wide as the row with the most unknown tokens, in this arrangement as in any other.
+
+Not covered: which models and calls are served (`checks`), where bytes lie (`blocks`), what tells models apart
+(`identity`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvstore import Client, Guard, Key, chain_keys
+from kvstore_transformers.blocks import BlockShape, Columns
+from kvstore_transformers.checks import check_call, check_layers, check_model, check_pads, check_settings
+from kvstore_transformers.identity import layout_of
+from kvstore_transformers.tails import row_ends
+
+_logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 64 << 20
+"""Most bytes on their way between a cache and the store at a time."""
+
+_GROUP = 16
+"""Columns are restored in groups of this many, and one group at least is computed. Kernels round differently
+for a few rows, and for rows that are left over behind groups of 4, 8 or 16: this way most tokens are computed
+to the same bits as without a store."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """What became of a call: tokens of its prompts, padding not counted, and blocks that it wanted stored.
+
+    `present_blocks` were stored before; `denied_blocks` found no daemon or no room, and `why` says which.
+    """
+
+    prompt_tokens: int = 0
+    restored_tokens: int = 0
+    stored_blocks: int = 0
+    present_blocks: int = 0
+    denied_blocks: int = 0
+    why: str = ""
+
+
+class PrefixCache:
+    """Stored prefixes for one model, one call at a time; `last` has the figures of the latest call.
+
+    Construction runs the model on one token, to see what its cache looks like, and reads every weight once
+    for a digest: models with other weights share nothing. `revision` names the weights instead, for whoever
+    knows better. Weights that change later, by training or by another PEFT adapter, need a new PrefixCache,
+    or a `salt` for each adapter. Blocks of `block_tokens` tokens; prompts under other salts share nothing.
+
+    Raises MisuseError for models and calls that it can't serve. Failures of the store are misses: they are
+    counted in `failures` by what failed, and in `Figures.denied_blocks`. A call spends at most one of the
+    client's deadlines on restoring and one on storing; what did not arrive by then is computed or left out.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        client: Client,
+        block_tokens: int = 64,
+        revision: str | None = None,
+        salt: bytes = b"",
+    ) -> None:
+        check_model(model, revision)
+        self.last = Figures()
+        self._model = model
+        self._salt = salt
+        self._deadline_s = client.deadline_s
+        self._ends_s = 0.0
+        self._shape = BlockShape(model, block_tokens)
+        self._ns = client.namespace(layout_of(model, self._shape, revision))
+        self._guard = Guard(_logger)
+        self._home = (model.device, model.dtype)
+
+    @property
+    def failures(self) -> Counter[str]:
+        """How often `restore` and `store` raised inside, which counts as a miss."""
+        return self._guard.failures
+
+    def generate(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Any:
+        """What `model.generate` returns for these (rows, columns) token ids, which may be padded on the left.
+
+        Without `attention_mask` all tokens count. Prompts and answers are stored up to each row's end.
+        """
+        settings = check_settings(self._model, options)
+        self._check_model_is_as_it_was()
+        pads = check_pads(input_ids, attention_mask, settings)
+        past = self._restored(input_ids.tolist(), pads)
+        if attention_mask is None:
+            # Said outright, so that generate guesses no padding.
+            attention_mask = torch.ones_like(input_ids)
+        output = self._model.generate(
+            input_ids, attention_mask=attention_mask, past_key_values=past, **options
+        )
+        sequences = (output if isinstance(output, torch.Tensor) else output.sequences).tolist()
+        self._save(past, sequences, pads, row_ends(sequences, input_ids.shape[1], settings))
+        return output
+
+    def restore(self, input_ids: Any, attention_mask: Any = None) -> DynamicCache:
+        """A cache with the first columns of a batch, for a loop of one's own; empty if nothing is stored.
+
+        The loop goes on at column `past.get_seq_length()`. It must count positions from each row's first
+        token, as `generate` does: keys and values at other positions must not be stored.
+        """
+        self._check_model_is_as_it_was()
+        return self._restored(input_ids.tolist(), check_pads(input_ids, attention_mask))
+
+    def store(self, past: DynamicCache, sequences: Any, attention_mask: Any = None) -> None:
+        """Stores the full blocks of (rows, columns) token ids whose keys and values `past` holds.
+
+        `attention_mask` covers the prompts at least. See `restore` for the positions.
+        """
+        check_layers(past)
+        self._check_model_is_as_it_was()
+        width = sequences.shape[1] if attention_mask is None else attention_mask.shape[1]
+        pads = check_pads(sequences[:, :width], attention_mask)
+        self._save(past, sequences.tolist(), pads, [sequences.shape[1]] * len(pads))
+
+    def _check_model_is_as_it_was(self) -> None:
+        check_call(self._model, self._home)
+
+    # -- restore
+
+    @torch.no_grad()
+    def _restored(self, rows: list[list[int]], pads: list[int]) -> DynamicCache:
+        self.last = Figures(prompt_tokens=sum(len(row) - pad for row, pad in zip(rows, pads, strict=True)))
+        self._ends_s = time.monotonic() + self._deadline_s
+        with self._guard("restore"):
+            keys = [self._keys(row[pad:]) for row, pad in zip(rows, pads, strict=True)]
+            columns = self._fetch(keys, pads, self._known_columns(keys, pads, len(rows[0])))
+            past = columns.to_cache(self._model.config)
+            self.last.restored_tokens = sum(max(0, columns.width - pad) for pad in pads)
+            return past
+        return DynamicCache(config=self._model.config)
+
+    def _known_columns(self, keys: list[list[Key]], pads: list[int], width: int) -> int:
+        """How many leading columns are padding or stored in every row, in whole groups, and not all."""
+        known = width - _GROUP
+        for chain, pad in zip(keys, pads, strict=True):
+            if known < _GROUP:
+                return 0
+            known = min(known, pad + self._shape.block_tokens * self._ns.lookup(chain, self._left_s()))
+        return known // _GROUP * _GROUP
+
+    def _fetch(self, keys: list[list[Key]], pads: list[int], width: int) -> Columns:
+        """The first `width` columns, or as many of them as arrive for every row."""
+        columns = Columns(self._shape, len(keys), width)
+        for row, (chain, pad) in enumerate(zip(keys, pads, strict=True)):
+            wanted = -(-max(0, columns.width - pad) // self._shape.block_tokens)
+            arrived = self._fetch_row(columns, row, pad, chain[:wanted])
+            if arrived < wanted:
+                columns.cut((pad + arrived * self._shape.block_tokens) // _GROUP * _GROUP)
+        return columns
+
+    def _fetch_row(self, columns: Columns, row: int, pad: int, keys: Sequence[Key]) -> int:
+        step = self._piece_blocks()
+        blocks = np.empty((min(step, len(keys)), self._shape.block_bytes), np.uint8)
+        for at in range(0, len(keys), step):
+            piece = keys[at : at + step]
+            n = self._ns.get(piece, blocks[: len(piece)], deadline_s=self._left_s())
+            columns.fill(row, pad + at * self._shape.block_tokens, blocks[:n])
+            if n < len(piece):
+                return at + n
+        return len(keys)
+
+    # -- store
+
+    @torch.no_grad()
+    def _save(self, past: DynamicCache, rows: list[list[int]], pads: list[int], ends: list[int]) -> None:
+        held = past.get_seq_length()
+        self.last = Figures(self.last.prompt_tokens, self.last.restored_tokens)
+        self._ends_s = time.monotonic() + self._deadline_s
+        with self._guard("store"):
+            for row, (tokens, pad, end) in enumerate(zip(rows, pads, ends, strict=True)):
+                self._save_row(past, row, pad, self._keys(tokens[pad : min(end, held)]))
+
+    def _save_row(self, past: DynamicCache, row: int, pad: int, keys: list[Key]) -> None:
+        at = 0 if self.last.denied_blocks else self._ns.lookup(keys, self._left_s())
+        self.last.present_blocks += at
+        while at < len(keys) and not self.last.denied_blocks:
+            piece = keys[at : at + self._piece_blocks()]
+            blocks = self._shape.blocks(past, row, pad + at * self._shape.block_tokens, len(piece))
+            result = self._ns.put(piece, blocks, keys[at - 1] if at else None, self._left_s())
+            self.last.stored_blocks += result.stored
+            self.last.present_blocks += result.present
+            self.last.denied_blocks += result.denied
+            self.last.why = result.why
+            at += len(piece)
+        self.last.denied_blocks += len(keys) - at
+
+    def _keys(self, tokens: list[int]) -> list[Key]:
+        return chain_keys(tokens, self._shape.block_tokens, self._salt)
+
+    def _left_s(self) -> float:
+        # Never nothing: that would be misuse.
+        return max(0.001, self._ends_s - time.monotonic())
+
+    def _piece_blocks(self) -> int:
+        return max(1, _PIECE_BYTES // self._shape.block_bytes)
