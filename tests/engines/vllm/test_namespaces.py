@@ -1,0 +1,137 @@
+"""What must not be shared is not: weights, dtypes, block sizes, resets, adapters; and who is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvstore.lab.served import ServedDaemon
+from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, make_model, prompt, said
+
+DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    with ServedDaemon(DRAM_ONLY) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path, own: ServedDaemon) -> Any:
+    """An engine whose model's files these tests may change."""
+    with Engine(folder, **connector(own)) as engine:
+        yield engine
+
+
+def test_other_weights_dtypes_and_block_sizes_find_nothing(
+    folder: Path, own: ServedDaemon, other: Engine
+) -> None:
+    asked = [prompt(500, 300)]
+    other.fresh(asked)
+    assert cached(other.fresh(asked)) == [full_blocks(300)]
+
+    for arguments in (
+        {"dtype": "bfloat16"},
+        {"block_size": 64},
+        connector(own, block_tokens=64),
+        connector(own, weights_revision="of the user"),
+        {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}},
+    ):
+        with other.instead(**arguments):
+            assert cached(other.fresh(asked)) == [0], arguments
+            found = full_blocks(300, 64) if "64" in str(arguments) else full_blocks(300)
+            assert cached(other.fresh(asked)) == [found], arguments
+
+    # The same files: found. Written anew with other weights in the same place: nothing is.
+    other.restart(**connector(own))
+    assert cached(other.fresh(asked)) == [full_blocks(300)]
+    make_model(folder, seed=1)
+    other.restart(**connector(own))
+    assert cached(other.fresh(asked)) == [0]
+    assert cached(other.fresh(asked)) == [full_blocks(300)]
+
+
+def test_a_reset_of_the_connector_forgets(other: Engine) -> None:
+    asked = [prompt(501, 300)]
+    expected = said(other.fresh(asked))
+    assert cached(other.fresh(asked)) == [full_blocks(300)]
+    assert other("reset", connector=True)
+    again = other.generate(asked)
+    assert (said(again), cached(again)) == (expected, [0])
+    again = other.fresh(asked)
+    assert (said(again), cached(again)) == (expected, [full_blocks(300)])
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A random LoRA of rank 8 on the attention's inputs."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    names = [f"base_model.model.model.layers.{i}.self_attn.{p}_proj" for i in range(4) for p in "qv"]
+    tensors = {}
+    for name in names:
+        tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(128, 8)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_adapters_have_blocks_of_their_own(own: ServedDaemon, other: Engine, tmp_path: Path) -> None:
+    asked = [prompt(502, 300)]
+    with other.instead(enable_lora=True, max_lora_rank=8):
+        red = ["red", 1, str(make_adapter(tmp_path / "red", 1))]
+        base = other.fresh(asked)
+        assert cached(other.fresh(asked, lora=red)) == [0]
+        with_red = other.fresh(asked, lora=red)
+        assert cached(with_red) == [full_blocks(300)]
+        assert said(with_red) != said(base)
+    # Trained again under the same name: another adapter, once the engine has loaded it.
+    make_adapter(tmp_path / "red", 2)
+    with other.instead(enable_lora=True, max_lora_rank=8):
+        assert cached(other.fresh(asked)) == [full_blocks(300)]
+        assert cached(other.fresh(asked, lora=red)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (
+            {"prefix_caching_hash_algo": "xxhash"},
+            "--prefix-caching-hash-algo xxhash seeds its block hashes at random.*PYTHONHASHSEED",
+        ),
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy is 'fail'.*recompute"),
+        ({"extra": {"dead_line_s": 1.0}}, "unknown key 'dead_line_s'.*did you mean deadline_s"),
+        ({"extra": {"load": "later"}}, "load is 'later'.*async or sync"),
+        ({"extra": {"deadline_s": 0}}, "deadline_s is 0.*more than 0"),
+        ({"extra": {"deadline_s": "1s"}}, "deadline_s is '1s'.*a float"),
+        ({"extra": {"block_tokens": 48}}, "block_tokens is 48.*multiple of the engine's block size, 32"),
+        ({"extra": {"url": "tcp://there"}}, "cannot connect to 'tcp://there'.*unix:///"),
+        (
+            {"extra": {"load": "sync"}, "long_prefill_token_threshold": 64},
+            "load is 'sync' with --long-prefill-token-threshold",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_hint(
+    own: ServedDaemon, other: Engine, arguments: dict[str, Any], why: str
+) -> None:
+    arguments = dict(arguments)
+    flag = connector(own)
+    extra, policy = arguments.pop("extra", {}), arguments.pop("kv_load_failure_policy", None)
+    flag["kv_transfer_config"]["kv_connector_extra_config"] |= extra
+    if policy:
+        flag["kv_transfer_config"]["kv_load_failure_policy"] = policy
+    with pytest.raises(RuntimeError, match=f"(?s)(ConfigError|MisuseError).*{why}"):
+        other.restart(**flag, **arguments)

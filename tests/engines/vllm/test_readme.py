@@ -1,0 +1,121 @@
+"""The README's flags and example, with vLLM's own processes around its engine core."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvstore import Client
+from kvstore.lab.served import ServedDaemon
+from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
+
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+SECTION = README.partition("## With vLLM")[2].partition("\n## ")[0]
+SERVERS = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def test_the_example_runs_as_pasted(tmp_path: Path) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    (tmp_path / "example.py").write_text(example)
+    command = [sys.executable, str(tmp_path / "example.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=SERVERS)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert [line for line in ran.stdout.splitlines() if line.isdecimal()] == ["0", "768"]
+
+
+@contextmanager
+def server(model: Path, flag: str) -> Iterator[str]:
+    """vLLM's HTTP server, with the README's command; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--kv-transfer-config", flag, "--host", "127.0.0.1", "--port", port, "--skip-tokenizer-init",
+        "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048",
+        "--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=SERVERS)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        ends = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None, "the server ended"
+                assert time.monotonic() < ends, "the server does not come up"
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def complete(url: str, model: Path, tokens: list[int], timeout_s: float = 60.0, **more: Any) -> dict[str, Any]:
+    """One completion."""
+    body = {
+        "model": str(model), "prompt": tokens, "max_tokens": 16, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "detokenize": False, **more,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return dict(json.load(answer))
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    details = answer["usage"]["prompt_tokens_details"]
+    return int(details["cached_tokens"]) if details else 0
+
+
+def test_the_flags_serve_and_a_restarted_server_finds_its_blocks(model: Path) -> None:
+    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", SECTION, re.DOTALL)
+    asked = prompt(700, 300)
+    with ServedDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
+        flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)
+        with server(model, flag) as url:
+            first = complete(url, model, asked)
+            assert cached_tokens(first) == 0
+            # Eight clients at once that hang up in the middle: the server goes on, nothing stays leased.
+            gone = [
+                threading.Thread(target=hang_up, args=(url, model, prompt(710 + i, 600))) for i in range(8)
+            ]
+            for thread in gone:
+                thread.start()
+            for thread in gone:
+                thread.join()
+            again = complete(url, model, asked)
+            assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+        with server(model, flag) as url:
+            again = complete(url, model, asked)
+            assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+            assert cached_tokens(again) == full_blocks(300)
+        with Client(own.url, deadline_s=10.0) as client:
+            status = client.status()
+        assert (status["leases"], status["reservations"]) == (0, 0)
+
+
+def hang_up(url: str, model: Path, tokens: list[int]) -> None:
+    """Asks for a long answer and leaves before it can be there."""
+    try:
+        complete(url, model, tokens, timeout_s=0.3, max_tokens=1000)
+    except (TimeoutError, urllib.error.URLError):
+        return
+    raise AssertionError("a thousand tokens in 0.3 s")
