@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.lab.served import ServedDaemon
-from tests.engines.vllm.engine import Engine, connector, make_model
+from tests.engines.vllm.engine import Engine, connector
+from tests.engines.vllm.models import make_model
 
 SETTINGS = {"dram": {"limit": "128MiB", "huge_pages": False}, "nvme": {"limit": "256MiB"}}
 

@@ -1,4 +1,4 @@
-"""Engines to test with: child processes, a tiny random model, and prompts."""
+"""Engines to test with, as child processes, and what to ask them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.lab.served import ServedDaemon
+from tests.engines import environments
 
 BLOCK_TOKENS = 32
 VOCABULARY = 512
@@ -26,28 +27,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def make_model(folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A random Llama of 4 layers in `folder`."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    small = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(**small | config)).to(torch.float32).save_pretrained(folder)
-    return folder
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -76,18 +55,22 @@ def connector(daemon: ServedDaemon | str, **extra: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """A vLLM engine in a process of its own. Methods are those of `serve.Served`; its errors are raised."""
+    """A vLLM engine in a process of its own, by another interpreter than this one if `python` names it.
+
+    Methods are those of `serve.Served`; its errors are raised.
+    """
 
     mode = ""
     """How the connector loads, where a fixture chose it."""
 
-    def __init__(self, model: Path, **arguments: Any) -> None:
+    def __init__(self, model: Path, python: Path | None = None, threads: int = 1, **arguments: Any) -> None:
+        environment = os.environ if python is None else environments.environment()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.vllm.serve"],
+            [python or sys.executable, "-m", "tests.engines.vllm.serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **ENVIRONMENT},
+            env={**environment, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -19,8 +20,14 @@ os.dup2(2, 1)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: E402
+from vllm.distributed.kv_transfer import (  # noqa: E402
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    kv_transfer_state,
+)
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
 
 from kvstore.errors import UnavailableError  # noqa: E402
 
@@ -64,7 +71,8 @@ class Served:
         lora: list[Any] | None = None,
         abort_after: int = 0,
     ) -> list[dict[str, Any]]:
-        """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each.
+        """All prompts at once, greedily: tokens, top logprobs and how many prompt tokens were cached, each;
+        and seconds until all answers were there, and until the engine had nothing left to do.
 
         `abort_after`: all requests are aborted after so many steps, and there is no answer.
         """
@@ -81,7 +89,9 @@ class Served:
             engine.abort_request(ids, internal=True)
             self._until_idle()
             return []
+        started_s = time.perf_counter()
         outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
+        answered_s = time.perf_counter()
         self._until_idle()
         return [
             {
@@ -91,7 +101,8 @@ class Served:
                     for step in output.outputs[0].logprobs
                 ],
                 "cached": output.num_cached_tokens,
-                "why": output.outputs[0].finish_reason,
+                "answered_s": answered_s - started_s,
+                "idle_s": time.perf_counter() - started_s,
             }
             for output in outputs
         ]
@@ -99,6 +110,18 @@ class Served:
     def reset(self, connector: bool = False) -> bool:
         """Empties the engine's own prefix cache."""
         return self.llm.reset_prefix_cache(reset_connector=connector)
+
+    def plug(self, connected: bool) -> None:
+        """Takes the connector out of the engine, and puts it back: the same process, weights and memory.
+
+        Two engines alike differ by more than what a connector costs.
+        """
+        plugged = self.core.scheduler.connector is not None
+        if connected and not plugged:
+            self.core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._unplugged
+        elif plugged and not connected:
+            self._unplugged = self.core.scheduler.connector, self.worker
+            self.core.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def preemptions(self) -> int:
         """How often a request was preempted so far."""
@@ -117,9 +140,6 @@ class Served:
 
     def keys(self, prompt: list[int]) -> list[str]:
         """The keys under which a prompt's blocks are stored, in hex."""
-        from vllm.v1.engine import EngineCoreRequest
-        from vllm.v1.request import Request
-
         asked = EngineCoreRequest(
             request_id="keys",
             prompt_token_ids=prompt,

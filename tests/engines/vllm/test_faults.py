@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,8 +166,8 @@ def test_a_daemon_that_comes_later_is_used_from_then_on(plain: Engine, engine: E
 
 
 def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine: Engine) -> None:
-    """6000 tokens are more than a step takes, so hits move the borders of the chunks, which moves the last bits
-    of the logprobs: no farther than other chunks do without the connector.
+    """6000 tokens are more than a step takes, so hits move the borders of the chunks, and those the last
+    bits of the logprobs: no farther than other chunks do without the connector.
     """
     asked = [prompt(450 + i, 1500) for i in range(4)]
     expected = said(plain.fresh(asked))

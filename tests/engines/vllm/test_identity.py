@@ -105,8 +105,8 @@ def test_a_stored_block_may_hold_several_of_the_engines(
         assert said(engine.fresh(asked)) == expected
         again = engine.fresh(asked)
         assert (said(again), cached(again)) == (expected, [288])
-        # Of 288 tokens 256 may be cached, two thirds of the last stored block; of the first one the engine has
-        # 64 tokens of its own.
+        # Of 288 tokens 256 may be cached, two thirds of the last stored block; of the first one the engine
+        # has 64 tokens of its own.
         engine.fresh([asked[0][:70]])
         shorter = engine.generate([asked[0][:288]])
         assert cached(shorter) == [full_blocks(288)] == [256]

@@ -6,7 +6,7 @@ from tests.engines.vllm.engine import Engine, cached, full_blocks, prompt, said
 
 
 def mixed() -> list[list[int]]:
-    """32 prompts of 20 to 640 tokens; a third starts with one system prompt, some are another's first half."""
+    """32 prompts of 20 to 640 tokens; a third starts with one system prompt, one is another's first half."""
     system = prompt(100, 160)
     prompts = []
     for i in range(32):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from kvstore.lab.served import ServedDaemon
-from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, make_model, prompt, said
+from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.models import make_adapter, make_model
 
 DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}}
 
@@ -71,21 +69,6 @@ def test_a_reset_of_the_connector_forgets(other: Engine) -> None:
     assert (said(again), cached(again)) == (expected, [0])
     again = other.fresh(asked)
     assert (said(again), cached(again)) == (expected, [full_blocks(300)])
-
-
-def make_adapter(folder: Path, seed: int) -> Path:
-    """A random LoRA of rank 8 on the attention's inputs."""
-    folder.mkdir(exist_ok=True)
-    torch.manual_seed(seed)
-    names = [f"base_model.model.model.layers.{i}.self_attn.{p}_proj" for i in range(4) for p in "qv"]
-    tensors = {}
-    for name in names:
-        tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(128, 8)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_adapters_have_blocks_of_their_own(own: ServedDaemon, other: Engine, tmp_path: Path) -> None:

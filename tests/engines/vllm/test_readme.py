@@ -65,7 +65,9 @@ def server(model: Path, flag: str) -> Iterator[str]:
         process.wait(60)
 
 
-def complete(url: str, model: Path, tokens: list[int], timeout_s: float = 60.0, **more: Any) -> dict[str, Any]:
+def complete(
+    url: str, model: Path, tokens: list[int], timeout_s: float = 60.0, **more: Any
+) -> dict[str, Any]:
     """One completion."""
     body = {
         "model": str(model), "prompt": tokens, "max_tokens": 16, "temperature": 0, "ignore_eos": True,

@@ -1,0 +1,59 @@
+"""A vLLM engine of a random model, whose connector can be taken out and put back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.harness import GIB, Bench
+from bench.served import serve
+from tests.engines.environments import interpreter
+from tests.engines.vllm.engine import VOCABULARY, Engine, connector
+
+MAX_TOKENS = 2304
+
+
+@contextmanager
+def engine(
+    bench: Bench, hidden: int, layers: int, kv_heads: int, dram_bytes: int, threads: int = 2
+) -> Iterator[Engine]:
+    """An engine with the connector, of a random Llama of so many layers, with heads of 64."""
+    bench.doing("environment")
+    python = interpreter("vllm")
+    with bench.scratch() as folder, serve(dram_bytes) as (_, daemon):
+        _describe(folder, hidden, layers, kv_heads)
+        bench.doing("starting vLLM")
+        with Engine(
+            folder,
+            python,
+            threads,
+            load_format="dummy",
+            max_model_len=MAX_TOKENS,
+            max_num_batched_tokens=MAX_TOKENS,
+            kv_cache_memory_bytes=GIB,
+            **connector(daemon),
+        ) as made:
+            yield made
+
+
+def _describe(folder: Path, hidden: int, layers: int, kv_heads: int) -> None:
+    """The configuration alone: vLLM makes up the weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 7 // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,0 +1,45 @@
+"""vllm-miss: requests that never hit, through one vLLM with the connector and with it taken out.
+
+A sample is four new prompts of 500 tokens with answers of 16, until the engine has nothing left to do: with
+the connector every block is looked up, missed, and saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from bench.engines import engine
+from bench.harness import GIB, Bench, Result, Target
+from tests.engines.vllm.engine import Engine, prompt
+
+PROMPTS, TOKENS = 4, 500
+
+CASES = {
+    "gqa/2-threads": {"hidden": 1024, "layers": 8, "kv_heads": 4, "threads": 2},
+    "gqa/1-thread": {"hidden": 1024, "layers": 8, "kv_heads": 4, "threads": 1},
+    "mha/2-threads": {"hidden": 512, "layers": 8, "kv_heads": 8, "threads": 2},
+}
+"""Four queries a KV head, as in Llama 3, or one; and how many of the machine's cores the engine takes. A token
+of the small model with as many KV heads as queries has 32 KiB of KV and 50 MFLOP: 80 times as much KV for its
+compute as Llama-3-8B. The others have 16 KiB and 170 MFLOP: 12 times as much."""
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """A line a case."""
+    for name, case in CASES.items():
+        with engine(bench, dram_bytes=GIB, **case) as made:
+            samples = (partial(_sample, made, True), partial(_sample, made, False))
+            rounds = bench.interleave(f"vllm-miss/{name}", samples, 1 / len(CASES))
+            made("plug", connected=True)
+            saved = made("counts")["saved"]
+            yield rounds.result(f"vllm-miss/{name}", "s", Target("<=", 1.02), saved_blocks=saved)
+
+
+def _sample(made: Engine, connected: bool, n: int) -> float:
+    made("plug", connected=connected)
+    # Every sample its own: the engine's own cache must not hit either.
+    seed = (2 * n + connected) * PROMPTS
+    answers = made.generate([prompt(seed + i, TOKENS) for i in range(PROMPTS)], max_tokens=16)
+    assert not any(answer["cached"] for answer in answers)
+    return float(answers[0]["idle_s"])
