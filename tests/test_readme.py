@@ -25,7 +25,7 @@ def test_the_example_runs_as_pasted() -> None:
 
 
 def test_the_table_has_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| `?([^`|]+?)`? \|", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| `?([^`|]+?)`? \|", README, re.MULTILINE))
     keys = {
         f"{section}.{name}"
         for section, field in config.Config.model_fields.items()
