@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import Client
 from kvstore.lab.served import ServedDaemon
 from tests.engines.vllm.engine import Engine, connector
 from tests.engines.vllm.models import make_model
@@ -35,4 +36,14 @@ def engine(request: pytest.FixtureRequest, model: Path, daemon: ServedDaemon) ->
     """An engine with the connector, for each way to load."""
     with Engine(model, **connector(daemon, load=request.param, weights_revision=request.param)) as made:
         made.mode = request.param
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """A client of a small daemon, for tests that need no engine."""
+    with (
+        ServedDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as served,
+        Client(served.url, deadline_s=10.0) as made,
+    ):
         yield made

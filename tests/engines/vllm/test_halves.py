@@ -1,0 +1,252 @@
+"""Moments that a running engine can't be stopped at: what is saved when, and who may overwrite what.
+
+Requests and pages are fakes with only what the halves look at; the daemon is real.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore import Client, Guard, Layout
+from kvstore_vllm.messages import Load, Save, Step
+from kvstore_vllm.scheduler import SchedulerHalf
+from kvstore_vllm.worker import WorkerHalf
+from tests.daemons import eventually, names
+
+BLOCK_TOKENS, BLOCK_BYTES = 32, 4096
+
+
+@pytest.fixture
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return Layout(model=request.node.name, block_bytes=BLOCK_BYTES)
+
+
+@dataclass
+class FakeRequest:
+    """What the scheduler's half reads of vLLM's Request."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
+    lora_request: Any = None
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.block_hashes) * BLOCK_TOKENS + 1
+
+    def get_block_ids(self) -> tuple[list[int]]:
+        return (self.blocks,)
+
+
+def half(client: Client, layout: Layout, asynchronous: bool = True) -> SchedulerHalf:
+    guard = Guard(logging.getLogger("test"))
+    made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, asynchronous, loads=True, saves=True)
+    made.meet([layout])
+    return made
+
+
+def step(made: SchedulerHalf, *requests: FakeRequest, preempted: tuple[str, ...] = ()) -> Step:
+    """One step in which these requests compute, before its output is there."""
+    by_id = {request.request_id: request for request in requests}
+    output = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(by_id, 1),
+        preempted_req_ids=set(preempted),
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda name: by_id[name].get_block_ids()),
+    )
+    return made.step(output)
+
+
+def store(client: Client, layout: Layout, keys: list[bytes]) -> None:
+    assert client.namespace(layout).put(keys, [bytes(BLOCK_BYTES)] * len(keys)).stored == len(keys)
+
+
+def test_a_block_is_saved_only_after_its_step_has_come_back(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    request = FakeRequest("r", names(4), blocks=[10, 11, 12, 13])
+    assert made.matched(request, 0) == 0
+    made.admit(request, request, 0)
+    assert step(made, request).saves == []
+    request.num_computed_tokens, request.num_in_flight_tokens = 64, 64
+    assert step(made, request).saves == []  # scheduled further while the first step is under way
+    request.num_in_flight_tokens = 0
+    [save] = step(made, request).saves
+    assert (save.keys, save.parent, save.block_ids) == (names(4)[:2], None, [10, 11])
+    request.num_computed_tokens = 4 * 32
+    assert made.finish(request, request.blocks)
+    last = step(made)
+    assert [(save.keys, save.parent, save.block_ids) for save in last.saves] == [
+        (names(4)[2:], names(4)[1], [12, 13])
+    ]
+    assert last.held == ["r"]
+
+
+def test_nothing_behind_a_failed_load_is_saved_before_it_is_computed(client: Client, layout: Layout) -> None:
+    made = half(client, layout, asynchronous=False)
+    evicted: list[set[int]] = []
+    made.kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
+    keys = names(6)
+    store(client, layout, keys[:4])
+    request = FakeRequest("r", keys, blocks=[20, 21, 22, 23, 24, 25])
+    assert made.matched(request, 0) == 4 * 32
+    made.admit(request, request, 4 * 32)
+    [load] = (first := step(made, request)).loads
+    assert (load.keys, load.block_ids, load.skip, first.saves) == (keys[:4], [20, 21, 22, 23], 0, [])
+    # The step has computed all six blocks, from a second one that was not there.
+    made.hear(SimpleNamespace(invalid_block_ids={21, 22, 23}))
+    assert evicted == [{21, 22, 23, 24, 25}]
+    request.num_computed_tokens = 32
+    assert step(made, request).saves == []
+    request.num_computed_tokens = 6 * 32
+    [save] = step(made, request).saves
+    assert (save.keys, save.parent, save.block_ids) == (keys[1:], keys[0], [21, 22, 23, 24, 25])
+
+
+def test_a_request_whose_load_failed_does_not_try_again_until_preempted(
+    client: Client, layout: Layout
+) -> None:
+    made = half(client, layout)
+    keys = names(3)
+    store(client, layout, keys)
+    request = FakeRequest("r", keys, blocks=[1, 2, 3])
+    assert made.matched(request, 0) == 96
+    assert made.matched(request, 0) == 96  # asked twice, tried never
+    made.admit(request, request, 96)
+    assert made.matched(request, 0) == 0
+    request.num_preemptions = 1
+    assert made.matched(request, 0) == 96
+
+
+def test_the_blocks_of_a_preempted_request_are_out_of_reach(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    request = FakeRequest("r", names(4), blocks=[1, 2, 3, 4])
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    step(made, request)
+    request.num_computed_tokens = 128
+    # Computed, and preempted before it could be saved: its blocks belong to others in this very step.
+    orders = step(made, preempted=("r",))
+    assert (orders.revoked, orders.saves) == (["r"], [])
+    request.num_computed_tokens, request.blocks = 0, [7, 8, 9, 10]
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    assert step(made, request).saves == []
+    request.num_computed_tokens = 64
+    assert [save.block_ids for save in step(made, request).saves] == [[7, 8]]
+
+
+def test_what_was_computed_before_a_reset_is_not_saved_after_it(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    requests = [FakeRequest(str(i), names(2, str(i)), blocks=[2 * i, 2 * i + 1]) for i in range(2)]
+    for request in requests:
+        made.matched(request, 0)
+        made.admit(request, request, 0)
+    step(made, *requests)
+    for request in requests:
+        request.num_computed_tokens = 64
+    assert made.finish(requests[0], requests[0].blocks)
+    made.forget()
+    orders = step(made, requests[1])
+    assert (orders.saves, orders.held) == ([], ["0"])
+    assert orders.epoch
+    assert not made.finish(requests[1], requests[1].blocks)
+
+
+class FakePages:
+    """Pages whose copies wait until they are told to go on."""
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self) -> None:
+        self.go_on = threading.Semaphore(0)
+        self.read: list[int] = []
+
+    def save(self, room: Any, slot: int, block_ids: list[int]) -> None:
+        self.read += block_ids
+        assert self.go_on.acquire(timeout=10)
+        room.fill(slot, bytes([block_ids[0]]) * BLOCK_BYTES)
+
+    def load(self, lease: Any, index: int, block_ids: list[int | None]) -> bool:
+        return block_ids != [13]
+
+
+@pytest.fixture
+def pages() -> FakePages:
+    return FakePages()
+
+
+@pytest.fixture
+def worker(client: Client, layout: Layout, pages: FakePages) -> Iterator[WorkerHalf]:
+    made = WorkerHalf(client, Guard(logging.getLogger("test")), pages, layout, asynchronous=True)
+    yield made
+    for _ in range(100):
+        pages.go_on.release()
+    made.close()
+
+
+def test_a_held_request_is_let_go_when_its_last_save_is_over(worker: WorkerHalf, pages: FakePages) -> None:
+    keys = names(3)
+    worker.save(
+        Step(saves=[Save("r", keys[:2], None, [1, 2]), Save("r", keys[2:], keys[1], [3])], held=["r"])
+    )
+    for n in (1, 2, 3):
+        eventually(lambda n=n: len(pages.read) == n)
+        assert worker.ended() == (set(), set())
+        pages.go_on.release()
+    eventually(lambda: worker.ended()[0] == {"r"})
+    assert worker.ended() == (set(), set())
+
+
+def test_a_revoked_save_reads_no_further_and_stores_nothing(
+    client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
+) -> None:
+    keys, others = names(3), names(1, "other")
+    worker.save(Step(saves=[Save("r", keys, None, [1, 2, 3]), Save("s", others, None, [9])]))
+    eventually(lambda: pages.read == [1])
+    over = threading.Event()
+    revoking = threading.Thread(target=lambda: (worker.revoke(["r"]), over.set()))
+    revoking.start()
+    assert not over.wait(0.2)  # block 1 is being read: whoever overwrites it has to wait
+    pages.go_on.release()
+    assert over.wait(5)
+    revoking.join()
+    pages.go_on.release()
+    ns = client.namespace(layout)
+    eventually(lambda: ns.lookup(others) == 1)
+    assert pages.read == [1, 9]
+    assert ns.lookup(keys) == 0
+
+
+def test_a_load_ends_with_the_engine_blocks_that_it_left_without_bytes(
+    client: Client, layout: Layout, worker: WorkerHalf
+) -> None:
+    keys = names(4)
+    store(client, layout, keys)
+    orders = [
+        Load("whole", keys[:3], [10, 11, 12], 0),
+        Load("altered", keys, [11, 12, 13, 14], 0),
+        Load("missing", names(2, "nowhere"), [15, 16], 0),
+        Load("promised in vain", [], [17], 0),
+    ]
+    bad: set[int] = set()
+    loaded: set[str] = set()
+    worker.load(Step(loads=orders), idle=True)
+    ends = time.monotonic() + 5
+    while len(loaded) < len(orders) and time.monotonic() < ends:
+        _, more = worker.ended()
+        # Told no later than the end of its load.
+        bad |= worker.bad_blocks()
+        loaded |= more
+    assert loaded == {load.request_id for load in orders}
+    assert bad == {13, 14, 15, 16, 17}
+    assert worker.bad_blocks() == set()

@@ -1,0 +1,79 @@
+"""The engine's memory as bytes: every layout, on the host and through a device's way, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstore import Client, Layout
+from kvstore.errors import ConfigError
+from kvstore_vllm.pages import DevicePages, HostPages, pages_of
+from tests.daemons import names
+
+BLOCKS, HEADS, TOKENS, WIDTH = 8, 2, 32, 64
+SHAPE = (BLOCKS, HEADS, TOKENS, WIDTH)
+
+
+def caches(order: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Two layers of random KV, as views (block, head, token, width) of memory in another order of axes."""
+    axes = {"B": BLOCKS, "H": HEADS, "N": TOKENS, "C": WIDTH, "L": 2}
+    raw = torch.randint(0, 256, [axes[a] for a in order] + [dtype.itemsize], dtype=torch.uint8)
+    memory = raw.view(dtype).squeeze(-1).permute([order.index(a) for a in "LBHNC"])
+    return {f"layer.{i}": memory[i] for i in range(2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("way", [HostPages, DevicePages])
+def test_blocks_come_back_into_other_pages(client: Client, way: type, order: str, dtype: torch.dtype) -> None:
+    """A device's way is tried on host memory: there is no device here."""
+    kv = caches(order, dtype)
+    before = {name: cache.clone() for name, cache in kv.items()}
+    host = pages_of(kv, BLOCKS)
+    assert isinstance(host, HostPages)
+    assert host.block_bytes == 2 * HEADS * TOKENS * WIDTH * dtype.itemsize
+    pages = way([torch.from_numpy(rows) for rows in host._layers])
+    keys = names(2, f"{way.__name__} {order} {dtype}")
+    ns = client.namespace(Layout(model="pages", block_bytes=2 * pages.block_bytes))
+    with ns.reserve(keys) as room:
+        pages.save(room, 0, [1, 5])
+        pages.save(room, 1, [0, 7])
+        assert room.commit().stored == 2
+    for cache in kv.values():
+        cache.zero_()
+    with ns.acquire(keys) as lease:
+        assert pages.load(lease, 0, [3, None])
+        assert pages.load(lease, 1, [None, 4])
+    for name, cache in kv.items():
+        raw, was = cache.view(torch.uint8), before[name].view(torch.uint8)
+        assert torch.equal(raw[3], was[1])
+        assert torch.equal(raw[4], was[7])
+        assert not raw[[0, 1, 2, 5, 6, 7]].any()
+
+
+def test_kernel_blocks_smaller_than_the_engines_are_joined() -> None:
+    kv = {"layer": torch.zeros(SHAPE)}
+    pages = pages_of(kv, BLOCKS // 2)
+    assert pages.block_bytes == 2 * HEADS * TOKENS * WIDTH * 4
+
+
+def test_layers_that_share_their_memory_are_one() -> None:
+    cache = torch.zeros(SHAPE)
+    assert pages_of({"a": cache, "b": cache}, BLOCKS).block_bytes == cache[0].nbytes
+
+
+@pytest.mark.parametrize(
+    ("kv", "why"),
+    [
+        ({}, "no KV cache"),
+        ({"layer": [torch.zeros(SHAPE)]}, "layer layer keeps its state in several tensors"),
+        (
+            {"layer": torch.zeros(*SHAPE[:3], 2 * WIDTH)[..., :WIDTH]},
+            "layer layer: an engine block is not one run",
+        ),
+        ({"layer": torch.zeros(SHAPE)}, "layer layer has 8 kernel blocks for 3 blocks"),
+    ],
+)
+def test_memory_that_cannot_be_read_as_blocks_is_refused(kv: dict, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        pages_of(kv, 3)
