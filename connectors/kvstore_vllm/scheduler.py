@@ -8,7 +8,6 @@ their saves are over, and those of preempted ones are taken out of the workers' 
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger("vllm.kvstore")
 
 _NEVER = 1 << 62
 LOOKUP_DEADLINE_S = 0.05
