@@ -145,6 +145,35 @@ def test_the_blocks_of_a_preempted_request_are_out_of_reach(client: Client, layo
     assert [save.block_ids for save in step(made, request).saves] == [[7, 8]]
 
 
+def test_a_request_that_is_aborted_while_preempted_holds_nothing(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    request = FakeRequest("r", names(2), blocks=[1, 2])
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    step(made, request)
+    request.num_computed_tokens = 64
+    assert step(made, request).saves
+    step(made, preempted=("r",))
+    request.num_computed_tokens = 0
+    assert not made.finish(request, [])
+
+
+def test_what_the_engine_had_itself_is_saved_after_a_step_of_the_request(
+    client: Client, layout: Layout
+) -> None:
+    """Another request of the same step may be loading those blocks just now."""
+    made = half(client, layout)
+    request = FakeRequest("r", names(3), blocks=[1, 2, 3])
+    assert made.matched(request, 64) == 0
+    made.admit(request, request, 0)
+    request.num_computed_tokens = 64
+    assert step(made, request).saves == []
+    request.num_computed_tokens, request.num_in_flight_tokens = 96, 32
+    assert step(made, request).saves == []
+    request.num_in_flight_tokens = 0
+    assert [save.block_ids for save in step(made, request).saves] == [[1, 2, 3]]
+
+
 def test_what_was_computed_before_a_reset_is_not_saved_after_it(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     requests = [FakeRequest(str(i), names(2, str(i)), blocks=[2 * i, 2 * i + 1]) for i in range(2)]
