@@ -36,8 +36,8 @@ class Tracked:
     """A request that has engine blocks, since it was last admitted.
 
     `block_ids`: those that it had then. `hit_tokens`: computed before its first step (None: no step yet).
-    `stored`: leading blocks that are stored, or that were handed to the workers. `loading`: the engine blocks
-    of its load.
+    `stored`: leading blocks that are stored, or that were handed to the workers (_NEVER: none may be any
+    more). `loading`: the engine blocks of its load.
     """
 
     request: Request
@@ -169,7 +169,8 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             bad = [i for i, block_id in enumerate(tracked.block_ids) if block_id in invalid]
             if bad and not invalid.isdisjoint(tracked.loading):
-                tracked.stored = min(tracked.stored, bad[0] // self._per_key)
+                if tracked.stored != _NEVER:
+                    tracked.stored = min(tracked.stored, bad[0] // self._per_key)
                 # Until it is computed again nobody else may take it for computed.
                 if not self._asynchronous and self.kv_cache_manager is not None:
                     self.kv_cache_manager.evict_blocks(set(tracked.block_ids[bad[0] :]))
@@ -180,7 +181,7 @@ class SchedulerHalf:
         self._next.saves.clear()
         self._open()
         for tracked in self._tracked.values():
-            tracked.stored = _NEVER  # what they have computed is of before
+            tracked.stored = _NEVER  # what they have computed or load is of before
 
     # -- within
 

@@ -191,6 +191,23 @@ def test_what_was_computed_before_a_reset_is_not_saved_after_it(client: Client, 
     assert not made.finish(requests[1], requests[1].blocks)
 
 
+def test_what_was_loading_at_a_reset_is_not_saved_after_it(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    keys = names(4)
+    store(client, layout, keys[:3])
+    request = FakeRequest("r", keys, blocks=[1, 2, 3, 4])
+    assert made.matched(request, 0) == 96
+    made.admit(request, request, 96)
+    assert made.step(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)).loads
+    made.forget()
+    assert made.matched(request, 0) == 0
+    made.hear(SimpleNamespace(invalid_block_ids={2}))
+    request.num_computed_tokens = 32
+    assert step(made, request).saves == []
+    request.num_computed_tokens = 128
+    assert step(made, request).saves == []
+
+
 class FakePages:
     """Pages whose copies wait until they are told to go on."""
 
