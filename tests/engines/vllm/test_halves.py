@@ -158,6 +158,14 @@ def test_a_request_that_is_aborted_while_preempted_holds_nothing(client: Client,
     assert not made.finish(request, [])
 
 
+def test_blocks_that_are_freed_unheld_are_out_of_reach_too(client: Client, layout: Layout) -> None:
+    """What the connector falls back to when it could not tell whether to hold them."""
+    made = half(client, layout)
+    made.release("r")
+    assert step(made).revoked == ["r"]
+    assert step(made).revoked == []
+
+
 def test_what_the_engine_had_itself_is_saved_after_a_step_of_the_request(
     client: Client, layout: Layout
 ) -> None:
