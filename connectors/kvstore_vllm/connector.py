@@ -48,7 +48,6 @@ class KVStoreConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config, settings)
-        self._settings = settings
         self._asynchronous = settings.load == "async"
         self._guard = Guard(logger)
         self._failures_told = 0

@@ -21,7 +21,8 @@ def weights_revision(config: Any, given: str) -> str:
     """Names the weights: what the user gave, the hub's commit, or the state of the files.
 
     Of files it takes names, sizes and the times of their last change and rename (which no tool sets back),
-    not their bytes: reading those would delay the start by minutes. ConfigError if nothing tells.
+    not their bytes: reading those would delay the start by minutes. vLLM has read the files by then: whoever
+    changes them while an engine starts has to name the weights. ConfigError if nothing tells.
     """
     model, load_format = config.model_config, config.load_config.load_format
     if given:

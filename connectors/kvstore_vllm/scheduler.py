@@ -138,9 +138,9 @@ class SchedulerHalf:
                     continue
                 if tracked.hit_tokens is None:
                     tracked.hit_tokens = tracked.request.num_computed_tokens
-                elif self._confirmed_blocks(tracked) > tracked.stored:
+                elif (stop := self._confirmed_blocks(tracked)) > tracked.stored:
                     [block_ids] = output.kv_connector_block_state.resolve_block_ids(request_id)
-                    orders.saves.append(self._save(tracked, block_ids))
+                    orders.saves.append(self._save(tracked, stop, block_ids))
         return orders
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> bool:
@@ -151,8 +151,8 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or tracked.hit_tokens is None:
             return False
-        if self._confirmed_blocks(tracked) > tracked.stored:
-            self._next.saves.append(self._save(tracked, block_ids))
+        if (stop := self._confirmed_blocks(tracked)) > tracked.stored:
+            self._next.saves.append(self._save(tracked, stop, block_ids))
         if tracked.saving:
             self._next.held.append(request_id)
         return tracked.saving
@@ -226,8 +226,9 @@ class SchedulerHalf:
             confirmed // (self._block_tokens * self._per_key), len(request.block_hashes) // self._per_key
         )
 
-    def _save(self, tracked: Tracked, block_ids: Sequence[int]) -> Save:
-        start, stop = tracked.stored, self._confirmed_blocks(tracked)
+    def _save(self, tracked: Tracked, stop: int, block_ids: Sequence[int]) -> Save:
+        """The order to save what is not stored of the first `stop` blocks."""
+        start = tracked.stored
         keys = self._keys(tracked.request)[:stop]
         tracked.stored, tracked.saving = stop, True
         return Save(
