@@ -55,6 +55,10 @@ class Engine:
         names, weights = zip(*_WEIGHTS.items(), strict=True)
         while not self.world.ending:
             await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
+            away_s = self.client._backoff._until - self.world.loop.now
+            if away_s > 0 and self.dice.random() < 0.9:
+                await asyncio.sleep(away_s)
+                continue
             [name] = self.dice.choices(names, weights)
             if name == "misuse" and not self.world.faults.hits(self.dice, "misuse"):
                 continue
@@ -105,6 +109,8 @@ class Engine:
             self.world.oracle.put_ends(puts)
         self.world.counts["stored"] += result.stored
         self.world.counts["denied"] += result.denied
+        if result.why:
+            self.world.counts[f"denied: {result.why[:20]}"] += 1
         return int(result.stored)
 
     async def get(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 CORRUPTING = {"bit_flip", "rot", "torn_write", "lost_write", "misdirected_write", "dram_rot", "liar", "stray"}
 """Faults after which bytes in a slot may be other ones than were put there."""
 
-RATES = (0.01, 0.05, 0.2)
+RATES = (0.02, 0.1, 0.3)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Faults:
         corrupting = dice.random() < 0.4
         for name in NAMES:
             if dice.random() < share and (corrupting or name not in CORRUPTING):
-                setattr(faults, name, dice.choice(RATES) if name != "stall" else 0.01)
+                setattr(faults, name, dice.choice(RATES) if name != "stall" else 0.02)
         return faults
 
     def hits(self, dice: random.Random, name: str) -> bool:

@@ -128,14 +128,14 @@ class World:
             self.counts["restarts_checked"] += 1
         self._left = None
 
-    def crash(self, kind: str) -> None:
-        """The daemon ends; it starts again some time later."""
+    def crash(self, kind: str, memory_too: bool = False) -> None:
+        """The daemon ends; it starts again some time later. `memory_too`: its DRAM is lost in any case."""
         life, self.life = self.life, None
         if life is None:
             return
         self.log(f"{kind} at step {self.loop.steps}")
         self.counts[kind] += 1
-        handed_over = kind != POWER and self.dice.random() < 0.75
+        handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
         self._left = audit.Left.of(life, self.disk, handed_over)
         if kind == POWER:
@@ -146,7 +146,7 @@ class World:
         else:
             self.counts["handed_over"] += 1
         self._audit_disk()
-        self.begin_at = self.loop.now + self.dice.choice((0.0, 0.001, 0.5))
+        self.begin_at = self.loop.now + self.dice.choice((0.0, 0.001, 0.05))
 
     # -- looking
 
@@ -189,7 +189,7 @@ class World:
     def run(self) -> None:
         self.begin()
         self.engines = [Engine(self, i) for i in range(self.dice.randint(2, 4))]
-        steps = self.dice.randint(200, 900)
+        steps = self.dice.randint(300, 1500)
         kinds = (KILL, KILL, KILL, POWER, STOP)
         crashes = sorted(
             ((self.dice.randrange(20, steps), self.dice.choice(kinds)) for _ in range(self.dice.choice((0, 1, 1, 2, 3)))),
@@ -238,18 +238,14 @@ class World:
         self.audit()
         if self.faults.corrupted:
             # Quarantined slots come back with a restart only.
-            self.manager.forget_all()
-            self.crash(KILL)
-            self.manager.forget_all()
+            self.crash(KILL, memory_too=True)
         self._wait_for_daemon()
         last = Engine(self, len(self.engines), busy=False)
         self.engines.append(last)
         self._wait_for(last, last.works())
         self._settle()
         if self.dice.random() < 0.5:
-            self.manager.forget_all()
-            self.crash(self.dice.choice((KILL, POWER)))
-            self.manager.forget_all()
+            self.crash(self.dice.choice((KILL, POWER)), memory_too=True)
             promised = self._on_record()
             self._wait_for_daemon()
             self._wait_for(last, last.read_back([] if self.faults.corrupted else promised))
