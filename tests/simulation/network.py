@@ -187,6 +187,7 @@ class Link:
         self.owner: Process = asyncio.get_running_loop()  # type: ignore[assignment]
         self.due: dict[int, tuple[str, float]] = {}
         self._answered = 0
+        self._spoiled = False
         self._transport: Transport | None = None
         self._in: _Pipe | None = None
         self._received: list[tuple[bytes, int]] = []
@@ -217,7 +218,8 @@ class Link:
             self._send(self.session.post(message))
 
     def send_raw(self, data: bytes) -> None:
-        """Bytes that no client sends."""
+        """Bytes that no client sends: what comes after them may never be understood."""
+        self._spoiled = True
         if self._gone is None and self._transport is not None:
             self._send(data)
 
@@ -250,7 +252,7 @@ class Link:
 
     def _asked(self, pipe: _Pipe, message: Any, number: int) -> None:
         """The last byte of a request has arrived, and been handled, a moment ago."""
-        if self._transport.is_closing() or number <= self._answered:
+        if self._spoiled or self._transport.is_closing() or number <= self._answered:
             return
         wait = float("inf") if isinstance(message, _UNBOUNDED) else getattr(message, "timeout_s", 0.0)
         self.due[number] = (type(message).__name__, self.net.loop.now + wait)
