@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstore.config import Config, parse
 from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
@@ -116,6 +118,15 @@ class Life:
         await self.server.close()
         await self.shell.stop(self.shell.config.daemon.stop_timeout)
         self.stopped = True
+
+    def rot(self) -> None:
+        """A bit changes in a block in DRAM."""
+        dice, faults = self._disk.dice, self._disk.faults
+        r = self.shell.placement.residency
+        owned = np.flatnonzero(r.tiers[DRAM].extents.owner >= 0)
+        if len(owned) and faults.hits(dice, "dram_rot"):
+            [slot] = self.dram.slots(r.where(DRAM, owned[[dice.randrange(len(owned))]]))
+            slot[dice.randrange(2048)] ^= 1 << dice.randrange(8)
 
     def end(self) -> None:
         """The process is gone, now."""

@@ -219,6 +219,8 @@ class World:
             self.crash(STOP)
         if self.loop.steps % _AUDIT_EVERY == 0:
             self.disk.rot()
+            if self.life is not None and self.life.up:
+                self.life.rot()
             self.audit()
         self.look_at_complaints()
         return True
