@@ -35,12 +35,13 @@ $(READY): pyproject.toml
 
 # Files go below DESTDIR and work below PREFIX. INSTALL_ENV=no leaves out the Python environment.
 PREFIX ?= /usr/local
+SYSCONFDIR ?= /etc
 DESTDIR ?=
 INSTALL_ENV ?= yes
 SYSTEMD_VERSION ?= $(shell systemctl --version 2>/dev/null | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
 ENVIRONMENT := $(PREFIX)/lib/kvstore
 UNITS := $(DESTDIR)$(PREFIX)/lib/systemd/system
-FILL = sed -e 's|@BIN@|$(PREFIX)/bin|g'
+FILL = sed -e 's|@BIN@|$(PREFIX)/bin|g' -e 's|@SYSCONFDIR@|$(SYSCONFDIR)|g'
 FILL_ONE = $(FILL) -e 's|@NAME@|kvstore|g' -e 's|@UNIT@|kvstore|g' -e 's|@CONFIG@|kvstore|g'
 FILL_MANY = $(FILL) -e 's|@NAME@|kvstore-%i|g' -e 's|@UNIT@|kvstore@%i|g' -e 's|@CONFIG@|%i|g'
 
@@ -62,8 +63,8 @@ endif
 	fi
 	install -D -m 644 systemd/kvstore.sysusers $(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf
 	install -D -m 644 systemd/kvstore.tmpfiles $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf
-	[ -e $(DESTDIR)/etc/kvstore/kvstore.toml ] || \
-	    install -D -m 644 systemd/kvstore.toml $(DESTDIR)/etc/kvstore/kvstore.toml
+	[ -e $(DESTDIR)$(SYSCONFDIR)/kvstore/kvstore.toml ] || \
+	    install -D -m 644 systemd/kvstore.toml $(DESTDIR)$(SYSCONFDIR)/kvstore/kvstore.toml
 
 # Configuration and stored blocks stay.
 uninstall:

@@ -102,7 +102,7 @@ def fsck(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Instead: the TOML file that names it.")
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete what is bad, and nothing else.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete bad records and orphan slabs.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Check a stopped daemon's NVMe folder: every record, slab and checksum.

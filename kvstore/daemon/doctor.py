@@ -150,7 +150,7 @@ def socket(path: Path) -> Line:
     if os.path.lexists(path) and not path.is_socket():
         return Line(FAIL, "socket", f"{path} is no socket", "set daemon.socket to another path")
     folder = _existing(path.parent)
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         advice = "run this as the daemon's user, or set daemon.socket to a path that it may make"
         return Line(FAIL, "socket", f"{folder} is not writable for uid {os.geteuid()}", advice)
     return Line(OK, "socket", found)
