@@ -271,12 +271,12 @@ def test_what_the_device_cannot_read_costs_no_neighbour(
 
 
 def test_runs_are_cut_at_gaps_and_at_their_size() -> None:
-    index = np.array([0, 1, 2, 5, 6, 7, 8, 9], np.uint32)
-    runs = module._runs(np.arange(8), index, slot_bytes=2 << 20)
-    assert [index[run].tolist() for run in runs] == [[0, 1, 2], [5, 6, 7], [8, 9]]
+    index = np.array([0, 1, 3, 4, 4, 5, 6, 7, 8, 9], np.uint32)
+    runs = module._runs(np.arange(10), index, slot_bytes=2 << 20)
+    assert [index[run].tolist() for run in runs] == [[0, 1], [3], [4, 4, 5, 6, 7], [8, 9]]
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty", "a file", "no data", "unsigned"])
+@pytest.mark.parametrize("what", ["nothing", "empty", "a file", "no data", "no tables", "unsigned"])
 def test_where_no_daemon_stored_anything_nothing_is_made(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "nvme"
     if what == "a file":
@@ -285,8 +285,10 @@ def test_where_no_daemon_stored_anything_nothing_is_made(tmp_path: Path, what: s
         (folder / "records").mkdir(parents=True)
     if what == "no data":
         (folder / "records" / "data.mdb").touch()
-    if what == "unsigned":
-        lmdb.open(str(folder / "records")).close()
+    if what in ("no tables", "unsigned"):
+        with lmdb.open(str(folder / "records"), max_dbs=1) as env:
+            if what == "unsigned":
+                env.open_db(b"meta")
     before = listing(tmp_path)
     ran = cli("fsck", "--repair", str(folder))
     assert ran.returncode == 2
