@@ -47,6 +47,7 @@ FILL_MANY = $(FILL) -e 's|@NAME@|kvstore-%i|g' -e 's|@UNIT@|kvstore@%i|g' -e 's|
 
 install:
 ifneq ($(INSTALL_ENV),no)
+	rm -rf build  # whatever an earlier build left there would be installed too
 	$(PYTHON) -m venv $(DESTDIR)$(ENVIRONMENT)
 	$(DESTDIR)$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check .
 	sed -i '1s|^#!$(DESTDIR)/|#!/|' $(DESTDIR)$(ENVIRONMENT)/bin/kvstore
