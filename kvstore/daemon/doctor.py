@@ -100,7 +100,7 @@ def open_files(limit: tuple[int, int], config: Config) -> Line:
         extents += config.nvme.limit // extent_bytes(config.nvme.limit)
     least, need = extents + _OTHER_FILES, extents + _OTHER_FILES + config.limits.connections
     found = f"{_count(limit[0])} here, {need} for {extents} extents and limits.connections"
-    advice = f"LimitNOFILE={need} in the unit, or ulimit -n {need} before kvstore serve"
+    advice = f"ulimit -n {need} before kvstore serve; a unit sets its own LimitNOFILE="
     if 0 <= limit[0] < need:
         return Line(FAIL if limit[0] < least else WARN, "open files", found, advice)
     return Line(OK, "open files", found)
