@@ -1,6 +1,6 @@
 """Extents in shared memory: made and filled by the daemon, mapped by clients, one header a slot.
 
-An extent is a memfd. Its head is a table of slot headers, its payload slots follow (`Geometry` says where).
+An extent is a memfd: its label, a table of slot headers, its payload slots (`Geometry` says where).
 Payloads carry a checksum that is keyed by whose bytes they are, so a slot that holds another block's bytes
 never verifies. Not here: which slot holds what, and who may map which extent.
 
@@ -16,33 +16,44 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvstore.errors import TierError
-from kvstore.types import HEADER_BYTES, Geometry
+from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-MAGIC = int.from_bytes(b"KVSLOT01", "little")
-"""In every header that was ever written. Another layout of the header gets another number."""
+MAGIC = int.from_bytes(b"KVSLOT02", "little")
+"""In every label and every header that was ever written. Another layout of either gets another number."""
+
+LABEL = np.dtype({"names": ["magic", "number", "slot_bytes"], "formats": ["<u8"] * 3})
+"""What an extent says of itself, so that another process can take it over: its number, how it is cut.
+`slot_bytes` is 0 while it is not, or while it is being cut anew."""
 
 HEADER = np.dtype(
     {
-        "names": ["magic", "version", "namespace", "key", "key_bytes", "length", "checksum"],
-        "formats": ["<u8", "<u8", ("u1", (16,)), ("u1", (64,)), "<u4", "<u4", "<u8"],
-        "offsets": [0, 8, 16, 32, 96, 100, 104],
+        "names": [
+            "magic", "version", "namespace", "key", "parent", "key_bytes", "parent_bytes", "length",
+            "checksum", "last", "stamp",
+        ],
+        "formats": [
+            "<u8", "<u8", ("u1", (16,)), ("u1", (64,)), ("u1", (64,)), "u1", "u1", "<u4",
+            "<u8", "<u4", "<u4",
+        ],
+        "offsets": [0, 8, 16, 32, 96, 160, 161, 164, 168, 176, 180],
         "itemsize": HEADER_BYTES,
     }
-)
-"""One slot's header. `version` 0 means not readable; `length` is payload bytes. Stored to through numpy only:
-an aligned 8-byte store never tears, `struct.pack_into` does."""
+)  # fmt: skip
+"""One slot's header. `version` 0 means not readable, `last` is the version it had last; `length` is payload
+bytes; `stamp` orders blocks by when they came. Stored to through numpy only: an aligned 8-byte store never
+tears, `struct.pack_into` does."""
 
 HUGE_BYTES = 2 << 20
 _PIECE_BYTES = 256 << 10  # copied and then hashed while still in the core's own cache
@@ -77,66 +88,64 @@ def checksum(payload: Bytes, seed: int) -> int:
 def copy(target: bytearray | memoryview, source: Bytes) -> None:
     """Copies `source` over `target` at memcpy speed, with the GIL free. ValueError if their sizes differ."""
     into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    if into.size != data.size:
-        raise ValueError(f"target has {into.size} bytes, source {data.size}")
+    _check_sizes(into.size, data.size)
     np.copyto(into, data)
 
 
-def copy_checksum(target: bytearray | memoryview, source: Bytes, seed: int) -> int:
-    """Like `copy`; answers the checksum of what `target` got, equal to `checksum(source, seed)`.
+def copy_digest(target: bytearray | memoryview, source: Bytes, digest: xxh3_64) -> None:
+    """Like `copy`; adds what `source` holds to a digest.
 
-    Each piece is hashed from `target` right after it is copied: it is in the cache, and what the caller
-    keeps is what was verified, even if someone writes to `source` meanwhile.
+    For writers: each piece is hashed from the source right after it was copied and is in the cache. Whoever
+    else reaches `target`, a writer that has lost its slot for instance, can spoil it, but not unnoticed.
     """
-    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    if into.size != data.size:
-        raise ValueError(f"target has {into.size} bytes, source {data.size}")
-    if into.size <= _PIECE_BYTES:
-        np.copyto(into, data)
-        return xxh3_64_intdigest(into.data, seed)
-    digest = xxh3_64(seed=seed)
-    _copy_pieces(into, data, digest)
-    return digest.intdigest()
-
-
-def gather_checksum(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
-    """`copy_checksum` of a payload whose source is in parts, which fill `target` one after another.
-
-    ValueError if they do not fill it exactly.
-    """
-    into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
-    for source in sources:
-        data = np.frombuffer(source, np.uint8)
-        _copy_pieces(into[at : at + data.size], data, digest)
-        at += data.size
-    if at != into.size:
-        raise ValueError(f"target has {into.size} bytes, the parts {at}")
-    return digest.intdigest()
-
-
-def scatter_checksum(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
-    """`copy_checksum` of a payload that goes into parts, one after another.
-
-    ValueError if they do not take all of `source`.
-    """
-    data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
-    for target in targets:
-        into = np.frombuffer(target, np.uint8)
-        _copy_pieces(into, data[at : at + into.size], digest)
-        at += into.size
-    if at != data.size:
-        raise ValueError(f"source has {data.size} bytes, the parts {at}")
-    return digest.intdigest()
-
-
-def _copy_pieces(into: NDArray[np.uint8], data: NDArray[np.uint8], digest: xxh3_64) -> None:
-    """Copies and hashes piece by piece. ValueError if the sizes differ."""
-    if into.size != data.size:
-        raise ValueError(f"target has {into.size} bytes, source {data.size}")
-    for start in range(0, into.size, _PIECE_BYTES):
-        piece = into[start : start + _PIECE_BYTES]
-        np.copyto(piece, data[start : start + _PIECE_BYTES])
+    for piece, _ in _copied(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)):
         digest.update(piece.data)
+
+
+def gather(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
+    """Copies parts that fill `target` one after another; answers the checksum of what they hold.
+
+    For writers, see `copy_digest`. ValueError if the parts do not fill it exactly.
+    """
+    parts = [np.frombuffer(source, np.uint8) for source in sources]
+    into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
+    _check_sizes(into.size, sum(part.size for part in parts))
+    for part in parts:
+        copy_digest(into[at : at + part.size].data, part.data, digest)
+        at += part.size
+    return digest.intdigest()
+
+
+def scatter(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
+    """Copies `source` into parts, one after another; answers the checksum of what these got.
+
+    For readers: taken from the parts, so what the caller keeps is what was verified, even if someone writes
+    to `source` meanwhile. ValueError if the parts do not take all of it.
+    """
+    parts = [np.frombuffer(target, np.uint8) for target in targets]
+    data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
+    _check_sizes(sum(part.size for part in parts), data.size)
+    for part in parts:
+        for _, piece in _copied(part, data[at : at + part.size]):
+            digest.update(piece.data)
+        at += part.size
+    return digest.intdigest()
+
+
+def _check_sizes(target_bytes: int, source_bytes: int) -> None:
+    if target_bytes != source_bytes:
+        raise ValueError(f"target has {target_bytes} bytes, source {source_bytes}")
+
+
+def _copied(
+    into: NDArray[np.uint8], data: NDArray[np.uint8]
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Copies piece by piece; each piece of the source and of the target. ValueError if the sizes differ."""
+    _check_sizes(into.size, data.size)
+    for start in range(0, into.size, _PIECE_BYTES):
+        source, target = data[start : start + _PIECE_BYTES], into[start : start + _PIECE_BYTES]
+        np.copyto(target, source)
+        yield source, target
 
 
 class Extent:
@@ -155,7 +164,10 @@ class Extent:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Extent:
-        """A new extent of zeros, mode 0600, its size sealed. TierError if there is no room for it."""
+        """A new extent of zeros, mode 0600, its size sealed. TierError if there is no room for it.
+
+        The caller labels it.
+        """
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -193,6 +205,11 @@ class Extent:
     def readonly_fd(self) -> int:
         """A descriptor for readers: no writable map can be made of it. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def label(self) -> NDArray[Any]:
+        """The extent's label, shape (1,) of `LABEL`, writable."""
+        return np.frombuffer(self.view, LABEL, count=1)
 
     def headers(self, geometry: Geometry) -> NDArray[Any]:
         """The table of slot headers, shape (slots,) of `HEADER`, writable."""
@@ -288,7 +305,7 @@ def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int) -> i
 
 def _headers(view: memoryview, geometry: Geometry) -> NDArray[Any]:
     assert geometry.table, "the extent has no table of headers"
-    return np.frombuffer(view, HEADER, count=geometry.slots)
+    return np.frombuffer(view, HEADER, count=geometry.slots, offset=LABEL_BYTES)
 
 
 def _failed(what: str, error: OSError) -> TierError:

@@ -20,7 +20,7 @@ from kvstore import Client, Layout
 from kvstore.lab.served import ServedDaemon
 from kvstore.tiers.nvme import fsck as module
 from kvstore.tiers.nvme.fsck import Finding, Kind, fsck
-from kvstore.tiers.nvme.records import RecordBatch
+from kvstore.tiers.nvme.records import ID, RecordBatch
 from kvstore.tiers.nvme.store import RecordStore
 from tests.daemons import cli, names, payloads
 
@@ -146,6 +146,13 @@ def one_bit(records: Records) -> Damaged:
     return {records.key(row)}, {Kind.CHECKSUM: 1}
 
 
+def altered_record(records: Records) -> Damaged:
+    row = records.of[SMALL][11]
+    raw = ID.pack(int(records.loaded.blocks.ns[row])) + records.key(row)
+    records.commit({"blocks": {raw: b"no record"}})
+    return {records.key(row)}, {Kind.DAMAGED: 1}
+
+
 def two_owners(records: Records) -> Damaged:
     # Later than the true owner: only the checksum tells who is right.
     row = records.of[SMALL][5]
@@ -171,6 +178,7 @@ DAMAGES = {
     "length": falsified(Kind.LENGTH, length=SMALL - 1),
     "outside": falsified(Kind.OUTSIDE, index=EXTENT // SMALL),
     "one bit": one_bit,
+    "altered record": altered_record,
     "two owners": two_owners,
     "two wrong owners": two_wrong_owners,
 }
@@ -223,7 +231,9 @@ def test_damage_is_found_repaired_and_gone(folder: Path, damage: str) -> None:
     report = fsck(folder, None, False, quiet)
     assert report.counts() == kinds
     assert Counter(f.kind for f in report.findings()) == kinds
-    assert {f.key for f in report.findings()} - {b"", b"impostor"} == lost
+    # What is no record is told by its raw key, which begins with the namespace's number.
+    told = {f.key[ID.size if f.kind == Kind.DAMAGED else 0 :] for f in report.findings()}
+    assert told - {b"", b"impostor"} == lost
 
     repaired = fsck(folder, None, True, quiet)
     assert repaired.counts() == kinds
@@ -294,6 +304,16 @@ def test_where_no_daemon_stored_anything_nothing_is_made(tmp_path: Path, what: s
     assert ran.returncode == 2
     assert f"{folder} holds no records of a kvstore daemon" in ran.stderr
     assert listing(tmp_path) == before
+
+
+def test_records_that_lmdb_cannot_read_are_left_to_the_daemon(folder: Path) -> None:
+    file = folder / "records" / "data.mdb"
+    os.truncate(file, 2 * 4096)
+    before = listing(folder)
+    ran = cli("fsck", "--repair", str(folder))
+    assert ran.returncode == 2
+    assert f"the records in {folder} are corrupt: " in ran.stderr
+    assert listing(folder) == before
 
 
 def test_a_folder_in_use_is_left_alone(folder: Path) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvstore import arena
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.records import ID, Blocks
-from kvstore.tiers.nvme.store import NUMBER, Changes, Loaded, RecordStore
+from kvstore.tiers.nvme.store import NUMBER, Changes, Loaded, RecordStore, damage
 from kvstore.types import ALIGN
 
 Progress = Callable[[int, int], None]
@@ -135,6 +135,9 @@ def _open(folder: Path) -> RecordStore:
     try:
         if not (records / "data.mdb").stat().st_size:
             raise missing
+        if why := damage(folder):
+            hint = "the next daemon moves them aside and starts empty"
+            raise TierError(f"the records in {folder} are corrupt: {why}", hint)
         with lmdb.open(str(records), create=False, readonly=True, max_dbs=1) as env, env.begin() as txn:
             signed = txn.get(b"extent_bytes", db=env.open_db(b"meta", txn, create=False))
     except (FileNotFoundError, NotADirectoryError, lmdb.NotFoundError):
@@ -153,7 +156,7 @@ def _check(
     sizes = {extent: path.stat().st_size for extent, path in paths.items()}
     count = None if limit_bytes is None else limit_bytes // extent_bytes
     verdict = _places(loaded, sizes, extent_bytes)
-    report = Report(folder, len(loaded.extents), loaded.blocks, verdict, damaged=[])
+    report = Report(folder, len(loaded.extents), loaded.blocks, verdict, loaded.damaged)
     report.no_slab = sorted(loaded.extents.keys() - paths.keys())
     for extent, path in paths.items():
         short = sizes[extent] < extent_bytes
