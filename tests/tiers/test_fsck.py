@@ -286,7 +286,16 @@ def test_runs_are_cut_at_gaps_and_at_their_size() -> None:
     assert [index[run].tolist() for run in runs] == [[0, 1], [3], [4, 4, 5, 6, 7], [8, 9]]
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty", "a file", "no data", "no tables", "unsigned"])
+def test_records_that_no_daemon_has_signed_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    with lmdb.open(str(tmp_path / "records"), max_dbs=1) as env:
+        env.open_db(b"meta")
+    ran = cli("fsck", "--repair", str(tmp_path))
+    assert ran.returncode == 2
+    assert f"the records in {tmp_path} are unfinished" in ran.stderr
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "a file", "no data"])
 def test_where_no_daemon_stored_anything_nothing_is_made(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "nvme"
     if what == "a file":
@@ -295,10 +304,6 @@ def test_where_no_daemon_stored_anything_nothing_is_made(tmp_path: Path, what: s
         (folder / "records").mkdir(parents=True)
     if what == "no data":
         (folder / "records" / "data.mdb").touch()
-    if what in ("no tables", "unsigned"):
-        with lmdb.open(str(folder / "records"), max_dbs=1) as env:
-            if what == "unsigned":
-                env.open_db(b"meta")
     before = listing(tmp_path)
     ran = cli("fsck", "--repair", str(folder))
     assert ran.returncode == 2

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvstore import arena
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.records import ID, Blocks
-from kvstore.tiers.nvme.store import NUMBER, Changes, Loaded, RecordStore, damage
+from kvstore.tiers.nvme.store import Changes, Loaded, RecordStore
 from kvstore.types import ALIGN
 
 Progress = Callable[[int, int], None]
@@ -118,7 +118,7 @@ def fsck(folder: Path, limit_bytes: int | None, repair: bool, progress: Progress
     records that name one slot, the one stays whose checksum proves it. TierError if there is no such folder,
     if a daemon uses it, or if it cannot be read or repaired.
     """
-    with closing(_open(folder)) as store:
+    with closing(RecordStore(folder, None, _MAP_BYTES)) as store:
         try:
             report = _check(folder, store.load(), store.extent_bytes, limit_bytes, progress)
             if repair:
@@ -126,27 +126,6 @@ def fsck(folder: Path, limit_bytes: int | None, repair: bool, progress: Progress
         except (OSError, lmdb.Error) as error:
             raise TierError(f"cannot check {folder}: {error}") from error
     return report
-
-
-def _open(folder: Path) -> RecordStore:
-    """The folder's records, locked. Nothing is made or signed where there are none."""
-    records = folder / "records"
-    missing = TierError(f"{folder} holds no records of a kvstore daemon", "name the folder of nvme.path")
-    try:
-        if not (records / "data.mdb").stat().st_size:
-            raise missing
-        if why := damage(folder):
-            hint = "the next daemon moves them aside and starts empty"
-            raise TierError(f"the records in {folder} are corrupt: {why}", hint)
-        with lmdb.open(str(records), create=False, readonly=True, max_dbs=1) as env, env.begin() as txn:
-            signed = txn.get(b"extent_bytes", db=env.open_db(b"meta", txn, create=False))
-    except (FileNotFoundError, NotADirectoryError, lmdb.NotFoundError):
-        raise missing from None
-    except (OSError, lmdb.Error) as error:
-        raise TierError(f"cannot read the records in {folder}: {error}") from error
-    if signed is None:
-        raise missing
-    return RecordStore(folder, NUMBER.unpack(signed)[0], _MAP_BYTES)
 
 
 def _check(
