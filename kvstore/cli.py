@@ -191,7 +191,7 @@ def config_example() -> None:
 
 @app.command()
 def demo() -> None:
-    """Start a daemon, chat with it, restart it midway, and show what was served from where."""
+    """Start a daemon, chat with it, kill it midway, and show what was served from where."""
     from kvstore.lab.demo import run  # noqa: PLC0415
 
     _unwind_on_sigterm()
