@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -365,16 +366,18 @@ def test_the_demo_keeps_its_promises() -> None:
     assert demo.run(console)
     text = console.export_text()
     assert "0 wrong, 0 forgotten, 0 denied" in text
-    assert "restarts" in text
+    assert "SIGKILL, and it is back" in text
 
 
 def test_the_demo_fails_on_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     tally = replay.Tally(requests=1, asked=2, wrong=1)
-    tally.hits[Tier.NVME] = 2
+    tally.hits[Tier.DRAM] = 2
     assert not demo._summary(Console(quiet=True), [tally] * demo.TURNS, 0, 1.0)
     tally.wrong = 0
     assert demo._summary(Console(quiet=True), [tally] * demo.TURNS, 0, 1.0)
     assert not demo._summary(Console(quiet=True), [tally] * demo.TURNS, 1, 1.0)
+    tally.hits = Counter({Tier.NVME: 2})
+    assert not demo._summary(Console(quiet=True), [tally] * demo.TURNS, 0, 1.0), "DRAM was lost"
 
 
 def run(*args: str | Path, code: int = 0) -> Any:
