@@ -29,10 +29,16 @@ class Record:
     checksum: int
     seed: int
 
+    def payload(self, disk: Disk) -> bytes:
+        """What its slot holds."""
+        return bytes(disk.slabs[self.extent].seen[self.offset : self.offset + self.length])
+
 
 def fingerprints(disk: Disk) -> dict[int, bytes]:
     """Of all namespaces on record, by number."""
-    return {ID.unpack(k)[0]: msgpack.unpackb(v)[2] for k, v in disk.tables["namespaces"].items() if v is not None}
+    return {
+        ID.unpack(k)[0]: msgpack.unpackb(v)[2] for k, v in disk.tables["namespaces"].items() if v is not None
+    }
 
 
 def records(disk: Disk) -> dict[Who, Record]:
@@ -106,13 +112,20 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
     where = r.where(DRAM, owned)
     slots = life.dram.slots(where)
     for slot, extent, index, row, view in zip(
-        owned.tolist(), where.extent.tolist(), where.index.tolist(), extents.owner[owned].tolist(), slots, strict=True
+        owned.tolist(),
+        where.extent.tolist(),
+        where.index.tolist(),
+        extents.owner[owned].tolist(),
+        slots,
+        strict=True,
     ):
         header = life.dram._headers[extent][index]
         number, key = int(r.blocks.namespace[row]), r.blocks.key(row)
         assert header["version"] == extents.version[slot], "a header has another version"
         assert header["key"].tobytes()[: header["key_bytes"]] == key, "a header names another block"
-        assert header["checksum"] == r.blocks.checksum[row] == extents.record["checksum"][slot], "checksums differ"
+        assert header["checksum"] == r.blocks.checksum[row] == extents.record["checksum"][slot], (
+            "checksums differ"
+        )
         if not corrupted:
             length = spaces.lengths[number]
             seed = arena.seed(spaces.fingerprints[number], key, length)
@@ -145,7 +158,9 @@ class Left:
     def of(cls, life: Life, disk: Disk, handed_over: bool) -> Left:
         spaces = life.shell.namespaces.fingerprints
         blocks = live(life) if handed_over else {}
-        in_dram = {(spaces[n], key): checksum for (n, key), (slot, _, checksum) in blocks.items() if slot >= 0}
+        in_dram = {
+            (spaces[n], key): checksum for (n, key), (slot, _, checksum) in blocks.items() if slot >= 0
+        }
         return cls(records(disk), dict(spaces), in_dram)
 
     def check(self, life: Life) -> None:
@@ -170,7 +185,9 @@ class Left:
                 assert slot >= 0, f"{who} has another checksum than its record"
         if life.nvme is not None:
             tier = life.shell.placement.residency.tiers[NVME]
-            assert tier.extents.used_bytes == used, f"{tier.extents.used_bytes} bytes in use, {used} on record"
+            assert tier.extents.used_bytes == used, (
+                f"{tier.extents.used_bytes} bytes in use, {used} on record"
+            )
 
 
 def nothing_is_held(life: Life) -> None:

@@ -89,8 +89,12 @@ class Engine:
     # -- what engines do
 
     def _some(self) -> tuple[int, Any, list[bytes]]:
-        space = self.dice.choice((0, 0, 1, 2))
-        return space, self.spaces[space], chain(self.dice)
+        """(layout, its namespace, keys): often what somebody has just had to do with."""
+        space, keys = self.dice.choice((0, 0, 1, 2)), chain(self.dice)
+        if self.dice.random() < 0.3:
+            space, keys = self.world.recent
+        self.world.recent = space, keys
+        return space, self.spaces[space], keys
 
     async def put(self) -> None:
         space, ns, keys = self._some()
@@ -121,7 +125,9 @@ class Engine:
         """Gets a chain and compares every byte; how many blocks came."""
         out = bytearray(len(keys) * ns.layout.block_bytes)
         began = self.world.oracle.tick()
-        n = await self._timed(f"get {space} {keys[-1].decode()}", ns.get(keys, out, deadline_s=deadline_s), deadline_s)
+        n = await self._timed(
+            f"get {space} {keys[-1].decode()}", ns.get(keys, out, deadline_s=deadline_s), deadline_s
+        )
         size = ns.layout.block_bytes
         for i in range(n):
             self.world.check_block(space, keys[i], bytes(out[i * size : (i + 1) * size]), began)
@@ -200,6 +206,7 @@ class Engine:
 
     async def invalidate(self) -> None:
         space, _, keys = self._some()
+        keys = keys[self.dice.choice((0, self.dice.randrange(len(keys)))) :]
         began = self.world.oracle.tick()
         try:
             await self._timed(f"invalidate {space} {keys[-1].decode()}", self.strict[space].invalidate(keys))
@@ -233,7 +240,7 @@ class Engine:
 
     async def misuse(self) -> None:
         """What only a broken client sends."""
-        space, ns, keys = self._some()
+        _, ns, keys = self._some()
         kind = self.dice.randrange(6)
         link = self.world.some_link(self.process)
         if kind == 0 and link is not None:
@@ -243,7 +250,9 @@ class Engine:
         elif kind == 2:
             await self._timed("put twice", ns.put([keys[0], keys[0]], [bytes(ns.layout.block_bytes)] * 2))
         elif kind == 3:
-            await self._timed("put orphan", ns.put([b"orphan"], [bytes(ns.layout.block_bytes)], b"no such key"))
+            await self._timed(
+                "put orphan", ns.put([b"orphan"], [bytes(ns.layout.block_bytes)], b"no such key")
+            )
         elif kind == 4:
             try:
                 await ns.put([b""], [b""])

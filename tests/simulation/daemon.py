@@ -87,7 +87,9 @@ class Life:
         self._disk = disk
         dice = disk.dice
         given = {name: os.dup(fd) for name, fd in manager.kept.items()}
-        self.dram = _Dram(self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given)
+        self.dram = _Dram(
+            self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given
+        )
         self.nvme: _Nvme | None = None
         if setup.nvme_extents:
             self.engine = SimEngine(disk, self.process)
@@ -96,7 +98,9 @@ class Life:
             writer.journal = Journal(Path("simulated"), SimStore(disk), writer.wake)
             limit = setup.nvme_extents * setup.extent_bytes
             skew = dice.choice((0.0, 0.0, -500.0))
-            self.nvme = _Nvme(self.process, writer.journal, self.slabs, self.engine, limit, lambda: disk.loop.now + skew)
+            self.nvme = _Nvme(
+                self.process, writer.journal, self.slabs, self.engine, limit, lambda: disk.loop.now + skew
+            )
         self.shell = Shell(setup.config(), self.process, self.dram, self.nvme, dice.getrandbits)
         self.server = Server(self.shell)
         # In the order of their coming: a set of objects has another one in every process.
@@ -139,7 +143,9 @@ class Life:
 
 
 class _Dram(DramTier):
-    def __init__(self, process: Process, limit: int, size: int, manager: Manager, given: dict[str, int]) -> None:
+    def __init__(
+        self, process: Process, limit: int, size: int, manager: Manager, given: dict[str, int]
+    ) -> None:
         super().__init__(limit, size, False, manager, given)
         self._process = process
 

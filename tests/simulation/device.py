@@ -70,6 +70,7 @@ class Disk:
         self.slabs: dict[int, Slab] = {}
         self.tables: Changes = {table: {} for table in TABLES}
         self.stalled_until = 0.0
+        self._pace = dice.choice((1, 1, 30))
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +80,7 @@ class Disk:
         """How long something takes, from now on."""
         if self.faults.hits(self.dice, "stall"):
             self.stalled_until = self.loop.now + self.dice.uniform(5, 60)
-        pause = self.dice.uniform(20, 300) * MICRO
+        pause = self.dice.uniform(20, 300) * MICRO * self._pace
         if self.faults.hits(self.dice, "slow_io"):
             pause = self.dice.uniform(0.001, 0.5)
         return max(self.stalled_until - self.loop.now, 0.0) + pause
@@ -199,7 +200,11 @@ class SimEngine:
             return
         for i, io in enumerate(ios):
             fault = self._draw(io)
-            middle = len(io.buffer) // 2 if fault in ("short_write", "torn_write") or disk.dice.random() < 0.3 else 0
+            middle = (
+                len(io.buffer) // 2
+                if fault in ("short_write", "torn_write") or disk.dice.random() < 0.3
+                else 0
+            )
             for start, stop in ((0, middle), (middle, len(io.buffer))):
                 if start < stop:
                     self._start(_Part(batch, i, start, stop, self._offset(io, fault), fault))

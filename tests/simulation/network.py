@@ -27,7 +27,9 @@ _UNBOUNDED = (m.Invalidate, m.Suspect)
 class Network:
     """All connections there are. `serve` is called for each new one while a daemon listens."""
 
-    def __init__(self, loop: Loop, dice: random.Random, faults: Faults, fail: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, loop: Loop, dice: random.Random, faults: Faults, fail: Callable[[str, str], None]
+    ) -> None:
         self.loop = loop
         self.dice = dice
         self.faults = faults
@@ -72,7 +74,9 @@ class _Pipe:
 
     def send(self, data: bytes, fd: int = -1) -> None:
         dice = self.net.dice
-        cuts = sorted(dice.randrange(1, len(data)) for _ in range(dice.choice((0, 0, 0, 1, 2))) if len(data) > 1)
+        cuts = sorted(
+            dice.randrange(1, len(data)) for _ in range(dice.choice((0, 0, 0, 1, 2))) if len(data) > 1
+        )
         for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
             if start < stop:
                 self._later(data[start:stop], fd)

@@ -67,6 +67,8 @@ class Oracle:
             if not put.removed or put.removed > began
         )
 
-    def known(self) -> list[Who]:
-        """All keys that were ever put."""
-        return sorted(self._puts)
+    def is_forgotten(self, space: int, key: bytes, data: bytes) -> bool:
+        """Whether these are the bytes of a put that was invalidated, which has been answered."""
+        return any(
+            data == payload(space, key, put.salt, len(data)) for put in self._puts[space, key] if put.removed
+        )

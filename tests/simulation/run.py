@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import logging
 import random
-import types
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
-from kvstore.client import aio, flows, link
 from kvstore.client.holds import Room
-from kvstore.daemon import server, shell
-from kvstore.tiers.nvme import journal
 from tests.simulation import audit
 from tests.simulation.clients import LAYOUTS, Engine
-from tests.simulation.daemon import DRAM, Life, Manager, Setup, Thread
+from tests.simulation.daemon import DRAM, Life, Manager, Setup
 from tests.simulation.device import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Loop, Process
 from tests.simulation.network import Link, Network
 from tests.simulation.oracle import Oracle, payload
+from tests.simulation.seams import in_simulation
 
 KILL, POWER, STOP = "kill", "power cut", "stop"
 _AUDIT_EVERY = 25
@@ -66,6 +61,7 @@ class World:
         room = self.setup.nvme_extents if dice.random() < 0.8 else dice.randint(0, self.setup.nvme_extents)
         self.disk = Disk(self.loop, dice, self.faults, self.setup.extent_bytes, room)
         self.ending = False
+        self.recent = (0, [b"s0b0k00"])
         self._salt = 0
         self._lives = 0
         self.life: Life | None = None
@@ -154,7 +150,9 @@ class World:
         self.net.check_due()
         self._audit_disk()
         if self.life is not None and self.life.up:
-            self._checked("the daemon is sound", audit.daemon_is_sound, self.life, self.disk, self.faults.corrupted)
+            self._checked(
+                "the daemon is sound", audit.daemon_is_sound, self.life, self.disk, self.faults.corrupted
+            )
             if not self.faults.corrupted:
                 quarantined = self.life.shell.placement.counters["quarantined_blocks"]
                 if quarantined:
@@ -163,6 +161,15 @@ class World:
     def _audit_disk(self) -> None:
         if not self.faults.corrupted:
             self._checked("records prove their slots", audit.records_prove_their_slots, self.disk)
+            for (number, key), record in audit.records(self.disk).items():
+                space = self._space(number)
+                if self.oracle.is_forgotten(space, key, record.payload(self.disk)):
+                    self.fail("what was invalidated is off the record", f"{key!r} of layout {space}")
+
+    def _space(self, number: int) -> int:
+        """Which layout has this number on record."""
+        prints = [layout.fingerprint() for layout in LAYOUTS]
+        return prints.index(audit.fingerprints(self.disk)[number])
 
     def _checked(self, what: str, check: Callable[..., None], *args: object) -> None:
         try:
@@ -191,10 +198,9 @@ class World:
         self.engines = [Engine(self, i) for i in range(self.dice.randint(2, 4))]
         steps = self.dice.randint(300, 1500)
         kinds = (KILL, KILL, KILL, POWER, STOP)
-        crashes = sorted(
-            ((self.dice.randrange(20, steps), self.dice.choice(kinds)) for _ in range(self.dice.choice((0, 1, 1, 2, 3)))),
-            reverse=True,
-        )
+        n = self.dice.choice((0, 1, 1, 2, 3))
+        crashes = [(self.dice.randrange(20, steps), self.dice.choice(kinds)) for _ in range(n)]
+        crashes.sort(reverse=True)
         while self.loop.steps < steps:
             if not self.step():
                 break
@@ -236,7 +242,9 @@ class World:
         """Faults end, everybody finishes; then a put and a get work, and nothing is left over."""
         self.faults.over = self.ending = True
         self._wait_for_daemon()
-        self.go_on(lambda: all(t.done() for e in self.engines for t in e.tasks), _REST_S, "a call does not end")
+        self.go_on(
+            lambda: all(t.done() for e in self.engines for t in e.tasks), _REST_S, "a call does not end"
+        )
         self.audit()
         if self.faults.corrupted:
             # Quarantined slots come back with a restart only.
@@ -264,8 +272,7 @@ class World:
 
     def _on_record(self) -> list[tuple[int, bytes]]:
         """All blocks on record, as clients name them."""
-        prints = {layout.fingerprint(): i for i, layout in enumerate(LAYOUTS)}
-        return [(prints[audit.fingerprints(self.disk)[n]], key) for n, key in sorted(audit.records(self.disk))]
+        return [(self._space(number), key) for number, key in sorted(audit.records(self.disk))]
 
     def _settle(self) -> None:
         """All clients leave; in the end nobody holds anything."""
@@ -281,66 +288,22 @@ class World:
         self.life.server.status()
 
     def close(self) -> None:
-        """Lets go of descriptors and memory."""
+        """Lets go of descriptors, memory and tasks."""
+        self.faults.over = True
+        for engine in self.engines:
+            for task in asyncio.all_tasks(engine.process):
+                task.get_coro().close()  # type: ignore[union-attr]
         if self.life is not None:
             self.life.end()
         self.manager.forget_all()
         self.loop.clear()
 
 
-@contextmanager
-def _in_simulation(world: World) -> Iterator[None]:
-    """The places where the code under test takes time, threads and links from: all from the world."""
-    now = types.SimpleNamespace(monotonic=lambda: world.loop.now)
-    fill = flows._fill
-
-    def filled(room: Room, views: object, at: int) -> bytes:
-        if not world.may_write(room):
-            raise ConnectionResetError("noticed in time that the daemon is gone")
-        return fill(room, views, at)  # type: ignore[arg-type]
-
-    Thread.disk = world.disk
-    errors = _Errors(world._errors)
-    logger = logging.getLogger("kvstore")
-    level, propagate = logger.level, logger.propagate
-    with ExitStack() as stack:
-        for module in (aio, flows, link):
-            stack.enter_context(mock.patch.object(module, "time", now))
-        stack.enter_context(mock.patch.object(link, "random", world.dice))
-        stack.enter_context(mock.patch.object(aio, "AsyncLink", world.net.link))
-        stack.enter_context(mock.patch.object(flows, "_fill", filled))
-        stack.enter_context(mock.patch.object(shell, "threading", types.SimpleNamespace(Thread=Thread)))
-        stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
-        stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))
-        stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
-        logger.addHandler(errors)
-        logger.setLevel(logging.ERROR)
-        logger.propagate = False
-        try:
-            yield
-        finally:
-            logger.removeHandler(errors)
-            logger.setLevel(level)
-            logger.propagate = propagate
-
-
-class _Errors(logging.Handler):
-    """Keeps what was logged with an exception: nothing in the daemon may fail unforeseen."""
-
-    def __init__(self, errors: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self._errors = errors
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info:
-            self._errors.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
-
-
 def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:
     """Runs one seed."""
     world = World(seed, trace)
     violation = ""
-    with _in_simulation(world):
+    with in_simulation(world):
         try:
             world.run()
         except Violation as error:
@@ -348,7 +311,6 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:
             world.log(f"VIOLATION {violation}")
         finally:
             world.close()
-    return Outcome(
-        seed, violation, world._hash.hexdigest(), world.loop.steps, world.faults.happened, world.operations, world.counts
-    )
-
+    digest = world._hash.hexdigest()
+    happened = world.faults.happened
+    return Outcome(seed, violation, digest, world.loop.steps, happened, world.operations, world.counts)

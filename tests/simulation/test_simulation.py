@@ -199,23 +199,29 @@ def _without_first(restore: Any) -> Any:
     return restore.only(np.arange(len(restore.index)) > 0)
 
 
+RECORDS = "records prove their slots"
+SOUND = "the daemon is sound"
+LOST = "nothing promised is lost"
+WRONG = "never a wrong block"
+FORGOTTEN = "what was invalidated is off the record"
+
 CAUGHT_AS = {
-    early_reports: ("the daemon is sound", "nothing promised is lost", "records prove their slots"),
-    unsynced_records: ("records prove their slots",),
-    hasty_writes: ("records prove their slots",),
-    late_records: ("records prove their slots", "never a wrong block", "nothing promised is lost"),
-    trusting_readers: ("never a wrong block",),
-    readable_leftovers: ("the daemon is sound",),
-    hasty_answers: ("never a wrong block",),
-    half_invalidations: ("records prove their slots", "never a wrong block", "the daemon is sound"),
+    early_reports: (FORGOTTEN, SOUND, LOST, RECORDS),
+    unsynced_records: (RECORDS,),
+    hasty_writes: (RECORDS,),
+    late_records: (RECORDS, FORGOTTEN, WRONG, LOST),
+    trusting_readers: (WRONG,),
+    readable_leftovers: (SOUND,),
+    hasty_answers: (FORGOTTEN, WRONG),
+    half_invalidations: (FORGOTTEN, RECORDS, WRONG, SOUND),
     no_alarm: ("answered in time",),
     leases_for_ever: ("nothing is held in the end",),
-    forgetful_handover: ("nothing promised is lost",),
-    forgetful_recovery: ("nothing promised is lost",),
-    free_while_read: ("the daemon is sound",),
-    early_reading: ("the daemon is sound",),
+    forgetful_handover: (LOST,),
+    forgetful_recovery: (LOST,),
+    free_while_read: (SOUND,),
+    early_reading: (SOUND,),
     abandoned_copies: ("nobody fails unseen",),
-    mixed_sizes: ("records prove their slots", "the daemon is sound"),
+    mixed_sizes: (RECORDS, SOUND),
     endless_fence: ("it works again when faults end",),
 }
 
