@@ -36,7 +36,7 @@ def main() -> int:
                 total.update(getattr(outcome, name))
             if outcome.violation:
                 failed.append(outcome)
-                print(f"\nseed {outcome.seed}: {outcome.violation}")
+                print(f"\nseed {outcome.seed}: {outcome.violation}", flush=True)
                 print(f"  python -m tests.simulation --first {outcome.seed} --seeds 1 --trace")
             took = time.monotonic() - began
             if i % 20 == 0 or i == len(seeds):

@@ -42,7 +42,13 @@ def fingerprints(disk: Disk) -> dict[int, bytes]:
 
 
 def records(disk: Disk) -> dict[Who, Record]:
-    """All records by namespace number and key."""
+    """All records by namespace number and key; looked at again only when there was a commit."""
+    if disk.read_at != disk.commits:
+        disk.read, disk.read_at = _read(disk), disk.commits
+    return disk.read
+
+
+def _read(disk: Disk) -> dict[Who, Record]:
     blocks, damaged = unpack(disk.tables["blocks"].items(), len(disk.tables["blocks"]))  # type: ignore[arg-type]
     assert not damaged
     spaces = fingerprints(disk)

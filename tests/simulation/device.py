@@ -70,6 +70,9 @@ class Disk:
         self.slabs: dict[int, Slab] = {}
         self.tables: Changes = {table: {} for table in TABLES}
         self.stalled_until = 0.0
+        self.commits = 0
+        self.read: Any = None
+        self.read_at = -1
         self._pace = dice.choice((1, 1, 30))
 
     @property
@@ -300,6 +303,7 @@ class SimStore:
         disk = self._disk
         if any(changes.values()) and disk.faults.hits(disk.dice, "commit_error"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        disk.commits += 1
         for table, items in changes.items():
             for key, value in items.items():
                 if value is None:

@@ -24,6 +24,7 @@ from tests.simulation.seams import in_simulation
 KILL, POWER, STOP = "kill", "power cut", "stop"
 _AUDIT_EVERY = 25
 _REST_S = 400.0
+_FINGERPRINTS = [layout.fingerprint() for layout in LAYOUTS]
 
 
 class Violation(AssertionError):
@@ -168,8 +169,7 @@ class World:
 
     def _space(self, number: int) -> int:
         """Which layout has this number on record."""
-        prints = [layout.fingerprint() for layout in LAYOUTS]
-        return prints.index(audit.fingerprints(self.disk)[number])
+        return _FINGERPRINTS.index(audit.fingerprints(self.disk)[number])
 
     def _checked(self, what: str, check: Callable[..., None], *args: object) -> None:
         try:
