@@ -1,0 +1,71 @@
+"""What an NVMe folder holds, read from its files while no daemon runs, or beside one that does."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.tiers.nvme.store import RecordStore
+from kvstore.types import slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A block on record: who it is, and where its payload lies in the slab of its extent."""
+
+    key: bytes
+    extent: int
+    offset: int
+    length: int
+
+
+def records(folder: Path) -> list[Record]:
+    """All records of an NVMe folder, oldest first, taken from a copy of its LMDB files."""
+    if not (folder / "records" / "data.mdb").exists():
+        return []
+    with tempfile.TemporaryDirectory(prefix="kvstore-records-") as aside:
+        shutil.copytree(folder / "records", Path(aside) / "records")
+        store = RecordStore(Path(aside), 1 << 21, 1 << 30)
+        try:
+            blocks = store.load().blocks
+        finally:
+            store.close()
+    return [
+        Record(key.tobytes()[:key_bytes], extent, index * slot_bytes(length), length)
+        for key, key_bytes, extent, index, length in zip(
+            blocks.keys,
+            blocks.key_bytes.tolist(),
+            blocks.extent.tolist(),
+            blocks.index.tolist(),
+            blocks.length.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def used_bytes(found: list[Record]) -> int:
+    """What these records take on NVMe."""
+    return sum(slot_bytes(record.length) for record in found)
+
+
+def slab(folder: Path, extent: int) -> Path:
+    """The file of an extent."""
+    return folder / "slabs" / f"{extent:06d}.slab"
+
+
+def slab_bytes(folder: Path) -> int:
+    """The size of all slab files."""
+    return sum(file.stat().st_size for file in (folder / "slabs").glob("*.slab"))
+
+
+def flip_bit(file: Path, dice: random.Random, start: int, nbytes: int) -> None:
+    """Turns over one bit, somewhere in `nbytes` from `start`."""
+    at = start + dice.randrange(nbytes)
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        [old] = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([old ^ 1 << dice.randrange(8)]))

@@ -1,0 +1,144 @@
+"""One folder through many crashes: load, SIGKILL, restart, and everything is read back and compared.
+
+The load goes on where the last one ended, so that NVMe fills up and evicts. One seed, one world: settings, keys,
+and the moments of the kills; how threads interleave, no seed decides.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from kvstore import Client, Tier
+from kvstore.errors import UnavailableError
+from kvstore.lab.served import ServedDaemon
+from tests.crash import files
+from tests.crash.book import Book
+from tests.crash.load import LAYOUTS, THREADS, Tally, Worker
+from tests.daemons import eventually, idle, room_for, tier
+
+RUNS = 10
+"""Kills of one world that are followed by a full read-back."""
+
+SUPERVISED = False
+
+
+class World:
+    """A daemon, its clients and what may come back from it. Use it as a context manager."""
+
+    def __init__(self, seed: int, tally: Tally) -> None:
+        self._dice = random.Random(seed)
+        self._book = Book()
+        self._tally = tally
+        self._workers = [Worker(i, str(seed), self._book, tally) for i in range(THREADS)]
+        for worker in self._workers:
+            worker.others = self._workers
+        self.nvme_bytes = self._dice.choice((24, 32, 64)) << 20
+        policy = self._dice.choice(("write_through",) * 4 + ("on_evict",))
+        self._daemon = ServedDaemon(
+            {
+                "dram": {"limit": 16 << 20, "huge_pages": False},
+                "nvme": {"limit": self.nvme_bytes, "write_policy": policy, "io_threads": 2},
+            }
+        )
+
+    def __enter__(self) -> World:
+        self._daemon.__enter__()
+        if self._dice.random() < 0.6:
+            self._fill()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._daemon.__exit__(*error)
+
+    def run(self) -> None:
+        """Load, a kill, sometimes another one during the start, and the read-back."""
+        self._load_and_kill(self._dice.uniform(0.005, 0.3))
+        committed = files.records(self._daemon.folder / "nvme")
+        self._tally.counts["on record"] += len(committed)
+        if self._dice.random() < 0.25:
+            self._kill_while_starting(self._dice.uniform(0.05, 0.7))
+        self._daemon.start()
+        with Client(self._daemon.url, deadline_s=20, strict=True) as client:
+            self._check_usage(client.status(), committed)
+            missing = self._read_back(client, {record.key for record in committed})
+            self._check_counters(client, missing)
+
+    def _fill(self) -> None:
+        """More than NVMe holds, so that every write from now on needs room that another block has."""
+        with Client(self._daemon.url, deadline_s=20, strict=True) as client:
+            for worker in self._workers:
+                worker.fill(client)
+            eventually(lambda: idle(client.status()))
+
+    def _load_and_kill(self, after_s: float) -> None:
+        killed = threading.Event()
+        with Client(self._daemon.url, deadline_s=10, strict=True) as client:
+            threads = [threading.Thread(target=w.run, args=(client, killed)) for w in self._workers]
+            for thread in threads:
+                thread.start()
+            time.sleep(after_s)
+            killed.set()
+            self._kill()
+            for thread in threads:
+                thread.join()
+
+    def _kill(self) -> None:
+        self._tally.counts["kills"] += 1
+        self._daemon.kill()
+
+    def _kill_while_starting(self, after_s: float) -> None:
+        def start() -> None:
+            with suppress(UnavailableError):
+                self._daemon.start()
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        time.sleep(after_s)
+        self._kill()
+        thread.join()
+
+    def _check_usage(self, status: dict[str, Any], committed: list[files.Record]) -> None:
+        used, expected = tier(status, "nvme")["used_bytes"], files.used_bytes(committed)
+        if used != expected:
+            self._wrong("usage", f"{used} bytes are in use after the start, {expected} on record")
+        on_disk = files.slab_bytes(self._daemon.folder / "nvme")
+        if max(used, on_disk) > self.nvme_bytes:
+            self._wrong("usage", f"{used} bytes in use, {on_disk} of slabs, the limit is {self.nvme_bytes}")
+
+    def _read_back(self, client: Client, committed: set[bytes]) -> int:
+        """Gets every key alone; how many committed ones are gone."""
+        spaces = {size: client.namespace(layout) for size, layout in LAYOUTS.items()}
+        answered = set[bytes]().union(*(worker.answered for worker in self._workers))
+        missing = 0
+        for key, entry in list(self._book.entries.items()):
+            out = room_for(1, entry.block_bytes)
+            with spaces[entry.block_bytes].acquire([key]) as lease:
+                tiers, n = lease.tiers, lease.copy_into(out)
+            self._tally.counts["compared"] += n
+            self._tally.counts["answered, served from DRAM"] += n and tiers[0] == Tier.DRAM and key in answered
+            self._tally.counts["served from NVMe"] += n and tiers[0] == Tier.NVME
+            missing += not n and key in committed
+            wrong = self._book.wrong(key, entry.floor, out[0].data) if n else ""
+            if wrong:
+                self._wrong("wrong", f"after the restart: {wrong}")
+        return missing
+
+    def _check_counters(self, client: Client, missing: int) -> None:
+        counters = client.status()["counters"]
+        dropped, quarantined = (counters.get(f"{what}_blocks", 0) for what in ("dropped", "quarantined"))
+        self._tally.counts["evicted for good"] += dropped - quarantined
+        lost = missing - (dropped - quarantined)
+        if lost > 0:
+            self._wrong("lost", f"{missing} committed blocks are gone, {missing - lost} were evicted", lost)
+        if quarantined:
+            self._wrong("quarantined", f"{quarantined} blocks did not match their records", quarantined)
+
+    def _wrong(self, what: str, text: str, n: int = 1) -> None:
+        self._tally.counts[what] += n
+        self._tally.violations.append(text)
