@@ -19,6 +19,7 @@ from kvstore import Layout
 from kvstore.config import parse
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
+from kvstore.daemon.main import open_tiers
 from kvstore.daemon.shell import DRAM, NVME, Shell
 
 _CLIENT = 1
@@ -87,7 +88,7 @@ def in_process(
     with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
         async def start() -> tuple[Shell, InProcess]:
-            shell = Shell(config, asyncio.get_running_loop())
+            shell = Shell(config, asyncio.get_running_loop(), *open_tiers(config, {}))
             await shell.start()
             growing = [shell.placement.residency.tiers[tier] for tier in (DRAM, NVME)]
             ends = time.monotonic() + _WITHIN_S

@@ -1,6 +1,6 @@
 """Extents in shared memory: made and filled by the daemon, mapped by clients, one header a slot.
 
-An extent is a memfd. Its head is a table of slot headers, its payload slots follow (`Geometry` says where).
+An extent is a memfd: its label, a table of slot headers, its payload slots (`Geometry` says where).
 Payloads carry a checksum that is keyed by whose bytes they are, so a slot that holds another block's bytes
 never verifies. Not here: which slot holds what, and who may map which extent.
 
@@ -23,26 +23,37 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvstore.errors import TierError
-from kvstore.types import HEADER_BYTES, Geometry
+from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-MAGIC = int.from_bytes(b"KVSLOT01", "little")
-"""In every header that was ever written. Another layout of the header gets another number."""
+MAGIC = int.from_bytes(b"KVSLOT02", "little")
+"""In every label and every header that was ever written. Another layout of either gets another number."""
+
+LABEL = np.dtype({"names": ["magic", "number", "slot_bytes"], "formats": ["<u8"] * 3})
+"""What an extent says of itself, so that another process can take it over: its number, how it is cut.
+`slot_bytes` is 0 while it is not, or while it is being cut anew."""
 
 HEADER = np.dtype(
     {
-        "names": ["magic", "version", "namespace", "key", "key_bytes", "length", "checksum"],
-        "formats": ["<u8", "<u8", ("u1", (16,)), ("u1", (64,)), "<u4", "<u4", "<u8"],
-        "offsets": [0, 8, 16, 32, 96, 100, 104],
+        "names": [
+            "magic", "version", "namespace", "key", "parent", "key_bytes", "parent_bytes", "length",
+            "checksum", "last", "stamp",
+        ],
+        "formats": [
+            "<u8", "<u8", ("u1", (16,)), ("u1", (64,)), ("u1", (64,)), "u1", "u1", "<u4",
+            "<u8", "<u4", "<u4",
+        ],
+        "offsets": [0, 8, 16, 32, 96, 160, 161, 164, 168, 176, 180],
         "itemsize": HEADER_BYTES,
     }
-)
-"""One slot's header. `version` 0 means not readable; `length` is payload bytes. Stored to through numpy only:
-an aligned 8-byte store never tears, `struct.pack_into` does."""
+)  # fmt: skip
+"""One slot's header. `version` 0 means not readable, `last` is the version it had last; `length` is payload
+bytes; `stamp` orders blocks by when they came. Stored to through numpy only: an aligned 8-byte store never
+tears, `struct.pack_into` does."""
 
 HUGE_BYTES = 2 << 20
 _PIECE_BYTES = 256 << 10  # copied and then hashed while still in the core's own cache
@@ -155,7 +166,10 @@ class Extent:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Extent:
-        """A new extent of zeros, mode 0600, its size sealed. TierError if there is no room for it."""
+        """A new extent of zeros, mode 0600, its size sealed. TierError if there is no room for it.
+
+        The caller labels it.
+        """
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -193,6 +207,11 @@ class Extent:
     def readonly_fd(self) -> int:
         """A descriptor for readers: no writable map can be made of it. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def label(self) -> NDArray[Any]:
+        """The extent's label, shape (1,) of `LABEL`, writable."""
+        return np.frombuffer(self.view, LABEL, count=1)
 
     def headers(self, geometry: Geometry) -> NDArray[Any]:
         """The table of slot headers, shape (slots,) of `HEADER`, writable."""
@@ -288,7 +307,7 @@ def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int) -> i
 
 def _headers(view: memoryview, geometry: Geometry) -> NDArray[Any]:
     assert geometry.table, "the extent has no table of headers"
-    return np.frombuffer(view, HEADER, count=geometry.slots)
+    return np.frombuffer(view, HEADER, count=geometry.slots, offset=LABEL_BYTES)
 
 
 def _failed(what: str, error: OSError) -> TierError:

@@ -59,12 +59,25 @@ def main() -> None:
 def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")] = None,
 ) -> None:
-    """Run the daemon until SIGTERM or SIGINT."""
-    loaded = configuration.load(config)
+    """Run the daemon until SIGTERM or SIGINT; SIGHUP reads the configuration again."""
     # Here, because no other command needs the daemon's modules.
     from kvstore.daemon.main import run  # noqa: PLC0415
 
-    raise typer.Exit(run(loaded))
+    raise typer.Exit(run(config))
+
+
+@app.command()
+def supervise(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")] = None,
+) -> None:
+    """Run the daemon where there is no systemd: restart it when it dies, and keep its DRAM meanwhile.
+
+    SIGHUP is passed on, SIGUSR1 restarts the daemon, SIGTERM and SIGINT end both.
+    """
+    configuration.load(config)
+    from kvstore.daemon.supervise import Supervisor  # noqa: PLC0415
+
+    raise typer.Exit(Supervisor([] if config is None else ["-c", str(config)]).run())
 
 
 @app.command()

@@ -137,6 +137,12 @@ class Nvme(_Section):
     io_threads: Annotated[int, Field(ge=1, le=256)] = 4
 
 
+class Scrub(_Section):
+    """How many bytes a second are read again to see whether they are still right; 0: none."""
+
+    rate: Size = 16 * MIB
+
+
 class Limits(_Section):
     """What one peer, and all of them together, may ask of the daemon."""
 
@@ -166,7 +172,33 @@ class Config(_Section):
     daemon: Daemon = Daemon()
     dram: Dram = Dram()
     nvme: Nvme = Nvme()
+    scrub: Scrub = Scrub()
     limits: Limits = Limits()
+
+
+_CHANGEABLE = {
+    "daemon.stop_timeout",
+    "daemon.log_level",
+    "nvme.write_policy",
+    "scrub.rate",
+    "limits.connections",
+    "limits.leases_per_connection",
+}
+"""What a running daemon takes over when it reads its configuration again."""
+
+
+def changes(old: Config, new: Config) -> tuple[list[str], list[str]]:
+    """Which settings differ: those that can change at run time, as `key = value`, and those that cannot."""
+    before, after = old.model_dump(), new.model_dump()
+    keys = [f"{section}.{name}" for section, values in after.items() for name in values]
+    differ = [(k, v) for k in keys if (v := _at(after, k)) != _at(before, k)]
+    changed = [f"{key} = {value}" for key, value in differ if key in _CHANGEABLE]
+    return changed, [key for key, _ in differ if key not in _CHANGEABLE]
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return values[section][name]
 
 
 def parse(text: str, source: str = "config") -> Config:
@@ -246,6 +278,9 @@ huge_pages = true                     # back it by huge pages where the kernel g
 limit = "8GiB"                        # hard limit on the device, at least 2MiB
 write_policy = "write_through"        # write_through: with every put; on_evict: when DRAM lets go of a block
 io_threads = 4                        # reads and writes in flight
+
+[scrub]
+rate = "16MiB"                        # a second, read again in the background to find what rots; 0: nothing
 
 [limits]
 frame_bytes = "4MiB"                  # largest message in either direction

@@ -132,15 +132,18 @@ SLOT_RECORD = np.dtype([("place", "<u8"), ("checksum", "<u8"), ("version", "<u4"
 """What a client is told of a slot: extent << 32 | index within it, the checksum of what it holds, its
 version, and the tier where the block was found."""
 
-HEADER_BYTES = 128
-"""One slot header in the table at the head of a shared-memory extent."""
+HEADER_BYTES = 192
+"""One slot header in the table of a shared-memory extent."""
+
+LABEL_BYTES = 4096
+"""What comes before that table: the extent's own label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How an extent is cut: a table of headers (memory tiers only), then equal slots, each `ALIGN`ed.
+    """How an extent is cut: label and table of headers (memory tiers only), then equal slots, each `ALIGN`ed.
 
-    `table` says whether the extent starts with one `HEADER_BYTES` header a slot.
+    `table` says whether the extent starts with its label and one `HEADER_BYTES` header a slot.
     """
 
     extent_bytes: int
@@ -152,19 +155,20 @@ class Geometry:
         """How many blocks the extent holds; 0 if not even one fits."""
         if not self.table:
             return self.extent_bytes // self.slot_bytes
-        n = self.extent_bytes // (self.slot_bytes + HEADER_BYTES)
-        while n and self._table_bytes(n) + n * self.slot_bytes > self.extent_bytes:
+        n = max(0, self.extent_bytes - LABEL_BYTES) // (self.slot_bytes + HEADER_BYTES)
+        while n and _head_bytes(n) + n * self.slot_bytes > self.extent_bytes:
             n -= 1
         return n
 
     @property
     def payload_offset(self) -> int:
         """Where slot 0 starts, in bytes from the extent's head. Slot i follows i * slot_bytes later."""
-        return self._table_bytes(self.slots) if self.table else 0
+        return _head_bytes(self.slots) if self.table else 0
 
-    @staticmethod
-    def _table_bytes(n: int) -> int:
-        return -(-n * HEADER_BYTES // ALIGN) * ALIGN
+
+def _head_bytes(slots: int) -> int:
+    """Label and table of so many slots."""
+    return LABEL_BYTES + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
 
 
 def extent_bytes(limit_bytes: int) -> int:

@@ -16,7 +16,7 @@ import pytest
 from kvstore import arena
 from kvstore.arena import HEADER, Extent, Mapping, checksum, copy, copy_checksum, seed
 from kvstore.errors import TierError
-from kvstore.types import HEADER_BYTES, Geometry
+from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry
 
 MIB = 1 << 20
 NBYTES = 4 * MIB
@@ -64,7 +64,7 @@ class TestHeader:
         theirs = extent.headers(GEOMETRY)
         assert bytes(theirs[3]["key"][:5]) == b"abcde"
         assert theirs["version"].tolist() == [0, 0, 0, 1 << 63] + [0] * (GEOMETRY.slots - 4)
-        assert bytes(extent.view[3 * HEADER_BYTES + 32 :][:5]) == b"abcde"
+        assert bytes(extent.view[LABEL_BYTES + 3 * HEADER_BYTES + 32 :][:5]) == b"abcde"
 
     def test_readers_cannot_store_into_the_table(self, extent: Extent) -> None:
         table = Mapping(extent.fd, NBYTES, writable=False).headers(GEOMETRY)

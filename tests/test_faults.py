@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -125,7 +126,7 @@ def victim(daemon: ServedDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
         (pack(m.Ping(1)), "Ping before Hello", CLIENT),
         (pack(m.Lookup(1, 1, 4, b"abcd")), "Lookup before Hello", CLIENT),
         (pack(m.Hello("redis", 1, "")), "not a kvstore client", ""),
-        (pack(m.Hello(m.MAGIC, 99, "")), "the client speaks version 99, this daemon 1", "upgrade the older"),
+        (pack(m.Hello(m.MAGIC, 99, "")), f"the client speaks version 99, this daemon {m.VERSION}", "upgrade the older"),
         (frame(b"\x92\x02" + b"\x91" * 1000 + b"\x01"), "Ping", ""),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
@@ -465,15 +466,15 @@ def test_a_payload_altered_in_shared_memory_is_found_quarantined_and_not_served(
         check_limits(client.status())
 
 
-def test_a_reader_that_does_not_verify_is_the_only_one_who_may_see_it(daemon: ServedDaemon) -> None:
+def test_a_bad_copy_in_dram_is_put_out_of_the_way_and_the_good_one_on_nvme_is_served(daemon: ServedDaemon) -> None:
     layout, [key] = new_layout(), names(1)
     with Client(daemon.url, deadline_s=5) as client, greeted(daemon, layout) as (peer, number):
         ns = client.namespace(layout)
         ns.put([key], payloads([key]))
         eventually(lambda: not client.status()["copies_under_way"])
         scribble(peer, peer.ask(m.Acquire(5, number, 32, key, 1.0)))
-        assert ns.get([key], room_for(1)) == 0
-        assert eventually(lambda: got(ns, [key])) == 1
+        # Found bad in DRAM, and fetched from NVMe by the same call.
+        assert got(ns, [key]) == 1
 
 
 def test_a_writer_that_lies_about_its_checksum_is_found_out(daemon: ServedDaemon) -> None:
@@ -532,18 +533,39 @@ def test_a_payload_altered_on_disk_while_stopped_is_a_miss(how: str) -> None:
             assert "Traceback" not in log_of(daemon)
 
 
-def test_records_that_make_no_sense_are_refused_with_a_hint() -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+def test_records_that_lmdb_cannot_read_are_moved_aside_and_the_tier_starts_empty() -> None:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+        ns, keys = client.namespace(new_layout()), names(20)
+        ns.put(keys, payloads(keys))
         daemon.stop()
         records = daemon.folder / "nvme" / "records" / "data.mdb"
         records.write_bytes(b"\x5a" * records.stat().st_size)
+        daemon.start()
+        [aside] = (daemon.folder / "nvme").glob("records.corrupt-*")
+        [problem] = eventually(client.status)["problems"]
+        assert f"were moved to {aside}: the NVMe tier starts empty" in problem
+        assert str(aside) in log_of(daemon)
+        assert "Traceback" not in log_of(daemon)
+        assert got(ns, keys) == 0
+        assert ns.put(keys, payloads(keys)).stored == 20
+        daemon.restart()
+        assert eventually(lambda: got(ns, keys)) == 20
+
+
+def test_a_folder_of_another_version_is_refused_and_left_alone() -> None:
+    with ServedDaemon(WITH_NVME) as daemon:
+        daemon.stop()
+        records = daemon.folder / "nvme" / "records"
+        with lmdb.open(str(records), max_dbs=8) as env, env.begin(write=True) as txn:
+            txn.put(b"format", (1).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         with pytest.raises(UnavailableError) as refused:
             daemon.start()
         text = str(refused.value)
         assert "exit code 2" in text
-        assert f"cannot use the records in {daemon.folder / 'nvme'}" in text
-        assert "move the folder away to start empty" in text
+        assert f"{daemon.folder / 'nvme'} holds format 1, this daemon reads 2" in text
+        assert "run the version that wrote it, or move the folder away to start empty" in text
         assert "Traceback" not in text
+        assert (records / "data.mdb").exists()
 
 
 # -- disks and folders

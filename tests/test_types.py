@@ -14,6 +14,7 @@ from kvstore.errors import MisuseError
 from kvstore.types import (
     ALIGN,
     HEADER_BYTES,
+    LABEL_BYTES,
     MAX_BLOCK_BYTES,
     MAX_KEY_BYTES,
     Geometry,
@@ -130,13 +131,14 @@ def test_tokens_that_cannot_be(tokens: object, block_tokens: int) -> None:
         chain_keys(tokens, block_tokens)
 
 
-@example(extent=2 * ALIGN + 200, slot_pages=1, table=True)
+@example(extent=3 * ALIGN + 200, slot_pages=1, table=True)
 @given(st.integers(1, 1 << 26), st.integers(1, 64), st.booleans())
 def test_an_extent_is_used_to_its_end_and_not_beyond(extent: int, slot_pages: int, table: bool) -> None:
     slot = slot_pages * ALIGN
     cut = Geometry(extent, slot, table)
     assert cut.payload_offset % ALIGN == 0
     assert cut.payload_offset >= (cut.slots * HEADER_BYTES if table else 0)
-    assert cut.payload_offset + cut.slots * slot <= extent
-    one_more = (cut.slots + 1) * slot + (slot_bytes((cut.slots + 1) * HEADER_BYTES) if table else 0)
+    assert not cut.slots or cut.payload_offset + cut.slots * slot <= extent
+    head = LABEL_BYTES + slot_bytes((cut.slots + 1) * HEADER_BYTES) if table else 0
+    one_more = (cut.slots + 1) * slot + head
     assert one_more > extent, "another slot would have fitted"

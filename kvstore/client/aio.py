@@ -88,7 +88,7 @@ class AsyncLink:
     def post(self, message: Any) -> None:
         """Sends a short message that needs no answer; nothing happens if the link is gone."""
         with contextlib.suppress(OSError):
-            self._sock.send(self.session.send(message))
+            self._sock.send(self.session.post(message))
 
     def close(self) -> None:
         """Closes the connection."""

@@ -157,18 +157,30 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size
 def get(
     call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int, out: memoryview, verify: bool
 ) -> Flow:
-    """Copies the longest prefix into `out`; the number of good blocks."""
+    """Copies the longest prefix into `out`; the number of good blocks.
+
+    A block whose bytes are wrong is asked for once more, when the daemon has put the bad copy out of the way:
+    another tier may have a good one.
+    """
     batch, block_bytes = call.session.batch_keys, layout.block_bytes
-    for at in range(0, len(keys), batch):
-        part = keys[at : at + batch] if len(keys) > batch else keys
+    at, bad = 0, -1
+    while at < len(keys):
+        part = keys[at : at + batch] if len(keys) > batch or at else keys
         lease = yield from acquire(call, layout, part, joined[at * size : (at + len(part)) * size], size)
-        n = 0
+        n = granted = len(lease)
         with lease:
-            if len(lease):
+            if granted:
                 n = yield Work(partial(lease.copy_into, out[at * block_bytes :], verify))
-        if n < len(part):
-            return at + n
-    return len(keys)
+        at += n
+        if n < granted:
+            if at == bad:
+                return at
+            bad = at
+            namespace, _, _ = yield from open_namespace(call, layout)
+            yield m.Suspect(0, namespace, size, keys[at])
+        elif n < len(part):
+            return at
+    return at
 
 
 def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None, keep: bool = True) -> Flow:

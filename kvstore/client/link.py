@@ -102,7 +102,7 @@ class Link:
         """Sends a message that needs no answer; does nothing in another process, or if the link is gone."""
         if os.getpid() == self.pid:
             with self._send_lock, contextlib.suppress(OSError):
-                self._sock.sendall(self.session.send(message))
+                self._sock.sendall(self.session.post(message))
 
     def close(self) -> None:
         """Closes this process's end."""

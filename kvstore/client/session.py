@@ -10,7 +10,7 @@ from typing import Any
 
 from kvstore.arena import Mapping
 from kvstore.errors import RemoteProtocolError
-from kvstore.types import HEADER_BYTES, Geometry, Layout
+from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry, Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import DEFAULT_FRAME_BYTES, Frames, pack
 
@@ -26,7 +26,7 @@ class MappedExtent:
         cut = self._cuts.get(slot_bytes)
         if cut is None:
             geometry = Geometry(self.mapping.nbytes, slot_bytes, table=True)
-            table = self.mapping.view[: geometry.slots * HEADER_BYTES].cast("Q")
+            table = self.mapping.view[LABEL_BYTES:][: geometry.slots * HEADER_BYTES].cast("Q")
             cut = self._cuts[slot_bytes] = (geometry.payload_offset, table)
         return cut
 
@@ -100,6 +100,10 @@ class Session:
         if hasattr(message, "id"):
             self._last_id += 1
             message.id = self._last_id
+        return pack(message, self.frame_bytes)
+
+    def post(self, message: Any) -> bytes:
+        """The bytes of a message that needs no answer."""
         return pack(message, self.frame_bytes)
 
     def receive(self, data: bytes) -> Any:

@@ -46,6 +46,10 @@ class Identity:
         """Key of block i."""
         return bytes(self.words[i].tobytes()[: int(self.key_bytes[i])])
 
+    def only(self, which: npt.NDArray[np.bool_]) -> Identity:
+        """The same for some of the blocks."""
+        return Identity(self.namespace[which], self.words[which], self.key_bytes[which], self.checksum[which])
+
     def __len__(self) -> int:
         return len(self.words)
 
@@ -134,18 +138,24 @@ class Copy:
 
 @dataclass(slots=True)
 class Stamp:
-    """Memory tiers: these slots now hold these blocks; write their headers."""
+    """Memory tiers: these slots now hold these blocks; write their headers. `parents`: whose
+    children they are, keys of 0 bytes for roots.
+    """
 
     tier: int
     slot_bytes: int
     identity: Identity
+    parents: Identity
     where: Where
     version: U32
 
 
 @dataclass(slots=True)
 class Drop:
-    """These slots hold nothing any more: void their headers, or delete their records."""
+    """These slots hold nothing any more: void their headers, or delete their records.
+
+    Of a slot that a copy is still on its way into, no record may appear.
+    """
 
     tier: int
     slot_bytes: int

@@ -93,5 +93,4 @@ def _references(ledger: Ledger, tier: int) -> list[Slots]:
         out += [everything[x.slots] for x in ledger.leases.values()]
         out += [x.slots for x in ledger.reservations.values()]
         out += [x.slots[x.slots >= 0] for x in ledger.waiting.values()]
-        out += [slots for _, slots, _ in ledger.probes.values()]
-    return out
+    return out + [p.slots for p in ledger.probes.values() if p.tier == tier]

@@ -123,11 +123,14 @@ class Invalidate:
 
 @dataclass(slots=True)
 class Suspect:
-    """A reader saw bytes that do not match their checksum under these keys. It waits for no answer."""
+    """A reader saw bytes that do not match their checksum under these keys.
 
+    Answered, unless `request` is 0, when bad ones are out of the way: how many were.
+    """
+
+    request: int
     namespace: int
     keys: Keys
-    request: int = 0
 
 
 @dataclass(slots=True)
@@ -147,19 +150,31 @@ class CopyDone:
 
 @dataclass(slots=True)
 class ProbeDone:
-    """Whether the probed slots still match their checksums."""
+    """What the probed slots hold: OK, CORRUPT, or FAILED where they could not be read."""
 
     probe: int
-    good: npt.NDArray[np.bool_]
+    results: npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Scrub:
+    """Probe the next blocks of tier number `tier`, up to `limit_bytes` of them. Nobody is answered."""
+
+    tier: int
+    limit_bytes: int
 
 
 @dataclass(slots=True)
 class ExtentReady:
-    """An extent of tier number `tier` can be used. `slot_bytes` is 0 unless it was cut in an earlier life."""
+    """An extent of tier number `tier` can be used.
+
+    `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones.
+    """
 
     tier: int
     extent: int
     slot_bytes: int = 0
+    versions: npt.NDArray[np.uint32] | None = None
 
 
 @dataclass(slots=True)
@@ -171,7 +186,10 @@ class ExtentsEnd:
 
 @dataclass(slots=True)
 class Restore:
-    """Blocks that tier number `tier` already holds, coldest last. One entry a block in every column."""
+    """Blocks that tier number `tier` already holds, coldest last. One entry a block in every column.
+
+    Tiers are restored from the lowest up: where two disagree about a block, the later event is right.
+    """
 
     tier: int
     namespace: npt.NDArray[np.uint32]
@@ -218,6 +236,7 @@ Event = (
     | ClientLost
     | CopyDone
     | ProbeDone
+    | Scrub
     | ExtentReady
     | ExtentsEnd
     | Restore

@@ -91,6 +91,10 @@ class Extents:
         """How an extent of this tier is cut for a slot size."""
         return Geometry(self.extent_bytes, slot_bytes, self.table)
 
+    def most_slots(self, slot_bytes: int) -> int:
+        """How many slots of a size there are if all extents are given to it."""
+        return self.limit_bytes // self.extent_bytes * self.geometry(slot_bytes).slots
+
     def _class_of(self, extent: int) -> int:
         return next(size for size, c in self.classes.items() if extent in c.extents)
 
@@ -233,10 +237,12 @@ class Extents:
         bases[list(self._base)] = list(self._base.values())
         return bases[extents] + indexes
 
-    def claim(self, slot_bytes: int, slots: Slots, rows: Slots, versions: Slots) -> None:
+    def claim(
+        self, slot_bytes: int, slots: Slots, rows: Slots, versions: Slots, checksums: npt.NDArray[np.uint64]
+    ) -> None:
         """Start-up: these free slots turn out to be owned."""
         pool = self.classes[slot_bytes]
-        self.owner[slots] = rows
+        self.own(slots, rows, checksums)
         self.version[slots] = versions
         stack = pool.stack[: pool.free]
         kept = stack[self.owner[stack] < 0]

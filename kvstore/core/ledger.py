@@ -57,6 +57,17 @@ class Waiter:
 
 
 @dataclass(slots=True)
+class Probing:
+    """Copies of one tier that are being looked at, and who wants to know (0: nobody)."""
+
+    request: int
+    tier: int
+    slot_bytes: int
+    rows: Rows
+    slots: Slots
+
+
+@dataclass(slots=True)
 class Limits:
     """What one client or one call may ask for."""
 
@@ -84,7 +95,7 @@ class Ledger:
         self.wanted_by: dict[int, list[int]] = {}
         self.stalled: dict[int, ev.Acquire | ev.Reserve] = {}
         self.deadlines: list[tuple[float, int]] = []
-        self.probes: dict[int, tuple[Rows, Slots, int]] = {}
+        self.probes: dict[int, Probing] = {}
         self.held: dict[int, set[int]] = {}
         self._last = 0
 
@@ -131,7 +142,7 @@ class Ledger:
     def room_is_coming(self, event: ev.Acquire | ev.Reserve, now: float) -> bool:
         """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
         t = self.transfers
-        moving = t.writes_in_flight > 0 or t.reads_in_flight > 0
+        moving = (t.writes_in_flight > 0 or t.reads_in_flight > 0) and not self.residency.fenced
         return event.deadline > now and (moving or self.residency.tiers[0].growing)
 
     def remind(self, event: ev.Acquire | ev.Reserve) -> None:

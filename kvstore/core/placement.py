@@ -86,7 +86,8 @@ class Placement:
             ev.ProbeDone: keeping.probe_done,
             ev.ExtentReady: self._extent_ready,
             ev.ExtentsEnd: self._extents_end,
-            ev.Restore: lambda event, now: restore(self.ledger, event),
+            ev.Scrub: keeping.scrub,
+            ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
             ev.Flush: self._flush,
             ev.Tick: self._tick,
         }
@@ -94,6 +95,7 @@ class Placement:
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
         self.residency.settle()
+        self.transfers.at(now)
         self._handlers[type(event)](event, now)
         if type(event) in _FREES:
             self._go_on(now)
@@ -103,13 +105,18 @@ class Placement:
     def next_wakeup(self) -> float | None:
         """When a Tick is due at the latest, or None."""
         r, deadlines = self.residency, self.ledger.deadlines
-        wake = deadlines[0][0] if deadlines else math.inf
+        wake = min(deadlines[0][0] if deadlines else math.inf, self.transfers.fences_at())
         for tier in r.tiers:
             if tier.closed_until:
                 wake = min(wake, tier.closed_until)
         if r.pins:
             wake = min(wake, *r.pins.values())
         return None if wake == math.inf else wake
+
+    def reconfigure(self, write_policy: str, leases_per_client: int) -> None:
+        """From now on."""
+        self._writes.write_through = write_policy == "write_through"
+        self.limits.leases_per_client = leases_per_client
 
     @property
     def counters(self) -> Counter[str]:
@@ -143,14 +150,14 @@ class Placement:
         if self.ledger.slot_bytes(event):
             # While parents may be missing or being written, every key has to be looked at.
             r = self.residency
-            gaps = r.holes[event.namespace] > 0 or self.ledger.writers[event.namespace] > 0
+            gaps = r.holes[event.namespace] > 0 or self.ledger.writers[event.namespace] > 0 or r.fenced
             find = r.count_prefix if gaps else r.search_prefix
             self.ledger.say(Found(event.request, find(event.namespace, event.keys), gaps))
 
     # -- results, clients, time
 
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
-        arrived = self.transfers.finish(event, now)
+        arrived = self.transfers.finish(event)
         if arrived.target == 0:
             self._reads.arrived(arrived)
 
@@ -185,6 +192,7 @@ class Placement:
                 self._reads.answer_waiter(self.ledger.waiting.pop(request))
             elif request in self.ledger.stalled:
                 self._try_again(self.ledger.stalled.pop(request), now)
+        self.transfers.fence()
         for row in [r for r, until in self.residency.pins.items() if until <= now]:
             self.residency.unpin(row)
         for tier in self.residency.tiers:
@@ -198,6 +206,8 @@ class Placement:
         extents.add(event.extent)
         if event.slot_bytes:
             extents.assign(event.slot_bytes, event.extent)
+        if event.versions is not None:
+            extents.version[extents.slots_of(event.extent)] = event.versions
 
     def _extents_end(self, event: ev.ExtentsEnd, now: float) -> None:
         self.residency.tiers[event.tier].growing = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Action, Drop, Format, Identity, Where
+from kvstore.core.actions import Action, Drop, Format, Identity, Stamp, Where
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.index import Index
@@ -44,7 +44,8 @@ class TierSpec:
 class TierState:
     """A tier at run time. Nothing is written to it before `closed_until` (its device failed).
 
-    `growing`: more extents are on their way.
+    `growing`: more extents are on their way. `moving`: copies from and to it under way, of which none has
+    ended since `quiet_since`. `fenced`: too long ago, and until one ends its blocks are out of reach.
     """
 
     spec: TierSpec
@@ -53,6 +54,14 @@ class TierState:
     closed_until: float = 0.0
     failures: int = 0
     growing: bool = True
+    moving: int = 0
+    quiet_since: float = 0.0
+    fenced: bool = False
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether copies to it may start."""
+        return not self.closed_until and not self.fenced
 
 
 Demote = Callable[[int, int, Rows], npt.NDArray[np.bool_]]
@@ -103,12 +112,20 @@ class Residency:
         """Rows of the leading keys that are readable, up to the first key that repeats: no chain has one."""
         rows = self.index.find(namespace, keys)
         good = (rows >= 0) & (self.blocks.state[rows] == LIVE)
+        if self.fenced:
+            within = [i for i, t in enumerate(self.tiers) if not t.fenced]
+            good &= (self.blocks.slot[:, rows][within] >= 0).any(axis=0)
         _, first = np.unique(rows, return_index=True)
         if len(first) < len(rows):
             once = np.zeros(len(rows), np.bool_)
             once[first] = True
             good &= once
         return rows if good.all() else rows[: int(good.argmin())]
+
+    @property
+    def fenced(self) -> bool:
+        """Whether some tier is."""
+        return any(t.fenced for t in self.tiers)
 
     def count_prefix(self, namespace: int, keys: Keys) -> int:
         """Length of the readable prefix, every key looked at."""
@@ -154,6 +171,16 @@ class Residency:
         b = self.blocks
         return Identity(b.namespace[rows], b.words[rows], b.key_bytes[rows], b.checksum[rows])
 
+    def stamp(self, tier: int, slot_bytes: int, rows: Rows, slots: Slots) -> None:
+        """Has the headers of slots that have become readable written."""
+        b = self.blocks
+        above = b.parent[rows].astype(np.int64)
+        parents = self.identity(above)
+        parents.words[above < 0] = 0
+        parents.key_bytes[above < 0] = 0
+        where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
+        self.out.append(Stamp(tier, slot_bytes, self.identity(rows), parents, where, version))
+
     def where(self, tier: int, slots: Slots) -> Where:
         """Where slots are."""
         return Where(self.tiers[tier].extents.place[slots])
@@ -168,8 +195,13 @@ class Residency:
         # A child that arrives after its parent must not look younger, or the parent would be offered first.
         self.touch(rows, slot_bytes, tier)
 
-    def give_up(self, tier: int, slot_bytes: int, rows: Rows, retire: bool = False) -> None:
-        """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole."""
+    def give_up(
+        self, tier: int, slot_bytes: int, rows: Rows, retire: bool = False, vanish: bool = True
+    ) -> None:
+        """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole.
+
+        Not so without `vanish`: the caller is about to place them elsewhere.
+        """
         if not len(rows):
             return
         extents = self.tiers[tier].extents
@@ -179,7 +211,7 @@ class Residency:
         self.policy(tier, slot_bytes).remove(rows)
         (extents.retire if retire else extents.disown)(slots)
         lost = rows[(self.blocks.slot[:, rows] < 0).all(axis=0)]
-        if len(lost):
+        if len(lost) and vanish:
             self.counters["dropped_blocks"] += len(lost)
             self.vanish(lost)
 
@@ -188,7 +220,7 @@ class Residency:
         blocks = self.blocks
         for row in rows[blocks.pinned[rows]].tolist():
             self.unpin(row)
-        self._count_holes(rows[blocks.state[rows] == HOLE], -1)
+        self.count_holes(rows[blocks.state[rows] == HOLE], -1)
         blocks.state[rows] = RESERVED
         while len(rows):
             # A whole branch that goes together has no children left once its own links are undone.
@@ -201,7 +233,7 @@ class Residency:
                 above = parents[kept]
                 np.add.at(blocks.children, above[above >= 0], 1)
             gone = rows[~stay]
-            self._keep_as_holes(rows[stay])
+            self.keep_as_holes(rows[stay])
             rows = self._free_rows(gone, parents[~stay])
 
     def prune(self, rows: Rows) -> None:
@@ -209,9 +241,10 @@ class Residency:
         rows = rows[rows >= 0]
         self.vanish(rows[(self.blocks.state[rows] == HOLE) & (self.blocks.children[rows] == 0)])
 
-    def _keep_as_holes(self, rows: Rows) -> None:
+    def keep_as_holes(self, rows: Rows) -> None:
+        """These rows hold nothing, but have children."""
         self.blocks.state[rows] = HOLE
-        self._count_holes(rows, 1)
+        self.count_holes(rows, 1)
 
     def _free_rows(self, rows: Rows, parents: Rows) -> Rows:
         """Frees childless rows; returns the holes above them that have become childless."""
@@ -220,11 +253,11 @@ class Residency:
         blocks.give_back(rows)
         above: Rows = np.unique(parents[parents >= 0])
         above = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]
-        self._count_holes(above, -1)
+        self.count_holes(above, -1)
         blocks.state[above] = RESERVED
         return above
 
-    def _count_holes(self, rows: Rows, sign: int) -> None:
+    def count_holes(self, rows: Rows, sign: int) -> None:
         """Keeps the number of holes of each namespace."""
         for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
             self.holes[int(namespace)] += sign * int(n)
@@ -331,7 +364,7 @@ class Residency:
     def _lower_tier_takes(self, tier: int, slot_bytes: int) -> bool:
         """Whether blocks of this size can go down at all, if perhaps not at once."""
         return any(
-            not t.closed_until and (t.growing or (t.extents.ready and t.extents.geometry(slot_bytes).slots))
+            t.takes_writes and (t.growing or (t.extents.ready and t.extents.geometry(slot_bytes).slots))
             for t in self.tiers[tier + 1 :]
         )
 
@@ -380,29 +413,6 @@ class Residency:
     @staticmethod
     def _emptiest_first(extents: Extents, numbers: list[int]) -> list[int]:
         return sorted(numbers, key=lambda e: int((extents.owner[extents.slots_of(e)] >= 0).sum()))
-
-    # -- start-up
-
-    def restore(self, tier: int, namespace: int, keys: Keys, slots: Slots) -> Rows:
-        """Rows for blocks of one namespace that a tier turns out to hold; linked to no parent yet."""
-        rows = self.blocks.take(namespace, keys, np.arange(keys.n))
-        self.blocks.state[rows] = LIVE
-        self.index.add(rows)
-        self.blocks.slot[tier, rows] = slots[: len(rows)]
-        return rows
-
-    def adopt(self, namespace: int, parents: Keys) -> Rows:
-        """Rows of the parents of restored blocks; a parent that was not stored becomes a hole."""
-        found = self.index.find(namespace, parents)
-        missing = np.flatnonzero(found < 0)
-        if len(missing):
-            distinct = {parents[i]: i for i in missing.tolist()}
-            which = np.array(list(distinct.values()))
-            rows = self.blocks.take(namespace, parents, which)
-            self.index.add(rows)
-            self._keep_as_holes(rows)
-            found = self.index.find(namespace, parents)
-        return found
 
     def ram_bytes(self) -> int:
         """Bytes of all state about blocks, by the rows and slots used so far."""

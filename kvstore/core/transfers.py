@@ -6,13 +6,14 @@ A copy that failed never becomes readable; a block that was given up meanwhile l
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Copy, Drop, Identity, Stamp
+from kvstore.core.actions import Copy, Drop, Identity
 from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.events import CORRUPT, OK, CopyDone
 from kvstore.core.extents import Slots
@@ -24,6 +25,7 @@ _WRITES_IN_FLIGHT = 4
 _READS_IN_FLIGHT = 64
 _FAILURES_TO_CLOSE = 8
 _CLOSED_FOR_S = 30.0
+_QUIET_FOR_S = 5.0
 
 
 @dataclass(slots=True)
@@ -58,14 +60,13 @@ class Transfers:
         self.writes_in_flight = 0
         self.reads_in_flight = 0
         self.backlog: deque[Rows] = deque()
-        self._dying: set[tuple[int, bytes]] = set()
-        self._postponed: list[Rows] = []
         self._last = 0
+        self._now = 0.0
 
     # -- starting
 
     def promote(self, slot_bytes: int, rows: Rows, patient: bool = False) -> int:
-        """Starts copying rows up to tier 0, each from the uppermost tier that holds it.
+        """Starts copying rows up to tier 0, each from the uppermost tier that holds it and can be read.
 
         Returns for how many, counted from the first, there was room (also among reads in flight).
         """
@@ -78,7 +79,7 @@ class Transfers:
         for tier, slots in below:
             tier.extents.hold(slots[slots >= 0])
         n = r.make_room(0, slot_bytes, len(rows), self.demote, patient)
-        source = np.argmax(r.blocks.slot[1:, rows[:n]] >= 0, axis=0) + 1
+        source = np.argmax(self._reachable(rows[:n]), axis=0) + 1
         for number in np.unique(source).tolist():
             some = rows[:n][source == number]
             slots = r.tiers[0].extents.take(slot_bytes, len(some))
@@ -86,6 +87,12 @@ class Transfers:
         for tier, slots in below:
             tier.extents.release(slots[slots >= 0])
         return n
+
+    def _reachable(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which lower tiers (from 1 on) have a copy of which rows, and can be read now."""
+        there: npt.NDArray[np.bool_] = self._r.blocks.slot[1:, rows] >= 0
+        there[[t.fenced for t in self._r.tiers[1:]]] = False
+        return there
 
     def demote(self, tier: int, slot_bytes: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Starts writing rows down so that their slots here get free; False where that can't start now."""
@@ -121,10 +128,10 @@ class Transfers:
         """Starts copying rows from `tier` to the next one, the first ones first, within the bounds."""
         started = np.zeros(len(rows), np.bool_)
         target = tier + 1
-        if target >= len(self._r.tiers) or self._r.tiers[target].closed_until:
+        if target >= len(self._r.tiers) or not self._r.tiers[target].takes_writes:
             return started
         room = _chunk(slot_bytes) * (_WRITES_IN_FLIGHT + 2 - self.writes_in_flight)
-        todo = np.flatnonzero((self._r.blocks.moving[rows] == 0) & ~self._postpone(rows))[: max(room, 0)]
+        todo = np.flatnonzero(self._r.blocks.moving[rows] == 0)[: max(room, 0)]
         if not len(todo):
             return started
         todo = todo[: self._r.make_room(target, slot_bytes, len(todo), self.demote, patient=True)]
@@ -133,20 +140,6 @@ class Transfers:
             self._start(tier, target, slot_bytes, rows[todo], slots, WRITING)
             started[todo] = True
         return started
-
-    def _postpone(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows have to wait, because a copy of the same key that was given up is still going down.
-
-        Two records of one key in flight could end in either order.
-        """
-        wait = np.zeros(len(rows), np.bool_)
-        if self._dying:
-            blocks = self._r.blocks
-            for i, row in enumerate(rows.tolist()):
-                wait[i] = (int(blocks.namespace[row]), blocks.key(row)) in self._dying
-            if wait.any():
-                self._postponed.append(rows[wait])
-        return wait
 
     def _start(self, source: int, target: int, size: int, rows: Rows, slots: Slots, flag: int) -> None:
         r = self._r
@@ -162,6 +155,9 @@ class Transfers:
             self.under_way[self._last] = Transfer(source, target, size, part, source_slots, to, who, alive)
             self.writes_in_flight += flag == WRITING
             self.reads_in_flight += flag == PROMOTING
+            device = r.tiers[max(source, target)]
+            device.quiet_since = device.quiet_since if device.moving else self._now
+            device.moving += 1
             parents = r.blocks.parent[part].tolist()
             r.out.append(
                 Copy(
@@ -180,20 +176,17 @@ class Transfers:
     # -- ending
 
     def cancel(self, rows: Rows) -> None:
-        """These rows are about to be given up: copies of them must not arrive."""
+        """These rows are about to be given up: copies of them must not arrive, nor leave a record."""
         if self._r.blocks.moving[rows].any():
-            for transfer in self.under_way.values():
-                gone = transfer.alive & np.isin(transfer.rows, rows)
-                transfer.alive &= ~gone
-                if transfer.target > transfer.source:
-                    self._dying |= {self._who(transfer, i) for i in np.flatnonzero(gone).tolist()}
+            for t in self.under_way.values():
+                gone = t.alive & np.isin(t.rows, rows)
+                t.alive &= ~gone
+                if t.target > t.source and gone.any():
+                    where = self._r.where(t.target, t.target_slots[gone])
+                    self._r.out.append(Drop(t.target, t.slot_bytes, t.identity.only(gone), where))
             self._r.blocks.moving[rows] = 0
 
-    @staticmethod
-    def _who(transfer: Transfer, i: int) -> tuple[int, bytes]:
-        return int(transfer.identity.namespace[i]), transfer.identity.key(i)
-
-    def finish(self, event: CopyDone, now: float) -> Arrived:
+    def finish(self, event: CopyDone) -> Arrived:
         """Takes in how a copy ended."""
         t = self.under_way.pop(event.transfer)
         r, blocks = self._r, self._r.blocks
@@ -205,34 +198,18 @@ class Transfers:
         demoted = good[(blocks.moving[good] & DEMOTE) > 0]
         blocks.moving[t.rows[t.alive]] &= 0xFF & ~(WRITING | DEMOTE if writing else PROMOTING)
         r.place(t.target, t.slot_bytes, good, slots)
-        self._disavow(t, np.flatnonzero(~t.alive & (event.results == OK)))
-        if writing and self._dying:
-            self._dying -= {self._who(t, i) for i in np.flatnonzero(~t.alive).tolist()}
-            if not self._dying:
-                self.backlog.extend(self._postponed)
-                self._postponed.clear()
         r.tiers[t.target].extents.release(t.target_slots)
         r.tiers[t.source].extents.release(t.source_slots)
         if r.tiers[t.target].spec.table and len(good):
-            version = r.tiers[t.target].extents.version[slots]
-            where = r.where(t.target, slots)
-            r.out.append(Stamp(t.target, t.slot_bytes, r.identity(good), where, version))
+            r.stamp(t.target, t.slot_bytes, good, slots)
         r.counters["written_blocks" if writing else "promoted_blocks"] += len(good)
         r.counters["written_bytes" if writing else "promoted_bytes"] += len(good) * t.slot_bytes
-        self._judge_device(t, event.results, now)
+        self._judge_device(t, event.results[t.alive])
         corrupt = t.rows[t.alive & (event.results == CORRUPT)]
         self.quarantine(t.source, t.slot_bytes, corrupt)
         demoted = demoted[r.idle(t.source, demoted)]
         r.give_up(t.source, t.slot_bytes, demoted)
         return Arrived(t.target, good, t.rows[t.alive & ~arrived])
-
-    def _disavow(self, t: Transfer, which: Rows) -> None:
-        """Copies that arrived after their block was given up: whatever the tier noted of them is void."""
-        if len(which):
-            who = t.identity
-            void = Identity(who.namespace[which], who.words[which], who.key_bytes[which], who.checksum[which])
-            where = self._r.where(t.target, t.target_slots[which])
-            self._r.out.append(Drop(t.target, t.slot_bytes, void, where))
 
     def quarantine(self, tier: int, slot_bytes: int, rows: Rows) -> None:
         """These copies are known to be bad: dropped, and their slots never used again."""
@@ -242,17 +219,37 @@ class Transfers:
             self.cancel(rows)
             self._r.give_up(tier, slot_bytes, rows, retire=True)
 
-    def _judge_device(self, t: Transfer, results: npt.NDArray[np.uint8], now: float) -> None:
-        """Closes a lower tier for writing for a while when writes keep failing."""
+    def _judge_device(self, t: Transfer, results: npt.NDArray[np.uint8]) -> None:
+        """Lifts a fence; closes a lower tier for writing for a while when writes keep failing."""
         device = self._r.tiers[max(t.source, t.target)]
+        device.moving -= 1
+        device.quiet_since, device.fenced = self._now, False
         failed = int((results != OK).sum())
         self._r.counters["failed_blocks"] += failed
-        if not t.target > t.source:
+        if not t.target > t.source or not len(results):
             return
         device.failures = device.failures + failed if failed == len(results) else 0
         if device.failures >= _FAILURES_TO_CLOSE:
-            device.closed_until, device.failures = now + _CLOSED_FOR_S, 0
+            device.closed_until, device.failures = self._now + _CLOSED_FOR_S, 0
             self._r.counters["tier_closed"] += 1
+
+    # -- time
+
+    def at(self, now: float) -> None:
+        """It is `now`."""
+        self._now = now
+
+    def fences_at(self) -> float:
+        """When a device that stays quiet from now on is fenced; infinity if none is at work."""
+        quiet = [t.quiet_since for t in self._r.tiers if t.moving and not t.fenced]
+        return min(quiet) + _QUIET_FOR_S if quiet else math.inf
+
+    def fence(self) -> None:
+        """Puts devices out of reach that are at work and have been quiet for too long."""
+        for device in self._r.tiers:
+            if device.moving and not device.fenced and self._now >= device.quiet_since + _QUIET_FOR_S:
+                device.fenced = True
+                self._r.counters["tier_fenced"] += 1
 
 
 def _chunk(slot_bytes: int) -> int:

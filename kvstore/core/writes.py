@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import DENIED, GRANTED, PENDING, PRESENT, Answer, Deny, Room, Stamp
+from kvstore.core.actions import DENIED, GRANTED, PENDING, PRESENT, Answer, Deny, Room
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.ledger import NONE, Ledger, Reservation
 
@@ -18,7 +18,7 @@ class Writes:
         self._ledger = ledger
         self._r = ledger.residency
         self._transfers = ledger.transfers
-        self._write_through = write_through
+        self.write_through = write_through
 
     def reserve(self, event: ev.Reserve, now: float) -> None:
         size = self._ledger.slot_bytes(event)
@@ -124,9 +124,8 @@ class Writes:
         r.tiers[0].extents.release(slots)
         if len(rows):
             r.touch(rows, reservation.slot_bytes)
-            version = r.tiers[0].extents.version[slots]
-            self._ledger.say(Stamp(0, reservation.slot_bytes, r.identity(rows), r.where(0, slots), version))
-            if self._write_through:
+            r.stamp(0, reservation.slot_bytes, rows, slots)
+            if self.write_through:
                 self._transfers.queue_writes(rows)
         r.counters["stored_blocks"] += len(rows)
         self._ledger.say(Answer(event.request, len(rows)))

@@ -8,14 +8,21 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.config import Config
-from kvstore.daemon.notify import notify
+from kvstore.config import Config, changes, load
+from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
 from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.posix import PosixEngine
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.types import extent_bytes
 
 _log = logging.getLogger("kvstore")
 
@@ -24,8 +31,12 @@ _BACKLOG = 128
 _GC_THRESHOLD = 50_000  # blocks are no objects, so little is there to find
 
 
-def run(config: Config) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code. Raises KVStoreError if it cannot start."""
+def run(path: Path | None) -> int:
+    """Serves by the configuration at `path` until SIGTERM or SIGINT; SIGHUP reads it again.
+
+    Returns the exit code. Raises KVStoreError if it cannot start.
+    """
+    config = load(path)
     logging.basicConfig(
         level=config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
     )
@@ -38,36 +49,90 @@ def run(config: Config) -> int:
     except ImportError:
         runner = asyncio.Runner()
     with runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, path))
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, path: Path | None) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    listener = _listen(config.daemon.socket, config.daemon.socket_mode)
+    given = inherited()
+    listener, ours = _listener(config, given)
     try:
-        shell = Shell(config, loop)
+        shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
         server = Server(shell)
         listening = await loop.create_unix_server(server.connect, sock=listener, backlog=_BACKLOG)
+        loop.add_signal_handler(signal.SIGHUP, _reload, shell, path)
         # What exists now stays: the collector need not walk it at every full pass.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         _log.info("serving on %s", config.daemon.socket)
         notify("READY=1", f"STATUS=serving on {config.daemon.socket}")
+        if watchdog_s():
+            _feed(loop, watchdog_s() / 3)
         await stopping.wait()
         notify("STOPPING=1")
         _log.info("stopping")
         listening.close()
         await server.close()
-        await shell.stop(config.daemon.stop_timeout)
+        await shell.stop(shell.config.daemon.stop_timeout)
     finally:
         listener.close()
-        config.daemon.socket.unlink(missing_ok=True)
+        if ours:
+            config.daemon.socket.unlink(missing_ok=True)
     return 0
+
+
+def open_tiers(config: Config, given: Mapping[str, int]) -> tuple[DramTier, NvmeTier | None]:
+    """The tiers of a configuration; of DRAM, with those extents that are among the descriptors given."""
+    nvme = None
+    if config.nvme.path is not None:
+        engine = PosixEngine(config.nvme.io_threads)
+        size = extent_bytes(config.nvme.limit)
+        try:
+            nvme = NvmeTier.open(config.nvme.path, config.nvme.limit, size, engine)
+        except BaseException:
+            engine.close()
+            raise
+    extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
+    size = extent_bytes(config.dram.limit)
+    return DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents), nvme
+
+
+def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
+    """Tells the watchdog, from the event loop, that the event loop turns."""
+    notify("WATCHDOG=1")
+    loop.call_later(every_s, _feed, loop, every_s)
+
+
+def _reload(shell: Shell, path: Path | None) -> None:
+    """Takes over what can change while running, and names what cannot."""
+    notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    try:
+        new = load(path)
+        changed, fixed = changes(shell.config, new)
+        shell.reconfigure(new)
+        logging.getLogger().setLevel(new.daemon.log_level.upper())
+        _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
+        if fixed:
+            _log.warning("needs a restart: %s", ", ".join(fixed))
+    except KVStoreError as error:
+        _log.error("not reloaded: %s", error)
+    notify("READY=1")
+
+
+def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, bool]:
+    """A listening socket, and whether it is ours to remove: the service manager's if it hands one over."""
+    for name, fd in given.items():
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            _log.info("listening on the socket %s of the service manager", name)
+            listener = socket.socket(fileno=fd)
+            listener.setblocking(False)
+            return listener, False
+    return _listen(config.daemon.socket, config.daemon.socket_mode), True
 
 
 def _listen(path: Path, mode: int) -> socket.socket:

@@ -1,6 +1,6 @@
-"""What a service manager is told: one datagram to the socket in NOTIFY_SOCKET, nothing without it.
+"""The service manager: what it is told, what it keeps for the next run, what it hands to this one.
 
-Source: the sd_notify protocol as systemd documents it.
+Source: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3) of systemd. `supervise.py` speaks the same.
 """
 
 from __future__ import annotations
@@ -8,17 +8,63 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
 
+_FIRST_FD = 3
+_WITHIN_S = 5.0
 
-def notify(*assignments: str) -> None:
+
+def notify(*assignments: str, fds: Sequence[int] = ()) -> None:
     """Sends assignments such as `READY=1`. A manager that does not listen is no reason to stop."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(_WITHIN_S)
         try:
-            sock.sendto("\n".join(assignments).encode(), address.replace("@", "\0", 1))
+            # Connected, because not every way to name an address goes with descriptors.
+            sock.connect(address.replace("@", "\0", 1))
+            socket.send_fds(sock, ["\n".join(assignments).encode()], fds)
         except OSError as error:
             _log.warning("cannot notify the service manager: %s", error)
+
+
+def watchdog_s() -> float:
+    """How often (s) the manager wants to hear from this process at least; 0 if it does not."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    text = os.environ.get("WATCHDOG_USEC", "")
+    return int(text) / 1e6 if text.isdecimal() else 0.0
+
+
+def inherited() -> dict[str, int]:
+    """The descriptors that the manager hands to this process, by name. Asked once."""
+    count, owner = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
+    names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
+    if owner != str(os.getpid()) or not count.isdecimal():
+        return {}
+    found: dict[str, int] = {}
+    for i in range(int(count)):
+        fd = _FIRST_FD + i
+        os.set_inheritable(fd, False)
+        name = names[i] if i < len(names) else "unknown"
+        if name in found:
+            _log.warning("the service manager hands over two descriptors named %s", name)
+            os.close(fd)
+        else:
+            found[name] = fd
+    return found
+
+
+class FdStore:
+    """The manager's store of descriptors, which outlives this process. A `tiers.dram.Keeper`."""
+
+    def keep(self, name: str, fd: int) -> None:
+        """Has the manager keep a duplicate of `fd`."""
+        notify("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=[fd])
+
+    def forget(self, name: str) -> None:
+        """Has the manager close what it keeps under this name."""
+        notify("FDSTOREREMOVE=1", f"FDNAME={name}")

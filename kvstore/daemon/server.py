@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
             m.Prefetch: lambda q: self._ask(q, ev.Prefetch(0, q.namespace, self._keys(q))),
             m.Pin: self._pin,
             m.Unpin: lambda q: self._ask(q, ev.Unpin(0, q.namespace, self._keys(q))),
-            m.Invalidate: lambda q: self._ask(q, ev.Invalidate(0, q.namespace, self._keys(q))),
+            m.Invalidate: self._invalidate,
             m.Suspect: self._suspect,
             m.Map: self._map,
             m.Status: lambda q: self._send(m.Report(q.id, self._server.status())),
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
             self._fail(f"{limit} clients are connected", "raise limits.connections, or connect less")
             return
         self._server.connections.add(self)
-        self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._too_quiet)
+        self._hello_timer = self._shell.loop.call_later(_HELLO_WITHIN_S, self._too_quiet)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -186,13 +186,13 @@ class Connection(asyncio.Protocol):
     def _keys(self, query: Any) -> Keys:
         return Keys(query.keys, query.key_bytes)
 
-    def _ask(self, query: Any, event: Any) -> None:
+    def _ask(self, query: Any, event: Any, ask: Callable[..., None] | None = None) -> None:
         # A number of a namespace is good only on a connection that has opened it.
         if hasattr(event, "namespace") and event.namespace not in self._open:
             hint = "open the namespace on this connection first"
             self._send(m.Denied(query.id, f"unknown namespace {event.namespace}", hint))
             return
-        self._shell.ask(self, query.id, event)
+        (ask or self._shell.ask)(self, query.id, event)
 
     def _deadline(self, timeout_s: float) -> float:
         return self._shell.now() + min(max(timeout_s, 0.0), 86400.0)
@@ -215,9 +215,15 @@ class Connection(asyncio.Protocol):
     def _pin(self, q: m.Pin) -> None:
         self._ask(q, ev.Pin(0, q.namespace, self._keys(q), self._deadline(q.ttl_s)))
 
+    def _invalidate(self, q: m.Invalidate) -> None:
+        self._ask(q, ev.Invalidate(0, q.namespace, self._keys(q)), self._shell.ask_durably)
+
     def _suspect(self, q: m.Suspect) -> None:
-        if q.namespace in self._open:
-            self._shell.handle(ev.Suspect(q.namespace, self._keys(q)))
+        event = ev.Suspect(0, q.namespace, self._keys(q))
+        if q.id:
+            self._ask(q, event)
+        elif q.namespace in self._open:
+            self._shell.handle(event)
 
     def _map(self, query: m.Map) -> None:
         try:

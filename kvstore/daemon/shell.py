@@ -11,29 +11,31 @@ import contextlib
 import logging
 import os
 import secrets
-import time
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec
+from kvstore.daemon.namespaces import Namespaces, in_memory
+from kvstore.daemon.scrub import Scrubber
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.nvme.journal import Namespace
-from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier, verify
-from kvstore.types import Layout, Tier, extent_bytes
+from kvstore.types import Layout, Tier
 
 _log = logging.getLogger(__name__)
 
 DRAM, NVME = 0, 1
 _MIN_BLOCK_BYTES = 16 << 10
 _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
+_CLOSE_WITHIN_S = 5.0
 
 
 class Asker(Protocol):
@@ -46,32 +48,31 @@ class Asker(Protocol):
 class Shell:
     """The core, its tiers and the namespaces of one daemon."""
 
-    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        config: Config,
+        loop: asyncio.AbstractEventLoop,
+        dram: DramTier,
+        nvme: NvmeTier | None,
+        dice: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        """Takes over the tiers. `dice` gives a number of so many random bits."""
         self.config = config
-        self.instance = secrets.token_bytes(8)
-        self.started = time.monotonic()
+        self.loop = loop
+        self.instance = dice(64).to_bytes(8, "little")
+        self.started = loop.time()
         self.problems: list[str] = []
         self.now = loop.time
-        self._loop = loop
+        self.dram = dram
+        self.nvme = nvme
+        self.placement = self._make_placement(dice(64))
+        self.namespaces = Namespaces(nvme.put_namespace if nvme is not None else lambda *_: None)
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at: float | None = None
         self._ready = asyncio.Event()
-        self.nvme: NvmeTier | None = None
-        if config.nvme.path is not None:
-            engine = PosixEngine(config.nvme.io_threads)
-            try:
-                size = extent_bytes(config.nvme.limit)
-                self.nvme = NvmeTier(config.nvme.path, config.nvme.limit, size, engine)
-            except BaseException:
-                engine.close()
-                raise
-        self.dram = DramTier(config.dram.limit, extent_bytes(config.dram.limit), config.dram.huge_pages)
-        self.placement = self._make_placement()
-        self.namespaces: dict[bytes, int] = {}
-        self.fingerprints: dict[int, bytes] = {}
-        self.lengths: dict[int, int] = {}
+        self._scrubber = Scrubber(loop, len(self.placement.residency.tiers), self.handle)
         self._run_by_type: dict[type, Callable[[Any], None]] = {
             ac.Copy: self._copy,
             ac.Stamp: self._stamp,
@@ -80,72 +81,98 @@ class Shell:
             ac.Format: self._format,
         }
 
-    def _make_placement(self) -> Placement:
-        config = self.config
-        specs = [TierSpec(Tier.DRAM, config.dram.limit, self.dram.extent_bytes, table=True)]
-        total = config.dram.limit
+    def _make_placement(self, seed: int) -> Placement:
+        tiers: list[tuple[Tier, DramTier | NvmeTier]] = [(Tier.DRAM, self.dram)]
         if self.nvme is not None:
-            specs.append(TierSpec(Tier.NVME, config.nvme.limit, self.nvme.extent_bytes, table=False))
-            total += config.nvme.limit
+            tiers.append((Tier.NVME, self.nvme))
+        specs = [TierSpec(tier, t.limit_bytes, t.extent_bytes, table=t is self.dram) for tier, t in tiers]
+        total = sum(spec.limit_bytes for spec in specs)
         return Placement(
             specs,
             max_blocks=min(max(total // _MIN_BLOCK_BYTES, _MIN_ROWS), _MAX_ROWS),
-            seed=secrets.randbits(64),
-            write_policy=config.nvme.write_policy,
+            seed=seed,
+            write_policy=self.config.nvme.write_policy,
             limits=Limits(
-                batch_keys=config.limits.batch_keys,
-                leases_per_client=config.limits.leases_per_connection,
+                batch_keys=self.config.limits.batch_keys,
+                leases_per_client=self.config.limits.leases_per_connection,
             ),
         )
 
     # -- start and stop
 
     async def start(self) -> None:
-        """Reads back what NVMe holds, starts making extents, returns when the first one can be used."""
+        """Takes in what the tiers hold, starts making extents, returns when the first one can be used."""
         if self.nvme is not None:
-            self._restore(self.nvme)
+            self.problems += self.nvme.problems
+            for problem in self.nvme.problems:
+                _log.error("%s", problem)
+            self._restore_nvme(self.nvme)
+        self._restore_dram()
+        if self.nvme is not None:
             self.nvme.start(*self._reporters(NVME))
         self.dram.start(*self._reporters(DRAM))
         await self._ready.wait()
         if not self.placement.residency.tiers[DRAM].extents.ready:
             raise TierError(self.problems[-1])
+        self._scrubber.set_rate(self.config.scrub.rate)
 
-    def _restore(self, nvme: NvmeTier) -> None:
-        spaces, formats, restore = nvme.load()
-        # A namespace without blocks needs no number: the next new one takes it.
-        used = set(np.unique(restore.namespace).tolist())
-        for number, space in ((n, s) for n, s in spaces.items() if n in used):
-            self._know(number, space.fingerprint, int(space.layout["block_bytes"]))
-        for extent, size in sorted(formats.items()):
+    def _restore_nvme(self, nvme: NvmeTier) -> None:
+        found = nvme.load()
+        for extent, size in sorted(found.formats.items()):
             self.handle(ev.ExtentReady(NVME, extent, size))
-        self.handle(restore)
-        if len(restore.index):
-            _log.info("%d blocks are back from NVMe", len(restore.index))
+        # A namespace without blocks needs no number: the next new one takes it.
+        for number in np.unique(found.restore.namespace).tolist():
+            space = found.namespaces[number]
+            length = int(space.layout["block_bytes"])
+            if self._call(ev.OpenNamespace(0, number, length)):
+                self.namespaces.remember(number, space.fingerprint, length)
+        known = np.isin(found.restore.namespace, list(self.namespaces.fingerprints))
+        if not known.all():
+            _log.warning("%d blocks on NVMe are forgotten: dram.limit is too small for them", (~known).sum())
+            nvme.forget(found.restore.only(~known))
+        self.handle(found.restore.only(known))
+        if known.any():
+            _log.info("%d blocks are back from NVMe", known.sum())
 
-    def _know(self, number: int, fingerprint: bytes, block_bytes: int) -> None:
-        self.namespaces[fingerprint] = number
-        self.fingerprints[number] = fingerprint
-        self.lengths[number] = block_bytes
-        self.handle(ev.OpenNamespace(0, number, block_bytes))
+    def _restore_dram(self) -> None:
+        found = self.dram.load()
+        for extent, size in sorted(found.formats.items()):
+            self._extent_ready(DRAM, extent, size, found.versions.get(extent))
+        restore = in_memory(found, self._number_of)
+        self.handle(restore)
+        if found.formats:
+            _log.info("%d blocks are back from %d extents of DRAM", len(restore.index), len(found.formats))
+
+    def _number_of(self, fingerprint: bytes, block_bytes: int) -> int:
+        """The number of a namespace that was found in memory, 0 if it can have none."""
+        number = self.namespaces.find(fingerprint)
+        if number is None:
+            number = self.namespaces.new_number()
+            if not self._call(ev.OpenNamespace(0, number, block_bytes)):
+                return 0
+            self.namespaces.remember_nameless(number, fingerprint, block_bytes)
+        return number if self.namespaces.lengths[number] == block_bytes else 0
 
     def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
         """Callbacks for a tier's own thread."""
 
         def ready(extent: int) -> None:
-            self._soon(self._extent_ready, tier, extent)
+            self.soon(self._extent_ready, tier, extent)
 
         def ended(error: TierError | None) -> None:
-            self._soon(self._extents_end, tier, error)
+            self.soon(self._extents_end, tier, error)
 
         return ready, ended
 
-    def _soon(self, call: Callable[..., None], *args: Any) -> None:
+    def soon(self, call: Callable[..., None], *args: Any) -> None:
         """Runs something on the loop's thread; a result that comes after the end is of no use to anyone."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, *args)
+            self.loop.call_soon_threadsafe(call, *args)
 
-    def _extent_ready(self, tier: int, extent: int) -> None:
-        self.handle(ev.ExtentReady(tier, extent))
+    def _extent_ready(
+        self, tier: int, extent: int, size: int = 0, versions: npt.NDArray[np.uint32] | None = None
+    ) -> None:
+        self.handle(ev.ExtentReady(tier, extent, size, versions))
         if tier == DRAM:
             self._ready.set()
 
@@ -158,20 +185,36 @@ class Shell:
             self._ready.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """Writes down what only DRAM holds, as far as the time allows, and closes the tiers."""
-        ends = time.monotonic() + timeout_s
+        """Writes down what only DRAM holds and closes the tiers; what takes longer is left undone."""
+        ends = self.now() + timeout_s
+        self._scrubber.stop()
         self.handle(ev.Flush())
         transfers = self.placement.transfers
-        while (transfers.under_way or transfers.backlog) and time.monotonic() < ends:  # noqa: ASYNC110
+        while (transfers.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         left = len(transfers.under_way) + len(transfers.backlog)
         if left:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self._timer is not None:
             self._timer.cancel()
+        # A device that hangs must not keep the process: its threads end with that.
+        closing = threading.Thread(target=self._close, name="kvstore-close", daemon=True)
+        closing.start()
+        while closing.is_alive() and self.now() < ends + _CLOSE_WITHIN_S:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if closing.is_alive():
+            _log.error("the NVMe tier could not be closed: its device does not answer")
+
+    def _close(self) -> None:
         if self.nvme is not None:
-            await asyncio.to_thread(self.nvme.close)
+            self.nvme.close()
         self.dram.close()
+
+    def reconfigure(self, config: Config) -> None:
+        """Takes over those settings that can change at run time."""
+        self.config = config
+        self.placement.reconfigure(config.nvme.write_policy, config.limits.leases_per_connection)
+        self._scrubber.set_rate(config.scrub.rate)
 
     # -- requests
 
@@ -187,27 +230,24 @@ class Shell:
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
 
+    def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
+        """Like `ask`, but what the answer says survives a crash from then on."""
+        self.ask(asker if self.nvme is None else _Durably(self, self.nvme, asker), request, event)
+
     def open_namespace(self, layout: Layout) -> tuple[int, bytes, ac.Answer | ac.Deny]:
         """(number, fingerprint, what the core says) of a layout of the one tenant."""
         fingerprint = layout.fingerprint()
-        known = self.namespaces.get(fingerprint)
-        if known is not None:
-            return known, fingerprint, ac.Answer(0, known)
-        number = max(self.fingerprints, default=0) + 1
-        answer = self._call(ev.OpenNamespace(0, number, layout.block_bytes))
+        number = self.namespaces.find(fingerprint) or self.namespaces.new_number()
+        [answer] = self.placement.handle(ev.OpenNamespace(0, number, layout.block_bytes), self.now())
+        assert isinstance(answer, ac.Answer | ac.Deny)
         if isinstance(answer, ac.Answer):
-            self.namespaces[fingerprint] = number
-            self.fingerprints[number] = fingerprint
-            self.lengths[number] = layout.block_bytes
-            if self.nvme is not None:
-                self.nvme.put_namespace(number, Namespace("default", layout.to_map(), fingerprint))
+            self.namespaces.opened(number, layout)
         return number, fingerprint, answer
 
-    def _call(self, event: ev.OpenNamespace) -> ac.Answer | ac.Deny:
-        """The answer to a request that the core answers at once."""
+    def _call(self, event: ev.OpenNamespace) -> bool:
+        """Whether the core takes a namespace."""
         [answer] = self.placement.handle(event, self.now())
-        assert isinstance(answer, ac.Answer | ac.Deny)
-        return answer
+        return isinstance(answer, ac.Answer)
 
     # -- events and actions
 
@@ -236,7 +276,7 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         self._wakes_at = wake
-        self._timer = None if wake is None else self._loop.call_at(wake, self._tick)
+        self._timer = None if wake is None else self.loop.call_at(wake, self._tick)
 
     def _tick(self) -> None:
         self._wakes_at = None
@@ -246,22 +286,25 @@ class Shell:
         assert self.nvme is not None
 
         def done(results: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-            self._soon(self.handle, ev.CopyDone(copy.transfer, results))
+            self.soon(self.handle, ev.CopyDone(copy.transfer, results))
 
         if copy.target == NVME:
-            self.nvme.write(copy, self.dram.slots(copy.source_where), self.lengths, done)
+            self.nvme.write(copy, self.dram.slots(copy.source_where), self.namespaces.lengths, done)
         else:
             slots = self.dram.slots(copy.target_where)
-            self.nvme.read(copy, slots, self.fingerprints, self.lengths, done)
+            self.nvme.read(copy, slots, self.namespaces.fingerprints, self.namespaces.lengths, done)
 
     def _stamp(self, stamp: ac.Stamp) -> None:
-        self.dram.stamp(stamp.identity, stamp.where, stamp.version, self.fingerprints, self.lengths)
+        spaces = self.namespaces
+        self.dram.stamp(
+            stamp.identity, stamp.parents, stamp.where, stamp.version, spaces.fingerprints, spaces.lengths
+        )
 
     def _drop(self, drop: ac.Drop) -> None:
         if drop.tier == DRAM:
             self.dram.void(drop.where)
         elif self.nvme is not None:
-            self.nvme.drop(drop.identity)
+            self.nvme.drop(drop.identity, drop.where)
 
     def _format(self, action: ac.Format) -> None:
         if action.tier == DRAM:
@@ -270,17 +313,26 @@ class Shell:
             self.nvme.format(action.extent, action.slot_bytes)
 
     def _probe(self, probe: ac.Probe) -> None:
+        fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
+
+        def done(results: npt.NDArray[np.uint8]) -> None:
+            self.soon(self.handle, ev.ProbeDone(probe.probe, results))
+
+        if probe.tier == NVME:
+            assert self.nvme is not None
+            self.nvme.probe(probe, fingerprints, lengths, done)
+            return
         slots = self.dram.slots(probe.where)
 
         def look() -> None:
             numbers = probe.identity.namespace.tolist()
             good = [
-                verify(probe.identity, i, slots[i], self.fingerprints[n], self.lengths[n])
+                verify(probe.identity, i, slots[i], fingerprints[n], lengths[n])
                 for i, n in enumerate(numbers)
             ]
-            self._soon(self.handle, ev.ProbeDone(probe.probe, np.array(good, np.bool_)))
+            done(np.where(good, ev.OK, ev.CORRUPT).astype(np.uint8))
 
-        self._loop.run_in_executor(None, look)
+        self.loop.run_in_executor(None, look)
 
     # -- status
 
@@ -300,13 +352,15 @@ class Shell:
                     "extents": {f"{size} bytes a slot": len(c.extents) for size, c in e.classes.items()},
                     "retired_slots": len(e.retired),
                     "extents_not_cut": e.slotless,
-                    "writable": not state.closed_until,
+                    "writable": state.takes_writes,
+                    "fenced": state.fenced,
+                    "scrub_passes": self.placement.counters[f"scrub_passes_{state.spec.tier.name.lower()}"],
                 }
             )
         return {
             "pid": os.getpid(),
             "instance": self.instance.hex(),
-            "uptime_s": round(time.monotonic() - self.started, 3),
+            "uptime_s": round(self.now() - self.started, 3),
             "tiers": tiers,
             "blocks": residency.blocks.used,
             "namespaces": len(self.namespaces),
@@ -319,3 +373,24 @@ class Shell:
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),
         }
+
+
+class _Durably:
+    """Answers when everything that led to the answer is durable."""
+
+    def __init__(self, shell: Shell, nvme: NvmeTier, asker: Asker) -> None:
+        self._shell = shell
+        self._nvme = nvme
+        self._asker = asker
+
+    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
+        """See Asker."""
+
+        def done(error: Exception | None) -> None:
+            outcome = action
+            if error is not None:
+                hint = "the blocks are misses now, but may come back after a restart"
+                outcome = ac.Deny(request, f"it could not be recorded: {error}", hint)
+            self._shell.soon(self._asker.answer, request, outcome)
+
+        self._nvme.when_durable(done)

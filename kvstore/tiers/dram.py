@@ -1,7 +1,8 @@
 """The DRAM tier's memory: extents that the daemon and its clients map, headers kept true.
 
-Extents are made and populated in a thread, one after another, so that a large tier does not delay the start.
-Which block is where, the core decides; here are only bytes, headers and descriptors.
+Extents are made and populated in a thread, one after another, so that a large tier does not delay the
+start. Which block is where, the core decides; here are only bytes, headers and descriptors. Headers are true
+at every moment, so that whoever takes the extents over, after a crash too, knows what is in them.
 """
 
 from __future__ import annotations
@@ -9,61 +10,174 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import Identity, Where
 from kvstore.errors import TierError
-from kvstore.types import Geometry
+from kvstore.types import ALIGN, LABEL_BYTES, MAX_KEY_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
 
 
-class DramTier:
-    """Up to `limit_bytes` in extents of `extent_bytes`."""
+class Keeper(Protocol):
+    """Whoever keeps descriptors beyond the end of this process."""
 
-    def __init__(self, limit_bytes: int, extent_bytes: int, huge_pages: bool) -> None:
+    def keep(self, name: str, fd: int) -> None:
+        """Keeps a duplicate of `fd` under a name."""
+
+    def forget(self, name: str) -> None:
+        """Closes what is kept under a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What extents of an earlier process hold: slot size and last versions of each, blocks (latest first).
+
+    `headers` is (n,) of `HEADER`, `extent` and `index` say where the blocks are.
+    """
+
+    formats: dict[int, int]
+    versions: dict[int, npt.NDArray[np.uint32]]
+    headers: npt.NDArray[Any]
+    extent: npt.NDArray[np.uint32]
+    index: npt.NDArray[np.uint32]
+
+
+class DramTier:
+    """Up to `limit_bytes` in extents of `extent_bytes`, or of the size that inherited ones have."""
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        extent_bytes: int,
+        huge_pages: bool,
+        keeper: Keeper | None = None,
+        inherited: Mapping[str, int] | None = None,
+    ) -> None:
+        """Takes over the descriptors of `inherited`, by name; what cannot be used is forgotten."""
+        self.limit_bytes = limit_bytes
         self.extent_bytes = extent_bytes
         self.huge = False
-        self._count = limit_bytes // extent_bytes
         self._want_huge = huge_pages
+        self._keeper = keeper
         self._extents: dict[int, Extent] = {}
-        self._headers: dict[int, np.ndarray[tuple[int], np.dtype[np.void]]] = {}
+        self._headers: dict[int, npt.NDArray[Any]] = {}
         self._cuts: dict[int, Geometry] = {}
         self._offsets: dict[int, int] = {}
+        self._stamp = 1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        for name, fd in sorted((inherited or {}).items()):
+            self._take_over(name, fd)
+        self._count = limit_bytes // self.extent_bytes
+
+    # -- start and stop
+
+    def _take_over(self, name: str, fd: int) -> None:
+        nbytes = os.fstat(fd).st_size
+        wanted = next(iter(self._extents.values())).nbytes if self._extents else nbytes
+        try:
+            extent = Extent(fd, nbytes)
+        except TierError as error:
+            os.close(fd)
+            self._refuse(name, str(error))
+            return
+        number, kept = int(extent.label["number"][0]), len(self._extents)
+        if extent.label["magic"][0] != MAGIC:
+            why = "another version of kvstore laid it out"
+        elif nbytes != wanted or (kept + 1) * nbytes > self.limit_bytes or number in self._extents:
+            why = f"it is beyond the limit of {self.limit_bytes} bytes"
+        else:
+            self.extent_bytes = nbytes
+            self._extents[number] = extent
+            return
+        extent.close()
+        self._refuse(name, why)
+
+    def _refuse(self, name: str, why: str) -> None:
+        _log.warning("extent %s of the daemon before is not used: %s", name, why)
+        if self._keeper is not None:
+            self._keeper.forget(name)
+
+    def load(self) -> Inherited:
+        """What the extents that were taken over hold."""
+        formats, versions, found = {}, {}, []
+        for number, extent in self._extents.items():
+            size = formats[number] = int(extent.label["slot_bytes"][0])
+            if size:
+                self._cut(number, size)
+                table = self._headers[number]
+                versions[number] = table["last"].copy()
+                index = np.flatnonzero(_readable(table, size))
+                table["version"][np.setdiff1d(np.flatnonzero(table["version"]), index)] = 0
+                found.append((table[index], np.full(len(index), number, np.uint32), index.astype(np.uint32)))
+        if not found:
+            none = np.zeros(0, np.uint32)
+            return Inherited(formats, versions, np.zeros(0, HEADER), none, none)
+        headers = np.concatenate([some for some, _, _ in found])
+        extents = np.concatenate([some for _, some, _ in found])
+        indexes = np.concatenate([some for _, _, some in found])
+        order = np.argsort(headers["stamp"], kind="stable")[::-1]
+        self._stamp = int(headers["stamp"].max(initial=0)) + 1
+        return Inherited(formats, versions, headers[order], extents[order], indexes[order])
 
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
-        """Makes the extents in a thread, which calls `ready` with the number of each, then `ended`."""
-
-        def make() -> None:
-            for number in range(self._count):
-                if self._stop.is_set():
-                    return
-                try:
-                    extent = Extent.create(f"kvstore-dram-{number}", self.extent_bytes)
-                    self._extents[number] = extent
-                    self.huge = extent.populate(self._want_huge)
-                except TierError as error:
-                    ended(error)
-                    return
-                ready(number)
-            ended(None)
-
-        self._thread = threading.Thread(target=make, name="kvstore-dram", daemon=True)
+        """Makes the missing extents in a thread, which calls `ready` with each number, then `ended`."""
+        self._thread = threading.Thread(
+            target=self.make, args=(ready, ended), name="kvstore-dram", daemon=True
+        )
         self._thread.start()
+
+    def make(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
+        """What `start` does, here and now."""
+        there = set(self._extents)
+        missing = (n for n in range(self._count + len(there)) if n not in there)
+        for number, _ in zip(missing, range(self._count - len(there)), strict=False):
+            if self._stop.is_set():
+                return
+            try:
+                extent = Extent.create(f"kvstore-dram-{number}", self.extent_bytes)
+                extent.label[0] = (MAGIC, number, 0)
+                self._extents[number] = extent
+                self.huge = extent.populate(self._want_huge)
+            except TierError as error:
+                ended(error)
+                return
+            if self._keeper is not None:
+                self._keeper.keep(f"dram-{number:06d}", extent.fd)
+            ready(number)
+        ended(None)
+
+    def close(self) -> None:
+        """Lets go of all memory; clients' mappings and whoever keeps the descriptors keep theirs alive."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        for extent in self._extents.values():
+            extent.close()
+
+    # -- what the core asks for
 
     def format(self, number: int, slot_bytes: int) -> None:
         """Cuts an extent into slots; none of them holds anything."""
-        geometry = Geometry(self.extent_bytes, slot_bytes, table=True)
         extent = self._extents[number]
-        extent.view[: geometry.payload_offset] = bytes(geometry.payload_offset)
+        extent.label["slot_bytes"] = 0
+        size = Geometry(self.extent_bytes, slot_bytes, table=True).slots * HEADER.itemsize
+        extent.view[LABEL_BYTES:][:size] = bytes(size)
+        self._cut(number, slot_bytes)
+        extent.label["slot_bytes"] = slot_bytes
+
+    def _cut(self, number: int, slot_bytes: int) -> None:
+        geometry = Geometry(self.extent_bytes, slot_bytes, table=True)
         self._cuts[number] = geometry
         self._offsets[number] = geometry.payload_offset
-        self._headers[number] = extent.headers(geometry)
+        self._headers[number] = self._extents[number].headers(geometry)
 
     def slots(self, where: Where) -> list[memoryview]:
         """Writable views of whole slots."""
@@ -77,17 +191,25 @@ class DramTier:
     def stamp(
         self,
         identity: Identity,
+        parents: Identity,
         where: Where,
-        version: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        version: npt.NDArray[np.uint32],
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
     ) -> None:
-        """Writes the headers of slots that have become readable; their version last."""
-        header = np.zeros(len(identity), HEADER)
+        """Writes the headers of slots that have become readable, a chain in order; their version last."""
+        n = len(identity)
+        header = np.zeros(n, HEADER)
         header["magic"] = MAGIC
         header["key"] = identity.words.view(np.uint8)
         header["key_bytes"] = identity.key_bytes
+        header["parent"] = parents.words.view(np.uint8)
+        header["parent_bytes"] = parents.key_bytes
         header["checksum"] = identity.checksum
+        header["last"] = version
+        # Parents get the later stamps, so that latest first is also parents first.
+        header["stamp"] = np.arange(self._stamp + n - 1, self._stamp - 1, -1)
+        self._stamp += n
         for namespace in np.unique(identity.namespace).tolist():
             which = identity.namespace == namespace
             header["namespace"][which] = np.frombuffer(fingerprints[namespace], np.uint8)
@@ -107,16 +229,17 @@ class DramTier:
         extent = self._extents[number]
         return os.dup(extent.fd) if writable else extent.readonly_fd()
 
-    def close(self) -> None:
-        """Lets go of all memory; clients' mappings keep theirs alive."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        for extent in self._extents.values():
-            extent.close()
+
+def _readable(table: npt.NDArray[Any], size: int) -> npt.NDArray[np.bool_]:
+    """Which headers name a block that fits its slot. Whether it is in there, its checksum says."""
+    good: npt.NDArray[np.bool_] = (table["version"] != 0) & (table["magic"] == MAGIC)
+    good &= (table["key_bytes"] >= 1) & (table["key_bytes"] <= MAX_KEY_BYTES)
+    good &= (table["parent_bytes"] <= MAX_KEY_BYTES) & (table["version"] == table["last"])
+    good &= (table["length"] > size - ALIGN) & (table["length"] <= size)
+    return good
 
 
-def _by_extent(where: Where) -> Iterator[tuple[int, np.ndarray[tuple[int], np.dtype[np.bool_]]]]:
+def _by_extent(where: Where) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
     """Each extent number, and which slots are in it."""
     for number in np.unique(where.extent).tolist():
         yield number, where.extent == number

@@ -17,7 +17,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 1
+VERSION = 2
 MAGIC = "kvstore"
 _SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
 
@@ -131,7 +131,10 @@ class Invalidate(_Keyed):
 
 @dataclass(slots=True)
 class Suspect(_Keyed):
-    """The reader's checksum did not match under these keys. Not answered; `id` is 0."""
+    """The reader's checksum did not match under these keys.
+
+    Unless `id` is 0 a Value answers, when what is bad is out of the way: how many blocks were.
+    """
 
 
 @dataclass(slots=True)

@@ -141,7 +141,7 @@ def test_start_up_claims_slots_where_they_are() -> None:
     e = make()
     e.assign(SMALL, 2)
     numbers = e.slots_at(slots(2, 2), slots(3, 7))
-    e.claim(SMALL, numbers, slots(10, 11), slots(40, 41))
+    e.claim(SMALL, numbers, slots(10, 11), slots(40, 41), np.array([1, 2], np.uint64))
     assert e.free(SMALL) == 10
     assert e.used_bytes == 2 * SMALL
     taken = e.take(SMALL, 12)

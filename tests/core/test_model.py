@@ -266,7 +266,7 @@ class Faulty(Machine):
 
     @rule(chain=chains())
     def reader_complains(self, chain: tuple[int, list[bytes]]) -> None:
-        self.w.send(ev.Suspect(chain[0], joined(chain[1])))
+        self.w.send(ev.Suspect(0, chain[0], joined(chain[1])))
 
     @precondition(lambda self: self.w.probes)
     @rule(which=some)

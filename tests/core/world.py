@@ -18,7 +18,7 @@ from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec
-from kvstore.types import ALIGN, HEADER_BYTES, MAX_KEY_BYTES, Tier
+from kvstore.types import ALIGN, HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, Tier
 
 Place = tuple[int, int, int]
 
@@ -57,7 +57,7 @@ class World:
         nvme_gets: int | None = None,
         nvme_slots: int = 0,
     ) -> None:
-        size = slots * ALIGN + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
+        size = LABEL_BYTES + slots * ALIGN + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
         self._specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
         if nvme:
             size = (nvme_slots or slots) * ALIGN
@@ -86,6 +86,7 @@ class World:
         )
         self.headers: dict[Place, tuple[int, bytes, int]] = {}
         self.copies: dict[int, ac.Copy] = {}
+        self.unwanted: set[Place] = set()
         self.probes: dict[int, ac.Probe] = {}
         self.answers: dict[int, ac.Action] = {}
         self.actions: list[ac.Action] = []
@@ -164,8 +165,11 @@ class World:
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self.headers.pop(place, None)
                 if action.tier == 1:
-                    # By key, as the journal does it.
+                    # By key, as the journal does it; and what is still on its way there gets no record.
                     self.records.pop((int(action.identity.namespace[i]), action.identity.key(i)), None)
+                    self.unwanted |= {place} & {
+                        p for c in self.copies.values() for p in self.places(c.target, c.target_where)
+                    }
 
     @staticmethod
     def places(tier: int, where: ac.Where) -> list[Place]:
@@ -208,6 +212,9 @@ class World:
             self.rotten.discard(b)
             if a in self.rotten and out[i] == ev.OK:
                 self.rotten.add(b)
+            if b in self.unwanted:
+                self.unwanted.discard(b)
+                out[i] = ev.FAILED
             if copy.target == 1 and out[i] == ev.OK:
                 self.records[who] = Record(
                     b,
@@ -228,7 +235,7 @@ class World:
             hash_of(self.bytes.get(p, b"")) == int(probe.identity.checksum[i])
             for i, p in enumerate(self.places(probe.tier, probe.where))
         ]
-        self.send(ev.ProbeDone(number, np.array(good, np.bool_)))
+        self.send(ev.ProbeDone(number, np.where(good, ev.OK, ev.CORRUPT).astype(np.uint8)))
 
     def rot(self, place: Place) -> None:
         """The device changes its mind about some bytes."""

@@ -418,24 +418,51 @@ class TestOpening:
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
             txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for _ in range(2):
-            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 1"):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2"):
                 Journal.open(tmp_path, MIB)
 
-    def test_garbage_is_refused_with_a_hint(self, tmp_path: Path) -> None:
-        Journal.open(tmp_path, MIB).close()
-        (tmp_path / "records" / "data.mdb").write_bytes(b"garbage!" * 2048)
-        with pytest.raises(TierError, match=f"cannot use the records in {tmp_path}: .*move the folder away"):
-            Journal.open(tmp_path, MIB)
-
-    def test_a_record_that_makes_no_sense_is_refused(self, tmp_path: Path) -> None:
-        Journal.open(tmp_path, MIB).close()
-        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
-            txn.put(b"\0\0\0\1key", b"short", db=env.open_db(b"blocks", txn))
+    @pytest.mark.parametrize("how", ["garbage", "cut", "odd"])
+    def test_what_lmdb_cannot_read_is_moved_aside(self, tmp_path: Path, how: str, answers: Answers) -> None:
         journal = Journal.open(tmp_path, MIB)
-        with pytest.raises(
-            TierError, match=r"cannot use the records in .* a key of 3, a parent of -31 bytes"
-        ):
-            journal.load()
+        journal.put(batch(*(b"%d" % i for i in range(2000))), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        data = tmp_path / "records" / "data.mdb"
+        nbytes = data.stat().st_size
+        if how == "garbage":
+            data.write_bytes(b"garbage!" * (nbytes // 8))
+        else:
+            os.truncate(data, nbytes // 2 if how == "cut" else nbytes // 4 + 5)
+        again = Journal.open(tmp_path, MIB)
+        [aside] = tmp_path.glob("records.corrupt-*")
+        assert (aside / "data.mdb").exists()
+        [problem] = again.problems
+        assert f"were moved to {aside}: the NVMe tier starts empty" in problem
+        assert len(again.load().blocks) == 0
+        again.close()
+
+    def test_records_that_make_no_sense_are_told_apart(self, tmp_path: Path, answers: Answers) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        journal.put_namespace(1, Namespace("default", {"block_bytes": 4096}, bytes(16)))
+        journal.put_extent(1, 4096)
+        journal.put(batch(b"good", b"flipped"), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+            tables = {name: env.open_db(name, txn) for name in (b"blocks", b"namespaces", b"extents")}
+            [key] = [k for k, _ in txn.cursor(tables[b"blocks"]) if k.endswith(b"flipped")]
+            value = bytearray(txn.get(key, db=tables[b"blocks"]))
+            value[5] ^= 1
+            txn.put(key, bytes(value), db=tables[b"blocks"])
+            txn.put(b"\0\0\0\1short", b"short", db=tables[b"blocks"])
+            txn.put(b"\0\0\0\2", b"\xc1", db=tables[b"namespaces"])
+            txn.put(b"\0\0\0\2", b"odd", db=tables[b"extents"])
+        journal = Journal.open(tmp_path, MIB)
+        loaded = journal.load()
+        assert [k.tobytes().rstrip(b"\0") for k in loaded.blocks.keys] == [b"good"]
+        assert sorted(loaded.damaged) == sorted([key, b"\0\0\0\1short"])
+        assert set(loaded.namespaces) == set(loaded.extents) == {1}
+        journal.forget(loaded.damaged)
+        journal.drain()
+        assert journal.load().damaged == []
         journal.close()
 
 

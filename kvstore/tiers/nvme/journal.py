@@ -50,8 +50,8 @@ class Journal:
     `extent_bytes` is what the folder was made with, whatever `open` was asked for.
     """
 
-    def __init__(self, folder: Path, store: RecordStore) -> None:
-        """Use `open`. Starts the writer."""
+    def __init__(self, folder: Path, store: RecordStore, wake: Callable[[], None] | None = None) -> None:
+        """Starts the writer; with `wake`, which is called when there is work, somebody else calls `step`."""
         self.extent_bytes = store.extent_bytes
         self._folder = folder
         self._store = store
@@ -60,13 +60,20 @@ class Journal:
         self._waiting_records = 0
         self._closing = False
         self._owed: Changes = _empty()
+        self._wake = wake or self._ready.notify
         self._writer = threading.Thread(target=self._write, name="kvstore-journal", daemon=True)
-        self._writer.start()
+        if wake is None:
+            self._writer.start()
 
     @classmethod
     def open(cls, folder: Path, extent_bytes: int, map_bytes: int = 8 << 30) -> Journal:
         """Locks the folder, made if absent, and opens its records. See `RecordStore` for the errors."""
         return cls(folder, RecordStore(folder, extent_bytes, map_bytes))
+
+    @property
+    def problems(self) -> list[str]:
+        """What was wrong with the folder when it was opened."""
+        return self._store.problems
 
     def load(self) -> Loaded:
         """Everything that is durable: about a second a million records, in which nothing is written."""
@@ -97,7 +104,11 @@ class Journal:
         by the next.
         """
         prefix = ID.pack(ns_id)
-        self._change("blocks", {prefix + key: None for key in keys})
+        self.forget([prefix + key for key in keys])
+
+    def forget(self, raw: Sequence[bytes]) -> None:
+        """`delete` by the keys that the records have in their table."""
+        self._change("blocks", dict.fromkeys(raw))
 
     def put_namespace(self, ns_id: int, namespace: Namespace) -> None:
         """Records what an id stands for, no later than any later put."""
@@ -111,6 +122,10 @@ class Journal:
         """Forgets an extent, but not its blocks."""
         self._change("extents", {ID.pack(extent): None})
 
+    def when_durable(self, done: Done) -> None:
+        """Calls `done` on the writer's thread when all given so far is durable, or with the error."""
+        self.put(_NOTHING, _no_sync, done)
+
     def drain(self) -> None:
         """Returns when all that was given so far was written or refused. TierError if a change could not."""
         ended = threading.Event()
@@ -120,7 +135,7 @@ class Journal:
             errors.append(error)
             ended.set()
 
-        self.put(_NOTHING, _no_sync, done)
+        self.when_durable(done)
         ended.wait()
         if errors[0] is not None:
             raise errors[0]
@@ -130,7 +145,10 @@ class Journal:
         with self._ready:
             self._closing = True
             self._ready.notify()
-        self._writer.join()
+        if self._writer.is_alive():
+            self._writer.join()
+        while self.step():
+            pass
         if any(self._owed.values()):
             _log.error(
                 "%s: deletions were not written, those blocks come back at the next start", self._folder
@@ -145,23 +163,33 @@ class Journal:
         if self._closing:
             raise TierError(f"the journal of {self._folder} is closed")
         self._queue.append(operation)
-        self._ready.notify()
+        self._wake()
 
     def _write(self) -> None:
-        while group := self._take():
-            for done, error in self._write_group(group):
-                try:
-                    done(error)
-                except Exception:
-                    _log.exception("a completion callback failed")
-            del group
+        while self._wait():
+            self.step()
+
+    def _wait(self) -> bool:
+        """Waits for work; False once closed and drained."""
+        with self._ready:
+            self._ready.wait_for(lambda: self._queue or self._closing)
+            return bool(self._queue)
+
+    def step(self) -> bool:
+        """Writes one group of what waits and reports it; False if nothing waited."""
+        group = self._take()
+        for done, error in self._write_group(group) if group else ():
+            try:
+                done(error)
+            except Exception:
+                _log.exception("a completion callback failed")
+        return bool(group)
 
     def _take(self) -> list[_Put | _Change]:
-        """What waits, oldest first and of bounded size; empty once closed and drained."""
+        """What waits, oldest first and of bounded size."""
         group: list[_Put | _Change] = []
         size = 0
         with self._ready:
-            self._ready.wait_for(lambda: self._queue or self._closing)
             while self._queue and size < GROUP_RECORDS:
                 operation = self._queue.popleft()
                 group.append(operation)

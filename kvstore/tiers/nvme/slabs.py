@@ -7,11 +7,14 @@ never meets a full disk. What is in a slot, the journal knows.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from kvstore.errors import TierError
+
+_log = logging.getLogger(__name__)
 
 
 class Slabs:
@@ -54,18 +57,27 @@ class Slabs:
             path.unlink(missing_ok=True)
             raise self._no_room(error) from error
 
-    def open_existing(self, extent: int) -> None:
-        """Opens a file that `allocate` made earlier. TierError if it is missing or not of full size."""
+    def open_existing(self, extent: int) -> int:
+        """Opens a file that `allocate` made earlier, and answers how many bytes of it are left.
+
+        One that was cut short gets its full size again. TierError if it is missing, or has no room for that.
+        """
         path = self._path(extent)
         try:
             fd = self._open(path)
         except OSError as error:
             raise TierError(f"cannot open {path}: {error.strerror}") from error
-        nbytes = os.fstat(fd).st_size
-        if nbytes != self.extent_bytes:
+        nbytes = min(os.fstat(fd).st_size, self.extent_bytes)
+        try:
+            if nbytes < self.extent_bytes:
+                _log.error("%s has %d bytes instead of %d", path, nbytes, self.extent_bytes)
+                os.posix_fallocate(fd, 0, self.extent_bytes)
+                os.fsync(fd)
+        except OSError as error:
             os.close(fd)
-            raise TierError(f"{path} has {nbytes} bytes, not {self.extent_bytes}")
+            raise self._no_room(error) from error
         self._fds[extent] = fd
+        return nbytes
 
     def fd(self, extent: int) -> int:
         """The open descriptor of an extent, for reads and writes."""

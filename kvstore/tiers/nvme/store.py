@@ -14,12 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import signal
 import struct
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import lmdb
 import msgpack
@@ -27,7 +33,11 @@ import msgpack
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.records import ID, Blocks, unpack
 
-FORMAT = 1
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT = 2
 """Of everything under the tier's folder. A daemon reads no other."""
 
 NUMBER = struct.Struct("<Q")
@@ -53,11 +63,15 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All that a folder's records say. `extents` gives each extent's slot size in bytes."""
+    """All that a folder's records say. `extents` gives each extent's slot size in bytes.
+
+    `damaged` has the keys of what is in the table of blocks and is no record.
+    """
 
     namespaces: dict[int, Namespace]
     extents: dict[int, int]
     blocks: Blocks
+    damaged: list[bytes]
 
 
 class RecordStore:
@@ -67,12 +81,17 @@ class RecordStore:
         """Makes the folder if absent, locks it and opens `folder`/records.
 
         `extent_bytes` signs a new folder; the attribute is what the folder was signed with. `map_bytes` is
-        address space, and grows. TierError names the folder: in use, not writable, of another format.
+        address space, and grows. Records that LMDB cannot read are moved aside, which `problems` tells.
+        TierError names the folder: in use, not writable, of another format.
         """
         self._folder = folder
         self._turn = threading.Lock()
+        self.problems: list[str] = []
         with contextlib.ExitStack() as held:
             held.callback(os.close, _lock(folder))
+            why = damage(folder)
+            if why:
+                self._move_aside(why)
             try:
                 self._env = _open(folder / "records", map_bytes)
                 held.callback(self._env.close)
@@ -87,17 +106,23 @@ class RecordStore:
         tables = self._tables
         try:
             with self._turn, self._env.begin() as txn:
-                namespaces = {
-                    ID.unpack(key)[0]: Namespace(*msgpack.unpackb(value))
-                    for key, value in txn.cursor(tables["namespaces"])
-                }
-                extents = {
-                    ID.unpack(key)[0]: NUMBER.unpack(value)[0] for key, value in txn.cursor(tables["extents"])
-                }
-                blocks = unpack(txn.cursor(tables["blocks"]), txn.stat(tables["blocks"])["entries"])
-        except (lmdb.Error, TierError) as error:
+                namespaces = self._decoded(txn.cursor(tables["namespaces"]), _namespace)
+                extents = self._decoded(txn.cursor(tables["extents"]), _number)
+                count = txn.stat(tables["blocks"])["entries"]
+                blocks, damaged = unpack(txn.cursor(tables["blocks"]), count)
+        except lmdb.Error as error:
             raise _unusable(self._folder, error) from error
-        return Loaded(namespaces, extents, blocks)
+        return Loaded(namespaces, extents, blocks, damaged)
+
+    def _decoded(self, pairs: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]) -> dict[int, T]:
+        """A table by id. What makes no sense is left out: its blocks are misses."""
+        found = {}
+        for key, value in pairs:
+            try:
+                found[ID.unpack(key)[0]] = decode(value)
+            except (struct.error, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+                _log.error("%s: a record of %d bytes makes no sense: %s", self._folder, len(value), error)
+        return found
 
     def commit(self, changes: Changes) -> None:
         """Makes all changes durable in one transaction, or none. Raises what LMDB raises."""
@@ -115,6 +140,14 @@ class RecordStore:
         """Closes the environment, then unlocks the folder. Closing twice does nothing."""
         self._held.close()
 
+    def _move_aside(self, why: str) -> None:
+        aside = self._folder / time.strftime("records.corrupt-%Y%m%d-%H%M%S")
+        try:
+            (self._folder / "records").rename(aside)
+        except OSError as error:
+            raise _unusable(self._folder, error) from error
+        self.problems.append(f"corrupt records ({why}) were moved to {aside}: the NVMe tier starts empty")
+
     def _sign(self, extent_bytes: int) -> int:
         """Signs a new folder with the format and the size of its extents; answers the size that it has."""
         with self._env.begin() as txn:
@@ -125,12 +158,53 @@ class RecordStore:
                 {"meta": {b"format": NUMBER.pack(FORMAT), b"extent_bytes": NUMBER.pack(extent_bytes)}}
             )
             return extent_bytes
-        if NUMBER.unpack(found)[0] != FORMAT:
+        if _number(found) != FORMAT:
             raise TierError(
-                f"{self._folder} holds format {NUMBER.unpack(found)[0]}, this daemon reads {FORMAT}",
+                f"{self._folder} holds format {_number(found)}, this daemon reads {FORMAT}",
                 "run the version that wrote it, or move the folder away to start empty",
             )
-        return int(NUMBER.unpack(signed)[0])
+        return _number(signed)
+
+
+def _namespace(value: bytes) -> Namespace:
+    namespace = Namespace(*msgpack.unpackb(value))
+    if not isinstance(namespace.layout["block_bytes"], int) or len(namespace.fingerprint) != 16:
+        raise ValueError("no layout, or no fingerprint")
+    return namespace
+
+
+def _number(value: bytes) -> int:
+    return int(NUMBER.unpack(value)[0])
+
+
+def damage(folder: Path) -> str:
+    """What keeps LMDB from reading all of `folder`/records; empty if nothing does, or if there are none.
+
+    Read in a process of its own: LMDB follows a damaged page to anywhere, and may die of it.
+    """
+    file = folder / "records" / "data.mdb"
+    if not file.exists() or not file.stat().st_size:
+        return ""
+    command = [sys.executable, "-I", "-c", _READ_ALL, str(folder / "records"), *TABLES]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if ran.returncode >= 0:
+        return ran.stderr.strip().rpartition("\n")[2]
+    return f"reading them ends by {signal.Signals(-ran.returncode).name}"
+
+
+_READ_ALL = """
+import sys
+import lmdb
+
+with lmdb.open(sys.argv[1], max_dbs=8, lock=False, readonly=True) as env, env.begin() as txn:
+    for name in sys.argv[2:]:
+        try:
+            table = env.open_db(name.encode(), txn, create=False)
+        except lmdb.NotFoundError:
+            continue
+        for _ in txn.cursor(table).iternext(keys=True, values=True):
+            pass
+"""
 
 
 def _apply(txn: Any, table: Any, items: dict[bytes, bytes | None]) -> None:

@@ -1,13 +1,14 @@
 """The NVMe tier: blocks go to slab files, then their records to the journal, and only then do they count.
 
-Opening reads all records back. A folder keeps the extent size that it was made with; extents beyond a
-smaller limit, and records without a slab, are forgotten with a warning. Slabs are allocated in a thread, up
-to the limit or to what the file system gives.
+A crash at any moment leaves each slot without a record, or with one that its bytes prove: a record is written
+after its bytes are on the device, and a slot is written again only after its old record is gone from there.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -18,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Where
+from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK, Restore
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO, IOEngine
 from kvstore.tiers.nvme.journal import Journal, Namespace
-from kvstore.tiers.nvme.records import Blocks, RecordBatch
+from kvstore.tiers.nvme.records import RecordBatch
+from kvstore.tiers.nvme.recover import Recovered, recover
 from kvstore.tiers.nvme.slabs import Slabs
-from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -36,93 +37,88 @@ Done = Callable[[Results], None]
 class NvmeTier:
     """One folder on one device, up to `limit_bytes`. Callbacks come on threads of the tier."""
 
-    def __init__(self, folder: Path, limit_bytes: int, extent_bytes: int, engine: IOEngine) -> None:
-        self._journal = Journal.open(folder, extent_bytes)
-        self.extent_bytes = self._journal.extent_bytes
+    def __init__(
+        self,
+        journal: Journal,
+        slabs: Slabs,
+        engine: IOEngine,
+        limit_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Takes over its parts, `clock` (s since 1970) for what records say. Most call `open`."""
+        self.limit_bytes = limit_bytes
+        self.extent_bytes = journal.extent_bytes
         self._count = limit_bytes // self.extent_bytes
-        if not self._count:
-            self._journal.close()
-            raise TierError(
-                f"nvme.limit is below one extent of {self.extent_bytes} bytes in {folder}",
-                "raise the limit, or use another folder",
-            )
-        self._slabs = Slabs(folder, self.extent_bytes)
+        self._journal = journal
+        self._slabs = slabs
         self._engine = engine
+        self._clock = clock
+        self._latest = 0.0
         self._formats: dict[int, int] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._sync_extents: set[int] = set()
-        self._sync_lock = threading.Lock()
         self._sync = self._sync_slabs
+        self._writing: dict[int, bool] = {}
+        self._unsettled: dict[int, int] = {}
+        self._drops = itertools.count(1)
+
+    @classmethod
+    def open(cls, folder: Path, limit_bytes: int, extent_bytes: int, engine: IOEngine) -> NvmeTier:
+        """The tier in a folder, made if absent; an old one keeps its extents' size. TierError: why not."""
+        journal = Journal.open(folder, extent_bytes)
+        try:
+            if limit_bytes < journal.extent_bytes:
+                raise TierError(
+                    f"nvme.limit is below one extent of {journal.extent_bytes} bytes in {folder}",
+                    "raise the limit, or use another folder",
+                )
+            return cls(journal, Slabs(folder, journal.extent_bytes), engine, limit_bytes)
+        except BaseException:
+            journal.close()
+            raise
 
     @property
     def engine_name(self) -> str:
         """Which I/O engine moves the bytes, and whether past the page cache."""
         return f"{self._engine.name}, {'direct' if self._slabs.direct else 'buffered'}"
 
+    @property
+    def problems(self) -> list[str]:
+        """What was wrong with the folder when it was opened."""
+        return self._journal.problems
+
     # -- start and stop
 
-    def load(self) -> tuple[dict[int, Namespace], dict[int, int], Restore]:
-        """What the folder holds: namespaces, extents with their slot sizes, blocks (latest first)."""
-        loaded = self._journal.load()
-        for extent in self._slabs.stored():
-            if extent >= self._count:
-                self._slabs.remove(extent)
-                continue
-            if extent not in loaded.extents:
-                continue
-            try:
-                self._slabs.open_existing(extent)
-                self._formats[extent] = loaded.extents[extent]
-            except TierError as error:
-                _log.error("extent %d: %s", extent, error)
-        usable = np.isin(loaded.blocks.extent, list(self._formats))
-        usable &= self._fits(loaded.blocks, loaded.namespaces)
-        self._forget(loaded.blocks, ~usable)
-        for extent in set(loaded.extents) - set(self._formats):
-            self._slabs.remove(extent)
-            self._journal.delete_extent(extent)
-        return loaded.namespaces, dict(self._formats), _restore(loaded.blocks, usable)
-
-    def _fits(self, blocks: Blocks, namespaces: dict[int, Namespace]) -> npt.NDArray[np.bool_]:
-        """Which records name a slot that exists, has their namespace's size, and is nobody else's."""
-        sizes = {n: slot_bytes(space.layout["block_bytes"]) for n, space in namespaces.items()}
-        wanted = _mapped(blocks.ns, sizes)
-        found = _mapped(blocks.extent, self._formats)
-        fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
-        fits &= (blocks.index.astype(np.int64) + 1) * found <= self.extent_bytes
-        place = blocks.extent.astype(np.int64) << 32 | blocks.index
-        latest = np.zeros(len(fits), np.bool_)
-        latest[len(fits) - 1 - np.unique(place[::-1], return_index=True)[1]] = True
-        return fits & latest
-
-    def _forget(self, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
-        if which.any():
-            _log.warning("%d blocks are forgotten: their slabs are gone or beyond the limit", which.sum())
-        for ns in np.unique(blocks.ns[which]).tolist():
-            some = np.flatnonzero(which & (blocks.ns == ns))
-            keys = [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()]
-            self._journal.delete(ns, keys)
+    def load(self) -> Recovered:
+        """What the folder holds."""
+        recovered = recover(self._journal, self._slabs, self._count)
+        self._formats = dict(recovered.formats)
+        self._latest = recovered.latest
+        return recovered
 
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """Allocates the slabs that are missing in a thread, which calls `ready` for each, then `ended`."""
-
-        def make() -> None:
-            for extent in range(self._count):
-                if self._stop.is_set():
-                    return
-                if extent in self._formats:
-                    continue
-                try:
-                    self._slabs.allocate(extent)
-                except TierError as error:
-                    ended(error)
-                    return
-                ready(extent)
-            ended(None)
-
-        self._thread = threading.Thread(target=make, name="kvstore-slabs", daemon=True)
+        self._thread = threading.Thread(
+            target=self.allocate, args=(ready, ended), name="kvstore-slabs", daemon=True
+        )
         self._thread.start()
+
+    def allocate(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
+        """What `start` does, here and now."""
+        for extent in range(self._count):
+            if self._stop.is_set():
+                return
+            if extent in self._formats:
+                continue
+            try:
+                self._slabs.allocate(extent)
+            except TierError as error:
+                ended(error)
+                return
+            ready(extent)
+        ended(None)
 
     def close(self) -> None:
         """Ends what is under way, makes every record durable, closes all files."""
@@ -132,6 +128,13 @@ class NvmeTier:
         self._engine.close()
         self._journal.close()
         self._slabs.close()
+
+    def forget(self, blocks: Restore) -> None:
+        """Deletes the records of blocks that nobody can use."""
+        for namespace in np.unique(blocks.namespace).tolist():
+            some = np.flatnonzero(blocks.namespace == namespace).tolist()
+            keys = [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some]
+            self._journal.delete(namespace, keys)
 
     # -- what the core asks for
 
@@ -144,17 +147,50 @@ class NvmeTier:
         """Records what a namespace number stands for."""
         self._journal.put_namespace(number, namespace)
 
-    def drop(self, identity: Identity) -> None:
-        """Deletes the records of blocks."""
-        for namespace in np.unique(identity.namespace).tolist():
-            which = np.flatnonzero(identity.namespace == namespace).tolist()
-            self._journal.delete(namespace, [identity.key(i) for i in which])
+    def when_durable(self, done: Callable[[Exception | None], None]) -> None:
+        """Calls `done` when every change so far is durable, or with the reason why it may not be."""
+        self._journal.when_durable(done)
+
+    def drop(self, identity: Identity, where: Where) -> None:
+        """Deletes the records of blocks; what is on its way into these slots gets none."""
+        number = next(self._drops)
+        extents = np.unique(where.extent).tolist()
+        with self._lock:
+            for place in where.place.tolist():
+                if place in self._writing:
+                    self._writing[place] = False
+            self._unsettled.update(dict.fromkeys(extents, number))
+            for namespace in np.unique(identity.namespace).tolist():
+                which = np.flatnonzero(identity.namespace == namespace).tolist()
+                self._journal.delete(namespace, [identity.key(i) for i in which])
+            self._journal.when_durable(partial(self._settled, extents, number))
+
+    def _settled(self, extents: list[int], number: int, error: Exception | None) -> None:
+        if error is None:
+            with self._lock:
+                for extent in extents:
+                    if self._unsettled.get(extent) == number:
+                        del self._unsettled[extent]
 
     def write(self, copy: Copy, slots: list[memoryview], lengths: dict[int, int], done: Done) -> None:
-        """Writes slots down and records them. Results as in CopyDone."""
-        self._engine.submit(
-            self._ios(copy.target_where, slots, write=True), partial(self._written, copy, lengths, done)
-        )
+        """Writes slots down and records them. Results as in CopyDone; FAILED if dropped meanwhile."""
+        written = partial(self._written, copy, lengths, done)
+        ios = self._ios(copy.target_where, slots, write=True)
+        with self._lock:
+            self._writing.update(dict.fromkeys(copy.target_where.place.tolist(), True))
+            unsettled = not self._unsettled.keys().isdisjoint(copy.target_where.extent.tolist())
+
+        def start(error: Exception | None) -> None:
+            if error is None:
+                self._engine.submit(ios, written)
+            else:
+                written([OSError(str(error))] * len(ios))
+
+        if unsettled:
+            # These slots may still have records of their last owners: those must not see other bytes.
+            self._journal.when_durable(start)
+        else:
+            start(None)
 
     def read(
         self,
@@ -165,19 +201,38 @@ class NvmeTier:
         done: Done,
     ) -> None:
         """Reads blocks into slots and verifies each. Results as in CopyDone."""
+        self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done)
 
+    def probe(
+        self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
+    ) -> None:
+        """Reads blocks aside and verifies each. Results as in CopyDone."""
+        size = probe.slot_bytes
+        aside = memoryview(mmap.mmap(-1, size * len(probe.identity)))
+        slots = [aside[i * size : (i + 1) * size] for i in range(len(probe.identity))]
+        self._read(probe.identity, probe.where, slots, fingerprints, lengths, done)
+
+    def _read(
+        self,
+        identity: Identity,
+        where: Where,
+        slots: list[memoryview],
+        fingerprints: dict[int, bytes],
+        lengths: dict[int, int],
+        done: Done,
+    ) -> None:
         def finished(errors: list[OSError | None]) -> None:
             results = np.full(len(errors), FAILED, np.uint8)
             for i, error in enumerate(errors):
                 if error is None:
-                    number = int(copy.identity.namespace[i])
-                    good = verify(copy.identity, i, slots[i], fingerprints[number], lengths[number])
+                    number = int(identity.namespace[i])
+                    good = verify(identity, i, slots[i], fingerprints[number], lengths[number])
                     results[i] = OK if good else CORRUPT
                 else:
-                    _log.error("read of extent %d failed: %s", copy.source_where.extent[i], error)
+                    _log.error("read of extent %d failed: %s", where.extent[i], error)
             done(results)
 
-        self._engine.submit(self._ios(copy.source_where, slots, write=False), finished)
+        self._engine.submit(self._ios(where, slots, write=False), finished)
 
     def _ios(self, where: Where, slots: list[memoryview], write: bool) -> list[BlockIO]:
         return [
@@ -186,19 +241,36 @@ class NvmeTier:
         ]
 
     def _written(self, copy: Copy, lengths: dict[int, int], done: Done, errors: list[OSError | None]) -> None:
-        """The bytes are at the device: now the records of those that arrived."""
-        good = [i for i, error in enumerate(errors) if error is None]
+        """The bytes are at the device: now the records of those that arrived and are still wanted."""
         for error in {str(e) for e in errors if e is not None}:
             _log.error("a write to NVMe failed: %s", error)
-        extents = copy.target_where.extent[good].tolist()
+        places = copy.target_where.place.tolist()
+        results = np.full(len(errors), FAILED, np.uint8)
+
+        def recorded(error: Exception | None) -> None:
+            if error is None:
+                results[good] = OK
+            else:
+                _log.error("%s", error)
+            done(results)
+
+        # A drop comes before, and takes what it drops out of these records, or after, and deletes them.
+        with self._lock:
+            wanted = [self._writing.pop(place) for place in places]
+            good = [i for i, error in enumerate(errors) if error is None and wanted[i]]
+            self._sync_extents.update(copy.target_where.extent[good].tolist())
+            self._journal.put(self._records(copy, good, lengths), self._sync, recorded)
+
+    def _records(self, copy: Copy, good: list[int], lengths: dict[int, int]) -> RecordBatch:
         spaces = copy.identity.namespace[good].tolist()
-        # Parents get the later times, so that newest first is also parents first.
-        now = time.time()
-        records = RecordBatch(
+        # Parents get the later times, so that newest first is also parents first. A clock that was set back
+        # must not make what is stored now older than what was stored before.
+        self._latest = now = max(self._clock(), self._latest + 1e-6 * (len(good) + 1))
+        return RecordBatch(
             spaces,
             [copy.identity.key(i) for i in good],
             [copy.parents[i] for i in good],
-            extents,
+            copy.target_where.extent[good].tolist(),
             copy.target_where.index[good].tolist(),
             copy.version[good].tolist(),
             [lengths[n] for n in spaces],
@@ -206,26 +278,14 @@ class NvmeTier:
             [now - 1e-6 * i for i in good],
         )
 
-        def recorded(error: Exception | None) -> None:
-            results = np.full(len(errors), FAILED, np.uint8)
-            if error is None:
-                results[good] = OK
-            else:
-                _log.error("%s", error)
-            done(results)
-
-        with self._sync_lock:
-            self._sync_extents.update(extents)
-        self._journal.put(records, self._sync, recorded)
-
     def _sync_slabs(self) -> None:
         """One data sync for everything written since the last one."""
-        with self._sync_lock:
+        with self._lock:
             extents, self._sync_extents = self._sync_extents, set()
         try:
             self._slabs.sync(extents)
         except TierError:
-            with self._sync_lock:
+            with self._lock:
                 self._sync_extents |= extents
             raise
 
@@ -234,28 +294,3 @@ def verify(identity: Identity, i: int, slot: memoryview, fingerprint: bytes, len
     """Whether a slot holds the bytes of block i."""
     seed = arena.seed(fingerprint, identity.key(i), length)
     return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
-
-
-def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArray[np.int64]:
-    """The value for each number of a column, 0 where there is none."""
-    out = np.zeros(len(column), np.int64)
-    for number, value in values.items():
-        out[column == number] = value
-    return out
-
-
-def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
-    """The usable records as an event, latest first."""
-    which = np.flatnonzero(usable)[::-1]
-    return Restore(
-        1,
-        blocks.ns[which],
-        blocks.keys[which],
-        blocks.key_bytes[which],
-        blocks.parents[which],
-        blocks.parent_bytes[which],
-        blocks.extent[which],
-        blocks.index[which],
-        blocks.version[which],
-        blocks.checksum[which],
-    )

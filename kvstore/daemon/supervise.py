@@ -1,0 +1,179 @@
+"""A small service manager for one daemon: starts it, keeps its descriptors, starts it again when it dies.
+
+It speaks as much of systemd's protocols as the daemon uses (FDSTORE, LISTEN_FDS, READY, WATCHDOG), so the
+daemon cannot tell the two apart. Not here: anything about blocks. It has one thread, so forking is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_log = logging.getLogger("kvstore.supervise")
+
+_FIRST_FD = 3
+_MOST_FDS = 4096
+_MESSAGE_BYTES = 8192
+_BACK_OFF_S, _BACK_OFF_MAX_S = 0.1, 10.0
+_STEADY_S = 10.0
+_WATCHDOG_S = 30.0
+
+
+class Supervisor:
+    """Runs `kvstore serve` with `arguments` until it is told to end."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._command = [sys.executable, "-m", "kvstore", "serve", *arguments]
+        self._kept: dict[str, int] = {}
+        self._pid = 0
+        self._started = 0.0
+        self._fed = 0.0
+        self._ready = False
+        self._ending = False
+        self._restarting = False
+        self._delay_s = _BACK_OFF_S
+        self._signals: set[int] = set()
+
+    def run(self) -> int:
+        """The daemon's last exit code. A daemon that never got ready is not started again."""
+        logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+        wakes, wake = socket.socketpair()
+        with tempfile.TemporaryDirectory(prefix="kvstore-supervise-") as folder, wakes, wake:
+            wake.setblocking(False)
+            wakes.setblocking(False)
+            signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            for number in handled:
+                signal.signal(number, lambda number, _: self._signals.add(number))
+            address = Path(folder) / "notify"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as heard:
+                heard.bind(str(address))
+                os.environ["NOTIFY_SOCKET"] = str(address)
+                return self._watch(heard, wakes)
+
+    def _watch(self, heard: socket.socket, wakes: socket.socket) -> int:
+        with selectors.DefaultSelector() as selector:
+            selector.register(heard, selectors.EVENT_READ)
+            selector.register(wakes, selectors.EVENT_READ)
+            self._start()
+            while True:
+                selector.select(1.0)
+                _drain(wakes)
+                self._listen(heard)
+                self._obey()
+                code = self._reap()
+                if code is not None:
+                    self._listen(heard)
+                    if not self._goes_on(code):
+                        return code
+                    self._start()
+                elif self._ready and time.monotonic() - self._fed > _WATCHDOG_S:
+                    _log.error("the daemon's event loop has not turned for %g s: killed", _WATCHDOG_S)
+                    os.kill(self._pid, signal.SIGKILL)
+                    self._fed = time.monotonic()
+
+    def _obey(self) -> None:
+        """What signals asked for."""
+        asked, self._signals = self._signals, set()
+        if asked & {signal.SIGTERM, signal.SIGINT} and not self._ending:
+            self._ending = True
+            os.kill(self._pid, signal.SIGTERM)
+        if signal.SIGUSR1 in asked and not self._ending:
+            self._restarting = True
+            os.kill(self._pid, signal.SIGTERM)
+        if signal.SIGHUP in asked:
+            os.kill(self._pid, signal.SIGHUP)
+
+    def _goes_on(self, code: int) -> bool:
+        """Whether to start the daemon again after it has ended; waits a little if it dies at once."""
+        restart, self._restarting = self._restarting, False
+        if self._ending or (code == 0 and not restart):
+            return False
+        if not self._ready:
+            _log.error("the daemon ended with exit code %d before it was ready", code)
+            return False
+        if restart:
+            return True
+        _log.warning("the daemon ended with exit code %d: started again", code)
+        if time.monotonic() - self._started < _STEADY_S:
+            time.sleep(self._delay_s)
+            self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
+        else:
+            self._delay_s = _BACK_OFF_S
+        return not self._signals & {signal.SIGTERM, signal.SIGINT}
+
+    def _start(self) -> None:
+        self._ready, self._started = False, time.monotonic()
+        self._pid = os.fork()
+        if not self._pid:
+            self._become_daemon()
+
+    def _become_daemon(self) -> None:
+        """In the child: the kept descriptors at 3, 4, ..., and what says so in its environment."""
+        try:
+            signal.set_wakeup_fd(-1)
+            high = _FIRST_FD + len(self._kept) + 1
+            copies = [os.dup(fd) for fd in self._kept.values()]
+            while copies and min(copies) < high:
+                copies = [os.dup(fd) if fd < high else fd for fd in copies]
+            for number, fd in enumerate(copies, _FIRST_FD):
+                os.dup2(fd, number, inheritable=True)
+            os.environ |= {
+                "LISTEN_PID": str(os.getpid()),
+                "LISTEN_FDS": str(len(copies)),
+                "LISTEN_FDNAMES": ":".join(self._kept),
+                "WATCHDOG_USEC": str(int(_WATCHDOG_S * 1e6)),
+            }
+            os.execv(self._command[0], self._command)
+        finally:
+            os._exit(127)
+
+    def _reap(self) -> int | None:
+        """The exit code of the daemon if it has ended, as a shell counts it."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    def _listen(self, heard: socket.socket) -> None:
+        """Takes in what the daemon tells."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(heard, _MESSAGE_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            told = dict(line.partition("=")[::2] for line in data.decode(errors="replace").splitlines())
+            name = told.get("FDNAME", "")
+            if "FDSTORE" in told:
+                fds = self._keep(name, fds)
+            for fd in fds:
+                os.close(fd)
+            if "FDSTOREREMOVE" in told and name in self._kept:
+                os.close(self._kept.pop(name))
+            if "READY" in told:
+                self._ready = True
+            self._fed = time.monotonic()
+
+    def _keep(self, name: str, fds: list[int]) -> list[int]:
+        """Keeps the one descriptor under its name; those that are not kept."""
+        if len(fds) != 1 or not name or name in self._kept or len(self._kept) >= _MOST_FDS:
+            return fds
+        self._kept[name] = fds[0]
+        return []
+
+
+def _drain(wakes: socket.socket) -> None:
+    try:
+        while wakes.recv(4096):
+            pass
+    except BlockingIOError:
+        return

@@ -1,0 +1,113 @@
+"""What a folder holds when a daemon starts: records that name a slot of theirs become blocks, others go.
+
+Nothing is read from slabs here: whether a slot's bytes are right, its checksum says when it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.events import Restore
+from kvstore.errors import TierError
+from kvstore.tiers.nvme.journal import Journal, Namespace
+from kvstore.tiers.nvme.records import Blocks
+from kvstore.tiers.nvme.slabs import Slabs
+from kvstore.types import slot_bytes
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Namespaces by number, slot size of each extent, blocks (latest first), time of the latest (s)."""
+
+    namespaces: dict[int, Namespace]
+    formats: dict[int, int]
+    restore: Restore
+    latest: float
+
+
+def recover(journal: Journal, slabs: Slabs, count: int) -> Recovered:
+    """Opens the slabs of `count` extents and tells what is in them.
+
+    Extents beyond, and records that name no slot of theirs, are forgotten with a warning.
+    """
+    loaded = journal.load()
+    sizes = _open_slabs(slabs, loaded.extents, count)
+    formats = {extent: loaded.extents[extent] for extent in sizes}
+    if loaded.damaged:
+        _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
+        journal.forget(loaded.damaged)
+    usable = _fits(loaded.blocks, loaded.namespaces, formats, sizes)
+    _forget(journal, loaded.blocks, ~usable)
+    for extent in set(loaded.extents) - set(formats):
+        slabs.remove(extent)
+        journal.delete_extent(extent)
+    latest = float(loaded.blocks.stored_at.max(initial=0.0))
+    return Recovered(loaded.namespaces, formats, _restore(loaded.blocks, usable), latest)
+
+
+def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
+    """The bytes that each slab had, of those that are on record and could be opened."""
+    sizes = {}
+    for extent in slabs.stored():
+        if extent >= count:
+            slabs.remove(extent)
+        elif extent in extents:
+            try:
+                sizes[extent] = slabs.open_existing(extent)
+            except TierError as error:
+                _log.error("extent %d: %s", extent, error)
+    return sizes
+
+
+def _fits(
+    blocks: Blocks, namespaces: dict[int, Namespace], formats: dict[int, int], sizes: dict[int, int]
+) -> npt.NDArray[np.bool_]:
+    """Which records name a slot that is there, has their namespace's size, and is nobody else's."""
+    payloads = {n: space.layout["block_bytes"] for n, space in namespaces.items()}
+    wanted = _mapped(blocks.ns, {n: slot_bytes(size) for n, size in payloads.items()})
+    found = _mapped(blocks.extent, formats)
+    fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
+    fits &= blocks.length == _mapped(blocks.ns, payloads)
+    fits &= (blocks.index.astype(np.int64) + 1) * found <= _mapped(blocks.extent, sizes)
+    place = np.where(fits, blocks.extent.astype(np.int64) << 32 | blocks.index, -1)
+    latest = np.zeros(len(fits), np.bool_)
+    latest[len(fits) - 1 - np.unique(place[::-1], return_index=True)[1]] = True
+    return fits & latest
+
+
+def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
+    if which.any():
+        _log.warning("%d blocks are forgotten: their slabs are gone or beyond the limit", which.sum())
+    for ns in np.unique(blocks.ns[which]).tolist():
+        some = np.flatnonzero(which & (blocks.ns == ns))
+        journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])
+
+
+def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArray[np.int64]:
+    """The value for each number of a column, 0 where there is none."""
+    numbers, inverse = np.unique(column, return_inverse=True)
+    found = np.array([values.get(n, 0) for n in numbers.tolist()], np.int64)
+    return found[inverse] if len(found) else np.zeros(0, np.int64)
+
+
+def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
+    """The usable records as an event, latest first."""
+    which = np.flatnonzero(usable)[::-1]
+    return Restore(
+        1,
+        blocks.ns[which],
+        blocks.keys[which],
+        blocks.key_bytes[which],
+        blocks.parents[which],
+        blocks.parent_bytes[which],
+        blocks.extent[which],
+        blocks.index[which],
+        blocks.version[which],
+        blocks.checksum[which],
+    )
