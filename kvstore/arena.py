@@ -16,7 +16,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -93,61 +93,58 @@ def copy(target: bytearray | memoryview, source: Bytes) -> None:
     np.copyto(into, data)
 
 
-def copy_checksum(target: bytearray | memoryview, source: Bytes, seed: int) -> int:
-    """Like `copy`; answers the checksum of what `target` got, equal to `checksum(source, seed)`.
+def copy_digest(target: bytearray | memoryview, source: Bytes, digest: xxh3_64) -> None:
+    """Like `copy`; adds what `source` holds to a digest.
 
-    Each piece is hashed from `target` right after it is copied: it is in the cache, and what the caller
-    keeps is what was verified, even if someone writes to `source` meanwhile.
+    For writers: each piece is hashed from the source right after it was copied and is in the cache. Whoever
+    else reaches `target`, a writer that has lost its slot for instance, can spoil it, but not unnoticed.
     """
-    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    if into.size != data.size:
-        raise ValueError(f"target has {into.size} bytes, source {data.size}")
-    if into.size <= _PIECE_BYTES:
-        np.copyto(into, data)
-        return xxh3_64_intdigest(into.data, seed)
-    digest = xxh3_64(seed=seed)
-    _copy_pieces(into, data, digest)
-    return digest.intdigest()
+    for piece, _ in _copied(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)):
+        digest.update(piece.data)
 
 
-def gather_checksum(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
-    """`copy_checksum` of a payload whose source is in parts, which fill `target` one after another.
+def gather(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
+    """Copies parts that fill `target` one after another; answers the checksum of what they hold.
 
-    ValueError if they do not fill it exactly.
+    For writers, see `copy_digest`. ValueError if the parts do not fill it exactly.
     """
     into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
     for source in sources:
         data = np.frombuffer(source, np.uint8)
-        _copy_pieces(into[at : at + data.size], data, digest)
+        copy_digest(into[at : at + data.size].data, data.data, digest)
         at += data.size
     if at != into.size:
         raise ValueError(f"target has {into.size} bytes, the parts {at}")
     return digest.intdigest()
 
 
-def scatter_checksum(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
-    """`copy_checksum` of a payload that goes into parts, one after another.
+def scatter(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
+    """Copies `source` into parts, one after another; answers the checksum of what these got.
 
-    ValueError if they do not take all of `source`.
+    For readers: taken from the parts, so what the caller keeps is what was verified, even if someone writes
+    to `source` meanwhile. ValueError if the parts do not take all of it.
     """
     data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
     for target in targets:
         into = np.frombuffer(target, np.uint8)
-        _copy_pieces(into, data[at : at + into.size], digest)
+        for _, piece in _copied(into, data[at : at + into.size]):
+            digest.update(piece.data)
         at += into.size
     if at != data.size:
         raise ValueError(f"source has {data.size} bytes, the parts {at}")
     return digest.intdigest()
 
 
-def _copy_pieces(into: NDArray[np.uint8], data: NDArray[np.uint8], digest: xxh3_64) -> None:
-    """Copies and hashes piece by piece. ValueError if the sizes differ."""
+def _copied(
+    into: NDArray[np.uint8], data: NDArray[np.uint8]
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Copies piece by piece; each piece of the source and of the target. ValueError if the sizes differ."""
     if into.size != data.size:
         raise ValueError(f"target has {into.size} bytes, source {data.size}")
     for start in range(0, into.size, _PIECE_BYTES):
-        piece = into[start : start + _PIECE_BYTES]
-        np.copyto(piece, data[start : start + _PIECE_BYTES])
-        digest.update(piece.data)
+        source, target = data[start : start + _PIECE_BYTES], into[start : start + _PIECE_BYTES]
+        np.copyto(target, source)
+        yield source, target
 
 
 class Extent:

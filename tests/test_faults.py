@@ -126,7 +126,7 @@ def victim(daemon: ServedDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
         (pack(m.Ping(1)), "Ping before Hello", CLIENT),
         (pack(m.Lookup(1, 1, 4, b"abcd")), "Lookup before Hello", CLIENT),
         (pack(m.Hello("redis", 1, "")), "not a kvstore client", ""),
-        (pack(m.Hello(m.MAGIC, 99, "")), f"the client speaks version 99, this daemon {m.VERSION}", "upgrade the older"),
+        (pack(m.Hello(m.MAGIC, 99, "")), f"speaks version 99, this daemon {m.VERSION}", "upgrade the older"),
         (frame(b"\x92\x02" + b"\x91" * 1000 + b"\x01"), "Ping", ""),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
@@ -466,7 +466,9 @@ def test_a_payload_altered_in_shared_memory_is_found_quarantined_and_not_served(
         check_limits(client.status())
 
 
-def test_a_bad_copy_in_dram_is_put_out_of_the_way_and_the_good_one_on_nvme_is_served(daemon: ServedDaemon) -> None:
+def test_a_bad_copy_in_dram_is_put_out_of_the_way_and_the_good_one_on_nvme_is_served(
+    daemon: ServedDaemon,
+) -> None:
     layout, [key] = new_layout(), names(1)
     with Client(daemon.url, deadline_s=5) as client, greeted(daemon, layout) as (peer, number):
         ns = client.namespace(layout)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvstore import arena
 from kvstore.client.session import MappedExtent
@@ -181,7 +182,7 @@ class Lease(_Hold):
         def move(i: int, seed: int) -> int:
             target = flat[i * size : (i + 1) * size]
             if verify:
-                return arena.copy_checksum(target, self._slots.view(i), seed)
+                return arena.scatter([target], self._slots.view(i), seed)
             arena.copy(target, self._slots.view(i))
             return self._slots.checksum(i)
 
@@ -196,7 +197,7 @@ class Lease(_Hold):
         targets = _parts(
             parts, f"block {i}", self._range(i, 0, self._slots.block_bytes).nbytes, writable=True
         )
-        return self._is_good(i, lambda i, seed: arena.scatter_checksum(targets, self._slots.view(i), seed))
+        return self._is_good(i, lambda i, seed: arena.scatter(targets, self._slots.view(i), seed))
 
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
         """Copies a byte range of block i, from `offset`, into all of `out`. Unverified."""
@@ -262,6 +263,7 @@ class Room(_Hold):
         self._namespace = namespace
         self._commit = commit
         self._checksums: dict[int, int] = {}
+        self._written: dict[int, tuple[int, xxh3_64]] = {}
 
     @classmethod
     def on_nothing(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Room:
@@ -273,24 +275,38 @@ class Room(_Hold):
         """Writable views, one a wanted block. Whoever writes through them leaves checksums to `commit`."""
         self._check_open()
         self._checksums.clear()
+        self._written.clear()
         return [self._slots.view(i) for i in range(len(self))]
 
     def fill(self, i: int, block: Buffer) -> None:
         """Copies a whole block into slot i and takes its checksum on the way."""
         source = as_bytes(block, f"block {self.wanted[i]}", self._slots.block_bytes)
-        self._checksums[i] = arena.copy_checksum(self._range(i, 0, source.nbytes), source, self._seed(i))
+        self._checksums[i] = arena.gather(self._range(i, 0, source.nbytes), [source], self._seed(i))
 
     def gather(self, i: int, parts: Sequence[Buffer]) -> None:
         """`fill` from C-contiguous buffers that make the block one after another."""
         sources = _parts(parts, f"block {self.wanted[i]}", self._slots.block_bytes)
         target = self._range(i, 0, self._slots.block_bytes)
-        self._checksums[i] = arena.gather_checksum(target, sources, self._seed(i))
+        self._checksums[i] = arena.gather(target, sources, self._seed(i))
 
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
-        """Copies `part` into slot i at byte `offset`, layer by layer for instance."""
+        """Copies `part` into slot i at byte `offset`, layer by layer for instance.
+
+        Best in order: then the checksum is that of the parts, else that of the slot at `commit`.
+        """
         source = memoryview(part).cast("B")
+        target = self._range(i, offset, source.nbytes)
         self._checksums.pop(i, None)
-        arena.copy(self._range(i, offset, source.nbytes), source)
+        start = (0, xxh3_64(seed=self._seed(i)))
+        written, digest = self._written.pop(i, start) if offset else start
+        if written != offset:
+            arena.copy(target, source)
+            return
+        arena.copy_digest(target, source, digest)
+        if offset + source.nbytes < self._slots.block_bytes:
+            self._written[i] = offset + source.nbytes, digest
+        else:
+            self._checksums[i] = digest.intdigest()
 
     def checksums(self) -> bytes:
         """Checksums of all slots as u64; those not taken while writing are taken now."""

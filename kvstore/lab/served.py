@@ -4,6 +4,7 @@ folder that goes away with it. For replays, the demo, tests and benches.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -32,14 +33,18 @@ class ServedDaemon:
     `settings` override the default configuration; the socket is always our own. An `nvme` section without a
     `path` gets a folder in the temporary one; without the section there is no NVMe tier. Entering raises
     ConfigError for settings that cannot be, UnavailableError with the end of the daemon's log if it does not
-    answer within `start_timeout_s`.
+    answer within `start_timeout_s`. With `supervised`, `kvstore supervise` runs it, so that DRAM outlives it.
     """
 
-    def __init__(self, settings: Settings | None = None, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, settings: Settings | None = None, start_timeout_s: float = 60.0, supervised: bool = False
+    ) -> None:
         self._settings = {name: dict(section) for name, section in (settings or {}).items()}
         self._start_timeout_s = start_timeout_s
         self._folder: Path | None = None
+        self._supervised = supervised
         self._process: subprocess.Popen[bytes] | None = None
+        self._pid = self._last_pid = 0
 
     @property
     def folder(self) -> Path:
@@ -59,8 +64,8 @@ class ServedDaemon:
 
     @property
     def pid(self) -> int:
-        """The running daemon's process id; 0 if it does not run."""
-        return self._process.pid if self._process else 0
+        """The running daemon's process id; 0 if it does not run. It is not the supervisor's."""
+        return self._pid
 
     def __enter__(self) -> ServedDaemon:
         self._folder = Path(tempfile.mkdtemp(prefix="kvstore-"))
@@ -84,18 +89,23 @@ class ServedDaemon:
             self._remove()
 
     def start(self) -> None:
-        """Starts the daemon and waits until it answers. Call it only when none runs."""
-        assert self._process is None, "the daemon already runs"
-        command = [sys.executable, "-m", "kvstore", "serve", "-c", str(self.folder / "kvstore.toml")]
-        with (self.folder / "daemon.log").open("ab") as log:
-            # In a session of its own, so that Ctrl-C reaches only us and we stop it in order.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        """Starts the daemon and waits until it answers. Call it only when none runs.
+
+        A supervisor that is there starts it by itself: then this only waits.
+        """
+        assert not self._pid, "the daemon already runs"
+        if self._process is None:
+            how = "supervise" if self._supervised else "serve"
+            command = [sys.executable, "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
+            with (self.folder / "daemon.log").open("ab") as log:
+                # In a session of its own, so that Ctrl-C reaches only us and we stop it in order.
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
         try:
-            self._wait_for_answer(self._process)
+            self._pid = self._wait_for_answer(self._process)
         except BaseException:
-            self.kill()
+            self._end()
             raise
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -106,22 +116,35 @@ class ServedDaemon:
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.kill()
+            self._end()
             raise KVStoreError(f"the daemon did not stop within {timeout_s:g} s", self.log_tail()) from None
-        self._process = None
+        self._process, self._pid = None, 0
         if code not in (0, -signal.SIGTERM):
             raise KVStoreError(f"the daemon stopped with exit code {code}", self.log_tail())
 
     def kill(self) -> None:
         """Ends the daemon at once (SIGKILL), as a crash would. `start` brings up the next one."""
+        if self._supervised and self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            self._last_pid, self._pid = self._pid, 0
+        elif not self._supervised:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing of ours runs any longer."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            self._process = None
+        self._process, self._pid = None, 0
 
     def restart(self) -> None:
-        """A clean stop, then a start on the same data."""
-        self.stop()
+        """A clean stop, then a start on the same data; a supervisor does both and keeps DRAM."""
+        if self._supervised and self._process is not None:
+            self._last_pid, self._pid = self._pid, 0
+            self._process.send_signal(signal.SIGUSR1)
+        else:
+            self.stop()
         self.start()
 
     def log_tail(self) -> str:
@@ -132,7 +155,8 @@ class ServedDaemon:
             return ""
         return f"its log ends: {text[-_LOG_TAIL_CHARS:]}" if text else ""
 
-    def _wait_for_answer(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_for_answer(self, process: subprocess.Popen[bytes]) -> int:
+        """The process id of a daemon that answers, and is not the one that was told to end."""
         give_up_s = time.monotonic() + self._start_timeout_s
         last: UnavailableError | None = None
         while time.monotonic() < give_up_s:
@@ -142,8 +166,9 @@ class ServedDaemon:
             if self.socket.exists():
                 try:
                     with Client(self.url) as client:
-                        client.status()
-                    return
+                        pid = int(client.status()["pid"])
+                    if pid != self._last_pid:
+                        return pid
                 except UnavailableError as e:
                     last = e
             time.sleep(0.02)
@@ -166,7 +191,7 @@ class ServedDaemon:
         return "\n".join(lines) + "\n"
 
     def _remove(self) -> None:
-        self.kill()
+        self._end()
         shutil.rmtree(self.folder, ignore_errors=True)
         self._folder = None
 
