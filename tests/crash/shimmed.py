@@ -22,10 +22,12 @@ class ShimmedDaemon(ServedDaemon):
         if not self.options:
             super().start()
             return
-        assert self._process is None, "the daemon already runs"
+        assert not self._pid, "the daemon already runs"
         command = [sys.executable, "-m", "tests.crash.shim", *self.options]
         command += ["serve", "-c", str(self.folder / "kvstore.toml")]
         with (self.folder / "daemon.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         with suppress(UnavailableError):
-            self._wait_for_answer(self._process)
+            self._pid = self._wait_for_answer(self._process)

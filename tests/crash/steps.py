@@ -91,13 +91,13 @@ def load(daemon: ShimmedDaemon, log: Path) -> tuple[Puts, Counter[str]]:
 def _invalidate(ns: Namespace, puts: Puts, keys: list[bytes]) -> None:
     for key in keys:
         puts.book.invalidate(key)
+    puts.written.difference_update(keys)
     try:
         ns.invalidate(keys)
     except DeniedError:
         return
     for key in keys:
         puts.book.invalidated(key)
-    puts.written.difference_update(keys)
 
 
 def steps_done(log: Path) -> Counter[str]:

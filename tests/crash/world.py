@@ -11,7 +11,9 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from kvstore import Client, Tier
@@ -22,10 +24,8 @@ from tests.crash.book import Book
 from tests.crash.load import LAYOUTS, THREADS, Tally, Worker
 from tests.daemons import eventually, idle, room_for, tier
 
-RUNS = 10
-"""Kills of one world that are followed by a full read-back."""
-
-SUPERVISED = False
+RUNS = 5
+"""Of one world: few, because a supervisor waits longer from one death to the next."""
 
 
 class World:
@@ -40,11 +40,14 @@ class World:
             worker.others = self._workers
         self.nvme_bytes = self._dice.choice((24, 32, 64)) << 20
         policy = self._dice.choice(("write_through",) * 4 + ("on_evict",))
+        self._supervised = self._dice.random() < 0.5
+        self._ending = threading.Event()
         self._daemon = ServedDaemon(
             {
                 "dram": {"limit": 16 << 20, "huge_pages": False},
                 "nvme": {"limit": self.nvme_bytes, "write_policy": policy, "io_threads": 2},
-            }
+            },
+            supervised=self._supervised,
         )
 
     def __enter__(self) -> World:
@@ -53,21 +56,33 @@ class World:
             self._fill()
         return self
 
+    @property
+    def _folder(self) -> Path:
+        return self._daemon.folder / "nvme"
+
     def __exit__(self, *error: Any) -> None:
         self._daemon.__exit__(*error)
 
     def run(self) -> None:
         """Load, a kill, sometimes another one during the start, and the read-back."""
-        self._load_and_kill(self._dice.uniform(0.005, 0.3))
-        committed = files.records(self._daemon.folder / "nvme")
+        self._tally.counts["runs under a supervisor"] += self._supervised
+        threads = self._load(self._dice.uniform(0.005, 0.3))
+        with self._killed():
+            for thread in threads:
+                thread.join()
+            committed = files.records(self._folder)
         self._tally.counts["on record"] += len(committed)
-        if self._dice.random() < 0.25:
+        self._tally.counts["runs with a full NVMe"] += files.used_bytes(committed) > 0.8 * self.nvme_bytes
+        if not self._supervised and self._dice.random() < 0.25:
             self._kill_while_starting(self._dice.uniform(0.05, 0.7))
         self._daemon.start()
         with Client(self._daemon.url, deadline_s=20, strict=True) as client:
-            self._check_usage(client.status(), committed)
+            if not self._supervised:  # else blocks that only DRAM has are already on their way down
+                self._check_usage(client.status(), committed)
             missing = self._read_back(client, {record.key for record in committed})
-            self._check_counters(client, missing)
+            status = eventually(lambda: status if idle(status := client.status()) else None)
+            self._check_usage(status, files.records(self._folder))
+            self._check_counters(status["counters"], missing)
 
     def _fill(self) -> None:
         """More than NVMe holds, so that every write from now on needs room that another block has."""
@@ -76,38 +91,51 @@ class World:
                 worker.fill(client)
             eventually(lambda: idle(client.status()))
 
-    def _load_and_kill(self, after_s: float) -> None:
-        killed = threading.Event()
-        with Client(self._daemon.url, deadline_s=10, strict=True) as client:
-            threads = [threading.Thread(target=w.run, args=(client, killed)) for w in self._workers]
-            for thread in threads:
-                thread.start()
-            time.sleep(after_s)
-            killed.set()
-            self._kill()
-            for thread in threads:
-                thread.join()
+    def _load(self, for_s: float) -> list[threading.Thread]:
+        """Starts the load, and returns after `for_s`, when it is about to lose its daemon."""
+        self._ending.clear()
+        client = Client(self._daemon.url, deadline_s=10, strict=True)
+        threads = [threading.Thread(target=w.run, args=(client, self._ending)) for w in self._workers]
+        for thread in threads:
+            thread.start()
+        time.sleep(for_s)
+        self._ending.set()
+        return threads
 
-    def _kill(self) -> None:
+    @contextmanager
+    def _killed(self) -> Iterator[None]:
+        """Kills the daemon. Within, no supervisor starts another one."""
         self._tally.counts["kills"] += 1
-        self._daemon.kill()
+        pid = self._daemon.pid
+        supervisor = _parent(pid) if self._supervised else 0
+        if supervisor:
+            os.kill(supervisor, signal.SIGSTOP)
+        try:
+            self._daemon.kill()
+            eventually(lambda: _has_ended(pid))
+            yield
+        finally:
+            if supervisor:
+                os.kill(supervisor, signal.SIGCONT)
 
     def _kill_while_starting(self, after_s: float) -> None:
         def start() -> None:
             with suppress(UnavailableError):
                 self._daemon.start()
 
+        self._tally.counts["kills"] += 1
         thread = threading.Thread(target=start)
         thread.start()
         time.sleep(after_s)
-        self._kill()
+        self._daemon.kill()
         thread.join()
+        self._daemon.kill()
 
-    def _check_usage(self, status: dict[str, Any], committed: list[files.Record]) -> None:
-        used, expected = tier(status, "nvme")["used_bytes"], files.used_bytes(committed)
+    def _check_usage(self, status: dict[str, Any], on_record: list[files.Record]) -> None:
+        used, expected = tier(status, "nvme")["used_bytes"], files.used_bytes(on_record)
         if used != expected:
-            self._wrong("usage", f"{used} bytes are in use after the start, {expected} on record")
-        on_disk = files.slab_bytes(self._daemon.folder / "nvme")
+            self._wrong("usage", f"{used} bytes are in use, {expected} on record")
+        on_disk = files.slab_bytes(self._folder)
         if max(used, on_disk) > self.nvme_bytes:
             self._wrong("usage", f"{used} bytes in use, {on_disk} of slabs, the limit is {self.nvme_bytes}")
 
@@ -129,8 +157,7 @@ class World:
                 self._wrong("wrong", f"after the restart: {wrong}")
         return missing
 
-    def _check_counters(self, client: Client, missing: int) -> None:
-        counters = client.status()["counters"]
+    def _check_counters(self, counters: dict[str, int], missing: int) -> None:
         dropped, quarantined = (counters.get(f"{what}_blocks", 0) for what in ("dropped", "quarantined"))
         self._tally.counts["evicted for good"] += dropped - quarantined
         lost = missing - (dropped - quarantined)
@@ -142,3 +169,16 @@ class World:
     def _wrong(self, what: str, text: str, n: int = 1) -> None:
         self._tally.counts[what] += n
         self._tally.violations.append(text)
+
+
+def _parent(pid: int) -> int:
+    """The process that started this one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, but perhaps not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
