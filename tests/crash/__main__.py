@@ -1,4 +1,4 @@
-"""`python -m tests.crash --runs N --seed S`: N crashes under load; exit code 1 if one of them broke a promise."""
+"""`python -m tests.crash --runs N --seed S`: N crashes under load; exits with 1 if one broke a promise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.errors import KVStoreError
 from tests.crash.load import Tally
 from tests.crash.world import RUNS, World
 
@@ -31,10 +32,13 @@ def main() -> int:
     for first in range(0, options.runs, RUNS):
         seed = options.seed + first // RUNS
         before = len(tally.violations)
-        with World(seed, tally) as world:
-            for number in range(first, min(first + RUNS, options.runs)):
-                world.run()
-                _progress(number + 1, options.runs, tally, started_s)
+        try:
+            with World(seed, tally) as world:
+                for number in range(first, min(first + RUNS, options.runs)):
+                    world.run()
+                    _progress(number + 1, options.runs, tally, started_s)
+        except (KVStoreError, AssertionError) as error:
+            tally.violations.append(f"{type(error).__name__}: {error}")
         if len(tally.violations) > before:
             failed.append((seed, tally.violations[before:]))
     _report(options.runs, options.seed, tally, time.monotonic() - started_s)

@@ -70,7 +70,7 @@ def _ended(before: dict[str, int], after: dict[str, int]) -> dict[str, int] | No
 
 
 def load(daemon: ShimmedDaemon, log: Path) -> tuple[Puts, Counter[str]]:
-    """Runs the load until the daemon is gone; what came of it, and how many steps were done when it was full."""
+    """Runs the load until the daemon is gone; what came of it, and the steps done when the tier was full."""
     puts, full = Puts(), Counter[str]()
     old, new = names(SLOTS, "old"), names(2, "new")
     with Client(daemon.url, deadline_s=10, strict=True) as client:
@@ -102,7 +102,11 @@ def _invalidate(ns: Namespace, puts: Puts, keys: list[bytes]) -> None:
 
 def steps_done(log: Path) -> Counter[str]:
     """How many of each step the shim has seen."""
-    return Counter(line.partition(":")[0] for line in log.read_text().splitlines()) if log.exists() else Counter()
+    return (
+        Counter(line.partition(":")[0] for line in log.read_text().splitlines())
+        if log.exists()
+        else Counter()
+    )
 
 
 def all_steps() -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from kvstore import Client
 from kvstore.types import Layout
 from tests.crash.shimmed import ShimmedDaemon
-from tests.daemons import BLOCK, eventually, got, names, payloads
+from tests.daemons import BLOCK, eventually, names, payloads
 
 YEAR_S = 365 * 86400
 LAYOUT = Layout(model="clock", block_bytes=BLOCK)

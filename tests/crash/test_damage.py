@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,17 @@ from kvstore.errors import UnavailableError
 from kvstore.lab.served import ServedDaemon
 from kvstore.types import Layout
 from tests.crash import files
-from tests.daemons import BLOCK, WITH_NVME, check_limits, eventually, log_of, names, payload, payloads, room_for
+from tests.daemons import (
+    BLOCK,
+    WITH_NVME,
+    check_limits,
+    eventually,
+    log_of,
+    names,
+    payload,
+    payloads,
+    room_for,
+)
 
 LAYOUT = Layout(model="damage", block_bytes=BLOCK)
 SETTINGS = {"dram": WITH_NVME["dram"], "nvme": {"limit": 16 << 20, "io_threads": 2}}
@@ -110,7 +120,7 @@ DAMAGE = {
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[bytes]]]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     """An NVMe folder that a daemon has left, and the keys in it: enough for records of many pages."""
     keys = names(300)
     folder = tmp_path_factory.mktemp("stored") / "nvme"
@@ -118,7 +128,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
         store(daemon, keys)
         with Client(daemon.url, deadline_s=20, strict=True) as client:
             assert client.namespace(LAYOUT).invalidate(keys[100:200]) == 100
-    yield folder, keys[:100] + keys[200:]
+    return folder, keys[:100] + keys[200:]
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -74,10 +74,13 @@ def _fill_until_killed(daemon: ServedDaemon, chains: list[list[bytes]], put: set
 
 
 def test_reads_go_on_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """A file system that is mounted read-only while files are open answers EROFS; it cannot be remounted here."""
+    """By the shim: no file system can be remounted read-only while a daemon has its files open."""
     read_only = tmp_path / "read-only"
     old, meanwhile, after = names(100, "old"), names(4, "meanwhile"), names(100, "after")
-    settings = {"dram": {"limit": 16 << 20, "huge_pages": False}, "nvme": {"limit": 32 << 20, "io_threads": 2}}
+    settings = {
+        "dram": {"limit": 16 << 20, "huge_pages": False},
+        "nvme": {"limit": 32 << 20, "io_threads": 2},
+    }
     with ShimmedDaemon(settings, ["--while", str(read_only), "--do", "EROFS"]) as daemon:
         with Client(daemon.url, deadline_s=20, strict=True) as client:
             ns = client.namespace(LAYOUT)

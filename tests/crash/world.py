@@ -1,7 +1,7 @@
 """One folder through many crashes: load, SIGKILL, restart, and everything is read back and compared.
 
-The load goes on where the last one ended, so that NVMe fills up and evicts. One seed, one world: settings, keys,
-and the moments of the kills; how threads interleave, no seed decides.
+The load goes on where the last one ended, so that NVMe fills up and evicts. One seed, one world: settings,
+keys and the moments of the kills. How threads interleave, no seed decides.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ class World:
     def run(self) -> None:
         """Load, a kill, sometimes another one during the start, and the read-back."""
         self._tally.counts["runs under a supervisor"] += self._supervised
-        threads = self._load(self._dice.uniform(0.005, 0.3))
-        with self._killed():
-            for thread in threads:
-                thread.join()
-            committed = files.records(self._folder)
+        with Client(self._daemon.url, deadline_s=10, strict=True) as client:
+            threads = self._load(client)
+            with self._killed():
+                for thread in threads:
+                    thread.join()
+                committed = files.records(self._folder)
         self._tally.counts["on record"] += len(committed)
         self._tally.counts["runs with a full NVMe"] += files.used_bytes(committed) > 0.8 * self.nvme_bytes
         if not self._supervised and self._dice.random() < 0.25:
@@ -80,12 +81,25 @@ class World:
             if not self._supervised:  # else blocks that only DRAM has are already on their way down
                 self._check_usage(client.status(), committed)
             missed = self._read(client, self._book.entries) & {record.key for record in committed}
-            status = eventually(lambda: status if idle(status := client.status()) else None)
+            self._wait_for_rest(client)
             # While DRAM is full of what has to go down first, a block in NVMe may be a miss.
             gone = self._read(client, missed)
             self._tally.counts["on record, but no hit at once"] += len(missed - gone)
+            self._wait_for_rest(client)
+            status = client.status()
             self._check_usage(status, files.records(self._folder))
-            self._check_counters(client.status()["counters"], len(gone))
+            self._check_counters(status["counters"], len(gone))
+
+    def _wait_for_rest(self, client: Client) -> None:
+        """Returns when nothing moves between tiers; or after a while in which the records did not follow."""
+
+        def rests() -> bool:
+            status = client.status()
+            used = tier(status, "nvme")["used_bytes"]
+            return idle(status) and used == files.used_bytes(files.records(self._folder))
+
+        with suppress(AssertionError):
+            eventually(rests, 5)
 
     def _fill(self) -> None:
         """More than NVMe holds, so that every write from now on needs room that another block has."""
@@ -94,14 +108,13 @@ class World:
                 worker.fill(client)
             eventually(lambda: idle(client.status()))
 
-    def _load(self, for_s: float) -> list[threading.Thread]:
-        """Starts the load, and returns after `for_s`, when it is about to lose its daemon."""
+    def _load(self, client: Client) -> list[threading.Thread]:
+        """Starts the load, and returns at a random moment, when it is about to lose its daemon."""
         self._ending.clear()
-        client = Client(self._daemon.url, deadline_s=10, strict=True)
         threads = [threading.Thread(target=w.run, args=(client, self._ending)) for w in self._workers]
         for thread in threads:
             thread.start()
-        time.sleep(for_s)
+        time.sleep(self._dice.uniform(0.005, 0.3))
         self._ending.set()
         return threads
 
