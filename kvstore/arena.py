@@ -88,8 +88,7 @@ def checksum(payload: Bytes, seed: int) -> int:
 def copy(target: bytearray | memoryview, source: Bytes) -> None:
     """Copies `source` over `target` at memcpy speed, with the GIL free. ValueError if their sizes differ."""
     into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    if into.size != data.size:
-        raise ValueError(f"target has {into.size} bytes, source {data.size}")
+    _check_sizes(into.size, data.size)
     np.copyto(into, data)
 
 
@@ -108,13 +107,12 @@ def gather(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) 
 
     For writers, see `copy_digest`. ValueError if the parts do not fill it exactly.
     """
+    parts = [np.frombuffer(source, np.uint8) for source in sources]
     into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
-    for source in sources:
-        data = np.frombuffer(source, np.uint8)
-        copy_digest(into[at : at + data.size].data, data.data, digest)
-        at += data.size
-    if at != into.size:
-        raise ValueError(f"target has {into.size} bytes, the parts {at}")
+    _check_sizes(into.size, sum(part.size for part in parts))
+    for part in parts:
+        copy_digest(into[at : at + part.size].data, part.data, digest)
+        at += part.size
     return digest.intdigest()
 
 
@@ -124,23 +122,26 @@ def scatter(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int)
     For readers: taken from the parts, so what the caller keeps is what was verified, even if someone writes
     to `source` meanwhile. ValueError if the parts do not take all of it.
     """
+    parts = [np.frombuffer(target, np.uint8) for target in targets]
     data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
-    for target in targets:
-        into = np.frombuffer(target, np.uint8)
-        for _, piece in _copied(into, data[at : at + into.size]):
+    _check_sizes(sum(part.size for part in parts), data.size)
+    for part in parts:
+        for _, piece in _copied(part, data[at : at + part.size]):
             digest.update(piece.data)
-        at += into.size
-    if at != data.size:
-        raise ValueError(f"source has {data.size} bytes, the parts {at}")
+        at += part.size
     return digest.intdigest()
+
+
+def _check_sizes(target_bytes: int, source_bytes: int) -> None:
+    if target_bytes != source_bytes:
+        raise ValueError(f"target has {target_bytes} bytes, source {source_bytes}")
 
 
 def _copied(
     into: NDArray[np.uint8], data: NDArray[np.uint8]
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
     """Copies piece by piece; each piece of the source and of the target. ValueError if the sizes differ."""
-    if into.size != data.size:
-        raise ValueError(f"target has {into.size} bytes, source {data.size}")
+    _check_sizes(into.size, data.size)
     for start in range(0, into.size, _PIECE_BYTES):
         source, target = data[start : start + _PIECE_BYTES], into[start : start + _PIECE_BYTES]
         np.copyto(target, source)

@@ -116,12 +116,12 @@ class TestChecksum:
     def test_sizes_that_differ_are_refused(self, move, nbytes: int) -> None:
         """A source of one byte must not be spread over the whole target."""
         target = bytearray(nbytes)
-        with pytest.raises(ValueError, match="bytes, "):
+        with pytest.raises(ValueError, match="bytes, source"):
             move(target, b"x" * (nbytes + 1))
         if nbytes > 1:
-            with pytest.raises(ValueError, match="bytes, "):
+            with pytest.raises(ValueError, match="bytes, source"):
                 move(target, b"x")
-        assert nbytes == 1 or b"xx" not in target
+        assert target == bytes(nbytes)
 
     def test_writers_hash_what_they_have_and_readers_what_they_get(self) -> None:
         """Whoever changes a slot while it is copied must be noticed, on either side."""

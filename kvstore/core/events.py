@@ -158,7 +158,7 @@ class ProbeDone:
 
 @dataclass(slots=True)
 class Scrub:
-    """Probe the next blocks of tier number `tier`, up to `limit_bytes` of them. Nobody is answered."""
+    """Probe the next blocks of tier number `tier`, up to `limit_bytes`, unless some are still being probed."""
 
     tier: int
     limit_bytes: int

@@ -92,7 +92,8 @@ class Keeping:
     def scrub(self, event: ev.Scrub, now: float) -> None:
         r = self._r
         tier, blocks = r.tiers[event.tier], r.blocks
-        if tier.fenced or len(self._ledger.probes) >= _PROBES:
+        busy = any(p.tier == event.tier and not p.request for p in self._ledger.probes.values())
+        if tier.fenced or busy or not blocks.rows_touched:
             return
         first = self._scrubbed[event.tier]
         last = min(first + _SCRUB_ROWS, blocks.rows_touched)

@@ -327,10 +327,22 @@ class Faulty(Machine):
     def flush(self) -> None:
         self.w.send(ev.Flush())
 
-    @rule()
-    def crash(self) -> None:
-        self.w.restart()
+    @rule(handover=st.booleans())
+    def crash(self, handover: bool) -> None:
+        self.w.restart(handover)
         self.leases, self.rooms, self.asked = [], [], {}
+
+    @rule(tier=st.integers(0, 1), blocks=st.integers(0, 3))
+    def scrub(self, tier: int, blocks: int) -> None:
+        if tier < len(self.w.p.residency.tiers):
+            self.w.send(ev.Scrub(tier, blocks * ALIGN))
+
+    @precondition(lambda self: self.w.copies)
+    @rule()
+    def device_is_quiet(self) -> None:
+        self.w.now += 20
+        self.w.send(ev.Tick())
+        assert self.w.p.residency.fenced
 
 
 class Crowded(Machine):
@@ -365,6 +377,11 @@ class Peaceful(Machine):
         r = self.w.p.residency
         for namespace, key in self.stored:
             assert len(r.prefix(namespace, joined([key]))) == 1, f"{key!r} was forgotten"
+
+    @rule()
+    def crash_that_keeps_memory(self) -> None:
+        self.w.restart(handover=True)
+        self.leases, self.rooms, self.asked, self.pinned = [], [], {}, {}
 
     @rule(chain=chains())
     def get(self, chain: tuple[int, list[bytes]]) -> None:

@@ -2,8 +2,8 @@
 
 Tiers are dictionaries from (tier, extent, index) to payload. Copies wait in a list and are finished in the
 order, and with the results, that the test chooses: late, failed, corrupted. After every event all invariants
-are checked, and every readable block is compared with what was put under its key. `restart` is a crash: only
-what was recorded comes back.
+are checked, and every readable block is compared with what was put under its key. `restart` is a crash: what
+was recorded comes back, and what headers say if the extents of tier 0 were kept.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ class Record:
     checksum: int
     parent: bytes
     stamp: float
+
+
+@dataclass
+class Header:
+    """What tier 0 says of a slot."""
+
+    namespace: int
+    key: bytes
+    version: int
+    parent: bytes
+    checksum: int
+    stamp: int
 
 
 class World:
@@ -71,9 +83,13 @@ class World:
         self.rotten: set[Place] = set()
         self.records: dict[tuple[int, bytes], Record] = {}
         self.formats: dict[int, int] = {}
+        self.headers: dict[Place, Header] = {}
+        self.cuts: dict[int, int] = {}
+        self.versions: dict[Place, int] = {}
         self.namespaces: dict[int, int] = {}
         self._request = 0
         self._stamp = 0.0
+        self._headers = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -84,7 +100,6 @@ class World:
             write_policy=self._write_policy,
             limits=self._limits,
         )
-        self.headers: dict[Place, tuple[int, bytes, int]] = {}
         self.copies: dict[int, ac.Copy] = {}
         self.unwanted: set[Place] = set()
         self.probes: dict[int, ac.Probe] = {}
@@ -96,9 +111,18 @@ class World:
             for extent, slot_bytes in sorted(self.formats.items()):
                 self.send(ev.ExtentReady(1, extent, slot_bytes))
             self.send(self._restored())
+        for extent, slot_bytes in sorted(self.cuts.items()):
+            slots = self.p.residency.tiers[0].extents.geometry(slot_bytes).slots
+            last = [self.versions.get((0, extent, i), 0) for i in range(slots)]
+            self.send(ev.ExtentReady(0, extent, slot_bytes, np.array(last, np.uint32)))
+        if self.cuts:
+            held = sorted(self.headers.items(), key=lambda item: -item[1].stamp)
+            rows = [(h.namespace, h.key, h.parent, p[1], p[2], h.version, h.checksum) for p, h in held]
+            self.send(restore(rows, tier=0))
+        there = self.cuts, self.formats
         for tier, n in enumerate(self._extents[: len(self._specs)]):
             for extent in range(n):
-                if tier == 0 or extent not in self.formats:
+                if extent not in there[tier]:
                     self.send(ev.ExtentReady(tier, extent))
             self.send(ev.ExtentsEnd(tier))
 
@@ -115,9 +139,11 @@ class World:
             ]
         )
 
-    def restart(self) -> None:
-        """A crash: memory, leases and whatever was under way are gone."""
-        self.bytes = {place: data for place, data in self.bytes.items() if place[0] == 1}
+    def restart(self, handover: bool = False) -> None:
+        """A crash: leases and whatever was under way are gone, and memory too, unless it is handed over."""
+        if not handover:
+            self.bytes = {place: data for place, data in self.bytes.items() if place[0] == 1}
+            self.headers, self.cuts, self.versions = {}, {}, {}
         self._begin()
 
     # -- driving
@@ -152,14 +178,18 @@ class World:
         elif isinstance(action, ac.Probe):
             self.probes[action.probe] = action
         elif isinstance(action, ac.Format):
-            if action.tier == 1:
-                self.formats[action.extent] = action.slot_bytes
+            (self.cuts, self.formats)[action.tier][action.extent] = action.slot_bytes
         elif isinstance(action, ac.Stamp):
             for i, place in enumerate(self.places(action.tier, action.where)):
-                self.headers[place] = (
+                self._headers += 1
+                self.versions[place] = int(action.version[i])
+                self.headers[place] = Header(
                     int(action.identity.namespace[i]),
                     action.identity.key(i),
                     int(action.version[i]),
+                    action.parents.key(i),
+                    int(action.identity.checksum[i]),
+                    self._headers,
                 )
         elif isinstance(action, ac.Drop):
             for i, place in enumerate(self.places(action.tier, action.where)):
@@ -329,7 +359,9 @@ class World:
         for i, place in enumerate(self.places(0, grant.where)):
             data = self.bytes.get(place, b"")
             out.append(data if hash_of(data) == int(grant.checksum[i]) else None)
-            assert self.headers[place] == (namespace, keys[i], int(grant.version[i])), "a header lies"
+            header = self.headers[place]
+            told = (namespace, keys[i], int(grant.version[i]), int(grant.checksum[i]))
+            assert (header.namespace, header.key, header.version, header.checksum) == told, "a header lies"
         return out
 
     def open(self, namespace: int, block_bytes: int = 100) -> None:
