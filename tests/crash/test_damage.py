@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.daemons import (
     WITH_NVME,
     check_limits,
     eventually,
+    idle,
     log_of,
     names,
     payload,
@@ -102,9 +102,7 @@ def _overwrite(file: Path, dice: random.Random) -> None:
 
 DAMAGE = {
     "1 bit": _flip(1),
-    "1 bit again": _flip(1),
     "8 bits": _flip(8),
-    "8 bits again": _flip(8),
     "100 bits": _flip(100),
     "1000 bits": _flip(1000),
     "a page of noise": _overwrite,
@@ -136,33 +134,33 @@ def test_damaged_records_never_keep_a_daemon_from_serving(
     stored: tuple[Path, list[bytes]], tmp_path: Path, name: str
 ) -> None:
     pristine, keys = stored
-    folder, fresh = tmp_path / "nvme", names(50, "fresh")
+    folder = tmp_path / "nvme"
     shutil.copytree(pristine, folder)
     DAMAGE[name](folder / "records" / "data.mdb", random.Random(name))
-    daemon = _Survivor({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}})
-    with daemon:
-        with Client(daemon.url, deadline_s=20) as client:
-            found = served(client.namespace(LAYOUT), keys)
-            client.namespace(LAYOUT).put(fresh, payloads(fresh))
-            client.namespace(LAYOUT).invalidate(keys[:50])
-        aside = list(folder.glob("records.corrupt-*"))
-        assert all(path.name in log_of(daemon) for path in aside)
-        assert found or aside or name in ("empty", "one byte"), daemon.log_tail()
-        # What the damaged pages did to the writes since then is no other's misfortune either.
-        daemon.kill()
-        daemon.start()
-        with Client(daemon.url, deadline_s=20) as client:
-            served(client.namespace(LAYOUT), keys + fresh)
-            check_limits(client.status())
+    _survives(folder, keys)  # or dies once, as LMDB does where it meets a damaged page while writing
+    assert _survives(folder, keys)
 
 
-class _Survivor(ServedDaemon):
-    """May die of damaged records once, as a supervisor would allow; not twice."""
-
-    def start(self) -> None:
-        with suppress(UnavailableError):
-            return super().start()
-        return super().start()
+def _survives(folder: Path, keys: list[bytes]) -> bool:
+    """Whether a daemon starts on this folder, serves nothing wrong, and lives through writes of all kinds."""
+    fresh, aside = names(50, "fresh"), set(folder.glob("records.corrupt-*"))
+    try:
+        with ServedDaemon({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}}) as daemon:
+            with Client(daemon.url, deadline_s=20, strict=True) as client:
+                ns = client.namespace(LAYOUT)
+                served(ns, keys + fresh)
+                ns.put(fresh, payloads(fresh))
+                ns.invalidate(keys[:50])
+                ns.invalidate(fresh)
+                ns.put(fresh, payloads(fresh))
+                eventually(lambda: idle(client.status()))
+                check_limits(client.status())
+            log = log_of(daemon)
+            daemon.kill()
+    except UnavailableError:
+        return False
+    assert all(path.name in log for path in set(folder.glob("records.corrupt-*")) - aside)
+    return True
 
 
 def test_a_short_slab_keeps_the_blocks_before_the_cut() -> None:
