@@ -158,7 +158,7 @@ class ProbeDone:
 
 @dataclass(slots=True)
 class Scrub:
-    """Probe the next blocks of tier number `tier`, up to `limit_bytes`, unless some are still being probed."""
+    """Probe the next blocks of tier number `tier`, up to `limit_bytes`, unless some still are."""
 
     tier: int
     limit_bytes: int
