@@ -68,7 +68,9 @@ def test_every_flipped_bit_is_found() -> None:
             ns = client.namespace(LAYOUT)
             assert ns.lookup(keys) == len(keys)
             assert served(ns, keys) == []
-            assert client.status()["counters"].get("quarantined_blocks", 0) == len(keys)
+            counters = client.status()["counters"]
+            assert counters.get("quarantined_blocks", 0) == len(keys)
+            assert not counters.get("late_blocks", 0), "a bad block is a miss at once, not at the deadline"
             check_limits(client.status())
         store(daemon, keys)
         daemon.kill()
