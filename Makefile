@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RUNS ?= 200
 
-.PHONY: demo test test-engines crash check format bench clean
+.PHONY: demo test test-engines crash check format bench install uninstall clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
@@ -38,6 +38,47 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
+
+# Files go below DESTDIR and work below PREFIX. INSTALL_ENV=no leaves out the Python environment.
+PREFIX ?= /usr/local
+SYSCONFDIR ?= /etc
+DESTDIR ?=
+INSTALL_ENV ?= yes
+SYSTEMD_VERSION ?= $(shell systemctl --version 2>/dev/null | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
+ENVIRONMENT := $(PREFIX)/lib/kvstore
+UNITS := $(DESTDIR)$(PREFIX)/lib/systemd/system
+FILL = sed -e 's|@BIN@|$(PREFIX)/bin|g' -e 's|@SYSCONFDIR@|$(SYSCONFDIR)|g'
+FILL_ONE = $(FILL) -e 's|@NAME@|kvstore|g' -e 's|@UNIT@|kvstore|g' -e 's|@CONFIG@|kvstore|g'
+FILL_MANY = $(FILL) -e 's|@NAME@|kvstore-%i|g' -e 's|@UNIT@|kvstore@%i|g' -e 's|@CONFIG@|%i|g'
+
+install:
+ifneq ($(INSTALL_ENV),no)
+	rm -rf build  # whatever an earlier build left there would be installed too
+	$(PYTHON) -m venv $(DESTDIR)$(ENVIRONMENT)
+	$(DESTDIR)$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check .
+	sed -i '1s|^#!$(DESTDIR)/|#!/|' $(DESTDIR)$(ENVIRONMENT)/bin/kvstore
+endif
+	install -d $(DESTDIR)$(PREFIX)/bin $(UNITS)
+	ln -sfn $(ENVIRONMENT)/bin/kvstore $(DESTDIR)$(PREFIX)/bin/kvstore
+	for kind in service socket; do \
+	    $(FILL_ONE) systemd/kvstore.$$kind.in > $(UNITS)/kvstore.$$kind && \
+	    $(FILL_MANY) systemd/kvstore.$$kind.in > $(UNITS)/kvstore@.$$kind || exit 1; \
+	done
+	if [ "$(SYSTEMD_VERSION)" -ge 254 ] 2>/dev/null; then \
+	    install -D -m 644 systemd/preserve.conf $(UNITS)/kvstore.service.d/preserve.conf && \
+	    install -D -m 644 systemd/preserve.conf $(UNITS)/kvstore@.service.d/preserve.conf; \
+	fi
+	install -D -m 644 systemd/kvstore.sysusers $(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf
+	install -D -m 644 systemd/kvstore.tmpfiles $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf
+	[ -e $(DESTDIR)$(SYSCONFDIR)/kvstore/kvstore.toml ] || \
+	    install -D -m 644 systemd/kvstore.toml $(DESTDIR)$(SYSCONFDIR)/kvstore/kvstore.toml
+
+# Configuration and stored blocks stay.
+uninstall:
+	rm -rf $(DESTDIR)$(ENVIRONMENT) $(UNITS)/kvstore.service.d $(UNITS)/kvstore@.service.d
+	rm -f $(UNITS)/kvstore.service $(UNITS)/kvstore.socket $(UNITS)/kvstore@.service $(UNITS)/kvstore@.socket
+	rm -f $(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf
+	rm -f $(DESTDIR)$(PREFIX)/bin/kvstore
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -32,6 +32,7 @@ NAMES = (
     "core",
     "core-ram",
     "core-step",
+    "start",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""

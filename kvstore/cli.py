@@ -1,4 +1,7 @@
-"""The `kvstore` command. Exit codes: 0 fine, 1 a check failed, 2 an error that is printed with its hint."""
+"""The `kvstore` command. Exit codes: 0 fine, 1 a check failed, 2 an error that is printed with its hint.
+
+`fsck` has one more: 3, problems were found and all of them repaired.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,23 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from typer.core import TyperGroup
@@ -46,8 +59,11 @@ _Socket = Annotated[
     str,
     typer.Option("--socket", envvar="KVSTORE_SOCKET", help="The daemon's socket, a path or a unix:// URL."),
 ]
+_Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _DEFAULT_SOCKET = str(_DEFAULT.daemon.socket)
+_MOST_FINDINGS = 1000
+_LEVELS = {"ok": "[green]ok", "warn": "[yellow]warn", "fail": "[red]fail"}
 
 
 @app.callback()
@@ -56,9 +72,7 @@ def main() -> None:
 
 
 @app.command()
-def serve(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")] = None,
-) -> None:
+def serve(config: _Config = None) -> None:
     """Run the daemon until SIGTERM or SIGINT; SIGHUP reads the configuration again."""
     # Here, because no other command needs the daemon's modules.
     from kvstore.daemon.main import run  # noqa: PLC0415
@@ -92,6 +106,74 @@ def status(socket: _Socket = _DEFAULT_SOCKET, as_json: _Json = False) -> None:
     console.print(_pairs("daemon", {k: v for k, v in state.items() if k not in ("tiers", "counters")}))
     console.print(_tier_table(list(state.get("tiers", ()))))
     console.print(_pairs("counter", state.get("counters", {})))
+
+
+@app.command()
+def fsck(
+    folder: Annotated[Path | None, typer.Argument(help="The folder of an NVMe tier.")] = None,
+    *,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Instead: the TOML file that names it.")
+    ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete bad records and orphan slabs.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Check a stopped daemon's NVMe folder: every record, slab and checksum.
+
+    Exit codes: 0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired.
+    """
+    from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
+
+    limit_bytes = None
+    if (folder is None) == (config is None):
+        raise MisuseError("fsck takes one folder", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG")
+    if folder is None:
+        nvme = configuration.load(config).nvme
+        if nvme.path is None:
+            raise MisuseError(f"{config} names no nvme.path", "there is nothing to check")
+        folder, limit_bytes = nvme.path, nvme.limit
+    with _checking(hidden=as_json and not sys.stderr.isatty()) as bar:
+        task = bar.add_task("fsck", total=None)
+        report = check(
+            folder, limit_bytes, repair, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    counts = report.counts()
+    found = sum(counts.values())
+    summary = {
+        "folder": str(folder),
+        "extents": report.extents,
+        "records": len(report.blocks) + len(report.damaged),
+        "checked_bytes": report.checked_bytes,
+        "problems": found,
+        "repaired": found if report.repaired else 0,
+    }
+    if as_json:
+        some = [{**asdict(f), "key": f.key.hex()} for f in islice(report.findings(), _MOST_FINDINGS)]
+        typer.echo(json.dumps({**summary, "kinds": counts, "findings": some}))
+    else:
+        Console().print(_pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
+    if found:
+        raise typer.Exit(3 if report.repaired else 1)
+
+
+@app.command()
+def doctor(config: _Config = None, as_json: _Json = False) -> None:
+    """Check this machine against a configuration, and say what to do about what is not right.
+
+    Exit codes: 0 nothing fails, 1 something does, 2 no such configuration.
+    """
+    from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
+
+    lines = examine(configuration.load(config))
+    if as_json:
+        typer.echo(json.dumps({"lines": [asdict(line) for line in lines]}))
+    else:
+        table = Table("", "check", "found", "what to do", box=box.SIMPLE_HEAD)
+        for line in lines:
+            table.add_row(_LEVELS[line.level], line.name, escape(line.found), escape(line.advice))
+        Console().print(table)
+    if any(line.level == FAIL for line in lines):
+        raise typer.Exit(1)
 
 
 @config_app.command("check")
@@ -212,6 +294,19 @@ def _progress(hidden: bool) -> Progress:
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[requests]} requests, {task.fields[hit]:.1f} % hits"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=hidden,
+    )
+
+
+def _checking(hidden: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

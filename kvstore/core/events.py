@@ -204,6 +204,8 @@ class Restore:
 
     def only(self, which: npt.NDArray[np.bool_]) -> Restore:
         """The same for some of the blocks."""
+        if which.all():
+            return self
         columns = [getattr(self, f.name)[which] for f in fields(self) if f.name != "tier"]
         return Restore(self.tier, *columns)
 

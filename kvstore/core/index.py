@@ -117,6 +117,8 @@ class Index:
         """The row of each key, -1 where there is none."""
         if keys.n < VECTOR_FROM:
             return np.array([self.find_one(namespace, keys[i]) for i in range(keys.n)], np.int64)
+        if not self.count:
+            return np.full(keys.n, -1, np.int64)
         first = self.find_run(namespace, keys)
         if first >= 0 and 0 not in self._blocks.state[first : first + keys.n].tobytes():
             return np.arange(first, first + keys.n)
@@ -210,10 +212,19 @@ class Index:
 
     # -- changing
 
-    def add(self, rows: Rows) -> None:
-        """Enters rows whose keys are set and not in the index yet."""
-        for at in range(0, len(rows), _ADD_ROWS):
-            part = rows[at : at + _ADD_ROWS]
+    def make_room(self, rows: int) -> None:
+        """So many more rows are about to come. Only an empty index needs to know."""
+        if not self.count:
+            buckets = len(self._table.cells)
+            while rows > _GROW_AT * _WAYS * buckets:
+                buckets *= 2
+            self._table = _Table(buckets)
+            self._old, self._tables = None, [self._table]
+
+    def add(self, rows: Rows, step: int = _ADD_ROWS) -> None:
+        """Enters rows whose keys are set and not in the index yet, so many at a time."""
+        for at in range(0, len(rows), step):
+            part = rows[at : at + step]
             self.count += len(part)
             self._grow_while_full()
             h = self._hash_rows(part)

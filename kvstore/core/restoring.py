@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.blocks import HOLE, LIVE, Rows
@@ -10,6 +11,8 @@ from kvstore.core.keys import Keys
 from kvstore.core.ledger import Ledger
 from kvstore.core.residency import Residency
 from kvstore.types import slot_bytes
+
+_AT_ONCE = 1 << 16
 
 
 def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
@@ -21,11 +24,12 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
     extents = r.tiers[event.tier].extents
     event = event.only(extents.has(event.extent))
     group = event.namespace.astype(np.int64) << 8 | event.key_bytes
+    taken = np.full(len(group), -1, np.int64)
+    r.index.make_room(len(group))
     for code in np.unique(group).tolist():
         namespace, size = code >> 8, code & 0xFF
         which = np.flatnonzero(group == code)
-        keys = Keys(np.ascontiguousarray(event.keys[which, :size]).tobytes(), size)
-        rows = _rows_for(r, namespace, keys)
+        rows = taken[which] = _rows_for(r, namespace, _keys(event.keys, which, size))
         which, rows = which[rows >= 0], rows[rows >= 0]
         slots = extents.slots_at(event.extent[which].astype(np.int64), event.index[which].astype(np.int64))
         room = slot_bytes(ledger.namespaces[namespace])
@@ -37,8 +41,8 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
         r.policy(event.tier, room).insert(rows)
         if write_down:
             ledger.transfers.queue_writes(rows)
-    for code in np.unique(group).tolist():
-        _link(r, event, code >> 8, np.flatnonzero(group == code), code & 0xFF)
+    for namespace in np.unique(event.namespace).tolist():
+        _link(r, event, taken, namespace)
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.tier.name.lower()}"] += len(group)
 
 
@@ -50,20 +54,30 @@ def _disown_others(r: Residency, event: ev.Restore, rows: Rows, slot_bytes: int)
             r.give_up(tier, slot_bytes, held, vanish=False)
 
 
-def _link(r: Residency, event: ev.Restore, namespace: int, which: Rows, size: int) -> None:
-    which = which[event.parent_bytes[which] > 0]
-    for length in np.unique(event.parent_bytes[which]).tolist():
-        some = which[event.parent_bytes[which] == length]
-        keys = Keys(np.ascontiguousarray(event.keys[some, :size]).tobytes(), size)
-        rows = r.index.find(namespace, keys)
-        orphan = rows >= 0
-        orphan[orphan] = r.blocks.parent[rows[orphan]] < 0
-        some, rows = some[orphan], rows[orphan]
-        names = Keys(np.ascontiguousarray(event.parents[some, :length]).tobytes(), length)
-        parents = _adopt(r, namespace, names)
-        rows, parents = rows[parents >= 0], parents[parents >= 0]
-        apart = ~r.would_loop(rows, parents)
-        r.link(rows[apart], parents[apart])
+def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:
+    """Makes blocks of a namespace the children of their parents, in rows that have none."""
+    orphan = (event.namespace == namespace) & (event.parent_bytes > 0) & (taken >= 0)
+    orphan[orphan] = r.blocks.parent[taken[orphan]] < 0
+    which = np.flatnonzero(orphan)
+    # Mostly a block comes right after its parent: then nothing has to be looked up.
+    before = np.maximum(which - 1, 0)
+    near = (event.key_bytes[before] == event.parent_bytes[which]) & (event.namespace[before] == namespace)
+    near &= (which > 0) & (_words(event.keys)[before] == _words(event.parents)[which]).all(axis=1)
+    parents = np.where(near, taken[before], -1)
+    for length in np.unique(event.parent_bytes[which[~near]]).tolist():
+        some = ~near & (event.parent_bytes[which] == length)
+        parents[some] = _adopt(r, namespace, _keys(event.parents, which[some], length))
+    rows, parents = taken[which[parents >= 0]], parents[parents >= 0]
+    apart = ~r.would_loop(rows, parents)
+    r.link(rows[apart], parents[apart])
+
+
+def _words(column: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    return column.view(np.uint64)
+
+
+def _keys(column: npt.NDArray[np.uint8], which: Rows, size: int) -> Keys:
+    return Keys(np.ascontiguousarray(column[which, :size]).tobytes(), size)
 
 
 def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
@@ -72,7 +86,7 @@ def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
     r.count_holes(rows[(rows >= 0) & (r.blocks.state[rows] == HOLE)], -1)
     new = np.flatnonzero(rows < 0)
     taken = r.blocks.take(namespace, keys, new)
-    r.index.add(taken)
+    r.index.add(taken, _AT_ONCE)
     rows[new[: len(taken)]] = taken
     r.blocks.state[rows[rows >= 0]] = LIVE
     return rows

@@ -57,6 +57,8 @@ async def _serve(config: Config, path: Path | None) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    # Records become millions of objects for a moment: there is nothing to collect among them.
+    gc.disable()
     given = inherited()
     listener, ours = _listener(config, given)
     try:
@@ -68,6 +70,7 @@ async def _serve(config: Config, path: Path | None) -> int:
         # What exists now stays: the collector need not walk it at every full pass.
         gc.collect()
         gc.freeze()
+        gc.enable()
         gc.set_threshold(_GC_THRESHOLD)
         _log.info("serving on %s", config.daemon.socket)
         notify("READY=1", f"STATUS=serving on {config.daemon.socket}")

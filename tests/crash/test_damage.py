@@ -104,15 +104,11 @@ def _overwrite(file: Path, dice: random.Random) -> None:
 
 DAMAGE = {
     "1 bit": _flip(1),
-    "8 bits": _flip(8),
     "100 bits": _flip(100),
     "1000 bits": _flip(1000),
     "a page of noise": _overwrite,
-    "another page of noise": _overwrite,
     "empty": _cut(lambda nbytes: 0),
     "one byte": _cut(lambda nbytes: 1),
-    "two pages": _cut(lambda nbytes: 2 * PAGE),
-    "half": _cut(lambda nbytes: nbytes // 2 // PAGE * PAGE),
     "half and a bit": _cut(lambda nbytes: nbytes // 2 // PAGE * PAGE + 1234),
     "all but a page": _cut(lambda nbytes: nbytes - PAGE),
     "all but a byte": _cut(lambda nbytes: nbytes - 1),

@@ -4,21 +4,20 @@
     value   extent u32 | index u32 | version u64 | length u32 | checksum u64 | stored_at f64 | check u64
             | parent's key
 
-Values are little-endian and packed; the parent's key runs to the end and is empty for a root. `check` is xxh3
-of the record's key, the numbers before it and the parent: what a device altered is no record.
+Values are little-endian and packed; the parent's key runs to the end and is empty for a root. `check` mixes
+all the rest, key included, so that what a device altered is no record; by a sum of products, which numpy
+takes of a million records at once.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from kvstore.errors import MisuseError
 from kvstore.types import MAX_KEY_BYTES
@@ -30,6 +29,10 @@ ID = struct.Struct(">I")
 _VALUE = struct.Struct("<IIQIQd")
 _CHECK = struct.Struct("<Q")
 _FIXED_BYTES = _VALUE.size + _CHECK.size
+_CHECKED_BYTES = -(-(ID.size + _VALUE.size + 2 * MAX_KEY_BYTES) // 8) * 8
+_FACTORS = np.arange(1, _CHECKED_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(
+    1
+)
 _CHUNK = 1 << 16  # records that exist as Python objects at one time while loading
 
 
@@ -57,20 +60,25 @@ class RecordBatch:
         """A (key, value) pair a record. MisuseError if columns differ in length or a value has no room."""
         columns = (self.extent, self.index, self.version, self.length, self.checksum, self.stored_at)
         try:
-            pairs = [
-                _pair(ID.pack(ns) + key, _VALUE.pack(*numbers), parent)
-                for ns, key, parent, *numbers in zip(self.ns, self.keys, self.parents, *columns, strict=True)
-            ]
+            keys = [ID.pack(ns) + key for ns, key in zip(self.ns, self.keys, strict=True)]
+            numbers = [_VALUE.pack(*row) for row in zip(*columns, strict=True)]
+            parts = list(zip(keys, numbers, self.parents, strict=True))
         except (struct.error, ValueError, TypeError) as error:
             raise MisuseError(f"records that cannot be packed: {error}") from error
         longest = ID.size + MAX_KEY_BYTES
-        if any(not ID.size < len(key) <= longest or len(v) > _FIXED_BYTES + 64 for key, v in pairs):
+        if any(not ID.size < len(k) <= longest or len(p) > MAX_KEY_BYTES for k, _, p in parts):
             raise MisuseError("a record whose key or parent is too long or empty", "keys have 1 to 64 bytes")
-        return pairs
+        raw = b"".join([(k + n + p).ljust(_CHECKED_BYTES, b"\0") for k, n, p in parts])
+        checks = _checks(np.frombuffer(raw, np.uint8).reshape(len(parts), _CHECKED_BYTES)).tolist()
+        return [(k, n + _CHECK.pack(check) + p) for (k, n, p), check in zip(parts, checks, strict=True)]
 
 
-def _pair(key: bytes, numbers: bytes, parent: bytes) -> tuple[bytes, bytes]:
-    return key, numbers + _CHECK.pack(xxh3_64_intdigest(key + numbers + parent)) + parent
+def _checks(raw: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The check of each record: (n, `_CHECKED_BYTES`) bytes of key, numbers and parent, zeros behind."""
+    mixed: NDArray[np.uint64] = raw.view("<u8") @ _FACTORS
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _FACTORS[0]
+    return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,45 +126,55 @@ _CHECKED = [*_NUMBERS, ("check", "<u8")]
 def unpack(pairs: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, list[bytes]]:
     """Columns from `count` (key, value) pairs in any order, and the keys of those that are no records.
 
-    Pairs of equal lengths are joined and read as one array: about 1.5 microseconds a record.
+    Pairs of equal lengths are joined and read as one array: about a microsecond a record.
     """
     columns = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
     rest, at = iter(pairs), 0
     damaged: list[bytes] = []
     while chunk := list(islice(rest, _CHUNK)):
-        groups: defaultdict[tuple[int, int], list[tuple[bytes, bytes]]] = defaultdict(list)
-        for pair in chunk:
-            if _is_record(*pair):
-                groups[len(pair[0]), len(pair[1])].append(pair)
-            else:
-                damaged.append(pair[0])
-        for (key_bytes, value_bytes), group in groups.items():
-            _fill(columns, slice(at, at + len(group)), group, key_bytes - ID.size, value_bytes - _FIXED_BYTES)
-            at += len(group)
+        for (key_bytes, value_bytes), (keys, values) in _by_length(chunk):
+            size, parent_bytes = key_bytes - ID.size, value_bytes - _FIXED_BYTES
+            if not 0 < size <= MAX_KEY_BYTES or not 0 <= parent_bytes <= MAX_KEY_BYTES:
+                damaged += keys
+                continue
+            good = _fill(columns, at, keys, values, size, parent_bytes)
+            damaged += [keys[i] for i in np.flatnonzero(~good).tolist()]
+            at += int(good.sum())
     order = np.lexsort((columns["version"][:at], columns["stored_at"][:at]))
-    for name in columns:
-        columns[name] = columns[name][:at][order]
-    return Blocks(**columns), damaged
+    return Blocks(**{name: column[:at][order] for name, column in columns.items()}), damaged
 
 
-def _is_record(key: bytes, value: bytes) -> bool:
-    key_bytes, parent_bytes = len(key) - ID.size, len(value) - _FIXED_BYTES
-    if not 0 < key_bytes <= MAX_KEY_BYTES or not 0 <= parent_bytes <= MAX_KEY_BYTES:
-        return False
-    check = xxh3_64_intdigest(key + value[: _VALUE.size] + value[_FIXED_BYTES:])
-    return value[_VALUE.size : _FIXED_BYTES] == _CHECK.pack(check)
+def _by_length(
+    chunk: list[tuple[bytes, bytes]],
+) -> Iterator[tuple[tuple[int, int], tuple[Sequence[bytes], Sequence[bytes]]]]:
+    """Keys and values by their lengths."""
+    keys, values = zip(*chunk, strict=True)
+    lengths = np.array([*map(len, keys)]) << 32 | np.array([*map(len, values)])
+    for each in np.unique(lengths).tolist():
+        which = (lengths == each).tolist()
+        yield divmod(each, 1 << 32), (list(compress(keys, which)), list(compress(values, which)))
 
 
 def _fill(
     columns: dict[str, NDArray[Any]],
-    rows: slice,
-    group: list[tuple[bytes, bytes]],
+    at: int,
+    keys: Sequence[bytes],
+    values: Sequence[bytes],
     key_bytes: int,
     parent_bytes: int,
-) -> None:
-    keys, values = zip(*group, strict=True)
+) -> NDArray[np.bool_]:
+    """Fills rows from `at` on with those that are records; which ones are."""
+    n, head = len(keys), ID.size + key_bytes
     key = np.frombuffer(b"".join(keys), [("ns", ">u4"), ("key", "u1", (key_bytes,))])
     value = np.frombuffer(b"".join(values), [*_CHECKED, ("parent", "u1", (parent_bytes,))])
+    checked = np.zeros((n, _CHECKED_BYTES), np.uint8)
+    checked[:, :head] = key.view(np.uint8).reshape(n, head)
+    checked[:, head : head + _VALUE.size] = value.view(np.uint8).reshape(n, -1)[:, : _VALUE.size]
+    checked[:, head + _VALUE.size : head + _VALUE.size + parent_bytes] = value["parent"]
+    good: NDArray[np.bool_] = _checks(checked) == value["check"]
+    if not good.all():
+        key, value = key[good], value[good]
+    rows = slice(at, at + len(key))
     columns["ns"][rows] = key["ns"]
     columns["keys"][rows, :key_bytes] = key["key"]
     columns["key_bytes"][rows] = key_bytes
@@ -164,6 +182,7 @@ def _fill(
     columns["parent_bytes"][rows] = parent_bytes
     for name, _ in _NUMBERS:
         columns[name][rows] = value[name]
+    return good
 
 
 assert [field.name for field in fields(Blocks)] == list(_DTYPES)

@@ -98,16 +98,16 @@ def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArr
 
 def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
     """The usable records as an event, latest first."""
-    which = np.flatnonzero(usable)[::-1]
-    return Restore(
+    everything = Restore(
         1,
-        blocks.ns[which],
-        blocks.keys[which],
-        blocks.key_bytes[which],
-        blocks.parents[which],
-        blocks.parent_bytes[which],
-        blocks.extent[which],
-        blocks.index[which],
-        blocks.version[which],
-        blocks.checksum[which],
+        blocks.ns[::-1],
+        blocks.keys[::-1],
+        blocks.key_bytes[::-1],
+        blocks.parents[::-1],
+        blocks.parent_bytes[::-1],
+        blocks.extent[::-1],
+        blocks.index[::-1],
+        blocks.version[::-1],
+        blocks.checksum[::-1],
     )
+    return everything.only(usable[::-1])

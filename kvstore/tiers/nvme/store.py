@@ -77,19 +77,27 @@ class Loaded:
 class RecordStore:
     """One folder's records. Any thread may call; readers and writers take turns."""
 
-    def __init__(self, folder: Path, extent_bytes: int, map_bytes: int) -> None:
+    def __init__(self, folder: Path, extent_bytes: int | None, map_bytes: int) -> None:
         """Makes the folder if absent, locks it and opens `folder`/records.
 
         `extent_bytes` signs a new folder; the attribute is what the folder was signed with. `map_bytes` is
         address space, and grows. Records that LMDB cannot read are moved aside, which `problems` tells.
+        With `extent_bytes` None nothing is made or moved: the folder must have readable records.
         TierError names the folder: in use, not writable, of another format.
         """
         self._folder = folder
         self._turn = threading.Lock()
         self.problems: list[str] = []
         with contextlib.ExitStack() as held:
+            if extent_bytes is None and not _has_records(folder):
+                raise TierError(
+                    f"{folder} holds no records of a kvstore daemon", "name the folder of nvme.path"
+                )
             held.callback(os.close, _lock(folder))
-            why = damage(folder)
+            why = _damage(folder)
+            if why and extent_bytes is None:
+                hint = "the next daemon moves them aside and starts empty"
+                raise TierError(f"the records in {folder} are corrupt: {why}", hint)
             if why:
                 self._move_aside(why)
             try:
@@ -97,7 +105,7 @@ class RecordStore:
                 held.callback(self._env.close)
                 self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
                 self.extent_bytes = self._sign(extent_bytes)
-            except lmdb.Error as error:
+            except (lmdb.Error, OSError) as error:
                 raise _unusable(folder, error) from error
             self._held = held.pop_all()
 
@@ -148,12 +156,14 @@ class RecordStore:
             raise _unusable(self._folder, error) from error
         self.problems.append(f"corrupt records ({why}) were moved to {aside}: the NVMe tier starts empty")
 
-    def _sign(self, extent_bytes: int) -> int:
+    def _sign(self, extent_bytes: int | None) -> int:
         """Signs a new folder with the format and the size of its extents; answers the size that it has."""
         with self._env.begin() as txn:
             found = txn.get(b"format", db=self._tables["meta"])
             signed = txn.get(b"extent_bytes", db=self._tables["meta"])
         if found is None or signed is None:
+            if extent_bytes is None:
+                raise TierError(f"the records in {self._folder} are unfinished", "start the daemon once")
             self.commit(
                 {"meta": {b"format": NUMBER.pack(FORMAT), b"extent_bytes": NUMBER.pack(extent_bytes)}}
             )
@@ -177,13 +187,21 @@ def _number(value: bytes) -> int:
     return int(NUMBER.unpack(value)[0])
 
 
-def damage(folder: Path) -> str:
+def _has_records(folder: Path) -> bool:
+    try:
+        return bool((folder / "records" / "data.mdb").stat().st_size)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _damage(folder: Path) -> str:
     """What keeps LMDB from reading all of `folder`/records; empty if nothing does, or if there are none.
 
     Read in a process of its own: LMDB follows a damaged page to anywhere, and may die of it.
     """
-    file = folder / "records" / "data.mdb"
-    if not file.exists() or not file.stat().st_size:
+    if not _has_records(folder):
         return ""
     command = [sys.executable, "-I", "-c", _READ_ALL, str(folder / "records"), *TABLES]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
@@ -239,6 +257,7 @@ def _lock(folder: Path) -> int:
 def _open(path: Path, map_bytes: int) -> Any:
     # Commits are synchronous. Otherwise a power cut can leave LMDB's root ahead of the pages it names, and a
     # commit whose sync failed stays visible. Measured: 3 % of the puts under load, 30 us for one alone.
+    path.mkdir(mode=0o700, exist_ok=True)  # LMDB would make it with the mode of its files
     env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(TABLES), mode=0o600, sync=True)
     env.reader_check()
     return env

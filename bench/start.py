@@ -1,0 +1,97 @@
+"""start: from the exec of `kvstore serve` to its first answer, with 1 M blocks on record."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness import GIB, MIB, Bench, Result, Target
+from kvstore import Client, Layout
+from kvstore.lab.served import ServedDaemon
+from kvstore.tiers.nvme.journal import Journal, Namespace, RecordBatch
+from kvstore.tiers.nvme.slabs import Slabs
+from kvstore.types import extent_bytes
+
+BLOCKS, CHAIN = 1_000_000, 250
+LAYOUT = Layout(model="bench", block_bytes=16 << 10)
+LIMIT_BYTES = 16 * GIB
+BOUND_S = 3.0
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """One line: the median of a few starts."""
+    with bench.scratch() as folder:
+        keys = _fill(bench, folder)
+        settings = {
+            "dram": {"limit": 256 * MIB, "huge_pages": False},
+            "nvme": {"path": folder, "limit": LIMIT_BYTES},
+        }
+        seconds: list[float] = []
+        with ServedDaemon(settings) as daemon:
+            daemon.stop()
+            while sum(seconds) < bench.seconds or len(seconds) < 5:
+                bench.doing("starting", min(1.0, sum(seconds) / bench.seconds))
+                begun = time.monotonic()
+                daemon.start()
+                seconds.append(time.monotonic() - begun)
+                with Client(daemon.url, deadline_s=10.0) as client:
+                    assert client.namespace(LAYOUT).lookup(keys) == len(keys)
+                    restored = client.status()["counters"]["restored_blocks_nvme"]
+                assert restored == BLOCKS
+                daemon.stop()
+    value = statistics.median(seconds)
+    yield Result(
+        "start/1M-records",
+        value,
+        "s",
+        BOUND_S,
+        value / BOUND_S,
+        len(seconds),
+        target=Target("<=", BOUND_S, "value"),
+    )
+
+
+def _fill(bench: Bench, folder: Path) -> list[bytes]:
+    """Puts chains of blocks on record, in slabs of which no byte was ever written; the last chain's keys."""
+    size = extent_bytes(LIMIT_BYTES)
+    journal, slabs = Journal.open(folder, size), Slabs(folder, size)
+    each = size // LAYOUT.block_bytes
+    journal.put_namespace(1, Namespace("default", LAYOUT.to_map(), LAYOUT.fingerprint()))
+    for extent in range(LIMIT_BYTES // size):
+        slabs.allocate(extent)
+        journal.put_extent(extent, LAYOUT.block_bytes)
+    dice = np.random.default_rng(1)
+    keys: list[bytes] = []
+    for start in range(0, BLOCKS, CHAIN):
+        bench.doing("recording", start / BLOCKS)
+        keys = [os.urandom(32) for _ in range(CHAIN)]
+        places = [divmod(start + i, each) for i in range(CHAIN)]
+        journal.put(
+            RecordBatch(
+                [1] * CHAIN,
+                keys,
+                [b"", *keys[:-1]],
+                [extent for extent, _ in places],
+                [index for _, index in places],
+                [1] * CHAIN,
+                [LAYOUT.block_bytes] * CHAIN,
+                dice.integers(0, 1 << 63, CHAIN).tolist(),
+                [1e9 + start - 1e-6 * i for i in range(CHAIN)],
+            ),
+            int,
+            _recorded,
+        )
+        if start % (40 * CHAIN) == 0:
+            journal.drain()
+    journal.close()
+    slabs.close()
+    return keys
+
+
+def _recorded(error: Exception | None) -> None:
+    assert error is None, error

@@ -1,0 +1,314 @@
+"""What a machine lacks for a configuration: one line a check, with what to do where something is not right.
+
+Each check is a function of what was read, so it can be told of any machine. Not here: the state of a running
+daemon (`kvstore status`), and whether stored blocks are good (`kvstore fsck`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import platform
+import re
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvstore.arena import HUGE_BYTES, Extent
+from kvstore.config import SOCKET_PATH_BYTES, Config, format_size
+from kvstore.errors import TierError
+from kvstore.types import ALIGN, extent_bytes
+
+Level = Literal["ok", "warn", "fail"]
+OK: Level = "ok"
+WARN: Level = "warn"
+FAIL: Level = "fail"
+
+PACKAGES = ("numpy", "lmdb", "msgpack", "xxhash", "blake3", "pydantic", "uvloop")
+_KERNEL = (
+    ((5, 14), "memory that is there before the first put needs 5.14 (MADV_POPULATE_WRITE)"),
+    ((6, 1), "huge pages for shared memory need 6.1 (MADV_COLLAPSE)"),
+)
+_OTHER_FILES = 64
+_PRESERVING_SYSTEMD = 254
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One check: `found` is what is there, `advice` what to do about it, empty where nothing need be done."""
+
+    level: Level
+    name: str
+    found: str
+    advice: str = ""
+
+
+def examine(config: Config) -> list[Line]:
+    """Every check, on this machine. Makes a file in the NVMe folder and removes it; changes nothing else."""
+    lines = [
+        kernel(platform.release()),
+        packages(platform.python_version(), {name: _version(name) for name in PACKAGES}),
+        open_files(resource.getrlimit(resource.RLIMIT_NOFILE), config),
+        locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.dram.limit),
+        memory(Path("/proc/meminfo").read_text(encoding="ascii"), _cgroup_limits(), config.dram.limit),
+        huge_pages(config.dram.huge_pages, _gets_huge_pages, Path("/sys/kernel/mm/transparent_hugepage")),
+        socket(config.daemon.socket),
+    ]
+    if config.nvme.path is None:
+        lines.append(Line(OK, "nvme", "no nvme.path: no such tier"))
+    else:
+        folder = _existing(config.nvme.path)
+        lines += [direct_io(folder), space(config.nvme.path, _free_bytes(folder), config.nvme.limit)]
+        lines += [lock(config.nvme.path), records(config.nvme.path)]
+    modules = {name: importlib.util.find_spec(name) is not None for name in ("cupy", "kvikio")}
+    lines += gpu(Path("/dev"), Path("/proc/driver"), _loads("libcuda.so.1"), modules)
+    lines.append(systemd(_output("systemctl", "--version")))
+    return lines
+
+
+def kernel(release: str) -> Line:
+    """`release` as uname gives it."""
+    found = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    for needed, why in _KERNEL:
+        if found < needed:
+            return Line(WARN, "kernel", release, f"a newer kernel: {why}")
+    return Line(OK, "kernel", release)
+
+
+def packages(python: str, versions: Mapping[str, str | None]) -> Line:
+    """Versions by package, None for those that are absent."""
+    found = ", ".join([f"python {python}", *(f"{name} {v or 'absent'}" for name, v in versions.items())])
+    absent = [name for name, version in versions.items() if version is None]
+    if not absent:
+        return Line(OK, "packages", found)
+    level = WARN if absent == ["uvloop"] else FAIL
+    return Line(level, "packages", found, f"pip install {' '.join(absent)}")
+
+
+def open_files(limit: tuple[int, int], config: Config) -> Line:
+    """`limit` is (soft, hard) of open files: one an extent of every tier, one a client."""
+    extents = config.dram.limit // extent_bytes(config.dram.limit)
+    if config.nvme.path is not None:
+        extents += config.nvme.limit // extent_bytes(config.nvme.limit)
+    least, need = extents + _OTHER_FILES, extents + _OTHER_FILES + config.limits.connections
+    found = f"{_count(limit[0])} here, {need} for {extents} extents and limits.connections"
+    advice = f"ulimit -n {need} before kvstore serve; a unit sets its own LimitNOFILE="
+    if 0 <= limit[0] < need:
+        return Line(FAIL if limit[0] < least else WARN, "open files", found, advice)
+    return Line(OK, "open files", found)
+
+
+def locked_memory(soft_bytes: int, dram_bytes: int) -> Line:
+    """`soft_bytes` is the limit of locked memory, negative for none."""
+    if soft_bytes < 0:
+        return Line(OK, "locked memory", "unlimited")
+    found = f"{format_size(soft_bytes)} here, dram.limit is {format_size(dram_bytes)}"
+    if soft_bytes >= dram_bytes:
+        return Line(OK, "locked memory", found)
+    return Line(
+        WARN, "locked memory", found, "who pins extents for a device needs LimitMEMLOCK=infinity or ulimit -l"
+    )
+
+
+def memory(meminfo: str, cgroup_bytes: Iterable[int], dram_bytes: int) -> Line:
+    """`meminfo` is /proc/meminfo, `cgroup_bytes` the limits of our control group and those above it."""
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
+    total = min([sizes["MemTotal"], *cgroup_bytes])
+    free = min(sizes["MemAvailable"], total)
+    found = f"{format_size(free)} available of {format_size(total)}, dram.limit is {format_size(dram_bytes)}"
+    if total < dram_bytes:
+        return Line(FAIL, "memory", found, "lower dram.limit, or give machine or control group more memory")
+    if free < dram_bytes:
+        return Line(WARN, "memory", found, "lower dram.limit, unless a running daemon has what is missing")
+    return Line(OK, "memory", found)
+
+
+def huge_pages(wanted: bool, try_it: Callable[[], bool], settings: Path) -> Line:
+    """Tries a piece of shared memory; `settings` is the kernel's folder of transparent huge pages."""
+    chosen = [f"{name} {_chosen(settings / name)}" for name in ("enabled", "shmem_enabled")]
+    if not wanted:
+        return Line(OK, "huge pages", "dram.huge_pages is off")
+    if try_it():
+        return Line(OK, "huge pages", f"the kernel gives them ({', '.join(chosen)})")
+    advice = (
+        f"echo advise > {settings / 'shmem_enabled'}, on Linux 6.1 or later; else dram.huge_pages = false"
+    )
+    return Line(WARN, "huge pages", f"the kernel gives none ({', '.join(chosen)})", advice)
+
+
+def socket(path: Path) -> Line:
+    """The folder must be there, or be made by the daemon."""
+    found = f"{path}, {len(os.fsencode(path))} of at most {SOCKET_PATH_BYTES} bytes"
+    if os.path.lexists(path) and not path.is_socket():
+        return Line(FAIL, "socket", f"{path} is no socket", "set daemon.socket to another path")
+    folder = _existing(path.parent)
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        advice = "run this as the daemon's user, or set daemon.socket to a path that it may make"
+        return Line(FAIL, "socket", f"{folder} is not writable for uid {os.geteuid()}", advice)
+    return Line(OK, "socket", found)
+
+
+def direct_io(folder: Path) -> Line:
+    """Writes a file past the page cache."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file, mmap.mmap(-1, ALIGN) as data:
+            fd = os.open(file.name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            try:
+                os.pwrite(fd, data, 0)
+            finally:
+                os.close(fd)
+    except PermissionError:
+        found = f"{folder} is not writable for uid {os.geteuid()}"
+        return Line(FAIL, "direct I/O", found, "run this as the daemon's user, or chown the folder to it")
+    except OSError as error:
+        advice = "use ext4 or XFS on a local device: without direct I/O the page cache takes memory too"
+        return Line(WARN, "direct I/O", f"{folder}: {error.strerror}", advice)
+    return Line(OK, "direct I/O", f"{folder} takes it")
+
+
+def space(path: Path, free_bytes: int, limit_bytes: int) -> Line:
+    """Slabs have their full size, so what is there already needs no more room."""
+    have = sum(slab.stat().st_blocks * 512 for slab in path.glob("slabs/*.slab"))
+    sizes = f"{format_size(have)} in slabs, {format_size(free_bytes)} free"
+    found = f"{sizes}, nvme.limit is {format_size(limit_bytes)}"
+    if have + free_bytes >= limit_bytes:
+        return Line(OK, "space", found)
+    return Line(FAIL, "space", found, f"make room in {path}, or lower nvme.limit")
+
+
+def lock(path: Path) -> Line:
+    """Who uses the folder."""
+    try:
+        fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Line(OK, "folder", f"{path}: no daemon has used it")
+    except OSError as error:
+        return Line(FAIL, "folder", f"{path}: {error.strerror}", "run this as the daemon's user")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return Line(OK, "folder", f"{path}: not in use")
+    except BlockingIOError:
+        pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        return Line(OK, "folder", f"{path}: in use by pid {pid or 'unknown'}")
+    finally:
+        os.close(fd)
+
+
+def records(path: Path) -> Line:
+    """Whether there are records, and whether some had to be moved aside."""
+    aside = sorted(each.name for each in path.glob("records.corrupt-*"))
+    if aside:
+        advice = (
+            f"blocks written before that are lost and computed again: look for a failing device "
+            f"(dmesg, smartctl -a), then delete {path / aside[-1]}"
+        )
+        return Line(FAIL, "records", f"moved aside as corrupt: {', '.join(aside)}", advice)
+    try:
+        nbytes = (path / "records" / "data.mdb").stat().st_size
+    except FileNotFoundError:
+        return Line(OK, "records", "none yet")
+    except OSError as error:
+        return Line(FAIL, "records", f"{path}: {error.strerror}", "run this as the daemon's user")
+    return Line(OK, "records", f"{format_size(nbytes)}, not checked (kvstore fsck does)")
+
+
+def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) -> list[Line]:
+    """The daemon needs none; what engines need beside one is told only where there is one."""
+    devices = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
+    if not devices:
+        return [Line(OK, "GPU", "none, and the daemon needs none")]
+    found = {
+        "libcuda": (libcuda, "install the NVIDIA driver's user space (libcuda.so.1)"),
+        "nvidia-fs": ((drivers / "nvidia-fs").exists(), "for GPUDirect Storage: modprobe nvidia-fs"),
+        **{name: (there, f"pip install {name}") for name, there in modules.items()},
+    }
+    lines = [Line(OK, "GPU", ", ".join(devices))]
+    for name, (there, advice) in found.items():
+        lines.append(Line(OK, name, "found") if there else Line(WARN, name, "absent", advice))
+    return lines
+
+
+def systemd(output: str) -> Line:
+    """`output` is what `systemctl --version` prints, empty without systemd."""
+    version = re.match(r"systemd (\d+)", output)
+    if version is None:
+        return Line(OK, "systemd", "none: run kvstore serve under another supervisor")
+    if int(version[1]) < _PRESERVING_SYSTEMD:
+        advice = f"{_PRESERVING_SYSTEMD} keeps DRAM's contents over a stop too; older ones over a restart"
+        return Line(WARN, "systemd", version[1], advice)
+    return Line(OK, "systemd", version[1])
+
+
+def _existing(path: Path) -> Path:
+    """The folder, or the nearest one above that is there."""
+    return next((each for each in (path, *path.absolute().parents) if os.path.isdir(each)), Path("/"))
+
+
+def _free_bytes(folder: Path) -> int:
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize
+
+
+def _cgroup_limits() -> list[int]:
+    """Memory limits of our control group (version 2) and all above it, in bytes."""
+    own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(encoding="utf-8"), re.MULTILINE)
+    root = Path("/sys/fs/cgroup")
+    group = root / (own[1] if own else "")
+    files = [each / "memory.max" for each in (group, *group.parents) if each.is_relative_to(root)]
+    texts = [file.read_text(encoding="ascii").strip() for file in files if file.exists()]
+    return [int(text) for text in texts if text != "max"]
+
+
+def _gets_huge_pages() -> bool:
+    try:
+        extent = Extent.create("kvstore-doctor", HUGE_BYTES)
+    except TierError:
+        return False
+    try:
+        return extent.populate(huge=True)
+    finally:
+        extent.close()
+
+
+def _chosen(file: Path) -> str:
+    """The choice in brackets, as in `always [madvise] never`."""
+    try:
+        text = file.read_text(encoding="ascii")
+    except OSError:
+        return "unknown"
+    chosen = re.search(r"\[(\w+)\]", text)
+    return chosen[1] if chosen else text.strip()
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _count(n: int) -> str:
+    return "unlimited" if n < 0 else str(n)

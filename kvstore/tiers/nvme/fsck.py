@@ -1,0 +1,270 @@
+"""Checks a tier's folder while no daemon uses it: every record against its slab, every block's checksum.
+
+Free slots are no problem, and neither is a slab of full size that no extent record names: it waits to be
+given to a size of blocks. A record with several problems is told once, with the first in the order of `Kind`.
+Not here: printing, and whether the records can be read at all (`store.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import arena
+from kvstore.errors import TierError
+from kvstore.tiers.nvme.records import ID, Blocks
+from kvstore.tiers.nvme.store import Changes, Loaded, RecordStore
+from kvstore.types import ALIGN
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of blocks have been checked, and of how many."""
+
+_RUN_BYTES = 8 << 20  # read at once
+_MAP_BYTES = 8 << 30
+
+
+class Kind(StrEnum):
+    """What can be wrong. Three concern an extent, the others a block's record."""
+
+    NO_SLAB = "extent without its slab"
+    SHORT_SLAB = "slab shorter than its extent"
+    ORPHAN = "orphan slab"
+    DAMAGED = "record cannot be decoded"
+    NAMESPACE = "unknown namespace"
+    NO_EXTENT = "unknown extent"
+    MISSING = "slab missing"
+    SLOT_BYTES = "extent has slots of another size"
+    LENGTH = "length is not the namespace's"
+    OUTSIDE = "outside the extent's slots"
+    BEYOND = "beyond the slab's end"
+    UNREADABLE = "cannot be read"
+    OVERLAP = "slot belongs to another block"
+    CHECKSUM = "wrong checksum"
+
+
+_NUMBERS = {kind: i for i, kind in enumerate(Kind, 1)}
+_GOOD = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem. `extent`, `index` (the slot) and `namespace` are numbers where they are known."""
+
+    kind: Kind
+    extent: int | None = None
+    index: int | None = None
+    namespace: int | None = None
+    key: bytes = b""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found. `verdict` has for each row of `blocks` 0 or the number of its kind.
+
+    `damaged` has raw keys of the table of blocks, `orphans` files; `repaired` says whether all that was found
+    is repaired.
+    """
+
+    folder: Path
+    extents: int
+    blocks: Blocks
+    verdict: npt.NDArray[np.uint8]
+    damaged: list[bytes]
+    no_slab: list[int] = field(default_factory=list)
+    short: dict[int, Path] = field(default_factory=dict)
+    orphans: dict[int, Path] = field(default_factory=dict)
+    checked_bytes: int = 0
+    repaired: bool = False
+
+    def counts(self) -> dict[Kind, int]:
+        """How often each kind was found; kinds that were not are left out."""
+        found = Counter({Kind.NO_SLAB: len(self.no_slab), Kind.SHORT_SLAB: len(self.short)})
+        found.update({Kind.ORPHAN: len(self.orphans), Kind.DAMAGED: len(self.damaged)})
+        rows = np.bincount(self.verdict, minlength=len(Kind) + 1).tolist()
+        found.update({kind: rows[number] for kind, number in _NUMBERS.items()})
+        return {kind: found[kind] for kind in Kind if found[kind]}
+
+    def findings(self) -> Iterator[Finding]:
+        """Every problem, those of extents first."""
+        yield from (Finding(Kind.NO_SLAB, extent) for extent in self.no_slab)
+        yield from (Finding(Kind.SHORT_SLAB, extent) for extent in self.short)
+        yield from (Finding(Kind.ORPHAN, extent) for extent in self.orphans)
+        yield from (Finding(Kind.DAMAGED, key=raw) for raw in self.damaged)
+        kinds = tuple(Kind)
+        blocks = self.blocks
+        for i in np.flatnonzero(self.verdict).tolist():
+            yield Finding(
+                kinds[self.verdict[i] - 1],
+                int(blocks.extent[i]),
+                int(blocks.index[i]),
+                int(blocks.ns[i]),
+                _key(blocks, i),
+            )
+
+
+def fsck(folder: Path, limit_bytes: int | None, repair: bool, progress: Progress) -> Report:
+    """Checks a folder; with `repair`, deletes bad records and orphan slabs and gives short slabs their size.
+
+    `limit_bytes` is nvme.limit where it is known: slabs beyond it that nothing names are orphans too. Of two
+    records that name one slot, the one stays whose checksum proves it. TierError if there is no such folder,
+    if a daemon uses it, or if it cannot be read or repaired.
+    """
+    with closing(RecordStore(folder, None, _MAP_BYTES)) as store:
+        try:
+            report = _check(folder, store.load(), store.extent_bytes, limit_bytes, progress)
+            if repair:
+                _repair(store, report)
+        except (OSError, lmdb.Error) as error:
+            raise TierError(f"cannot check {folder}: {error}") from error
+    return report
+
+
+def _check(
+    folder: Path, loaded: Loaded, extent_bytes: int, limit_bytes: int | None, progress: Progress
+) -> Report:
+    paths = {int(p.stem): p for p in sorted(folder.glob("slabs/*.slab")) if p.stem.isdecimal()}
+    sizes = {extent: path.stat().st_size for extent, path in paths.items()}
+    count = None if limit_bytes is None else limit_bytes // extent_bytes
+    verdict = _places(loaded, sizes, extent_bytes)
+    report = Report(folder, len(loaded.extents), loaded.blocks, verdict, loaded.damaged)
+    report.no_slab = sorted(loaded.extents.keys() - paths.keys())
+    for extent, path in paths.items():
+        short = sizes[extent] < extent_bytes
+        if extent in loaded.extents:
+            if short:
+                report.short[extent] = path
+        elif short or (count is not None and extent >= count):
+            report.orphans[extent] = path
+    _read(loaded, paths, report, progress)
+    return report
+
+
+def _places(loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int) -> npt.NDArray[np.uint8]:
+    """A verdict a record, as far as it can be told without its bytes."""
+    blocks = loaded.blocks
+    payloads = {n: int(space.layout["block_bytes"]) for n, space in loaded.namespaces.items()}
+    length = _mapped(blocks.ns, payloads)
+    slot = _mapped(blocks.extent, loaded.extents)
+    slab = _mapped(blocks.extent, slab_sizes)
+    index = blocks.index.astype(np.int64)
+    tests = {
+        Kind.NAMESPACE: length < 0,
+        Kind.NO_EXTENT: slot < 0,
+        Kind.MISSING: slab < 0,
+        Kind.SLOT_BYTES: slot != -(-length // ALIGN) * ALIGN,
+        Kind.LENGTH: blocks.length != length,
+        Kind.OUTSIDE: (index + 1) * slot > extent_bytes,
+        Kind.BEYOND: index * slot + length > slab,
+    }
+    return np.select(list(tests.values()), [_NUMBERS[kind] for kind in tests], _GOOD).astype(np.uint8)
+
+
+def _read(loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress) -> None:
+    """Reads the blocks of all good records in the order of the device and verifies them."""
+    blocks, verdict = report.blocks, report.verdict
+    rows = np.flatnonzero(verdict == _GOOD)
+    rows = rows[np.lexsort((blocks.index[rows], blocks.extent[rows]))]
+    total = int(blocks.length[rows].sum(dtype=np.int64))
+    fingerprints = {n: space.fingerprint for n, space in loaded.namespaces.items()}
+    for some in np.split(rows, np.flatnonzero(np.diff(blocks.extent[rows])) + 1):
+        if not len(some):
+            continue
+        extent = int(blocks.extent[some[0]])
+        slot_bytes = loaded.extents[extent]
+        fd = os.open(paths[extent], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            for run in _runs(some, blocks.index, slot_bytes):
+                _verify_run(fd, slot_bytes, run, fingerprints, report)
+                report.checked_bytes += int(blocks.length[run].sum(dtype=np.int64))
+                progress(report.checked_bytes, total)
+            # What is read once must not push out what others on this machine read often.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    place = blocks.extent[rows].astype(np.uint64) << 32 | blocks.index[rows]
+    same = place[1:] == place[:-1]
+    shared = rows[np.append(same, False) | np.insert(same, 0, False)] if len(rows) else rows
+    verdict[shared[verdict[shared] == _NUMBERS[Kind.CHECKSUM]]] = _NUMBERS[Kind.OVERLAP]
+
+
+def _runs(
+    rows: npt.NDArray[np.int64], index: npt.NDArray[np.uint32], slot_bytes: int
+) -> list[npt.NDArray[np.int64]]:
+    """Rows of one extent, in order, cut into runs of neighbours of at most `_RUN_BYTES`."""
+    slots = max(1, _RUN_BYTES // slot_bytes)
+    at = index[rows].astype(np.int64)
+    return np.split(rows, np.flatnonzero((np.diff(at) > 1) | (np.diff(at // slots) > 0)) + 1)
+
+
+def _verify_run(
+    fd: int, slot_bytes: int, run: npt.NDArray[np.int64], fingerprints: dict[int, bytes], report: Report
+) -> None:
+    blocks = report.blocks
+    first, last = int(blocks.index[run[0]]), int(blocks.index[run[-1]])
+    try:
+        data = _pread(fd, (last - first + 1) * slot_bytes, first * slot_bytes)
+    except OSError:
+        if first == last:
+            report.verdict[run] = _NUMBERS[Kind.UNREADABLE]
+        else:
+            for row in run:
+                _verify_run(fd, slot_bytes, np.array([row]), fingerprints, report)
+        return
+    for i in run.tolist():
+        start, length = (int(blocks.index[i]) - first) * slot_bytes, int(blocks.length[i])
+        seed = arena.seed(fingerprints[int(blocks.ns[i])], _key(blocks, i), length)
+        if arena.checksum(data[start : start + length], seed) != int(blocks.checksum[i]):
+            report.verdict[i] = _NUMBERS[Kind.CHECKSUM]
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> memoryview:
+    """All of `nbytes`, or what there is before the file's end."""
+    parts, got = [], 0
+    while got < nbytes and (part := os.pread(fd, nbytes - got, offset + got)):
+        parts.append(part)
+        got += len(part)
+    return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _repair(store: RecordStore, report: Report) -> None:
+    """Records go first: a crash in between leaves files that the next check finds."""
+    blocks = report.blocks
+    bad = np.flatnonzero(report.verdict).tolist()
+    raw = [*report.damaged, *(ID.pack(int(blocks.ns[i])) + _key(blocks, i) for i in bad)]
+    changes: Changes = {
+        "blocks": dict.fromkeys(raw),
+        "extents": dict.fromkeys(map(ID.pack, report.no_slab)),
+    }
+    store.commit(changes)
+    for path in report.orphans.values():
+        path.unlink()
+    for path in report.short.values():
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, store.extent_bytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    report.repaired = True
+
+
+def _key(blocks: Blocks, i: int) -> bytes:
+    padded: bytes = blocks.keys[i].tobytes()
+    return padded[: blocks.key_bytes[i]]
+
+
+def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArray[np.int64]:
+    """The value for each number of a column, -1 where there is none."""
+    numbers, inverse = np.unique(column, return_inverse=True)
+    found = np.array([values.get(n, -1) for n in numbers.tolist()], np.int64)
+    return found[inverse] if len(found) else np.zeros(0, np.int64)
