@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,13 +65,13 @@ def test_every_flipped_bit_is_found() -> None:
         for record in on_record:
             files.flip_bit(files.slab(folder, record.extent), dice, record.offset, record.length)
         daemon.start()
-        with Client(daemon.url, deadline_s=20, strict=True) as client:
+        with Client(daemon.url, deadline_s=60, strict=True) as client:
             ns = client.namespace(LAYOUT)
             assert ns.lookup(keys) == len(keys)
+            started_s = time.monotonic()
             assert served(ns, keys) == []
-            counters = client.status()["counters"]
-            assert counters.get("quarantined_blocks", 0) == len(keys)
-            assert not counters.get("late_blocks", 0), "a bad block is a miss at once, not at the deadline"
+            assert time.monotonic() - started_s < 40, "a bad block is a miss at once, not at its deadline"
+            assert client.status()["counters"].get("quarantined_blocks", 0) == len(keys)
             check_limits(client.status())
         store(daemon, keys)
         daemon.kill()
