@@ -855,18 +855,19 @@ def test_a_cancelled_call_leaves_nothing_behind(daemon: ServedDaemon, client: Cl
     eventually(lambda: idle(client.status()), 3)
 
 
-def test_a_deadline_cuts_the_prefix_instead_of_missing_it(daemon: ServedDaemon, client: Client) -> None:
-    ns = client.namespace(new_layout())
-    keys = names(100)
-    ns.put(keys, payloads(keys))
-    eventually(lambda: idle(client.status()))
-    flood = client.namespace(new_layout())
-    for i in range(10):
-        some = names(128, f"cut {i}")
-        flood.put(some, payloads(some))
-    n = got(ns, keys, deadline_s=0.003)
-    assert 0 <= n <= 100
-    assert got(ns, keys) == 100
+def test_a_deadline_cuts_the_prefix_instead_of_missing_it() -> None:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+        ns = client.namespace(new_layout())
+        keys = names(100)
+        ns.put(keys, payloads(keys))
+        eventually(lambda: idle(client.status()))
+        flood = client.namespace(new_layout())
+        for i in range(10):
+            some = names(128, f"cut {i}")
+            flood.put(some, payloads(some))
+        n = got(ns, keys, deadline_s=0.003)
+        assert 0 <= n <= 100
+        assert got(ns, keys) == 100
 
 
 def test_a_full_store_says_so() -> None:

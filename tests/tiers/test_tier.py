@@ -1,0 +1,249 @@
+"""The order in which bytes and records reach the device, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.core.actions import Copy, Identity, Probe, Where
+from kvstore.core.events import CORRUPT, FAILED, OK
+from kvstore.errors import TierError
+from kvstore.tiers.base import BlockIO
+from kvstore.tiers.nvme.journal import Journal, Namespace
+from kvstore.tiers.nvme.slabs import Slabs
+from kvstore.tiers.nvme.store import RecordStore
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.types import ALIGN
+
+MIB = 1 << 20
+
+
+class Engine:
+    """Moves nothing before it is told to."""
+
+    name = "by hand"
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Sequence[BlockIO], Callable[[list[OSError | None]], None]]] = []
+
+    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+        self.waiting.append((ios, done))
+
+    def move(self, *errors: OSError | None) -> None:
+        """Ends the oldest batch."""
+        ios, done = self.waiting.pop(0)
+        done(list(errors) or [None] * len(ios))
+
+    def close(self) -> None:
+        assert not self.waiting
+
+
+class Site:
+    """A tier whose journal writes when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = Engine()
+        self.store = RecordStore(folder, MIB, 8 << 20)
+        self.journal = Journal(folder, self.store, wake=lambda: None)
+        self.now = 1000.0
+        self.tier = NvmeTier(self.journal, Slabs(folder, MIB), self.engine, 4 * MIB, clock=lambda: self.now)
+        self.tier.load()
+        self.tier.allocate(lambda _: None, lambda error: None)
+        self.tier.put_namespace(1, Namespace("default", {"block_bytes": 100}, bytes(16)))
+        for extent in range(4):
+            self.tier.format(extent, ALIGN)
+        self.step()
+        self.results: dict[int, list[int]] = {}
+        self._last = 0
+
+    def step(self) -> None:
+        while self.journal.step():
+            pass
+
+    def write(self, *blocks: tuple[bytes, int, int]) -> int:
+        """Starts writing (key, extent, index); the number under which `results` has the outcome."""
+        self._last += 1
+        number = self._last
+        copy = Copy(
+            number, 0, 1, ALIGN, who(*(b[0] for b in blocks)), [b""] * len(blocks),
+            where(*(b[1:] for b in blocks)), where(*(b[1:] for b in blocks)), np.ones(len(blocks), np.uint32),
+        )  # fmt: skip
+        slots = [memoryview(bytearray(ALIGN)) for _ in blocks]
+        self.tier.write(copy, slots, {1: 100}, lambda r: self.results.update({number: r.tolist()}))
+        return number
+
+    def drop(self, *blocks: tuple[bytes, int, int]) -> None:
+        self.tier.drop(who(*(b[0] for b in blocks)), where(*(b[1:] for b in blocks)))
+
+    def records(self) -> dict[bytes, tuple[int, int]]:
+        """What is on record: key to (extent, index)."""
+        blocks = self.store.load().blocks
+        places = zip(blocks.extent.tolist(), blocks.index.tolist(), strict=True)
+        return {k.tobytes().rstrip(b"\0"): p for k, p in zip(blocks.keys, places, strict=True)}
+
+
+def who(*keys: bytes) -> Identity:
+    words = np.frombuffer(b"".join(k.ljust(64, b"\0") for k in keys), np.uint64).reshape(-1, 8)
+    n = len(keys)
+    sizes = np.array([len(k) for k in keys], np.uint8)
+    return Identity(np.ones(n, np.uint16), words, sizes, np.zeros(n, np.uint64))
+
+
+def where(*places: tuple[int, int]) -> Where:
+    return Where(np.array([e << 32 | i for e, i in places], np.uint64))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    while made.engine.waiting:
+        made.engine.move()
+    made.tier.close()
+
+
+def test_a_record_follows_its_bytes(site: Site) -> None:
+    number = site.write((b"a", 0, 0), (b"b", 0, 1))
+    site.step()
+    assert site.records() == {}
+    site.engine.move(None, OSError(5, "no"))
+    assert site.results == {}
+    site.step()
+    assert site.records() == {b"a": (0, 0)}
+    assert site.results == {number: [OK, FAILED]}
+
+
+def test_a_slot_is_written_again_only_when_its_old_record_is_durably_gone(site: Site) -> None:
+    site.write((b"a", 0, 0))
+    site.engine.move()
+    site.step()
+    site.drop((b"a", 0, 0))
+    again = site.write((b"b", 0, 0))
+    other = site.write((b"c", 1, 0))
+    assert len(site.engine.waiting) == 1, "only what goes elsewhere has started"
+    site.engine.move()
+    assert site.records() == {b"a": (0, 0)}
+    site.step()
+    assert site.results[other] == [OK]
+    assert site.records() == {b"c": (1, 0)}
+    assert len(site.engine.waiting) == 1
+    site.engine.move()
+    site.step()
+    assert site.results[again] == [OK]
+    site.write((b"d", 0, 1))
+    assert len(site.engine.waiting) == 1, "nothing is waited for any more"
+
+
+def test_it_is_not_written_if_the_deletion_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.write((b"a", 0, 0))
+    site.engine.move()
+    site.step()
+    site.drop((b"a", 0, 0))
+    number = site.write((b"b", 0, 0))
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(site.store, "commit", full)
+        site.step()
+    assert not site.engine.waiting
+    assert site.results == {1: [OK], number: [FAILED]}
+    assert site.records() == {b"a": (0, 0)}
+    # What is owed is made up for by the next commit, and then the slot can be written.
+    again = site.write((b"b", 0, 0))
+    site.step()
+    site.engine.move()
+    site.step()
+    assert site.results[again] == [OK]
+    assert site.records() == {b"b": (0, 0)}
+
+
+@pytest.mark.parametrize("moment", ["moving", "moved"])
+def test_what_is_dropped_on_its_way_leaves_no_record(site: Site, moment: str) -> None:
+    number = site.write((b"a", 0, 0), (b"b", 0, 1))
+    if moment == "moved":
+        site.engine.move()
+    site.drop((b"a", 0, 0))
+    if moment == "moving":
+        site.engine.move()
+    again = site.write((b"a", 1, 0))
+    site.engine.move()
+    site.step()
+    assert site.records() == {b"b": (0, 1), b"a": (1, 0)}, "the later one of the two, whoever ended first"
+    assert site.results[again] == [OK]
+    assert site.results[number][1] == OK
+    assert site.results[number][0] == (FAILED if moment == "moving" else OK)
+
+
+def test_when_durable_comes_after_all_that_was_asked_before(site: Site) -> None:
+    told: list[Exception | None] = []
+    site.write((b"a", 0, 0))
+    site.engine.move()
+    site.drop((b"a", 0, 0))
+    site.tier.when_durable(told.append)
+    assert told == []
+    site.step()
+    assert told == [None]
+    assert site.records() == {}
+
+
+def test_a_clock_that_is_set_back_makes_nothing_older(site: Site, tmp_path: Path) -> None:
+    for i, now in enumerate([1000.0, 5000.0, 10.0, -1e9, 20.0]):
+        site.now = now
+        site.write((b"%d" % i, 0, i))
+        site.engine.move()
+        site.step()
+    blocks = site.store.load().blocks
+    assert [k.tobytes().rstrip(b"\0") for k in blocks.keys] == [b"0", b"1", b"2", b"3", b"4"], "oldest first"
+    assert np.all(np.diff(blocks.stored_at) > 0)
+
+
+def test_the_clock_goes_on_from_the_latest_record_after_a_restart(tmp_path: Path) -> None:
+    first = Site(tmp_path)
+    first.now = 9e9
+    first.write((b"future", 0, 0))
+    first.engine.move()
+    first.step()
+    first.tier.close()
+    second = Site(tmp_path)
+    second.write((b"now", 0, 1))
+    second.engine.move()
+    second.step()
+    assert [k.tobytes().rstrip(b"\0") for k in second.store.load().blocks.keys] == [b"future", b"now"]
+    second.tier.close()
+
+
+def test_a_probe_reads_aside_and_tells_bad_from_unreadable(site: Site) -> None:
+    probe = Probe(1, 1, ALIGN, who(b"a", b"b"), where((0, 0), (0, 1)))
+    told: list[list[int]] = []
+    site.tier.probe(probe, {1: bytes(16)}, {1: 100}, lambda r: told.append(r.tolist()))
+    [(ios, _)] = site.engine.waiting
+    assert not any(io.write for io in ios)
+    site.engine.move(None, OSError(5, "no"))
+    assert told == [[CORRUPT, FAILED]]
+
+
+def test_a_sync_that_fails_records_nothing_and_is_made_up_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = site.write((b"a", 0, 0))
+    site.engine.move()
+
+    def broken(_: object) -> None:
+        raise TierError("cannot sync")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slabs, "sync", lambda self, extents: broken(extents))
+        site.step()
+    assert site.results[number] == [FAILED]
+    assert site.records() == {}
+    synced: list[set[int]] = []
+    monkeypatch.setattr(Slabs, "sync", lambda self, extents: synced.append(set(extents)))
+    site.write((b"b", 1, 0))
+    site.engine.move()
+    site.step()
+    assert synced == [{0, 1}]
