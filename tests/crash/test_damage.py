@@ -7,13 +7,14 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvstore import Client
 from kvstore.client.sync import Namespace
-from kvstore.errors import UnavailableError
+from kvstore.errors import DeniedError, UnavailableError
 from kvstore.lab.served import ServedDaemon
 from kvstore.types import Layout
 from tests.crash import files
@@ -149,8 +150,8 @@ def _survives(folder: Path, keys: list[bytes]) -> bool:
                 ns = client.namespace(LAYOUT)
                 served(ns, keys + fresh)
                 ns.put(fresh, payloads(fresh))
-                ns.invalidate(keys[:50])
-                ns.invalidate(fresh)
+                with suppress(DeniedError):  # where LMDB can read and not write, deletions can't be promised
+                    ns.invalidate([*keys[:50], *fresh])
                 ns.put(fresh, payloads(fresh))
                 eventually(lambda: idle(client.status()))
                 check_limits(client.status())
