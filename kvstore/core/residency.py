@@ -348,13 +348,14 @@ class Residency:
             n -= self._evict_last_copies(tier, slot_bytes, last, demote)
 
     def _evict_last_copies(self, tier: int, slot_bytes: int, rows: Rows, demote: Demote) -> int:
-        """Sends only copies down, or drops leaves where nothing is below; how many slots that frees."""
+        """Sends only copies down, or drops leaves where there is no room below; how many slots that frees."""
         if not len(rows):
             return 0
         leaving = demote(tier, slot_bytes, rows)
         n = int(leaving.sum())
         stuck = rows
-        if not self._lower_tier_takes(tier, slot_bytes):
+        if not self._lower_tier_takes(tier, slot_bytes) or not (n or self.tiers[tier + 1].moving):
+            # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
             self.give_up(tier, slot_bytes, rows[leaf])
             n, stuck = int(leaf.sum()), rows[~leaf]

@@ -521,6 +521,18 @@ def test_a_lower_tier_without_room_does_not_stop_eviction() -> None:
     assert [w.put(0, 1, [b"%d" % i]) for i in range(9)] == [1] * 9
 
 
+def test_room_is_found_when_all_below_are_parents_of_what_is_here() -> None:
+    w = World(dram=1, nvme=1)
+    w.open(1)
+    chain = [b"k%d" % i for i in range(8)]
+    assert w.put(0, 1, chain[:4]) == 4
+    w.finish_all()
+    assert w.put(0, 1, chain[4:], parent=chain[3]) == 4
+    w.finish_all()
+    assert w.put(0, 1, [b"other"]) == 1
+    assert w.lookup(1, chain) == 7
+
+
 def test_blocks_too_large_for_the_lower_tier_can_be_evicted() -> None:
     w = World(1, 4, slots=12, nvme_slots=2)
     w.open(1, 3 * ALIGN)
