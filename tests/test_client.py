@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client, Layout, PutResult
+from kvstore.client.holds import Lease
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError, UnavailableError
 from kvstore.lab.served import ServedDaemon
@@ -631,6 +632,34 @@ def test_the_asyncio_client_makes_the_same_calls(daemon: ServedDaemon, client: C
             assert all(np.array_equal(out, payloads(keys)) for out in outs)
             assert (await a.status())["pid"] == daemon.pid
             assert got(client.namespace(ns.layout), keys) == 6
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_call_ends_when_its_copy_has(
+    daemon: ServedDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, keys = new_layout(), names(1)
+    client.namespace(layout).put(keys, payloads(keys))
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slowly(lease: Lease, out: memoryview, verify: bool) -> int:
+        copying.set()
+        go_on.wait(10)
+        return 0
+
+    monkeypatch.setattr(Lease, "copy_into", slowly)
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url, deadline_s=10) as a:
+            call = asyncio.create_task(a.namespace(layout).get(keys, room_for(1)))
+            await asyncio.to_thread(copying.wait, 10)
+            call.cancel()
+            done, _ = await asyncio.wait([call], timeout=0.1)
+            assert not done, "the buffer is the caller's again, and still written to"
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await call
 
     asyncio.run(work())
 

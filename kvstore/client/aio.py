@@ -242,13 +242,28 @@ async def _pump(link: AsyncLink, flow: Flow) -> Any:
                 link.post(step.message)
                 reply = None
             elif isinstance(step, flows.Work):
-                reply = await asyncio.to_thread(step.call)
+                reply = await _in_thread(step.call)
             elif isinstance(step, flows.Fetch):
                 reply = await link.fetch(step.message)
             else:
                 reply = await link.call(step)
     except StopIteration as end:
         return end.value
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Runs a copy in a thread. Whoever is cancelled waits for its end: until then it moves bytes."""
+    copying = asyncio.get_running_loop().run_in_executor(None, call)
+    cancelled: asyncio.CancelledError | None = None
+    while not copying.done():
+        try:
+            await asyncio.wait([copying])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failed = copying.exception()
+    if cancelled is not None:
+        raise cancelled from failed
+    return copying.result()
 
 
 class AsyncNamespace:
