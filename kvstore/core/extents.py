@@ -227,6 +227,13 @@ class Extents:
             return next(iter(self.classes))
         return self._class_of(int(self.place[slots[0]]) >> 32)
 
+    def are_of(self, slot_bytes: int, slots: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.bool_]:
+        """Which of these slots have this size."""
+        if len(self.classes) == 1:
+            return np.ones(len(slots), np.bool_)
+        extents = (self.place[slots] >> np.uint64(32)).astype(np.int64)
+        return np.isin(extents, self.classes[slot_bytes].extents)
+
     def has(self, extents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Which of these extents are assigned to a slot size."""
         return np.isin(extents, list(self._base))

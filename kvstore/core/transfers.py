@@ -115,7 +115,13 @@ class Transfers:
             if not len(rows):
                 continue
             extents = self._r.tiers[0].extents
-            size = extents.class_size(blocks.slot[0, rows[:1]])
+            slots = blocks.slot[0, rows]
+            size = extents.class_size(slots[:1])
+            # Since it was queued, a row may have been given to a block of another size.
+            alike = extents.are_of(size, slots)
+            if not alike.all():
+                self.backlog.appendleft(rows[~alike])
+                rows = rows[alike]
             n = _chunk(size)
             if len(rows) > n:
                 self.backlog.appendleft(rows[n:])

@@ -558,6 +558,26 @@ def test_write_through_copies_down_after_every_commit() -> None:
     assert w.used(1) == 2 * ALIGN
 
 
+def test_a_row_that_has_changed_hands_is_written_down_in_its_new_size() -> None:
+    w = World(dram=4, nvme=8)
+    w.open(1)
+    w.open(3, 5000)
+    busy = [b"b%d" % i for i in range(4)]
+    for key in busy:
+        w.put(0, 1, [key])
+    assert len(w.copies) == 4
+    w.put(0, 1, [b"x0", b"x1"])
+    w.invalidate(1, [b"x1"])
+    w.put(0, 3, [b"other"])
+    while w.copies:
+        for copy in w.copies.values():
+            sizes = {1: ALIGN, 3: 2 * ALIGN}
+            assert {sizes[n] for n in copy.identity.namespace.tolist()} == {copy.slot_bytes}
+        w.finish(next(iter(w.copies)), [])
+    w.restart()
+    assert w.lookup(1, [b"x0"]) == w.lookup(3, [b"other"]) == 1
+
+
 def test_on_evict_writes_only_what_leaves() -> None:
     w = world(dram=1, nvme=4, write_policy="on_evict")
     keys = full_of(w, 4)
