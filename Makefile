@@ -4,13 +4,19 @@ BIN := .venv/bin
 READY := .venv/.ready
 RUNS ?= 200
 
-.PHONY: demo test test-engines crash check format bench install uninstall clean
+.PHONY: demo test simulate crash test-engines check format bench install uninstall clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
 
 test: $(READY)
 	$(BIN)/pytest
+
+# Whole runs over a simulated clock, network and device, one a seed. SEEDS=n FIRST=n: how many, from which on.
+SEEDS ?= 1000
+FIRST ?= 1
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --jobs 2
 
 # Real engines, each in an environment of its own that is made once, outside the clone. ENGINES=vllm: only that.
 test-engines: $(READY)

@@ -181,10 +181,13 @@ class NvmeTier:
             unsettled = not self._unsettled.keys().isdisjoint(copy.target_where.extent.tolist())
 
         def start(error: Exception | None) -> None:
-            if error is None:
-                self._engine.submit(ios, written)
-            else:
-                written([OSError(str(error))] * len(ios))
+            try:
+                if error is None:
+                    self._engine.submit(ios, written)
+                else:
+                    written([OSError(str(error))] * len(ios))
+            except TierError:  # closed meanwhile
+                done(np.full(len(ios), FAILED, np.uint8))
 
         if unsettled:
             # These slots may still have records of their last owners: those must not see other bytes.

@@ -1,0 +1,212 @@
+"""What has to hold in a daemon and below it at every moment, and after a restart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kvstore import arena
+from kvstore.core.blocks import LIVE
+from kvstore.tiers.nvme.records import ID, unpack
+from kvstore.types import slot_bytes
+from tests.simulation.daemon import DRAM, NVME, Life
+from tests.simulation.device import Disk
+
+Who = tuple[int, bytes]
+
+
+@dataclass
+class Record:
+    """A committed record, read as the daemon would."""
+
+    extent: int
+    offset: int
+    slot_bytes: int
+    length: int
+    checksum: int
+    seed: int
+
+    def payload(self, disk: Disk) -> bytes:
+        """What its slot holds."""
+        return bytes(disk.slabs[self.extent].seen[self.offset : self.offset + self.length])
+
+
+def fingerprints(disk: Disk) -> dict[int, bytes]:
+    """Of all namespaces on record, by number."""
+    return {
+        ID.unpack(k)[0]: msgpack.unpackb(v)[2] for k, v in disk.tables["namespaces"].items() if v is not None
+    }
+
+
+def records(disk: Disk) -> dict[Who, Record]:
+    """All records by namespace number and key."""
+    blocks, damaged = unpack(disk.tables["blocks"].items(), len(disk.tables["blocks"]))  # type: ignore[arg-type]
+    assert not damaged
+    spaces = fingerprints(disk)
+    found = {}
+    for i in range(len(blocks)):
+        number, key = int(blocks.ns[i]), blocks.keys[i].tobytes()[: blocks.key_bytes[i]]
+        assert number in spaces, "a record of a namespace that is not on record"
+        length = int(blocks.length[i])
+        size = slot_bytes(length)
+        found[number, key] = Record(
+            int(blocks.extent[i]),
+            int(blocks.index[i]) * size,
+            size,
+            length,
+            int(blocks.checksum[i]),
+            arena.seed(spaces[number], key, length),
+        )
+    return found
+
+
+def records_prove_their_slots(disk: Disk) -> None:
+    """At any moment a crash, or a power cut, leaves each record with the bytes that it speaks of."""
+    for who, record in records(disk).items():
+        slab = disk.slabs.get(record.extent)
+        assert slab is not None, f"the record of {who} speaks of an extent that is not there"
+        for how, data in (("seen", slab.seen), ("safe", slab.safe)):
+            payload = data[record.offset : record.offset + record.length]
+            assert arena.checksum(payload, record.seed) == record.checksum, (
+                f"the record of {who} has other bytes ({how}) in extent {record.extent} at {record.offset}"
+            )
+
+
+def live(life: Life) -> dict[Who, tuple[int, int, int]]:
+    """(slot in DRAM, slot on NVMe, checksum) of every readable block; slot -1: not there."""
+    r = life.shell.placement.residency
+    b = r.blocks
+    rows = np.flatnonzero(b.state == LIVE)
+    nvme = b.slot[NVME, rows].tolist() if len(r.tiers) > 1 else [-1] * len(rows)
+    return {
+        (int(b.namespace[row]), b.key(row)): (int(b.slot[DRAM, row]), below, int(b.checksum[row]))
+        for row, below in zip(rows.tolist(), nvme, strict=True)
+    }
+
+
+def daemon_is_sound(life: Life, disk: Disk, corrupted: bool) -> None:
+    """The core's invariants, limits, headers, and every block's bytes where the core believes them."""
+    placement = life.shell.placement
+    placement.check()
+    r = placement.residency
+    assert disk.nbytes <= (life.nvme.limit_bytes if life.nvme else 0), "more slabs than the limit allows"
+    assert len(life.dram._extents) * life.dram.extent_bytes <= life.dram.limit_bytes, "more DRAM than allowed"
+    _dram_is_sound(life, corrupted)
+    if len(r.tiers) > 1:
+        _nvme_is_on_record(life, disk)
+
+
+def _dram_is_sound(life: Life, corrupted: bool) -> None:
+    r = life.shell.placement.residency
+    spaces = life.shell.namespaces
+    extents = r.tiers[DRAM].extents
+    readable = 0
+    for number, table in life.dram._headers.items():
+        if number in extents.ready:
+            readable += int((table["version"] != 0).sum())
+    owned = np.flatnonzero(extents.owner >= 0)
+    assert readable == len(owned), f"{readable} headers are readable, {len(owned)} slots are owned"
+    where = r.where(DRAM, owned)
+    slots = life.dram.slots(where)
+    for slot, extent, index, row, view in zip(
+        owned.tolist(),
+        where.extent.tolist(),
+        where.index.tolist(),
+        extents.owner[owned].tolist(),
+        slots,
+        strict=True,
+    ):
+        header = life.dram._headers[extent][index]
+        number, key = int(r.blocks.namespace[row]), r.blocks.key(row)
+        assert header["version"] == extents.version[slot], "a header has another version"
+        assert header["key"].tobytes()[: header["key_bytes"]] == key, "a header names another block"
+        assert header["checksum"] == r.blocks.checksum[row] == extents.record["checksum"][slot], (
+            "checksums differ"
+        )
+        if not corrupted:
+            length = spaces.lengths[number]
+            seed = arena.seed(spaces.fingerprints[number], key, length)
+            good = arena.checksum(view[:length], seed) == int(r.blocks.checksum[row])
+            assert good, f"block {key!r} has other bytes in DRAM than were committed"
+
+
+def _nvme_is_on_record(life: Life, disk: Disk) -> None:
+    r = life.shell.placement.residency
+    found = records(disk)
+    rows = np.flatnonzero((r.blocks.state == LIVE) & (r.blocks.slot[NVME] >= 0))
+    where = r.where(NVME, r.blocks.slot[NVME, rows].astype(np.int64))
+    for row, extent, index in zip(rows.tolist(), where.extent.tolist(), where.index.tolist(), strict=True):
+        who = int(r.blocks.namespace[row]), r.blocks.key(row)
+        record = found.get(who)
+        assert record is not None, f"{who} is on NVMe, but not on record"
+        assert (record.extent, record.offset) == (extent, index * record.slot_bytes), f"{who}: another slot"
+        assert record.checksum == int(r.blocks.checksum[row]), f"{who}: another checksum"
+
+
+@dataclass
+class Left:
+    """What a daemon left: records, and the blocks that were readable from which tiers."""
+
+    records: dict[Who, Record]
+    fingerprints: dict[int, bytes]
+    dram: dict[tuple[bytes, bytes], int]
+
+    @classmethod
+    def of(cls, life: Life, disk: Disk, handed_over: bool) -> Left:
+        spaces = life.shell.namespaces.fingerprints
+        blocks = live(life) if handed_over else {}
+        in_dram = {
+            (spaces[n], key): checksum for (n, key), (slot, _, checksum) in blocks.items() if slot >= 0
+        }
+        return cls(records(disk), dict(spaces), in_dram)
+
+    def check(self, life: Life) -> None:
+        """All of it is readable in the daemon that starts now."""
+        found = live(life)
+        spaces = life.shell.namespaces.fingerprints
+        numbers = {fingerprint: number for number, fingerprint in spaces.items()}
+        for (fingerprint, key), checksum in self.dram.items():
+            who = numbers.get(fingerprint, 0), key
+            assert who in found, f"{key!r} was in DRAM, and is lost"
+            assert found[who][0] >= 0, f"{key!r} was in DRAM, and is not"
+            assert found[who][2] == checksum, f"{key!r} was in DRAM, and has another checksum"
+        used = 0
+        for (number, key), record in self.records.items():
+            who = number, key
+            assert who in found, f"{who} was on record, and is lost"
+            slot, below, checksum = found[who]
+            if checksum == record.checksum:
+                assert below >= 0, f"{who} was on record, and is not on NVMe"
+                used += record.slot_bytes
+            else:
+                assert slot >= 0, f"{who} has another checksum than its record"
+        if life.nvme is not None:
+            tier = life.shell.placement.residency.tiers[NVME]
+            assert tier.extents.used_bytes == used, (
+                f"{tier.extents.used_bytes} bytes in use, {used} on record"
+            )
+
+
+def nothing_is_held(life: Life) -> None:
+    """Everybody has left and all is quiet: nobody holds anything, nobody waits."""
+    p: Any = life.shell.placement
+    assert not p.ledger.leases, "leases are left"
+    assert not p.ledger.reservations, "reservations are left"
+    assert not p.ledger.waiting, "waiters are left"
+    assert not p.ledger.stalled, "stalled requests are left"
+    assert not p.ledger.wanted_by, "rows are wanted by nobody"
+    assert not p.ledger.probes, "probes are left"
+    assert not any(p.ledger.held.values()), "holds are left"
+    assert not any(p.ledger.writers.values()), "writers are left"
+    assert not p.transfers.under_way, "copies are left"
+    assert not p.transfers.writes_in_flight, "writes are left"
+    assert not p.transfers.reads_in_flight, "reads are left"
+    assert not p.residency.blocks.moving.any(), "blocks are on the move"
+    assert not life.shell._askers, "somebody was never answered"
+    assert not life.server.connections, "connections are left"
+    for state in p.residency.tiers:
+        held = set(np.flatnonzero(state.extents.refs).tolist())
+        assert held <= state.extents.retired, "a slot is held by nobody"

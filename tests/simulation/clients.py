@@ -1,0 +1,277 @@
+"""Engines at work: each a process with one `AsyncClient`, doing one thing after another.
+
+Everything read and verified is compared with the oracle; every call has to end by its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from kvstore.client.aio import AsyncClient
+from kvstore.client.holds import Lease, Room
+from kvstore.errors import KVStoreError, MisuseError
+from kvstore.types import Layout
+from kvstore.wire import messages as m
+from tests.simulation.loop import Process
+
+LAYOUTS = (
+    Layout("a", 4096),
+    Layout("b", 3000),
+    Layout("c", 8192),
+)
+_GRACE_S = 0.065  # a copy that has begun goes on to its end, and threads take up to 20 ms to notice anything
+
+
+def chain(dice: random.Random) -> list[bytes]:
+    """Keys of a prompt from its root on; prompts share their beginnings."""
+    stem, branch, n = dice.randrange(4), dice.randrange(2), dice.randint(1, 20 if dice.random() < 0.1 else 6)
+    return [b"s%db%dk%02d" % (stem, branch if i >= 2 else 0, i) for i in range(n)]
+
+
+class Engine:
+    """One client process. `world` is the run it belongs to."""
+
+    def __init__(self, world: Any, number: int, busy: bool = True) -> None:
+        """`busy`: it starts to work at once, until the world ends."""
+        self.world = world
+        self.process = Process(world.loop, f"client{number}")
+        self.dice: random.Random = world.dice
+        deadline_s = self.dice.choice((0.02, 0.5, 5.0)) if busy else 5.0
+        self.client = AsyncClient("unix:///simulated", "", deadline_s)
+        self.spaces = [self.client.namespace(layout) for layout in LAYOUTS]
+        strict = AsyncClient("unix:///simulated", "", self.client.deadline_s, strict=True)
+        self.strict = [strict.namespace(layout) for layout in LAYOUTS]
+        self.pace_s = self.dice.choice((0.0005, 0.01, 1.0))
+        tasks = self.dice.choice((1, 1, 2)) if busy else 0
+        self.tasks = [self.process.create_task(self._live()) for _ in range(tasks)]
+
+    def begin(self, doing: Any) -> None:
+        """One more thing to do."""
+        self.tasks.append(self.process.create_task(doing))
+
+    async def _live(self) -> None:
+        names, weights = zip(*_WEIGHTS.items(), strict=True)
+        while not self.world.ending:
+            await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
+            away_s = self.client._backoff._until - self.world.loop.now
+            if away_s > 0 and self.dice.random() < 0.9:
+                await asyncio.sleep(away_s)
+                continue
+            [name] = self.dice.choices(names, weights)
+            if name == "misuse" and not self.world.faults.hits(self.dice, "misuse"):
+                continue
+            self.world.operations[name] += 1
+            await self._cancelled_or_not(getattr(self, name)(), name)
+
+    async def _cancelled_or_not(self, doing: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(doing)
+        if self.world.faults.hits(self.dice, "quitter"):
+            await asyncio.sleep(self.dice.expovariate(1 / 0.001))
+            task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            self.world.log(f"{name} cancelled")
+
+    async def _timed(self, what: str, call: Any, deadline_s: float | None = None) -> Any:
+        """The call's result; it has to come by the deadline."""
+        began = self.world.loop.now
+        result = await call
+        took = self.world.loop.now - began
+        shown = result if isinstance(result, int) else getattr(result, "stored", "")
+        self.world.log(f"{self.process.name} {what} -> {shown}")
+        if took > (deadline_s or self.client.deadline_s) + _GRACE_S:
+            self.world.fail("calls end by their deadline", f"{what} took {took:.6f} s")
+        return result
+
+    # -- what engines do
+
+    def _some(self) -> tuple[int, Any, list[bytes]]:
+        """(layout, its namespace, keys): often what somebody has just had to do with."""
+        space, keys = self.dice.choice((0, 0, 1, 2)), chain(self.dice)
+        if self.dice.random() < 0.3:
+            space, keys = self.world.recent
+        self.world.recent = space, keys
+        return space, self.spaces[space], keys
+
+    async def put(self) -> None:
+        space, ns, keys = self._some()
+        await self.store(space, ns, keys)
+
+    async def store(self, space: int, ns: Any, keys: list[bytes]) -> int:
+        """Puts a chain from a random place on; how many blocks were stored."""
+        start = self.dice.randrange(len(keys)) if self.dice.random() < 0.3 else 0
+        parent, keys = (keys[start - 1] if start else None), keys[start:]
+        salt = self.world.new_salt()
+        blocks = [self.world.payload(space, key, salt) for key in keys]
+        puts = self.world.oracle.put_begins(space, keys, salt)
+        try:
+            result = await self._timed(f"put {space} {keys[-1].decode()}", ns.put(keys, blocks, parent))
+        finally:
+            self.world.oracle.put_ends(puts)
+        self.world.counts["stored"] += result.stored
+        self.world.counts["denied"] += result.denied
+        if result.why:
+            self.world.counts[f"denied: {result.why[:20]}"] += 1
+        return int(result.stored)
+
+    async def get(self) -> None:
+        space, ns, keys = self._some()
+        await self.fetch(space, ns, keys)
+
+    async def fetch(self, space: int, ns: Any, keys: list[bytes], deadline_s: float | None = None) -> int:
+        """Gets a chain and compares every byte; how many blocks came."""
+        out = bytearray(len(keys) * ns.layout.block_bytes)
+        began = self.world.oracle.tick()
+        n = await self._timed(
+            f"get {space} {keys[-1].decode()}", ns.get(keys, out, deadline_s=deadline_s), deadline_s
+        )
+        size = ns.layout.block_bytes
+        for i in range(n):
+            self.world.check_block(space, keys[i], bytes(out[i * size : (i + 1) * size]), began)
+        self.world.counts["hits"] += n
+        self.world.counts["misses"] += len(keys) - n
+        return int(n)
+
+    async def lease(self) -> None:
+        space, ns, keys = self._some()
+        began = self.world.oracle.tick()
+        lease: Lease = await self._timed(f"acquire {space} {keys[-1].decode()}", ns.acquire(keys))
+        size = ns.layout.block_bytes
+        try:
+            for _ in range(self.dice.randint(1, 3)):
+                await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
+                if self.dice.random() < 0.5:
+                    out = bytearray(len(lease) * size)
+                    n = lease.copy_into(out)
+                else:
+                    n = lease.verify() if self.dice.random() < 0.5 else len(lease)
+                    parts = [[bytearray(size // 2), bytearray(size - size // 2)] for _ in range(n)]
+                    n = next((i for i in range(n) if not lease.scatter(i, parts[i])), n)
+                    out = bytearray(b"".join(b"".join(p) for p in parts))
+                for i in range(n):
+                    self.world.check_block(space, keys[i], bytes(out[i * size : (i + 1) * size]), began)
+        finally:
+            lease.release()
+
+    async def room(self) -> None:
+        space, ns, keys = self._some()
+        salt = self.world.new_salt()
+        puts = self.world.oracle.put_begins(space, keys, salt)
+        try:
+            room: Room = await self._timed(f"reserve {space} {keys[-1].decode()}", ns.reserve(keys))
+            with room:
+                await self._fill(space, keys, room, salt)
+                what = self.dice.random()
+                if what < 0.7:
+                    await self._timed(f"commit {space} {keys[-1].decode()}", room.commit())
+        finally:
+            self.world.oracle.put_ends(puts)
+
+    async def _fill(self, space: int, keys: list[bytes], room: Room, salt: int) -> None:
+        for i, wanted in enumerate(room.wanted):
+            if self.dice.random() < 0.3:
+                await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
+            if not self.world.may_write(room):
+                return
+            data = self.world.payload(space, keys[wanted], salt)
+            half = self.dice.randrange(len(data))
+            if self.dice.random() < 0.5:
+                room.gather(i, [data[:half], data[half:]])
+            else:
+                room.write(i, data[half:], half)
+                room.write(i, data[:half])
+            if self.world.faults.hits(self.dice, "liar"):
+                room.fill(i, data[::-1])
+                room._checksums[i] ^= 1
+
+    async def lookup(self) -> None:
+        space, ns, keys = self._some()
+        await self._timed(f"lookup {space} {keys[-1].decode()}", ns.lookup(keys))
+
+    async def prefetch(self) -> None:
+        space, ns, keys = self._some()
+        await self._timed(f"prefetch {space} {keys[-1].decode()}", ns.prefetch(keys))
+
+    async def pin(self) -> None:
+        space, ns, keys = self._some()
+        ttl_s = self.dice.choice((0.01, 1.0, 60.0))
+        await self._timed(f"pin {space} {keys[-1].decode()}", ns.pin(keys, ttl_s))
+
+    async def unpin(self) -> None:
+        space, ns, keys = self._some()
+        await self._timed(f"unpin {space} {keys[-1].decode()}", ns.unpin(keys))
+
+    async def invalidate(self) -> None:
+        space, _, keys = self._some()
+        keys = keys[self.dice.choice((0, self.dice.randrange(len(keys)))) :]
+        began = self.world.oracle.tick()
+        try:
+            await self._timed(f"invalidate {space} {keys[-1].decode()}", self.strict[space].invalidate(keys))
+        except KVStoreError as error:
+            self.world.log(f"invalidate: {error}")
+        else:
+            self.world.oracle.invalidated(space, keys, began)
+
+    async def works(self) -> None:
+        """A put, then a get of the same: it has to work within two minutes."""
+        ends = self.world.loop.now + 120
+        keys = [b"last%d" % i for i in range(2)]
+        while self.world.loop.now < ends:
+            stored = await self.store(0, self.spaces[0], keys)
+            if await self.fetch(0, self.spaces[0], keys) == len(keys):
+                return
+            self.world.log(f"stored {stored}, and no hit")
+            await asyncio.sleep(1)
+        self.world.fail("it works again when faults end", "a put is no hit for two minutes")
+
+    async def read_back(self, keys: list[tuple[int, bytes]]) -> None:
+        """Each of these is a hit with the right bytes."""
+        for space, key in keys:
+            for _ in range(5):
+                # While all of DRAM is being scrubbed there is no room to promote to.
+                if await self.fetch(space, self.spaces[space], [key]):
+                    break
+                await asyncio.sleep(1)
+            else:
+                self.world.fail("what is on record is served", f"{key!r} of layout {space}")
+
+    async def misuse(self) -> None:
+        """What only a broken client sends."""
+        _, ns, keys = self._some()
+        kind = self.dice.randrange(6)
+        link = self.world.some_link(self.process)
+        if kind == 0 and link is not None:
+            link.post(self.dice.choice((m.Release, m.Abort))(self.dice.randrange(20)))
+        elif kind == 1 and link is not None:
+            link.send_raw(self.dice.randbytes(self.dice.randrange(1, 20)))
+        elif kind == 2:
+            await self._timed("put twice", ns.put([keys[0], keys[0]], [bytes(ns.layout.block_bytes)] * 2))
+        elif kind == 3:
+            await self._timed(
+                "put orphan", ns.put([b"orphan"], [bytes(ns.layout.block_bytes)], b"no such key")
+            )
+        elif kind == 4:
+            try:
+                await ns.put([b""], [b""])
+            except MisuseError:
+                return
+            self.world.fail("misuse raises", "an empty key was taken")
+        elif link is not None:
+            link.post(m.Suspect(0, self.dice.randrange(5), len(keys[0]), b"".join(keys)))
+
+
+_WEIGHTS = {
+    "put": 10,
+    "get": 10,
+    "lease": 5,
+    "room": 4,
+    "lookup": 2,
+    "prefetch": 2,
+    "pin": 1,
+    "unpin": 1,
+    "invalidate": 3,
+    "misuse": 2,
+}

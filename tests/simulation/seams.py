@@ -1,0 +1,64 @@
+"""Where the code under test takes time, chance, threads and connections from: here all from the world."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from kvstore.client import aio, flows, link
+from kvstore.client.holds import Room
+from kvstore.daemon import server, shell
+from kvstore.tiers.nvme import journal
+from tests.simulation.daemon import Thread
+
+
+@contextmanager
+def in_simulation(world: Any) -> Iterator[None]:
+    """The places where the code under test takes time, threads and links from: all from the world."""
+    now = types.SimpleNamespace(monotonic=lambda: world.loop.now)
+    fill = flows._fill
+
+    def filled(room: Room, views: object, at: int) -> bytes:
+        if not world.may_write(room):
+            raise ConnectionResetError("noticed in time that the daemon is gone")
+        return fill(room, views, at)  # type: ignore[arg-type]
+
+    Thread.disk = world.disk
+    errors = _Errors(world._errors)
+    logger = logging.getLogger("kvstore")
+    level, propagate = logger.level, logger.propagate
+    with ExitStack() as stack:
+        for module in (aio, flows, link):
+            stack.enter_context(mock.patch.object(module, "time", now))
+        stack.enter_context(mock.patch.object(link, "random", world.dice))
+        stack.enter_context(mock.patch.object(aio, "AsyncLink", world.net.link))
+        stack.enter_context(mock.patch.object(flows, "_fill", filled))
+        stack.enter_context(mock.patch.object(shell, "threading", types.SimpleNamespace(Thread=Thread)))
+        stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
+        stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))
+        stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
+        logger.addHandler(errors)
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(errors)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+class _Errors(logging.Handler):
+    """Keeps what was logged with an exception: nothing in the daemon may fail unforeseen."""
+
+    def __init__(self, errors: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._errors = errors
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self._errors.append(f"{record.getMessage()}: {record.exc_info[1]!r}")

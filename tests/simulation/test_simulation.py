@@ -1,0 +1,237 @@
+"""A few hundred seeds, the seeds of bugs that were found, and proofs that broken code is caught.
+
+`make simulate` runs many more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client import aio
+from kvstore.client.holds import Lease
+from kvstore.core.extents import Extents
+from kvstore.core.ledger import Ledger
+from kvstore.core.residency import Residency
+from kvstore.core.transfers import Transfers
+from kvstore.core.writes import Writes
+from kvstore.daemon import shell
+from kvstore.daemon.server import Connection
+from kvstore.daemon.shell import Shell
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme import recover, tier
+from kvstore.tiers.nvme.journal import Journal, _Change, _Put
+from kvstore.tiers.nvme.tier import NvmeTier
+from tests.simulation.run import simulate
+
+SEEDS = 300
+BREAKS_WITHIN = 150
+"""How many seeds it may take to catch code that was broken on purpose."""
+
+
+@pytest.mark.parametrize("first", range(1, SEEDS, 50))
+def test_every_property_holds(first: int) -> None:
+    failed = [o for o in map(simulate, range(first, first + 50)) if o.violation]
+    assert not failed, "\n".join(f"seed {o.seed}: {o.violation}" for o in failed)
+
+
+FOUND = {
+    163: "an asyncio call that was cancelled went on copying into the caller's buffer",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_was_found_stays_fixed(seed: int) -> None:
+    assert not simulate(seed).violation, FOUND[seed]
+
+
+def test_one_seed_is_one_run_in_every_process() -> None:
+    script = "from tests.simulation.run import simulate; print(*[simulate(s).digest for s in (3, 4, 5, 6)])"
+    told = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+        told.append(ran.stdout.decode().split())
+    again = [simulate(s).digest for s in (3, 4, 5, 6)]
+    assert told == [again, again]
+    assert len(set(again)) == 4
+
+
+# -- broken on purpose
+
+Patch = pytest.MonkeyPatch
+
+
+def early_reports(patch: Patch) -> None:
+    """The journal reports a group before it is committed."""
+
+    def step(journal: Any) -> bool:
+        late, journal.late = getattr(journal, "late", []), journal._take()
+        if late:
+            journal._write_group([o for o in late if isinstance(o, _Change) or o.refused is None])
+        for operation in journal.late:
+            if isinstance(operation, _Put):
+                operation.done(operation.refused)
+        return bool(journal.late or late)
+
+    patch.setattr(Journal, "step", step)
+
+
+def unsynced_records(patch: Patch) -> None:
+    """Records are committed before their bytes are safe."""
+    patch.setattr(NvmeTier, "_sync_slabs", lambda self: None)
+
+
+def hasty_writes(patch: Patch) -> None:
+    """A slot is written again while its last owner's record is still there."""
+    patch.setattr(NvmeTier, "write", _calling(NvmeTier.write, lambda self: self._unsettled.clear()))
+
+
+def late_records(patch: Patch) -> None:
+    """What was dropped while it was written gets its record nonetheless."""
+    drop = NvmeTier.drop
+
+    def dropped(self: NvmeTier, identity: Any, where: Any) -> None:
+        writing = dict(self._writing)
+        drop(self, identity, where)
+        self._writing.update(writing)
+
+    patch.setattr(NvmeTier, "drop", dropped)
+
+
+def trusting_readers(patch: Patch) -> None:
+    """Neither the daemon nor the client looks at checksums."""
+    patch.setattr(tier, "verify", lambda *_: True)
+
+    def is_good(self: Lease, i: int, digest: Callable[[int, int], int]) -> bool:
+        digest(i, 0)
+        return True
+
+    patch.setattr(Lease, "_is_good", is_good)
+
+
+def readable_leftovers(patch: Patch) -> None:
+    """Headers of blocks that were dropped stay."""
+    patch.setattr(DramTier, "void", lambda self, where: None)
+
+
+def hasty_answers(patch: Patch) -> None:
+    """An invalidation is answered before its records are gone."""
+    patch.setattr(Shell, "ask_durably", Shell.ask)
+
+
+def half_invalidations(patch: Patch) -> None:
+    """Invalidation forgets the records on NVMe."""
+    patch.setattr(NvmeTier, "drop", lambda self, identity, where: None)
+
+
+def no_alarm(patch: Patch) -> None:
+    """Nobody looks after those who wait when their deadline passes."""
+    patch.setattr(Ledger, "remind", lambda self, event: None)
+
+
+def leases_for_ever(patch: Patch) -> None:
+    """Who has left keeps what it held."""
+    patch.setattr(Connection, "connection_lost", lambda self, exc: self._server.connections.discard(self))
+
+
+def forgetful_handover(patch: Patch) -> None:
+    """What was in memory is not taken in."""
+    in_memory = shell.in_memory
+    patch.setattr(shell, "in_memory", lambda found, number: _without_first(in_memory(found, number)))
+
+
+def forgetful_recovery(patch: Patch) -> None:
+    """One record is overlooked at start."""
+    restore = recover._restore
+    patch.setattr(recover, "_restore", lambda blocks, usable: _without_first(restore(blocks, usable)))
+
+
+def free_while_read(patch: Patch) -> None:
+    """A lease does not hold its slots."""
+    patch.setattr(Extents, "hold", lambda self, slots: None)
+
+
+def early_reading(patch: Patch) -> None:
+    """A block is readable when its slot is granted, before its writer is done."""
+    give_room = Writes._give_room
+
+    def given(self: Writes, event: Any, *rest: Any) -> None:
+        give_room(self, event, *rest)
+        for reservation in self._ledger.reservations.values():
+            self._r.stamp(0, reservation.slot_bytes, reservation.rows, reservation.slots)
+
+    patch.setattr(Writes, "_give_room", given)
+
+
+def abandoned_copies(patch: Patch) -> None:
+    """An asyncio call that is cancelled leaves its copy running."""
+    patch.setattr(aio, "_in_thread", asyncio.to_thread)
+
+
+def mixed_sizes(patch: Patch) -> None:
+    """The backlog of writes takes all rows for rows of one size."""
+    patch.setattr(Extents, "are_of", lambda self, size, slots: np.ones(len(slots), np.bool_))
+
+
+def endless_fence(patch: Patch) -> None:
+    """A failing device stays closed for writing for ever, and nothing leaves memory."""
+    patch.setattr(Transfers, "pump", lambda self: None)
+    patch.setattr(Residency, "_leaf_first", lambda self, rows: np.zeros(len(rows), np.bool_))
+
+
+def _calling(method: Callable[..., Any], first: Callable[[Any], None]) -> Callable[..., Any]:
+    def both(self: Any, *args: Any) -> Any:
+        first(self)
+        return method(self, *args)
+
+    return both
+
+
+def _without_first(restore: Any) -> Any:
+    return restore.only(np.arange(len(restore.index)) > 0)
+
+
+RECORDS = "records prove their slots"
+SOUND = "the daemon is sound"
+LOST = "nothing promised is lost"
+WRONG = "never a wrong block"
+FORGOTTEN = "what was invalidated is off the record"
+
+CAUGHT_AS = {
+    early_reports: (FORGOTTEN, SOUND, LOST, RECORDS),
+    unsynced_records: (RECORDS,),
+    hasty_writes: (RECORDS,),
+    late_records: (RECORDS, FORGOTTEN, WRONG, LOST),
+    trusting_readers: (WRONG,),
+    readable_leftovers: (SOUND,),
+    hasty_answers: (FORGOTTEN, WRONG),
+    half_invalidations: (FORGOTTEN, RECORDS, WRONG, SOUND),
+    no_alarm: ("answered in time",),
+    leases_for_ever: ("nothing is held in the end",),
+    forgetful_handover: (LOST,),
+    forgetful_recovery: (LOST,),
+    free_while_read: (SOUND,),
+    early_reading: (SOUND,),
+    abandoned_copies: ("nobody fails unseen",),
+    mixed_sizes: (RECORDS, SOUND),
+    endless_fence: ("it works again when faults end",),
+}
+
+
+@pytest.mark.parametrize("broken", CAUGHT_AS, ids=lambda f: f.__name__)
+def test_what_is_broken_on_purpose_is_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    broken(monkeypatch)
+    for seed in range(1, BREAKS_WITHIN):
+        violation = simulate(seed).violation
+        if violation:
+            assert violation.startswith(CAUGHT_AS[broken]), f"seed {seed}: {violation}"
+            return
+    pytest.fail(f"{broken.__doc__} {BREAKS_WITHIN} seeds see nothing wrong with that.")
