@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+RUNS ?= 200
 
-.PHONY: demo test simulate test-engines check format bench install uninstall clean
+.PHONY: demo test simulate crash test-engines check format bench install uninstall clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
@@ -20,6 +21,11 @@ simulate: $(READY)
 # Real engines, each in an environment of its own that is made once, outside the clone. ENGINES=vllm: only that.
 test-engines: $(READY)
 	$(BIN)/python tests/engines/environments.py $(ENGINES)
+
+# Daemons are killed under load RUNS times, then at each step of a write. SEED repeats a failed run.
+crash: $(READY)
+	$(BIN)/python -m tests.crash --runs $(RUNS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.crash.steps
 
 check: $(READY)
 	$(BIN)/ruff check .

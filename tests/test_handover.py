@@ -339,6 +339,19 @@ def test_a_supervised_daemon_restarts_on_request_and_ends_with_its_supervisor() 
         assert not daemon.socket.exists()
 
 
+def test_a_supervisor_does_not_give_up_a_daemon_that_was_there_before(tmp_path: Path) -> None:
+    with ServedDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+        ns, keys = filled(client, new_layout())
+        file = daemon.folder / "kvstore.toml"
+        good = file.read_text()
+        file.write_text("this is no TOML")
+        daemon.kill()
+        eventually(lambda: log_of(daemon).count("started again") > 2, 20)
+        file.write_text(good)
+        daemon.start()
+        assert got(ns, keys) == 40
+
+
 def test_a_daemon_that_cannot_start_is_not_started_again() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "kvstore.toml"

@@ -48,3 +48,13 @@ def test_the_places_that_architecture_names_are_there() -> None:
         assert (ROOT / "kvstore" / place).exists(), place
     for place in re.findall(r"`((?:tests|bench)/[a-z_/.]*)`", text):
         assert (ROOT / place).exists(), place
+
+
+def test_what_proves_a_promise_is_there() -> None:
+    section = README.split("## What is promised")[1].split("\n## ")[0]
+    named = re.findall(r"`(tests/[a-z_/.]+?)(?:::([a-z_]+))?`", section)
+    assert len(named) > 10
+    for place, test in named:
+        assert (ROOT / place).exists(), place
+        if test:
+            assert f"def {test}(" in (ROOT / place).read_text(encoding="utf-8"), test

@@ -133,5 +133,7 @@ class Keeping:
         bad = (event.results == ev.CORRUPT) & (extents.owner[p.slots] == p.rows)
         extents.release(p.slots)
         self._transfers.quarantine(p.tier, p.slot_bytes, p.rows[bad])
+        # Copies of them that were on their way up are cancelled with them.
+        self._reads.arrived(Arrived(0, NONE, p.rows[bad]))
         if p.request:
             self._ledger.say(Answer(p.request, int(bad.sum())))

@@ -143,7 +143,7 @@ class Ledger:
         """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
         t = self.transfers
         moving = (t.writes_in_flight > 0 or t.reads_in_flight > 0) and not self.residency.fenced
-        return event.deadline > now and (moving or self.residency.tiers[0].growing)
+        return event.deadline > now and (moving or any(t.growing for t in self.residency.tiers))
 
     def remind(self, event: ev.Acquire | ev.Reserve) -> None:
         """A Tick at the event's deadline has to look at it."""

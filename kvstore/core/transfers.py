@@ -125,10 +125,14 @@ class Transfers:
             n = _chunk(size)
             if len(rows) > n:
                 self.backlog.appendleft(rows[n:])
-            started = self._write(0, size, rows[:n])
-            if not started.all() and self._r.tiers[1].growing:
-                self.backlog.appendleft(rows[:n][~started])
+            rest = rows[:n][~self._write(0, size, rows[:n])]
+            if not len(rest):
+                continue
+            below = self._r.tiers[1]
+            if below.takes_writes and (below.growing or below.moving):
+                self.backlog.appendleft(rest)
                 return
+            self._r.counters["unwritten_blocks"] += len(rest)
 
     def _write(self, tier: int, slot_bytes: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Starts copying rows from `tier` to the next one, the first ones first, within the bounds."""

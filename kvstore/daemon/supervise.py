@@ -36,14 +36,14 @@ class Supervisor:
         self._pid = 0
         self._started = 0.0
         self._fed = 0.0
-        self._ready = False
+        self._ready = self._was_ready = False
         self._ending = False
         self._restarting = False
         self._delay_s = _BACK_OFF_S
         self._signals: set[int] = set()
 
     def run(self) -> int:
-        """The daemon's last exit code. A daemon that never got ready is not started again."""
+        """The daemon's last exit code. A daemon that never got ready at all is not started again."""
         logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
         handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
         wakes, wake = socket.socketpair()
@@ -72,7 +72,7 @@ class Supervisor:
                 code = self._reap()
                 if code is not None:
                     self._listen(heard)
-                    if not self._goes_on(code):
+                    if not self._goes_on(code, selector):
                         return code
                     self._start()
                 elif self._ready and time.monotonic() - self._fed > _WATCHDOG_S:
@@ -92,22 +92,21 @@ class Supervisor:
         if signal.SIGHUP in asked:
             os.kill(self._pid, signal.SIGHUP)
 
-    def _goes_on(self, code: int) -> bool:
+    def _goes_on(self, code: int, selector: selectors.BaseSelector) -> bool:
         """Whether to start the daemon again after it has ended; waits a little if it dies at once."""
         restart, self._restarting = self._restarting, False
         if self._ending or (code == 0 and not restart):
             return False
-        if not self._ready:
+        if not self._was_ready:
             _log.error("the daemon ended with exit code %d before it was ready", code)
             return False
         if restart:
             return True
         _log.warning("the daemon ended with exit code %d: started again", code)
-        if time.monotonic() - self._started < _STEADY_S:
-            time.sleep(self._delay_s)
-            self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
-        else:
+        if time.monotonic() - self._started > _STEADY_S:
             self._delay_s = _BACK_OFF_S
+        selector.select(self._delay_s)  # a signal ends the wait
+        self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
         return not self._signals & {signal.SIGTERM, signal.SIGINT}
 
     def _start(self) -> None:
@@ -160,7 +159,7 @@ class Supervisor:
             if "FDSTOREREMOVE" in told and name in self._kept:
                 os.close(self._kept.pop(name))
             if "READY" in told:
-                self._ready = True
+                self._ready = self._was_ready = True
             self._fed = time.monotonic()
 
     def _keep(self, name: str, fds: list[int]) -> list[int]:

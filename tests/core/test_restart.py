@@ -215,6 +215,27 @@ def test_a_block_that_could_not_be_read_is_not_bad() -> None:
     w.settle()
 
 
+def test_who_waits_for_a_block_that_turns_out_to_be_bad_hears_so_at_once() -> None:
+    w = world(dram=1)
+    keys = [b"%02d" % i for i in range(8)]
+    for key in keys:
+        w.put(0, 1, [key])
+        w.finish_all()
+    [bad, *_] = [k for k in keys if tiers_of(w, k) == [1]]
+    assert w.acquire(0, 1, [bad], wait=60) is None
+    waiting = w.last_request
+    while not any(probe.identity.key(0) == bad for probe in w.probes.values()):
+        for number in list(w.probes):
+            w.probe(number)
+        w.send(ev.Scrub(1, 4096))
+    w.send(ev.ProbeDone(next(iter(w.probes)), np.array([ev.CORRUPT], np.uint8)))
+    w.probes.clear()
+    answer = w.answers[waiting]
+    assert isinstance(answer, ac.Grant)
+    assert not answer.lease
+    w.settle()
+
+
 # -- suspicion
 
 

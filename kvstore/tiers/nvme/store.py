@@ -197,9 +197,9 @@ def _has_records(folder: Path) -> bool:
 
 
 def _damage(folder: Path) -> str:
-    """What keeps LMDB from reading all of `folder`/records; empty if nothing does, or if there are none.
+    """What keeps LMDB from reading all of `folder`/records, or from writing; empty if nothing does.
 
-    Read in a process of its own: LMDB follows a damaged page to anywhere, and may die of it.
+    Tried in a process of its own: LMDB follows a damaged page to anywhere, and may die of it.
     """
     if not _has_records(folder):
         return ""
@@ -211,10 +211,13 @@ def _damage(folder: Path) -> str:
 
 
 _READ_ALL = """
-import sys
+import os, sys
 import lmdb
 
-with lmdb.open(sys.argv[1], max_dbs=8, lock=False, readonly=True) as env, env.begin() as txn:
+with lmdb.open(sys.argv[1], max_dbs=8, lock=False) as env, env.begin(write=True) as txn:
+    nbytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if os.path.getsize(os.path.join(sys.argv[1], "data.mdb")) < nbytes:
+        sys.exit(f"the file should have {nbytes} bytes")
     for name in sys.argv[2:]:
         try:
             table = env.open_db(name.encode(), txn, create=False)
@@ -222,6 +225,8 @@ with lmdb.open(sys.argv[1], max_dbs=8, lock=False, readonly=True) as env, env.be
             continue
         for _ in txn.cursor(table).iternext(keys=True, values=True):
             pass
+        txn.put(b"tried", b"", db=table)
+    txn.abort()
 """
 
 
