@@ -20,9 +20,11 @@ import pytest
 
 from kvstore import AsyncClient, Client, Layout, PutResult
 from kvstore.client.holds import Lease
+from kvstore.client.session import Maps, Session
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError, UnavailableError
 from kvstore.lab.served import ServedDaemon
+from kvstore.wire import messages as m
 from tests.daemons import (
     BLOCK,
     SMALL,
@@ -805,6 +807,20 @@ def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
             os.kill(daemon.pid, signal.SIGCONT)
         assert eventually(lambda: got(ns, keys), 5) == 4
         eventually(lambda: idle(client.status()), 5)
+
+
+def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
+    maps = Maps()
+    sessions = [Session("", maps) for _ in range(3)]
+    for session, instance in zip(sessions, (b"last", b"next", b"next"), strict=True):
+        session.welcome(m.Welcome(m.VERSION, instance, 1 << 20, 16, 16))
+    last, following, other = (session.maps for session in sessions)
+    for known in (following, last):
+        fd = os.memfd_create("extent")
+        os.ftruncate(fd, 4096)
+        known.add(0, False, fd, 4096)
+    assert following.get(0, False) is other.get(0, False)
+    assert following.get(0, False) is not last.get(0, False)
 
 
 def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:

@@ -41,17 +41,19 @@ class MappedExtent:
 
 
 class Maps:
-    """Mapped extents of one run of the daemon, by (extent, writable)."""
+    """Mapped extents of the latest run of the daemon, by (extent, writable)."""
 
     def __init__(self) -> None:
         self.instance = b""
         self._mapped: dict[tuple[int, bool], MappedExtent] = {}
 
     def of(self, instance: bytes) -> Maps:
-        """Itself, emptied if the daemon is another one than before."""
+        """What is mapped of that run, shared by all connections to it, whoever connects to the next one."""
         if instance != self.instance:
             self.instance, self._mapped = instance, {}
-        return self
+        maps = Maps()
+        maps.instance, maps._mapped = self.instance, self._mapped
+        return maps
 
     def get(self, extent: int, writable: bool) -> MappedExtent | None:
         """A mapped extent, or None."""
