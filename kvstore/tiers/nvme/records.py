@@ -29,10 +29,7 @@ ID = struct.Struct(">I")
 _VALUE = struct.Struct("<IIQIQd")
 _CHECK = struct.Struct("<Q")
 _FIXED_BYTES = _VALUE.size + _CHECK.size
-_CHECKED_BYTES = -(-(ID.size + _VALUE.size + 2 * MAX_KEY_BYTES) // 8) * 8
-_FACTORS = np.arange(1, _CHECKED_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(
-    1
-)
+_FACTORS = np.arange(1, 24, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 _CHUNK = 1 << 16  # records that exist as Python objects at one time while loading
 
 
@@ -68,14 +65,28 @@ class RecordBatch:
         longest = ID.size + MAX_KEY_BYTES
         if any(not ID.size < len(k) <= longest or len(p) > MAX_KEY_BYTES for k, _, p in parts):
             raise MisuseError("a record whose key or parent is too long or empty", "keys have 1 to 64 bytes")
-        raw = b"".join([(k + n + p).ljust(_CHECKED_BYTES, b"\0") for k, n, p in parts])
-        checks = _checks(np.frombuffer(raw, np.uint8).reshape(len(parts), _CHECKED_BYTES)).tolist()
+        numbers_of = [
+            np.array(c, _DTYPES[n]) for n, c in zip(_CHECKED_NUMBERS, (self.ns, *columns), strict=True)
+        ]
+        checks = _checks(_padded(self.keys), _padded(self.parents), numbers_of).tolist()
         return [(k, n + _CHECK.pack(check) + p) for (k, n, p), check in zip(parts, checks, strict=True)]
 
 
-def _checks(raw: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """The check of each record: (n, `_CHECKED_BYTES`) bytes of key, numbers and parent, zeros behind."""
-    mixed: NDArray[np.uint64] = raw.view("<u8") @ _FACTORS
+def _padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    raw = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
+    return np.frombuffer(raw, np.uint8).reshape(len(keys), MAX_KEY_BYTES)
+
+
+def _checks(
+    keys: NDArray[np.uint8], parents: NDArray[np.uint8], numbers: Sequence[NDArray[Any]]
+) -> NDArray[np.uint64]:
+    """The check of each record, from keys and parents padded with zeros, and its numbers."""
+    words = MAX_KEY_BYTES // 8
+    mixed: NDArray[np.uint64] = keys.view("<u8") @ _FACTORS[:words]
+    mixed += parents.view("<u8") @ _FACTORS[words : 2 * words]
+    for column, factor in zip(numbers, _FACTORS[2 * words :], strict=True):
+        as_words = column.view(np.uint64) if column.dtype == np.float64 else column.astype(np.uint64)
+        mixed += as_words * factor
     mixed ^= mixed >> np.uint64(32)
     mixed *= _FACTORS[0]
     return mixed
@@ -121,6 +132,7 @@ _DTYPES: dict[str, Any] = {
 _NUMBERS = [("extent", "<u4"), ("index", "<u4"), ("version", "<u8"), ("length", "<u4")]
 _NUMBERS += [("checksum", "<u8"), ("stored_at", "<f8")]
 _CHECKED = [*_NUMBERS, ("check", "<u8")]
+_CHECKED_NUMBERS = ("ns", *(name for name, _ in _NUMBERS))
 
 
 def unpack(pairs: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, list[bytes]]:
@@ -141,7 +153,7 @@ def unpack(pairs: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, li
             damaged += [keys[i] for i in np.flatnonzero(~good).tolist()]
             at += int(good.sum())
     order = np.lexsort((columns["version"][:at], columns["stored_at"][:at]))
-    return Blocks(**{name: column[:at][order] for name, column in columns.items()}), damaged
+    return Blocks(**{name: column.take(order, axis=0) for name, column in columns.items()}), damaged
 
 
 def _by_length(
@@ -164,17 +176,9 @@ def _fill(
     parent_bytes: int,
 ) -> NDArray[np.bool_]:
     """Fills rows from `at` on with those that are records; which ones are."""
-    n, head = len(keys), ID.size + key_bytes
     key = np.frombuffer(b"".join(keys), [("ns", ">u4"), ("key", "u1", (key_bytes,))])
     value = np.frombuffer(b"".join(values), [*_CHECKED, ("parent", "u1", (parent_bytes,))])
-    checked = np.zeros((n, _CHECKED_BYTES), np.uint8)
-    checked[:, :head] = key.view(np.uint8).reshape(n, head)
-    checked[:, head : head + _VALUE.size] = value.view(np.uint8).reshape(n, -1)[:, : _VALUE.size]
-    checked[:, head + _VALUE.size : head + _VALUE.size + parent_bytes] = value["parent"]
-    good: NDArray[np.bool_] = _checks(checked) == value["check"]
-    if not good.all():
-        key, value = key[good], value[good]
-    rows = slice(at, at + len(key))
+    rows = slice(at, at + len(keys))
     columns["ns"][rows] = key["ns"]
     columns["keys"][rows, :key_bytes] = key["key"]
     columns["key_bytes"][rows] = key_bytes
@@ -182,6 +186,14 @@ def _fill(
     columns["parent_bytes"][rows] = parent_bytes
     for name, _ in _NUMBERS:
         columns[name][rows] = value[name]
+    numbers = [columns[name][rows] for name in _CHECKED_NUMBERS]
+    good: NDArray[np.bool_] = (
+        _checks(columns["keys"][rows], columns["parents"][rows], numbers) == value["check"]
+    )
+    if not good.all():
+        for column in columns.values():
+            column[at : at + int(good.sum())] = column[rows][good]
+            column[at + int(good.sum()) : rows.stop] = 0
     return good
 
 

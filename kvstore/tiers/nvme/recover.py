@@ -20,6 +20,8 @@ from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
 
+_MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
+
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
@@ -91,9 +93,10 @@ def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> N
 
 def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArray[np.int64]:
     """The value for each number of a column, 0 where there is none."""
-    numbers, inverse = np.unique(column, return_inverse=True)
-    found = np.array([values.get(n, 0) for n in numbers.tolist()], np.int64)
-    return found[inverse] if len(found) else np.zeros(0, np.int64)
+    known = {n: value for n, value in values.items() if n < _MOST_NUMBERS}
+    table = np.zeros(max(known, default=0) + 2, np.int64)
+    table[list(known)] = list(known.values())
+    return table[np.minimum(column, len(table) - 1)]
 
 
 def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
