@@ -84,6 +84,7 @@ def in_process(
 ) -> Iterator[tuple[InProcess, asyncio.Runner]]:
     """A started shell on a folder, and the loop that it runs on."""
     text = f"[dram]\nlimit = {dram_bytes}\n[nvme]\nlimit = {nvme_bytes}\npath = {json.dumps(str(folder))}\n"
+    text += "[scrub]\nrate = 0\n"  # checksums are made up here
     config = parse(text, "the bench's settings")
     with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
