@@ -443,11 +443,11 @@ class TestOpening:
     def test_records_that_fill_their_file_are_in_order(self, tmp_path: Path) -> None:
         """One transaction leaves no free page behind: there must be room to try whether one can write."""
         store = RecordStore(tmp_path, MIB, 64 << 20)
-        store.commit({"blocks": dict(batch(*(b"%d" % i for i in range(150_000))).pack())})
+        store.commit({"blocks": dict(batch(*(b"%064d" % i for i in range(100_000))).pack())})
         store.close()
         again = RecordStore(tmp_path, MIB, 64 << 20)
         assert again.problems == []
-        assert len(again.load().blocks) == 150_000
+        assert len(again.load().blocks) == 100_000
         again.close()
 
     def test_records_that_make_no_sense_are_told_apart(self, tmp_path: Path, answers: Answers) -> None:
