@@ -440,6 +440,27 @@ class TestOpening:
         assert len(again.load().blocks) == 0
         again.close()
 
+    @pytest.mark.parametrize("what", ["no module", "no access", "no memory"])
+    def test_records_that_cannot_be_tried_are_left_alone(
+        self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Journal.open(tmp_path, MIB).close()
+        failing = {
+            "no access": "open = lambda *_, **__: (_ for _ in ()).throw(Error('Permission denied'))",
+            "no memory": "open = lambda *_, **__: (_ for _ in ()).throw(MemoryError('Cannot allocate'))",
+        }
+        library = tmp_path / "library"
+        library.mkdir()
+        names = ("MemoryError", "DiskError", "ReadonlyError", "LockError", "MapFullError", "NotFoundError")
+        text = "class Error(Exception): pass\n" + "".join(f"class {n}(Error): pass\n" for n in names)
+        (library / "lmdb.py").write_text("import nowhere" if what == "no module" else text + failing[what])
+        monkeypatch.setenv("PYTHONPATH", str(library))
+        with pytest.raises(TierError, match=f"cannot read the records in {tmp_path}: .*nothing was changed"):
+            Journal.open(tmp_path, MIB)
+        monkeypatch.undo()
+        assert not list(tmp_path.glob("records.corrupt-*"))
+        Journal.open(tmp_path, MIB).close()
+
     def test_records_that_fill_their_file_are_in_order(self, tmp_path: Path) -> None:
         """One transaction leaves no free page behind: there must be room to try whether one can write."""
         store = RecordStore(tmp_path, MIB, 64 << 20)

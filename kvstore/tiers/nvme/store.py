@@ -199,27 +199,44 @@ def _has_records(folder: Path) -> bool:
 def _damage(folder: Path) -> str:
     """What keeps LMDB from reading all of `folder`/records, or from writing; empty if nothing does.
 
-    Tried in a process of its own: LMDB follows a damaged page to anywhere, and may die of it.
+    TierError if that cannot be told. Tried in a process of its own: LMDB follows a damaged page to anywhere,
+    and may die of it.
     """
     if not _has_records(folder):
         return ""
-    command = [sys.executable, "-I", "-c", _READ_ALL, str(folder / "records"), *TABLES]
+    command = [sys.executable, "-P", "-c", _READ_ALL, str(folder / "records"), *TABLES]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if ran.returncode >= 0:
-        return ran.stderr.strip().rpartition("\n")[2]
-    return f"reading them ends by {signal.Signals(-ran.returncode).name}"
+    said = ran.stderr.strip().rpartition("\n")[2]
+    if -ran.returncode in _DEATHS:
+        return f"reading them ends by {signal.Signals(-ran.returncode).name}"
+    if ran.returncode == _CORRUPT:
+        return said
+    if ran.returncode:
+        # Whatever this is, no access, no memory, a failing device: it is no reason to give the records up.
+        raise TierError(f"cannot read the records in {folder}: {said}", "nothing was changed: try again")
+    return ""
 
 
+_CORRUPT = 4
+_DEATHS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _READ_ALL = """
 import os, sys
 import lmdb
 
+def complain(kind, error, trace):
+    # LMDB's own errors say what is wrong with the file; the others come from the system.
+    system = (lmdb.MemoryError, lmdb.DiskError, lmdb.ReadonlyError, lmdb.LockError, lmdb.MapFullError)
+    corrupt = issubclass(kind, lmdb.Error) and kind is not lmdb.Error and not issubclass(kind, system)
+    print(f"{kind.__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(4 if corrupt else 3)
+
+sys.excepthook = complain
 there = os.path.getsize(os.path.join(sys.argv[1], "data.mdb"))
 room = there + (64 << 20)  # to write, where no page is free
 with lmdb.open(sys.argv[1], map_size=room, max_dbs=8, lock=False) as env, env.begin(write=True) as txn:
     nbytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     if there < nbytes:
-        sys.exit(f"the file should have {nbytes} bytes")
+        raise lmdb.CorruptedError(f"the file should have {nbytes} bytes")
     for name in sys.argv[2:]:
         try:
             table = env.open_db(name.encode(), txn, create=False)
