@@ -72,6 +72,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at: float | None = None
         self._ready = asyncio.Event()
+        self._closed = False
         self._scrubber = Scrubber(loop, len(self.placement.residency.tiers), self.handle)
         self._run_by_type: dict[type, Callable[[Any], None]] = {
             ac.Copy: self._copy,
@@ -197,6 +198,8 @@ class Shell:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self._timer is not None:
             self._timer.cancel()
+        # What still arrives, from a device that has hung perhaps, must start nothing more.
+        self._closed = True
         # A device that hangs must not keep the process: its threads end with that.
         closing = threading.Thread(target=self._close, name="kvstore-close", daemon=True)
         closing.start()
@@ -252,7 +255,9 @@ class Shell:
     # -- events and actions
 
     def handle(self, event: ev.Event) -> None:
-        """One event through the core, and everything that follows from it."""
+        """One event through the core, and everything that follows from it. Nothing does after `stop`."""
+        if self._closed:
+            return
         for action in self.placement.handle(event, self.now()):
             run = self._run_by_type.get(type(action))
             if run is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -308,6 +309,10 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:
             world.run()
         except Violation as error:
             violation = str(error)
+            world.log(f"VIOLATION {violation}")
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
             world.log(f"VIOLATION {violation}")
         finally:
             world.close()
