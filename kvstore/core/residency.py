@@ -403,8 +403,9 @@ class Residency:
             if self.blocks.pinned[rows].any():
                 continue
             only = rows[(self.blocks.slot[:, rows] >= 0).sum(axis=0) == 1]
-            if len(only) and self._lower_tier_takes(tier, donor.slot_bytes):
-                demote(tier, donor.slot_bytes, only)
+            below = len(only) > 0 and self._lower_tier_takes(tier, donor.slot_bytes)
+            # They make way, unless all that is below are parents of what is here.
+            if below and (demote(tier, donor.slot_bytes, only).any() or self.tiers[tier + 1].moving):
                 return None
             self.give_up(tier, donor.slot_bytes, rows)
             extents.withdraw(extent)
