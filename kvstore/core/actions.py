@@ -138,8 +138,9 @@ class Copy:
 
 @dataclass(slots=True)
 class Stamp:
-    """Memory tiers: these slots now hold these blocks; write their headers. `parents`: whose
-    children they are, keys of 0 bytes for roots.
+    """Memory tiers: these slots now hold these blocks; write their headers.
+
+    `parents` says whose children they are, keys of 0 bytes for roots.
     """
 
     tier: int

@@ -13,7 +13,7 @@ from kvstore.core.transfers import Arrived
 from kvstore.types import slot_bytes
 
 _PROBES = 64
-_SCRUB_ROWS = 1 << 16
+_SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits for
 
 
 class Keeping:
@@ -97,8 +97,8 @@ class Keeping:
             return
         first = self._scrubbed[event.tier]
         last = min(first + _SCRUB_ROWS, blocks.rows_touched)
-        rows = np.arange(first, last)
-        rows = rows[(blocks.state[rows] == LIVE) & (blocks.slot[event.tier, rows] >= 0)]
+        there = (blocks.state[first:last] == LIVE) & (blocks.slot[event.tier, first:last] >= 0)
+        rows = first + np.flatnonzero(there)
         if len(rows):
             # One size a probe.
             sizes = self._sizes(rows)

@@ -107,7 +107,7 @@ def open_tiers(config: Config, given: Mapping[str, int]) -> tuple[DramTier, Nvme
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
     """Tells the watchdog, from the event loop, that the event loop turns."""
-    notify("WATCHDOG=1")
+    notify("WATCHDOG=1", within_s=0)  # requests must not wait for the manager
     loop.call_later(every_s, _feed, loop, every_s)
 
 

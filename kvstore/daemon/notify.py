@@ -13,16 +13,18 @@ from collections.abc import Sequence
 _log = logging.getLogger(__name__)
 
 _FIRST_FD = 3
-_WITHIN_S = 5.0
 
 
-def notify(*assignments: str, fds: Sequence[int] = ()) -> None:
-    """Sends assignments such as `READY=1`. A manager that does not listen is no reason to stop."""
+def notify(*assignments: str, fds: Sequence[int] = (), within_s: float = 5.0) -> None:
+    """Sends assignments such as `READY=1`, waiting `within_s` for a manager that is busy.
+
+    One that does not listen is no reason to stop.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(_WITHIN_S)
+        sock.settimeout(within_s)
         try:
             # Connected, because not every way to name an address goes with descriptors.
             sock.connect(address.replace("@", "\0", 1))
