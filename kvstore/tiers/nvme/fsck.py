@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstore import arena
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.records import ID, Blocks
+from kvstore.tiers.nvme.records import ID, Blocks, mapped
 from kvstore.tiers.nvme.store import Changes, Loaded, RecordStore
 from kvstore.types import ALIGN
 
@@ -152,9 +152,9 @@ def _places(loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int) -> np
     """A verdict a record, as far as it can be told without its bytes."""
     blocks = loaded.blocks
     payloads = {n: int(space.layout["block_bytes"]) for n, space in loaded.namespaces.items()}
-    length = _mapped(blocks.ns, payloads)
-    slot = _mapped(blocks.extent, loaded.extents)
-    slab = _mapped(blocks.extent, slab_sizes)
+    length = mapped(blocks.ns, payloads, absent=-1)
+    slot = mapped(blocks.extent, loaded.extents, absent=-1)
+    slab = mapped(blocks.extent, slab_sizes, absent=-1)
     index = blocks.index.astype(np.int64)
     tests = {
         Kind.NAMESPACE: length < 0,
@@ -261,10 +261,3 @@ def _repair(store: RecordStore, report: Report) -> None:
 def _key(blocks: Blocks, i: int) -> bytes:
     padded: bytes = blocks.keys[i].tobytes()
     return padded[: blocks.key_bytes[i]]
-
-
-def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArray[np.int64]:
-    """The value for each number of a column, -1 where there is none."""
-    numbers, inverse = np.unique(column, return_inverse=True)
-    found = np.array([values.get(n, -1) for n in numbers.tolist()], np.int64)
-    return found[inverse] if len(found) else np.zeros(0, np.int64)

@@ -30,6 +30,7 @@ _VALUE = struct.Struct("<IIQIQd")
 _CHECK = struct.Struct("<Q")
 _FIXED_BYTES = _VALUE.size + _CHECK.size
 _FACTORS = np.arange(1, 24, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
+_MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
 _CHUNK = 1 << 16  # records that exist as Python objects at one time while loading
 
 
@@ -195,6 +196,14 @@ def _fill(
             column[at : at + int(good.sum())] = column[rows][good]
             column[at + int(good.sum()) : rows.stop] = 0
     return good
+
+
+def mapped(column: NDArray[np.uint32], values: dict[int, int], absent: int = 0) -> NDArray[np.int64]:
+    """The value for each number of a column, `absent` where there is none."""
+    known = {n: value for n, value in values.items() if n < _MOST_NUMBERS}
+    table = np.full(max(known, default=0) + 2, absent, np.int64)
+    table[list(known)] = list(known.values())
+    return table[np.minimum(column, len(table) - 1)]
 
 
 assert [field.name for field in fields(Blocks)] == list(_DTYPES)

@@ -14,13 +14,11 @@ import numpy.typing as npt
 from kvstore.core.events import Restore
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.journal import Journal, Namespace
-from kvstore.tiers.nvme.records import Blocks
+from kvstore.tiers.nvme.records import Blocks, mapped
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
-
-_MOST_NUMBERS = 1 << 20  # of namespaces or extents; more is damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +70,11 @@ def _fits(
 ) -> npt.NDArray[np.bool_]:
     """Which records name a slot that is there, has their namespace's size, and is nobody else's."""
     payloads = {n: space.layout["block_bytes"] for n, space in namespaces.items()}
-    wanted = _mapped(blocks.ns, {n: slot_bytes(size) for n, size in payloads.items()})
-    found = _mapped(blocks.extent, formats)
+    wanted = mapped(blocks.ns, {n: slot_bytes(size) for n, size in payloads.items()})
+    found = mapped(blocks.extent, formats)
     fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
-    fits &= blocks.length == _mapped(blocks.ns, payloads)
-    fits &= (blocks.index.astype(np.int64) + 1) * found <= _mapped(blocks.extent, sizes)
+    fits &= blocks.length == mapped(blocks.ns, payloads)
+    fits &= (blocks.index.astype(np.int64) + 1) * found <= mapped(blocks.extent, sizes)
     place = np.where(fits, blocks.extent.astype(np.int64) << 32 | blocks.index, -1)
     latest = np.zeros(len(fits), np.bool_)
     latest[len(fits) - 1 - np.unique(place[::-1], return_index=True)[1]] = True
@@ -89,14 +87,6 @@ def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> N
     for ns in np.unique(blocks.ns[which]).tolist():
         some = np.flatnonzero(which & (blocks.ns == ns))
         journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])
-
-
-def _mapped(column: npt.NDArray[np.uint32], values: dict[int, int]) -> npt.NDArray[np.int64]:
-    """The value for each number of a column, 0 where there is none."""
-    known = {n: value for n, value in values.items() if n < _MOST_NUMBERS}
-    table = np.zeros(max(known, default=0) + 2, np.int64)
-    table[list(known)] = list(known.values())
-    return table[np.minimum(column, len(table) - 1)]
 
 
 def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
