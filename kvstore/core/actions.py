@@ -114,11 +114,12 @@ class Found(Answer):
 
 @dataclass(slots=True)
 class Deny:
-    """No, and why."""
+    """No, and why. With `retry_s` above 0 it is only for now: try again so much later."""
 
     request: int
     why: str
     hint: str = ""
+    retry_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -177,11 +178,20 @@ class Probe:
 
 @dataclass(slots=True)
 class Format:
-    """An extent has been given to a slot size."""
+    """An extent has been given to a domain and a slot size."""
 
     tier: int
     extent: int
     slot_bytes: int
+    domain: int = 0
 
 
-Action = Grant | Room | Answer | Deny | Copy | Stamp | Drop | Probe | Format
+@dataclass(slots=True)
+class Renew:
+    """An extent changes hands: nothing that was in it may be seen again. Ends with ExtentReady."""
+
+    tier: int
+    extent: int
+
+
+Action = Grant | Room | Answer | Deny | Copy | Stamp | Drop | Probe | Format | Renew

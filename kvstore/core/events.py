@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.keys import Keys
+from kvstore.core.tenants import Quota
 
 OK, CORRUPT, FAILED = range(3)
 """How one block of a copy ended: bytes arrived; they do not match their checksum; the device refused."""
@@ -15,11 +17,57 @@ OK, CORRUPT, FAILED = range(3)
 
 @dataclass(slots=True)
 class OpenNamespace:
-    """Namespace number `namespace` exists, its payloads are `block_bytes` long."""
+    """Namespace number `namespace` exists, its payloads are `block_bytes` long, and it is `tenant`'s.
+
+    `domain` says who may map its extents; `ttl_s` after they were stored, blocks are misses (0: never).
+    """
 
     request: int
     namespace: int
     block_bytes: int
+    tenant: int = 0
+    domain: int = 0
+    ttl_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SetTenant:
+    """What a tenant may have from now on: a quota a tier, its weight at devices, bytes it may pin.
+
+    `rate` caps its transfers, in bytes/s, with bursts of `burst` bytes; 0: no cap.
+    """
+
+    tenant: int
+    quotas: tuple[Quota, ...]
+    weight: float = 1.0
+    pin_bytes: int = 1 << 62
+    rate: float = 0.0
+    burst: float = 0.0
+
+
+@dataclass(slots=True)
+class Publish:
+    """From now on a namespace's blocks lie in extents of another domain: others may map these."""
+
+    request: int
+    namespace: int
+    domain: int
+
+
+@dataclass(slots=True)
+class Forget:
+    """These namespaces are misses from now on, and no more. Answered, when nothing is left: blocks gone."""
+
+    request: int
+    namespaces: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class ForgetTenant:
+    """Like Forget, for all that a tenant has; answered when all its extents have been renewed too."""
+
+    request: int
+    tenant: int
 
 
 @dataclass(slots=True)
@@ -58,13 +106,19 @@ class Abort:
 
 @dataclass(slots=True)
 class Acquire:
-    """Slots of the longest stored prefix of `keys`, promoted where needed, by `deadline`."""
+    """Slots of the longest stored prefix of `keys`, promoted where needed, by `deadline`.
+
+    `tenant` is who asks. `recompute_s`: what computing one block anew takes; what takes longer to load is
+    left out. 0: nobody knows.
+    """
 
     request: int
     client: int
     namespace: int
     keys: Keys
     deadline: float
+    tenant: int = 0
+    recompute_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -77,11 +131,14 @@ class Release:
 
 @dataclass(slots=True)
 class Lookup:
-    """How many leading keys are stored."""
+    """How many leading keys are stored, of those that are worth loading by `deadline`: see Acquire."""
 
     request: int
     namespace: int
     keys: Keys
+    tenant: int = 0
+    deadline: float = math.inf
+    recompute_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -91,6 +148,7 @@ class Prefetch:
     request: int
     namespace: int
     keys: Keys
+    tenant: int = 0
 
 
 @dataclass(slots=True)
@@ -168,13 +226,16 @@ class Scrub:
 class ExtentReady:
     """An extent of tier number `tier` can be used.
 
-    `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones.
+    `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones, `domain`
+    whose it was. `replaces` is the number of the extent that it was renewed from, -1 for a first one.
     """
 
     tier: int
     extent: int
     slot_bytes: int = 0
     versions: npt.NDArray[np.uint32] | None = None
+    domain: int = 0
+    replaces: int = -1
 
 
 @dataclass(slots=True)
@@ -224,6 +285,10 @@ class Tick:
 
 Event = (
     OpenNamespace
+    | SetTenant
+    | Publish
+    | Forget
+    | ForgetTenant
     | Reserve
     | Commit
     | Abort
