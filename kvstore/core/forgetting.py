@@ -1,4 +1,4 @@
-"""What is forgotten as a whole: blocks whose time is over, namespaces, tenants. Step by step, if there is much.
+"""What is forgotten as a whole: blocks whose time is over, namespaces, tenants. Step by step: it may be much.
 
 From the first moment nothing of it is readable; the answer comes when nothing of it is left.
 """
