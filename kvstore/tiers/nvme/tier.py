@@ -202,9 +202,10 @@ class NvmeTier:
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
+        urgent: bool = True,
     ) -> None:
-        """Reads blocks into slots and verifies each. Results as in CopyDone."""
-        self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done)
+        """Reads blocks into slots and verifies each; `urgent`: somebody waits. Results as in CopyDone."""
+        self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done, urgent)
 
     def probe(
         self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
@@ -213,7 +214,7 @@ class NvmeTier:
         size = probe.slot_bytes
         aside = memoryview(mmap.mmap(-1, size * len(probe.identity)))
         slots = [aside[i * size : (i + 1) * size] for i in range(len(probe.identity))]
-        self._read(probe.identity, probe.where, slots, fingerprints, lengths, done)
+        self._read(probe.identity, probe.where, slots, fingerprints, lengths, done, urgent=False)
 
     def _read(
         self,
@@ -223,6 +224,7 @@ class NvmeTier:
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
+        urgent: bool,
     ) -> None:
         def finished(errors: list[OSError | None]) -> None:
             results = np.full(len(errors), FAILED, np.uint8)
@@ -235,7 +237,7 @@ class NvmeTier:
                     _log.error("read of extent %d failed: %s", where.extent[i], error)
             done(results)
 
-        self._engine.submit(self._ios(where, slots, write=False), finished)
+        self._engine.submit(self._ios(where, slots, write=False), finished, urgent)
 
     def _ios(self, where: Where, slots: list[memoryview], write: bool) -> list[BlockIO]:
         return [
