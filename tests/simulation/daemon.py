@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.config import Config, parse
 from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
+from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -88,7 +89,7 @@ class Life:
         dice = disk.dice
         given = {name: os.dup(fd) for name, fd in manager.kept.items()}
         self.dram = _Dram(
-            self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given
+            disk, self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given
         )
         self.nvme: _Nvme | None = None
         if setup.nvme_extents:
@@ -144,10 +145,16 @@ class Life:
 
 class _Dram(DramTier):
     def __init__(
-        self, process: Process, limit: int, size: int, manager: Manager, given: dict[str, int]
+        self, disk: Disk, process: Process, limit: int, size: int, manager: Manager, given: dict[str, int]
     ) -> None:
         super().__init__(limit, size, False, manager, given)
+        self._disk = disk
         self._worker = _Worker(process)
+
+    def _new(self) -> int:
+        if self._extents and self._disk.faults.hits(self._disk.dice, "no_memory"):
+            raise TierError("no memory for an extent")
+        return super()._new()
 
 
 class _Nvme(NvmeTier):
