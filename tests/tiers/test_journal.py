@@ -125,9 +125,9 @@ class TestKeeping:
         )
         first = Journal.open(tmp_path, MIB)
         first.put_namespace(7, namespace)
-        first.put_extent(0, 65536)
-        first.put_extent(1, 1 << 33)
-        first.put_extent(5, 1)
+        first.put_extent(0, 65536, "default")
+        first.put_extent(1, 1 << 33, "default")
+        first.put_extent(5, 1, "default")
         first.delete_extent(5)
         first.put(records, NOTHING_TO_SYNC, answers.named("put"))
         first.close()
@@ -293,7 +293,7 @@ class TestFailing:
             gate = Gate(journal)
             journal.put(batch(b"new"), NOTHING_TO_SYNC, answers.named("new"))
             journal.delete(1, [b"old"])
-            journal.put_extent(4, 4096)
+            journal.put_extent(4, 4096, "default")
             gate.open()
             with pytest.raises(TierError, match=r"cannot write records in .*/tier: .*No space left"):
                 journal.drain()
@@ -418,7 +418,7 @@ class TestOpening:
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
             txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for _ in range(2):
-            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2"):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 3"):
                 Journal.open(tmp_path, MIB)
 
     @pytest.mark.parametrize("how", ["garbage", "cut", "odd"])
@@ -474,7 +474,7 @@ class TestOpening:
     def test_records_that_make_no_sense_are_told_apart(self, tmp_path: Path, answers: Answers) -> None:
         journal = Journal.open(tmp_path, MIB)
         journal.put_namespace(1, Namespace("default", {"block_bytes": 4096}, bytes(16)))
-        journal.put_extent(1, 4096)
+        journal.put_extent(1, 4096, "default")
         journal.put(batch(b"good", b"flipped"), NOTHING_TO_SYNC, answers.named("put"))
         journal.close()
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvstore import arena
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.records import ID, Blocks, mapped
+from kvstore.tiers.nvme.recover import strangers
 from kvstore.tiers.nvme.store import Changes, Loaded, RecordStore
 from kvstore.types import ALIGN
 
@@ -43,6 +44,7 @@ class Kind(StrEnum):
     NO_EXTENT = "unknown extent"
     MISSING = "slab missing"
     SLOT_BYTES = "extent has slots of another size"
+    TENANT = "extent is another tenant's"
     LENGTH = "length is not the namespace's"
     OUTSIDE = "outside the extent's slots"
     BEYOND = "beyond the slab's end"
@@ -161,6 +163,7 @@ def _places(loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int) -> np
         Kind.NO_EXTENT: slot < 0,
         Kind.MISSING: slab < 0,
         Kind.SLOT_BYTES: slot != -(-length // ALIGN) * ALIGN,
+        Kind.TENANT: strangers(loaded),
         Kind.LENGTH: blocks.length != length,
         Kind.OUTSIDE: (index + 1) * slot > extent_bytes,
         Kind.BEYOND: index * slot + length > slab,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvstore.core.events import Restore
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.journal import Journal, Namespace
+from kvstore.tiers.nvme.journal import Journal, Loaded, Namespace
 from kvstore.tiers.nvme.records import Blocks, mapped
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import slot_bytes
@@ -23,11 +23,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Namespaces by number, slot size of each extent, blocks (latest first), time of the latest (s)."""
+    """Namespaces by number, slot size and tenant of each extent, blocks (latest first).
+
+    `stored_at` says when each of these was stored, `latest` when the latest ever was (s since 1970).
+    """
 
     namespaces: dict[int, Namespace]
     formats: dict[int, int]
+    owners: dict[int, str]
     restore: Restore
+    stored_at: npt.NDArray[np.float64]
     latest: float
 
 
@@ -39,16 +44,21 @@ def recover(journal: Journal, slabs: Slabs, count: int) -> Recovered:
     loaded = journal.load()
     sizes = _open_slabs(slabs, loaded.extents, count)
     formats = {extent: loaded.extents[extent] for extent in sizes}
+    owners = {extent: loaded.owners[extent] for extent in sizes}
     if loaded.damaged:
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
         journal.forget(loaded.damaged)
     usable = _fits(loaded.blocks, loaded.namespaces, formats, sizes)
-    _forget(journal, loaded.blocks, ~usable)
+    _forget(journal, loaded.blocks, ~usable, "their slabs are gone or beyond the limit")
+    strays = usable & strangers(loaded)
+    _forget(journal, loaded.blocks, strays, "they lie in another tenant's extents")
+    usable &= ~strays
     for extent in set(loaded.extents) - set(formats):
         slabs.remove(extent)
         journal.delete_extent(extent)
     latest = float(loaded.blocks.stored_at.max(initial=0.0))
-    return Recovered(loaded.namespaces, formats, _restore(loaded.blocks, usable), latest)
+    restore, stored_at = _restore(loaded.blocks, usable), loaded.blocks.stored_at[::-1][usable[::-1]]
+    return Recovered(loaded.namespaces, formats, owners, restore, stored_at, latest)
 
 
 def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
@@ -81,9 +91,19 @@ def _fits(
     return fits & latest
 
 
-def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
+def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
+    """Which records say that a block of one tenant lies in an extent of another."""
+    tenants = {name: i for i, name in enumerate({space.tenant for space in loaded.namespaces.values()})}
+    theirs = {n: tenants[space.tenant] for n, space in loaded.namespaces.items()}
+    owners = {extent: tenants.get(owner, -1) for extent, owner in loaded.owners.items()}
+    tenant = mapped(loaded.blocks.ns, theirs, absent=-1)
+    strange: npt.NDArray[np.bool_] = tenant != mapped(loaded.blocks.extent, owners, absent=-1)
+    return strange & (tenant >= 0)
+
+
+def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_], why: str) -> None:
     if which.any():
-        _log.warning("%d blocks are forgotten: their slabs are gone or beyond the limit", which.sum())
+        _log.warning("%d blocks are forgotten: %s", which.sum(), why)
     for ns in np.unique(blocks.ns[which]).tolist():
         some = np.flatnonzero(which & (blocks.ns == ns))
         journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])
