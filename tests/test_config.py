@@ -190,7 +190,7 @@ def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:
         ("[tenants.a]\nlimit = 1", "unknown key tenants.a.limit = 1", "mean tenants.a.dram.limit?"),
         ("[tenants.a]\nuid = 1", "unknown key tenants.a.uid = 1", "mean tenants.a.uids?"),
         ("[tenant.a]\nuids = [1]", "unknown key tenant", "mean tenants?"),
-        ("[[tenants.a.tokens]]\ntoken = 'kvs_abc'", "tokens.0.token = 'kvs_...'", "config example"),
+        ("[[tenants.a.tokens]]\ntoken = 'kvs_abc'", "tokens.0.token = 'kvs_...'", "a.tokens?"),
         ("[[tenants.a.tokens]]\nrole = 'write'", "tenants.a.tokens.0.hash is missing", "config example"),
         (
             "[[tenants.a.tokens]]\nhash = 'kvs_a'",

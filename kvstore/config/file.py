@@ -151,11 +151,12 @@ def _nearest(place: list[Any]) -> str:
     tenant = str(place[1]) if place[0] == "tenants" and len(place) > 1 else _SOME
     parts = [part for part in place if not isinstance(part, int)]
     key = ".".join(map(str, [parts[0], _SOME, *parts[2:]] if parts[0] == "tenants" else parts))
+    parent, _, name = key.rpartition(".")
     known = {dotted: dotted.rpartition(".")[2] for dotted in _known_keys()}
-    name = key.rpartition(".")[2]
     near = [dotted for dotted, leaf in known.items() if leaf == name and "." in dotted]
-    near.sort(key=lambda dotted: not dotted.startswith(f"{key.rpartition('.')[0]}."))
-    near = near or difflib.get_close_matches(key, known, 1, 0.7)
+    near.sort(key=lambda dotted: not dotted.startswith(f"{parent}."))
+    siblings = {leaf: dotted for dotted, leaf in known.items() if dotted.rpartition(".")[0] == parent}
+    near = near or [siblings[leaf] for leaf in difflib.get_close_matches(name, siblings, 1, 0.7)]
     leaves = difflib.get_close_matches(name, known.values(), 1, 0.7)
     near = near or [dotted for dotted, leaf in known.items() if leaf in leaves]
     if not near:
