@@ -10,9 +10,10 @@ import hmac
 import math
 import os
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 from kvstore.config import Config, Tenant
 from kvstore.errors import ConfigError, KVStoreError
@@ -98,9 +99,7 @@ class Registry:
         operator = uid in (0, self._own_uid)
         if token:
             return self._by_token(token, now, operator)
-        name = self._owner(lambda tenant: uid in tenant.uids)
-        for some in (gids[:1], gids[1:]):
-            name = name or self._owner(lambda tenant, some=some: not set(some).isdisjoint(tenant.gids))
+        name = self._owner({uid}, "uids") or self._owner(gids[:1], "gids") or self._owner(gids[1:], "gids")
         if name is not None:
             return self._identity(name, self._configured[name].role, operator)
         if operator:
@@ -123,9 +122,10 @@ class Registry:
             raise RefusedError("the token has expired", "ask whoever runs the daemon for a new one")
         return self._identity(name, known.role, operator, expires)
 
-    def _owner(self, is_member: Callable[[Tenant], bool]) -> str | None:
-        """The one tenant that a peer is a member of. Raises RefusedError if its groups make it several."""
-        names = [name for name, tenant in self._configured.items() if is_member(tenant)]
+    def _owner(self, ids: Collection[int], kind: Literal["uids", "gids"]) -> str | None:
+        """The one tenant that has one of these ids. Raises RefusedError if several have."""
+        named = self._configured.items()
+        names = [name for name, tenant in named if not set(ids).isdisjoint(getattr(tenant, kind))]
         if len(names) > 1:
             raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
         return names[0] if names else None
