@@ -218,8 +218,15 @@ def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on
 
 
 def test_a_namespace_opened_by_another_is_not_open_here(daemon: ServedDaemon) -> None:
-    with victim(daemon) as (_, number, keys), greeted(daemon) as (stranger, _):
-        answer = stranger.ask(m.Lookup(2, number, 32, keys[0], 0.0, 0.0))
+    with (
+        victim(daemon) as (_, number, keys),
+        greeted(daemon) as (stranger, own),
+        Peer(daemon.socket) as empty,
+    ):
+        assert own == number, "numbers are the connection's own"
+        assert stranger.ask(m.Lookup(2, number, 32, keys[0], 0.0, 0.0)).value == 0
+        empty.hello()
+        answer = empty.ask(m.Lookup(2, number, 32, keys[0], 0.0, 0.0))
         assert isinstance(answer, m.Denied)
         assert answer.why == f"unknown namespace {number}"
 
