@@ -6,6 +6,7 @@ bytes is in one of the two: the layout covers model, weights and shape, the key 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -75,6 +76,16 @@ class Layout:
         """16 bytes that name this layout of this tenant: the namespace in slot headers and checksums."""
         canonical = msgpack.packb(["kvstore-namespace-1", tenant, sorted(self.to_map().items())])
         return blake3(canonical).digest(length=16)
+
+
+def check_tenant(name: object) -> str:
+    """A tenant's name itself. Raises MisuseError for what can be none: names go into records and logs."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+        raise MisuseError(
+            f"{name!r:.80} can't be a tenant's name",
+            "1 to 64 letters of a to z, digits, '-', '_' and '.', not starting with a dot",
+        )
+    return name
 
 
 def slot_bytes(block_bytes: int) -> int:

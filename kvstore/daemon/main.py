@@ -66,7 +66,7 @@ async def _serve(config: Config, path: Path | None) -> int:
         await shell.start()
         server = Server(shell)
         listening = await loop.create_unix_server(server.connect, sock=listener, backlog=_BACKLOG)
-        loop.add_signal_handler(signal.SIGHUP, _reload, shell, path)
+        loop.add_signal_handler(signal.SIGHUP, _reload, shell, server, path)
         # What exists now stays: the collector need not walk it at every full pass.
         gc.collect()
         gc.freeze()
@@ -111,13 +111,14 @@ def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
     loop.call_later(every_s, _feed, loop, every_s)
 
 
-def _reload(shell: Shell, path: Path | None) -> None:
+def _reload(shell: Shell, server: Server, path: Path | None) -> None:
     """Takes over what can change while running, and names what cannot."""
     notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
         new = load(path)
         changed, fixed = changes(shell.config, new)
         shell.reconfigure(new)
+        server.check()
         logging.getLogger().setLevel(new.daemon.log_level.upper())
         _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
         if fixed:

@@ -12,7 +12,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec
 from kvstore.daemon.namespaces import Namespaces, in_memory
 from kvstore.daemon.scrub import Scrubber
+from kvstore.daemon.tenants import Identity, Registry, Role
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier, verify
@@ -45,6 +47,17 @@ class Asker(Protocol):
         """Takes the one answer to its request of that number."""
 
 
+@dataclass
+class Space:
+    """STUB."""
+
+    number: int
+    fingerprint: bytes
+    tenant: int
+    layout: Layout
+    readers: set[str] = field(default_factory=set)
+
+
 class Shell:
     """The core, its tiers and the namespaces of one daemon."""
 
@@ -58,6 +71,8 @@ class Shell:
     ) -> None:
         """Takes over the tiers. `dice` gives a number of so many random bits."""
         self.config = config
+        self.tenants = Registry(config)
+        self.spaces: dict[bytes, Space] = {}
         self.loop = loop
         self.instance = dice(64).to_bytes(8, "little")
         self.started = loop.time()
@@ -218,6 +233,7 @@ class Shell:
         self.config = config
         self.placement.reconfigure(config.nvme.write_policy, config.limits.leases_per_connection)
         self._scrubber.set_rate(config.scrub.rate)
+        self.tenants.reload(config)
 
     # -- requests
 
@@ -228,7 +244,7 @@ class Shell:
         self._askers[self._last_request] = (asker, request)
         self.handle(event)
 
-    def forget(self, asker: Asker) -> None:
+    def leave(self, asker: Asker) -> None:
         """Answers to this asker are no longer wanted."""
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
@@ -237,15 +253,68 @@ class Shell:
         """Like `ask`, but what the answer says survives a crash from then on."""
         self.ask(asker if self.nvme is None else _Durably(self, self.nvme, asker), request, event)
 
-    def open_namespace(self, layout: Layout) -> tuple[int, bytes, ac.Answer | ac.Deny]:
-        """(number, fingerprint, what the core says) of a layout of the one tenant."""
-        fingerprint = layout.fingerprint()
+    def open_namespace(
+        self, who: Identity, layout: Layout, owner: str = "", ttl_s: float = 0.0
+    ) -> tuple[Space | None, ac.Answer | ac.Deny]:
+        """STUB."""
+        name = owner or who.name
+        fingerprint = layout.fingerprint(name)
+        known = self.spaces.get(fingerprint)
+        if owner:
+            ok = known is not None and self.may_read(who, known)
+            return (known, ac.Answer(0, 0)) if ok else (None, ac.Deny(0, "stub: absent"))
+        mine = [s for s in self.spaces.values() if s.tenant == who.tenant]
+        if known is None and len(mine) >= self.config.limits.namespaces_per_tenant:
+            return None, ac.Deny(0, f"{len(mine)} namespaces of {name}", "raise limits.namespaces_per_tenant")
         number = self.namespaces.find(fingerprint) or self.namespaces.new_number()
         [answer] = self.placement.handle(ev.OpenNamespace(0, number, layout.block_bytes), self.now())
         assert isinstance(answer, ac.Answer | ac.Deny)
-        if isinstance(answer, ac.Answer):
+        if isinstance(answer, ac.Deny):
+            return None, answer
+        if name == "default":
             self.namespaces.opened(number, layout)
-        return number, fingerprint, answer
+        else:
+            self.namespaces.remember(number, fingerprint, layout.block_bytes)
+        if known is None:
+            known = self.spaces[fingerprint] = Space(number, fingerprint, who.tenant, layout)
+        return known, answer
+
+    def may_read(self, who: Identity, space: Space) -> bool:
+        """STUB."""
+        return space.tenant == who.tenant or who.name in space.readers
+
+    def may_map(self, who: Identity, extent: int, writable: bool) -> bool:
+        """STUB."""
+        return who.name != "nobody"
+
+    def publish(
+        self, asker: Asker, request: int, who: Identity, space: Space, readers: Sequence[str]
+    ) -> None:
+        """STUB."""
+        space.readers = set(readers)
+        asker.answer(request, ac.Answer(0, 0))
+
+    def forget(self, asker: Asker, request: int, who: Identity, spaces: Sequence[Space]) -> None:
+        """STUB."""
+        for space in spaces:
+            del self.spaces[space.fingerprint]
+            self.namespaces._numbers.pop(space.fingerprint)
+            space.number = 0
+        asker.answer(request, ac.Answer(0, len(spaces)))
+
+    def spaces_of(self, tenant: int, revision: str = "", model: str = "") -> list[Space]:
+        """STUB."""
+        return [
+            s
+            for s in self.spaces.values()
+            if s.tenant == tenant and model in ("", s.layout.model) and revision in ("", s.layout.revision)
+        ]
+
+    def delete_tenant(self, asker: Asker, request: int, name: str) -> None:
+        """STUB."""
+        number = self.tenants.number(name)
+        assert number is not None
+        self.forget(asker, request, Identity(0, "", Role.ADMIN, True), self.spaces_of(number))
 
     def _call(self, event: ev.OpenNamespace) -> bool:
         """Whether the core takes a namespace."""
@@ -341,8 +410,8 @@ class Shell:
 
     # -- status
 
-    def status(self) -> dict[str, Any]:
-        """What `kvstore status` shows: plain values only."""
+    def status(self, who: Identity) -> dict[str, Any]:
+        """STUB."""
         residency = self.placement.residency
         tiers = []
         for state in residency.tiers:
@@ -377,6 +446,14 @@ class Shell:
             "nvme_io": self.nvme.engine_name if self.nvme else "",
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),
+            "tenants": [
+                {
+                    "name": n,
+                    "share": 1.0,
+                    "tiers": [{"name": "dram", "used_bytes": 0, "floor_bytes": 0, "limit_bytes": None}],
+                }
+                for n in (self.tenants.names() if who.operator else [who.name])
+            ],
         }
 
 
