@@ -6,6 +6,7 @@ Nothing is read from slabs here: whether a slot's bytes are right, its checksum 
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy.typing as npt
 
 from kvstore.core.events import Restore
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.journal import Journal, Namespace
+from kvstore.tiers.nvme.journal import Journal, Loaded, Namespace
 from kvstore.tiers.nvme.records import Blocks, mapped
+from kvstore.tiers.nvme.seal import Seals
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import slot_bytes
 
@@ -31,24 +33,50 @@ class Recovered:
     latest: float
 
 
-def recover(journal: Journal, slabs: Slabs, count: int) -> Recovered:
+def recover(journal: Journal, slabs: Slabs, count: int, seals: Seals | None = None) -> Recovered:
     """Opens the slabs of `count` extents and tells what is in them.
 
-    Extents beyond, and records that name no slot of theirs, are forgotten with a warning.
+    Extents beyond, records that name no slot of theirs, and sealed blocks without a data key are forgotten
+    with a warning. So is all of a tenant that is to be encrypted from now on, or no longer; that is durable.
     """
     loaded = journal.load()
+    if seals is not None and seals.turned:
+        loaded = _without(journal, slabs, loaded, seals.turned)
+        seals.settle()
     sizes = _open_slabs(slabs, loaded.extents, count)
     formats = {extent: loaded.extents[extent] for extent in sizes}
     if loaded.damaged:
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
         journal.forget(loaded.damaged)
-    usable = _fits(loaded.blocks, loaded.namespaces, formats, sizes)
+    spaces = {
+        n: space
+        for n, space in loaded.namespaces.items()
+        if not space.sealed or (seals is not None and seals.can_open(space.tenant))
+    }
+    usable = _fits(loaded.blocks, spaces, formats, sizes)
     _forget(journal, loaded.blocks, ~usable)
     for extent in set(loaded.extents) - set(formats):
         slabs.remove(extent)
         journal.delete_extent(extent)
     latest = float(loaded.blocks.stored_at.max(initial=0.0))
     return Recovered(loaded.namespaces, formats, _restore(loaded.blocks, usable), latest)
+
+
+def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) -> Loaded:
+    """What is left without these tenants' blocks, and without every slab that has bytes of theirs."""
+    blocks = loaded.blocks
+    theirs = [n for n, space in loaded.namespaces.items() if space.tenant in tenants]
+    extents = np.unique(blocks.extent[np.isin(blocks.ns, theirs)]).tolist()
+    gone = np.isin(blocks.extent, extents) | np.isin(blocks.ns, theirs)
+    if gone.any():
+        names = ", ".join(sorted(tenants))
+        _log.warning("%d blocks are forgotten: encryption of %s was turned on or off", gone.sum(), names)
+    _delete(journal, blocks, gone)
+    for extent in extents:
+        slabs.remove(extent)
+        journal.delete_extent(extent)
+    journal.drain()
+    return journal.load()
 
 
 def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
@@ -70,7 +98,7 @@ def _fits(
 ) -> npt.NDArray[np.bool_]:
     """Which records name a slot that is there, has their namespace's size, and is nobody else's."""
     payloads = {n: space.layout["block_bytes"] for n, space in namespaces.items()}
-    wanted = mapped(blocks.ns, {n: slot_bytes(size) for n, size in payloads.items()})
+    wanted = mapped(blocks.ns, {n: slot_bytes(space.stored_bytes) for n, space in namespaces.items()})
     found = mapped(blocks.extent, formats)
     fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
     fits &= blocks.length == mapped(blocks.ns, payloads)
@@ -84,6 +112,10 @@ def _fits(
 def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
     if which.any():
         _log.warning("%d blocks are forgotten: their slabs are gone or beyond the limit", which.sum())
+        _delete(journal, blocks, which)
+
+
+def _delete(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
     for ns in np.unique(blocks.ns[which]).tolist():
         some = np.flatnonzero(which & (blocks.ns == ns))
         journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])

@@ -3,7 +3,7 @@
 Tables, with ids as u32 big-endian and numbers as u64 little-endian:
 
     meta          "format", "extent_bytes" -> number
-    namespaces    id -> MessagePack [tenant, layout map, fingerprint]
+    namespaces    id -> MessagePack [tenant, layout map, fingerprint, whether sealed (absent: not)]
     extents       id -> slot bytes
     blocks        namespace id, key -> record (`records.py`)
 
@@ -32,6 +32,7 @@ import msgpack
 
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.records import ID, Blocks, unpack
+from kvstore.types import SEAL_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -49,16 +50,22 @@ Changes: TypeAlias = dict[str, dict[bytes, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What a namespace id stands for."""
+    """What a namespace id stands for. `sealed`: its blocks are encrypted under the tenant's data key."""
 
     tenant: str
     layout: dict[str, Any]
     fingerprint: bytes
+    sealed: bool = False
 
     def pack(self) -> bytes:
         """The record's value."""
-        packed: bytes = msgpack.packb([self.tenant, self.layout, self.fingerprint])
+        packed: bytes = msgpack.packb([self.tenant, self.layout, self.fingerprint, self.sealed])
         return packed
+
+    @property
+    def stored_bytes(self) -> int:
+        """What one of its blocks takes in a slab, before that is rounded up to a slot."""
+        return int(self.layout["block_bytes"]) + SEAL_BYTES * self.sealed
 
 
 @dataclass(frozen=True, slots=True)
