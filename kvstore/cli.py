@@ -116,6 +116,9 @@ def fsck(
         Path | None, typer.Option("--config", "-c", help="Instead: the TOML file that names it.")
     ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Delete bad records and orphan slabs.")] = False,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="The master key, to check encrypted blocks too.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Check a stopped daemon's NVMe folder: every record, slab and checksum.
@@ -123,6 +126,7 @@ def fsck(
     Exit codes: 0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired.
     """
     from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
+    from kvstore.tiers.nvme.keys import MasterKey  # noqa: PLC0415
 
     limit_bytes = None
     if (folder is None) == (config is None):
@@ -132,11 +136,14 @@ def fsck(
         if nvme.path is None:
             raise MisuseError(f"{config} names no nvme.path", "there is nothing to check")
         folder, limit_bytes = nvme.path, nvme.limit
+    master = MasterKey.load(key_file)
     with _checking(hidden=as_json and not sys.stderr.isatty()) as bar:
         task = bar.add_task("fsck", total=None)
-        report = check(
-            folder, limit_bytes, repair, lambda done, total: bar.update(task, completed=done, total=total)
-        )
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        report = check(folder, limit_bytes, repair, progress, master)
     counts = report.counts()
     found = sum(counts.values())
     summary = {
@@ -144,6 +151,7 @@ def fsck(
         "extents": report.extents,
         "records": len(report.blocks) + len(report.damaged),
         "checked_bytes": report.checked_bytes,
+        "encrypted_blocks_not_checked": report.unchecked,
         "problems": found,
         "repaired": found if report.repaired else 0,
     }
@@ -152,6 +160,8 @@ def fsck(
         typer.echo(json.dumps({**summary, "kinds": counts, "findings": some}))
     else:
         Console().print(_pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
+    if report.unchecked:
+        typer.echo(f"{report.unchecked} encrypted blocks were not checked: give --key-file", err=True)
     if found:
         raise typer.Exit(3 if report.repaired else 1)
 

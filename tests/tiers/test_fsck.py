@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from kvstore import Client, Layout
 from kvstore.lab.served import ServedDaemon
 from kvstore.tiers.nvme import fsck as module
 from kvstore.tiers.nvme.fsck import Finding, Kind, fsck
+from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.records import ID, RecordBatch
 from kvstore.tiers.nvme.store import RecordStore
+from kvstore.types import SEAL_BYTES
 from tests.daemons import cli, names, payloads
+from tests.tiers.sealing import BLOCK, MASTER, OTHER_MASTER, opened
 
 SMALL, LARGE = 16 << 10, 40 << 10
 LIMIT, EXTENT = 16 << 20, 2 << 20
@@ -259,6 +263,73 @@ def test_slabs_beyond_the_limit_are_orphans_where_the_limit_is_known(folder: Pat
     [finding] = run("-c", str(config), "--repair", code=3)["findings"]
     assert (finding["kind"], finding["extent"]) == (Kind.ORPHAN, 99)
     assert sorted(path.name for path in (folder / "slabs").iterdir()) == [f"{i:06d}.slab" for i in range(8)]
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    """Three blocks of an encrypted tenant and one of another, which is not."""
+    folder = tmp_path / "nvme"
+    with opened(folder) as tier:
+        for number, key, index in [(1, b"a", 0), (1, b"b", 1), (2, b"a", 0), (3, b"a", 0)]:
+            tier.write(number, key, index)
+    return folder
+
+
+@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, BLOCK + 16, BLOCK + 27])
+def test_sealed_blocks_are_opened_with_the_key(sealed: Path, at: int) -> None:
+    assert fsck(sealed, None, False, quiet, MASTER).counts() == {}
+    with (sealed / "slabs" / "000000.slab").open("r+b") as slab:
+        slab.seek(8192 + at)
+        byte = slab.read(1)[0]
+        slab.seek(8192 + at)
+        slab.write(bytes([byte ^ 4]))
+    report = fsck(sealed, None, True, quiet, MASTER)
+    assert report.unchecked == 0
+    assert list(report.findings()) == [Finding(Kind.CHECKSUM, 0, 1, 1, b"b")]
+    assert len(fsck(sealed, None, False, quiet, MASTER).blocks) == 3
+
+
+def test_without_the_key_sealed_blocks_are_not_checked_and_stay(sealed: Path, tmp_path: Path) -> None:
+    with (sealed / "slabs" / "000000.slab").open("r+b") as slab:
+        slab.write(b"not what was sealed")
+    before = listing(sealed)
+    ran = cli("fsck", "--json", "--repair", str(sealed))
+    found = json.loads(ran.stdout)
+    assert (ran.returncode, found["problems"], found["encrypted_blocks_not_checked"]) == (0, 0, 3)
+    assert found["checked_bytes"] == BLOCK, "what is plain was"
+    assert "3 encrypted blocks were not checked: give --key-file" in ran.stderr
+    assert listing(sealed) == before
+    key = tmp_path / "key"
+    key.write_text(MASTER.key.hex())
+    key.chmod(0o600)
+    found = run("--key-file", str(key), str(sealed), code=1)
+    assert (found["kinds"], found["encrypted_blocks_not_checked"]) == ({Kind.CHECKSUM: 1}, 0)
+
+
+def test_the_wrong_key_finds_no_damage(sealed: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(OTHER_MASTER.key.hex())
+    key.chmod(0o600)
+    before = listing(sealed)
+    ran = cli("fsck", "--repair", "--key-file", str(key), str(sealed))
+    assert ran.returncode == 2
+    assert f"{key} does not open the data key of tenant team" in ran.stderr
+    assert listing(sealed) == before
+
+
+@pytest.mark.parametrize("master", [MASTER, None], ids=["key", "no key"])
+def test_what_no_key_can_open_any_more_is_told(sealed: Path, master: MasterKey | None) -> None:
+    (sealed / "keys" / "team.key").unlink()
+    assert fsck(sealed, None, True, quiet, master).counts() == {Kind.NO_KEY: 3}
+    assert len(fsck(sealed, None, False, quiet).blocks) == 1
+
+
+def test_sealed_blocks_need_sealed_slots(sealed: Path) -> None:
+    with closing(RecordStore(sealed, None, 1 << 30)) as store:
+        row = store.load().namespaces[1]
+        plain = replace(row, layout={**row.layout, "block_bytes": 8192 - SEAL_BYTES + 1})
+        store.commit({"namespaces": {ID.pack(1): plain.pack()}})
+    assert fsck(sealed, None, False, quiet, MASTER).counts() == {Kind.SLOT_BYTES: 2}
 
 
 def test_what_the_device_cannot_read_costs_no_neighbour(

@@ -18,6 +18,7 @@ import pytest
 
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
+from kvstore.tiers.nvme.bounce import BouncingEngine
 from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.types import ALIGN
 from tests.tiers.faulty import Faults, FaultyEngine
@@ -405,6 +406,13 @@ class TestPosix(IOEngineContract):
         for threads, task_bytes in ((0, ALIGN), (1, 0), (1, 1000)):
             with pytest.raises(MisuseError, match="threads"):
                 PosixEngine(threads, task_bytes)
+
+
+class TestBouncing(IOEngineContract):
+    """With blocks that are not sealed; see test_bounce.py for those that are."""
+
+    def make(self) -> IOEngine:
+        return BouncingEngine(PosixEngine(threads=2))
 
 
 class TestFaultyWithoutFaults(IOEngineContract):

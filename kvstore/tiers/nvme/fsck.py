@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,9 +21,11 @@ import numpy.typing as npt
 
 from kvstore import arena
 from kvstore.errors import TierError
+from kvstore.tiers.nvme.keys import KeyFiles, MasterKey
 from kvstore.tiers.nvme.records import ID, Blocks, mapped
 from kvstore.tiers.nvme.recover import strangers
-from kvstore.tiers.nvme.store import Changes, Loaded, RecordStore
+from kvstore.tiers.nvme.seal import Seal, Seals
+from kvstore.tiers.nvme.store import Changes, Loaded, Namespace, RecordStore
 from kvstore.types import ALIGN
 
 Progress = Callable[[int, int], None]
@@ -48,6 +50,7 @@ class Kind(StrEnum):
     LENGTH = "length is not the namespace's"
     OUTSIDE = "outside the extent's slots"
     BEYOND = "beyond the slab's end"
+    NO_KEY = "sealed, and its tenant has no data key"
     UNREADABLE = "cannot be read"
     OVERLAP = "slot belongs to another block"
     CHECKSUM = "wrong checksum"
@@ -73,7 +76,7 @@ class Report:
     """What a check found. `verdict` has for each row of `blocks` 0 or the number of its kind.
 
     `damaged` has raw keys of the table of blocks, `orphans` files; `repaired` says whether all that was found
-    is repaired.
+    is repaired. `unchecked` is how many sealed blocks were not read, for want of the master key.
     """
 
     folder: Path
@@ -85,6 +88,7 @@ class Report:
     short: dict[int, Path] = field(default_factory=dict)
     orphans: dict[int, Path] = field(default_factory=dict)
     checked_bytes: int = 0
+    unchecked: int = 0
     repaired: bool = False
 
     def counts(self) -> dict[Kind, int]:
@@ -113,16 +117,22 @@ class Report:
             )
 
 
-def fsck(folder: Path, limit_bytes: int | None, repair: bool, progress: Progress) -> Report:
+def fsck(
+    folder: Path, limit_bytes: int | None, repair: bool, progress: Progress, master: MasterKey | None = None
+) -> Report:
     """Checks a folder; with `repair`, deletes bad records and orphan slabs and gives short slabs their size.
 
     `limit_bytes` is nvme.limit where it is known: slabs beyond it that nothing names are orphans too. Of two
-    records that name one slot, the one stays whose checksum proves it. TierError if there is no such folder,
-    if a daemon uses it, or if it cannot be read or repaired.
+    records that name one slot, the one stays whose checksum proves it. Sealed blocks are opened with
+    `master`; without it their bytes are not checked and they stay. TierError if there is no such folder, if a
+    daemon uses it, if it cannot be read or repaired, or if `master` is not its master key.
     """
     with closing(RecordStore(folder, None, _MAP_BYTES)) as store:
         try:
-            report = _check(folder, store.load(), store.extent_bytes, limit_bytes, progress)
+            loaded = store.load()
+            keys = set(KeyFiles(folder).load())
+            seals = Seals(folder, master, {}) if master is not None else None
+            report = _check(folder, loaded, store.extent_bytes, limit_bytes, progress, keys, seals)
             if repair:
                 _repair(store, report)
         except (OSError, lmdb.Error) as error:
@@ -131,12 +141,18 @@ def fsck(folder: Path, limit_bytes: int | None, repair: bool, progress: Progress
 
 
 def _check(
-    folder: Path, loaded: Loaded, extent_bytes: int, limit_bytes: int | None, progress: Progress
+    folder: Path,
+    loaded: Loaded,
+    extent_bytes: int,
+    limit_bytes: int | None,
+    progress: Progress,
+    keys: Set[str],
+    seals: Seals | None,
 ) -> Report:
     paths = {int(p.stem): p for p in sorted(folder.glob("slabs/*.slab")) if p.stem.isdecimal()}
     sizes = {extent: path.stat().st_size for extent, path in paths.items()}
     count = None if limit_bytes is None else limit_bytes // extent_bytes
-    verdict = _places(loaded, sizes, extent_bytes)
+    verdict = _places(loaded, sizes, extent_bytes, keys)
     report = Report(folder, len(loaded.extents), loaded.blocks, verdict, loaded.damaged)
     report.no_slab = sorted(loaded.extents.keys() - paths.keys())
     for extent, path in paths.items():
@@ -146,13 +162,17 @@ def _check(
                 report.short[extent] = path
         elif short or (count is not None and extent >= count):
             report.orphans[extent] = path
-    _read(loaded, paths, report, progress)
+    _read(loaded, paths, report, progress, seals)
     return report
 
 
-def _places(loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int) -> npt.NDArray[np.uint8]:
-    """A verdict a record, as far as it can be told without its bytes."""
+def _places(
+    loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int, keys: Set[str]
+) -> npt.NDArray[np.uint8]:
+    """A verdict a record, as far as it can be told without its bytes. `keys`: tenants with a data key."""
     blocks = loaded.blocks
+    stored = mapped(blocks.ns, {n: space.stored_bytes for n, space in loaded.namespaces.items()}, absent=-1)
+    keyless = [n for n, space in loaded.namespaces.items() if space.sealed and space.tenant not in keys]
     payloads = {n: int(space.layout["block_bytes"]) for n, space in loaded.namespaces.items()}
     length = mapped(blocks.ns, payloads, absent=-1)
     slot = mapped(blocks.extent, loaded.extents, absent=-1)
@@ -162,22 +182,27 @@ def _places(loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int) -> np
         Kind.NAMESPACE: length < 0,
         Kind.NO_EXTENT: slot < 0,
         Kind.MISSING: slab < 0,
-        Kind.SLOT_BYTES: slot != -(-length // ALIGN) * ALIGN,
+        Kind.SLOT_BYTES: slot != -(-stored // ALIGN) * ALIGN,
         Kind.TENANT: strangers(loaded),
         Kind.LENGTH: blocks.length != length,
         Kind.OUTSIDE: (index + 1) * slot > extent_bytes,
-        Kind.BEYOND: index * slot + length > slab,
+        Kind.BEYOND: index * slot + stored > slab,
+        Kind.NO_KEY: np.isin(blocks.ns, keyless),
     }
     return np.select(list(tests.values()), [_NUMBERS[kind] for kind in tests], _GOOD).astype(np.uint8)
 
 
-def _read(loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress) -> None:
+def _read(
+    loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress, seals: Seals | None
+) -> None:
     """Reads the blocks of all good records in the order of the device and verifies them."""
     blocks, verdict = report.blocks, report.verdict
-    rows = np.flatnonzero(verdict == _GOOD)
+    proofs = _proofs(loaded, seals)
+    within_reach = np.isin(blocks.ns, list(proofs))
+    report.unchecked = int((~within_reach & (verdict == _GOOD)).sum())
+    rows = np.flatnonzero(within_reach & (verdict == _GOOD))
     rows = rows[np.lexsort((blocks.index[rows], blocks.extent[rows]))]
     total = int(blocks.length[rows].sum(dtype=np.int64))
-    fingerprints = {n: space.fingerprint for n, space in loaded.namespaces.items()}
     for some in np.split(rows, np.flatnonzero(np.diff(blocks.extent[rows])) + 1):
         if not len(some):
             continue
@@ -187,7 +212,7 @@ def _read(loaded: Loaded, paths: dict[int, Path], report: Report, progress: Prog
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             for run in _runs(some, blocks.index, slot_bytes):
-                _verify_run(fd, slot_bytes, run, fingerprints, report)
+                _verify_run(fd, slot_bytes, run, proofs, report)
                 report.checked_bytes += int(blocks.length[run].sum(dtype=np.int64))
                 progress(report.checked_bytes, total)
             # What is read once must not push out what others on this machine read often.
@@ -200,6 +225,32 @@ def _read(loaded: Loaded, paths: dict[int, Path], report: Report, progress: Prog
     verdict[shared[verdict[shared] == _NUMBERS[Kind.CHECKSUM]]] = _NUMBERS[Kind.OVERLAP]
 
 
+_Proof = Callable[[bytes, int, int, memoryview], bool]
+"""Whether a slot holds the block of this key, length and checksum."""
+
+
+def _proofs(loaded: Loaded, seals: Seals | None) -> dict[int, _Proof]:
+    """How blocks are verified, by namespace; sealed ones are left out where there are no seals."""
+
+    def proof(space: Namespace, seal: Seal | None) -> _Proof:
+        def prove(key: bytes, length: int, checksum: int, slot: memoryview) -> bool:
+            if seal is not None:
+                payload = memoryview(bytearray(length))
+                if not seal.open(key, slot, payload):
+                    return False
+                slot = payload
+            return arena.checksum(slot[:length], arena.seed(space.fingerprint, key, length)) == checksum
+
+        return prove
+
+    found = {n: proof(space, None) for n, space in loaded.namespaces.items() if not space.sealed}
+    for n, space in loaded.namespaces.items():
+        if space.sealed and seals is not None and seals.can_open(space.tenant):
+            length = int(space.layout["block_bytes"])
+            found[n] = proof(space, seals.seal(space.tenant, space.fingerprint, length))
+    return found
+
+
 def _runs(
     rows: npt.NDArray[np.int64], index: npt.NDArray[np.uint32], slot_bytes: int
 ) -> list[npt.NDArray[np.int64]]:
@@ -210,7 +261,7 @@ def _runs(
 
 
 def _verify_run(
-    fd: int, slot_bytes: int, run: npt.NDArray[np.int64], fingerprints: dict[int, bytes], report: Report
+    fd: int, slot_bytes: int, run: npt.NDArray[np.int64], proofs: dict[int, _Proof], report: Report
 ) -> None:
     blocks = report.blocks
     first, last = int(blocks.index[run[0]]), int(blocks.index[run[-1]])
@@ -221,12 +272,12 @@ def _verify_run(
             report.verdict[run] = _NUMBERS[Kind.UNREADABLE]
         else:
             for row in run:
-                _verify_run(fd, slot_bytes, np.array([row]), fingerprints, report)
+                _verify_run(fd, slot_bytes, np.array([row]), proofs, report)
         return
     for i in run.tolist():
-        start, length = (int(blocks.index[i]) - first) * slot_bytes, int(blocks.length[i])
-        seed = arena.seed(fingerprints[int(blocks.ns[i])], _key(blocks, i), length)
-        if arena.checksum(data[start : start + length], seed) != int(blocks.checksum[i]):
+        start, prove = (int(blocks.index[i]) - first) * slot_bytes, proofs[int(blocks.ns[i])]
+        slot = data[start : start + slot_bytes]
+        if not prove(_key(blocks, i), int(blocks.length[i]), int(blocks.checksum[i]), slot):
             report.verdict[i] = _NUMBERS[Kind.CHECKSUM]
 
 

@@ -6,6 +6,7 @@ Nothing is read from slabs here: whether a slot's bytes are right, its checksum 
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvstore.core.events import Restore
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.journal import Journal, Loaded, Namespace
 from kvstore.tiers.nvme.records import Blocks, mapped
+from kvstore.tiers.nvme.seal import Seals
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import slot_bytes
 
@@ -36,20 +38,29 @@ class Recovered:
     latest: float
 
 
-def recover(journal: Journal, slabs: Slabs, count: int) -> Recovered:
+def recover(journal: Journal, slabs: Slabs, count: int, seals: Seals | None = None) -> Recovered:
     """Opens the slabs of `count` extents and tells what is in them.
 
-    Extents beyond, and records that name no slot of theirs, are forgotten with a warning.
+    Extents beyond, records that name no slot of theirs, and sealed blocks without a data key are forgotten
+    with a warning. So is all of a tenant that is to be encrypted from now on, or no longer; that is durable.
     """
     loaded = journal.load()
+    if seals is not None and seals.turned:
+        loaded = _without(journal, slabs, loaded, seals.turned)
+        seals.settle()
     sizes = _open_slabs(slabs, loaded.extents, count)
     formats = {extent: loaded.extents[extent] for extent in sizes}
     owners = {extent: loaded.owners[extent] for extent in sizes}
     if loaded.damaged:
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
         journal.forget(loaded.damaged)
-    usable = _fits(loaded.blocks, loaded.namespaces, formats, sizes)
-    _forget(journal, loaded.blocks, ~usable, "their slabs are gone or beyond the limit")
+    spaces = {
+        n: space
+        for n, space in loaded.namespaces.items()
+        if not space.sealed or (seals is not None and seals.can_open(space.tenant))
+    }
+    usable = _fits(loaded.blocks, spaces, formats, sizes)
+    _forget(journal, loaded.blocks, ~usable, "their slabs or keys are gone, or they are beyond the limit")
     strays = usable & strangers(loaded)
     _forget(journal, loaded.blocks, strays, "they lie in another tenant's extents")
     usable &= ~strays
@@ -59,6 +70,23 @@ def recover(journal: Journal, slabs: Slabs, count: int) -> Recovered:
     latest = float(loaded.blocks.stored_at.max(initial=0.0))
     restore, stored_at = _restore(loaded.blocks, usable), loaded.blocks.stored_at[::-1][usable[::-1]]
     return Recovered(loaded.namespaces, formats, owners, restore, stored_at, latest)
+
+
+def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) -> Loaded:
+    """What is left without these tenants' blocks, and without every slab that has bytes of theirs."""
+    blocks = loaded.blocks
+    theirs = [n for n, space in loaded.namespaces.items() if space.tenant in tenants]
+    extents = np.unique(blocks.extent[np.isin(blocks.ns, theirs)]).tolist()
+    gone = np.isin(blocks.extent, extents) | np.isin(blocks.ns, theirs)
+    if gone.any():
+        names = ", ".join(sorted(tenants))
+        _log.warning("%d blocks are forgotten: encryption of %s was turned on or off", gone.sum(), names)
+    _delete(journal, blocks, gone)
+    for extent in extents:
+        slabs.remove(extent)
+        journal.delete_extent(extent)
+    journal.drain()
+    return journal.load()
 
 
 def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
@@ -80,7 +108,7 @@ def _fits(
 ) -> npt.NDArray[np.bool_]:
     """Which records name a slot that is there, has their namespace's size, and is nobody else's."""
     payloads = {n: space.layout["block_bytes"] for n, space in namespaces.items()}
-    wanted = mapped(blocks.ns, {n: slot_bytes(size) for n, size in payloads.items()})
+    wanted = mapped(blocks.ns, {n: slot_bytes(space.stored_bytes) for n, space in namespaces.items()})
     found = mapped(blocks.extent, formats)
     fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
     fits &= blocks.length == mapped(blocks.ns, payloads)
@@ -104,6 +132,10 @@ def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
 def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_], why: str) -> None:
     if which.any():
         _log.warning("%d blocks are forgotten: %s", which.sum(), why)
+        _delete(journal, blocks, which)
+
+
+def _delete(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
     for ns in np.unique(blocks.ns[which]).tolist():
         some = np.flatnonzero(which & (blocks.ns == ns))
         journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])

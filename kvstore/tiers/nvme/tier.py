@@ -11,9 +11,11 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +25,12 @@ from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK, Restore
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO, IOEngine
+from kvstore.tiers.nvme.bounce import BouncingEngine, SealedIO, TagError
 from kvstore.tiers.nvme.journal import Journal, Namespace
+from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.records import RecordBatch
 from kvstore.tiers.nvme.recover import Recovered, recover
+from kvstore.tiers.nvme.seal import Seal, Seals
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import DEFAULT_TENANT
 from kvstore.tiers.worker import Worker
@@ -46,14 +51,20 @@ class NvmeTier:
         engine: IOEngine,
         limit_bytes: int,
         clock: Callable[[], float] = time.time,
+        seals: Seals | None = None,
     ) -> None:
-        """Takes over its parts, `clock` (s since 1970) for what records say. Most call `open`."""
+        """Takes over its parts, `clock` (s since 1970) for what records say. Most call `open`.
+
+        Without `seals` nothing is encrypted, and what is cannot be read.
+        """
         self.limit_bytes = limit_bytes
         self.extent_bytes = journal.extent_bytes
         self._count = limit_bytes // self.extent_bytes
         self._journal = journal
         self._slabs = slabs
-        self._engine = engine
+        self._engine = BouncingEngine(engine)
+        self._seals = seals
+        self._seal_of: dict[int, Seal] = {}
         self._clock = clock
         self._latest = 0.0
         self._formats: dict[int, int] = {}
@@ -68,8 +79,20 @@ class NvmeTier:
         self._drops = itertools.count(1)
 
     @classmethod
-    def open(cls, folder: Path, limit_bytes: int, extent_bytes: int, engine: IOEngine) -> NvmeTier:
-        """The tier in a folder, made if absent; an old one keeps its extents' size. TierError: why not."""
+    def open(
+        cls,
+        folder: Path,
+        limit_bytes: int,
+        extent_bytes: int,
+        engine: IOEngine,
+        master: MasterKey | None = None,
+        encrypt: Mapping[str, bool] = MappingProxyType({}),
+    ) -> NvmeTier:
+        """The tier in a folder, made if absent; an old one keeps its extents' size. TierError: why not.
+
+        `encrypt` says of every configured tenant whether it is encrypted, `master` by which key: see `Seals`.
+        """
+        seals = Seals(folder, master, encrypt)
         journal = Journal.open(folder, extent_bytes)
         try:
             if limit_bytes < journal.extent_bytes:
@@ -77,7 +100,8 @@ class NvmeTier:
                     f"nvme.limit is below one extent of {journal.extent_bytes} bytes in {folder}",
                     "raise the limit, or use another folder",
                 )
-            return cls(journal, Slabs(folder, journal.extent_bytes), engine, limit_bytes)
+            slabs = Slabs(folder, journal.extent_bytes)
+            return cls(journal, slabs, engine, limit_bytes, seals=seals)
         except BaseException:
             journal.close()
             raise
@@ -96,10 +120,12 @@ class NvmeTier:
 
     def load(self) -> Recovered:
         """What the folder holds."""
-        recovered = recover(self._journal, self._slabs, self._count)
+        recovered = recover(self._journal, self._slabs, self._count, self._seals)
         self._formats = dict(recovered.formats)
         self._missing = [extent for extent in range(self._count) if extent not in self._formats]
         self._latest = recovered.latest
+        for number in np.unique(recovered.restore.namespace).tolist():
+            self._set_seal(number, recovered.namespaces[number])
         return recovered
 
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
@@ -178,8 +204,23 @@ class NvmeTier:
         self._journal.delete_namespace(number)
 
     def put_namespace(self, number: int, namespace: Namespace) -> None:
-        """Records what a namespace number stands for."""
+        """Records what a namespace number stands for, sealed if its tenant is encrypted.
+
+        TierError if such a tenant has no data key yet and none can be written.
+        """
+        namespace = replace(namespace, sealed=self.encrypts(namespace.tenant))
+        self._set_seal(number, namespace)
         self._journal.put_namespace(number, namespace)
+
+    def encrypts(self, tenant: str) -> bool:
+        """Whether a tenant's blocks are sealed here: slots are `SEAL_BYTES` larger then, before rounding."""
+        return self._seals is not None and self._seals.encrypts(tenant)
+
+    def _set_seal(self, number: int, namespace: Namespace) -> None:
+        self._seal_of.pop(number, None)
+        if namespace.sealed and self._seals is not None:
+            length = int(namespace.layout["block_bytes"])
+            self._seal_of[number] = self._seals.seal(namespace.tenant, namespace.fingerprint, length)
 
     def when_durable(self, done: Callable[[Exception | None], None]) -> None:
         """Calls `done` when every change so far is durable, or with the reason why it may not be."""
@@ -220,7 +261,7 @@ class NvmeTier:
         """
         since = np.zeros(len(slots)) if stored_at is None else stored_at
         written = partial(self._written, copy, lengths, done, since)
-        ios = self._ios(copy.target_where, slots, write=True)
+        ios = self._ios(copy.identity, copy.target_where, slots, write=True)
         with self._lock:
             self._writing.update(dict.fromkeys(copy.target_where.place.tolist(), True))
             unsettled = not self._unsettled.keys().isdisjoint(copy.target_where.extent.tolist())
@@ -249,7 +290,10 @@ class NvmeTier:
         done: Done,
         urgent: bool = True,
     ) -> None:
-        """Reads blocks into slots and verifies each; `urgent`: somebody waits. Results as in CopyDone."""
+        """Reads blocks into slots and verifies each; `urgent`: somebody waits. Results as in CopyDone.
+
+        A sealed block that does not open is CORRUPT, and its slot holds anything.
+        """
         self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done, urgent)
 
     def probe(
@@ -278,17 +322,25 @@ class NvmeTier:
                     number = int(identity.namespace[i])
                     good = verify(identity, i, slots[i], fingerprints[number], lengths[number])
                     results[i] = OK if good else CORRUPT
+                elif isinstance(error, TagError):
+                    results[i] = CORRUPT
                 else:
                     _log.error("read of extent %d failed: %s", where.extent[i], error)
             done(results)
 
-        self._engine.submit(self._ios(where, slots, write=False), finished, urgent)
+        self._engine.submit(self._ios(identity, where, slots, write=False), finished, urgent)
 
-    def _ios(self, where: Where, slots: list[memoryview], write: bool) -> list[BlockIO]:
-        return [
-            BlockIO(self._slabs.fd(extent), index * self._formats[extent], slot, write)
-            for extent, index, slot in zip(where.extent.tolist(), where.index.tolist(), slots, strict=True)
-        ]
+    def _ios(self, identity: Identity, where: Where, slots: list[memoryview], write: bool) -> list[BlockIO]:
+        ios = []
+        places = zip(identity.namespace.tolist(), where.extent.tolist(), where.index.tolist(), strict=True)
+        for i, (number, extent, index) in enumerate(places):
+            size, seal = self._formats[extent], self._seal_of.get(number)
+            fd, offset = self._slabs.fd(extent), index * size
+            if seal is None:
+                ios.append(BlockIO(fd, offset, slots[i], write))
+            else:
+                ios.append(SealedIO(fd, offset, slots[i], write, seal, identity.key(i), size))
+        return ios
 
     def _written(
         self,

@@ -1,0 +1,178 @@
+"""Sealed blocks on their way between slots and slabs: through buffers that only ever hold ciphertext.
+
+Wraps the engine that moves the bytes and is one itself. Blocks are sealed on threads of its own and opened on
+the inner engine's, one by one, so that the device is busy meanwhile. Not here: the cipher (`seal.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.errors import TierError
+from kvstore.tiers.base import BlockIO, IOEngine
+from kvstore.tiers.nvme.seal import Seal
+
+BUFFER_BYTES = 128 << 20
+_THREADS = 2
+
+Outcomes = list[OSError | None]
+
+
+@dataclass(slots=True)
+class SealedIO(BlockIO):
+    """One block that is sealed in the file and plain in `buffer`, where only its payload is read or written.
+
+    In the file it takes `slot_bytes`, a multiple of `ALIGN`.
+    """
+
+    seal: Seal
+    key: bytes
+    slot_bytes: int
+
+
+class TagError(OSError):
+    """What was read does not open: it is not what was sealed as this block."""
+
+
+class BouncingEngine:
+    """An `IOEngine` that takes `SealedIO` too. Other blocks go straight to the inner engine."""
+
+    def __init__(self, inner: IOEngine, buffer_bytes: int = BUFFER_BYTES) -> None:
+        """Takes over `inner`. `buffer_bytes` is the most memory for blocks on their way, at least one's."""
+        self.name = inner.name
+        self._inner = inner
+        self._threads = ThreadPoolExecutor(_THREADS, "kvstore-seal")
+        self._changed = threading.Condition()
+        self._buffers = _Buffers(buffer_bytes)
+        self._waiting: deque[tuple[SealedIO, Callable[[Outcomes], None], bool]] = deque()
+        self._moving = 0
+        self._closed = False
+
+    def submit(self, ios: Sequence[BlockIO], done: Callable[[Outcomes], None], urgent: bool = False) -> None:
+        """See `IOEngine.submit`. A read whose block does not open has a `TagError`."""
+        sealed = [(i, io) for i, io in enumerate(ios) if isinstance(io, SealedIO)]
+        if not sealed:
+            self._inner.submit(ios, done, urgent)
+            return
+        for io in ios:
+            io.check()
+        plain = [i for i, io in enumerate(ios) if not isinstance(io, SealedIO)]
+        batch = _Batch(len(ios), len(sealed) + bool(plain), done)
+        with self._changed:
+            if self._closed:
+                raise TierError("the I/O engine is closed")
+            if plain:
+                self._inner.submit([ios[i] for i in plain], partial(batch.end, plain), urgent)
+            more = [(io, partial(batch.end, [i]), urgent) for i, io in sealed]
+            if urgent:
+                self._waiting.extendleft(reversed(more))
+            else:
+                self._waiting += more
+        self._start()
+
+    def close(self) -> None:
+        """See `IOEngine.close`."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._waiting and not self._moving)
+        self._threads.shutdown()
+        self._inner.close()
+
+    def _start(self) -> None:
+        """Starts as many of the waiting blocks as there are buffers for, the oldest first."""
+        while True:
+            with self._changed:
+                buffer = self._buffers.take(self._waiting[0][0].slot_bytes) if self._waiting else None
+                if buffer is None:
+                    return
+                io, done, urgent = self._waiting.popleft()
+                self._moving += 1
+            ended = partial(self._ended, io, buffer, done)
+            if io.write:
+                self._threads.submit(self._write, io, buffer, ended)
+            else:
+                self._move(io, buffer, ended, urgent)
+
+    def _write(self, io: SealedIO, buffer: memoryview, ended: Callable[[Outcomes], None]) -> None:
+        try:
+            io.seal.seal(io.key, io.buffer, buffer)
+        except Exception as error:
+            ended([OSError(errno.EINVAL, repr(error))])
+        else:
+            self._move(io, buffer, ended, False)
+
+    def _move(
+        self, io: SealedIO, buffer: memoryview, ended: Callable[[Outcomes], None], urgent: bool
+    ) -> None:
+        try:
+            self._inner.submit([BlockIO(io.fd, io.offset, buffer, io.write)], ended, urgent)
+        except TierError as error:
+            ended([OSError(errno.ESHUTDOWN, str(error))])
+
+    def _ended(
+        self, io: SealedIO, buffer: memoryview, done: Callable[[Outcomes], None], errors: Outcomes
+    ) -> None:
+        [error] = errors
+        try:
+            if error is None and not io.write and not io.seal.open(io.key, buffer, io.buffer):
+                error = TagError(errno.EBADMSG, f"{io.slot_bytes} bytes at {io.offset} do not open")
+        except Exception as failure:
+            error = OSError(errno.EINVAL, repr(failure))
+        try:
+            done([error])
+        finally:
+            with self._changed:
+                self._buffers.give(buffer)
+                self._moving -= 1
+                self._changed.notify_all()
+            self._start()
+
+
+class _Batch:
+    """What is left of one submit: so many parts, each some of its blocks."""
+
+    def __init__(self, blocks: int, parts: int, done: Callable[[Outcomes], None]) -> None:
+        self._outcomes: Outcomes = [None] * blocks
+        self._parts = parts
+        self._done = done
+        self._lock = threading.Lock()
+
+    def end(self, which: list[int], errors: Outcomes) -> None:
+        with self._lock:
+            for i, error in zip(which, errors, strict=True):
+                self._outcomes[i] = error
+            self._parts -= 1
+            if self._parts:
+                return
+        self._done(self._outcomes)
+
+
+class _Buffers:
+    """Page-aligned memory, at most `limit_bytes` of it; what is given back is kept for the next."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left_bytes = limit_bytes
+        self._free: dict[int, list[memoryview]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> memoryview | None:
+        """A buffer with anything in it, None if there is no room for one."""
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        for size, buffers in self._free.items():
+            while buffers and self._left_bytes < nbytes:
+                buffers.pop()
+                self._left_bytes += size
+        if self._left_bytes < nbytes:
+            return None
+        self._left_bytes -= nbytes
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def give(self, buffer: memoryview) -> None:
+        self._free[len(buffer)].append(buffer)
