@@ -186,9 +186,9 @@ def _head_bytes(slots: int) -> int:
     return LABEL_BYTES + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
 
 
-def extent_bytes(limit_bytes: int) -> int:
-    """How large a tier's extents are: eight or more of them, 1 GiB at most, whole huge pages, little lost."""
+def extent_bytes(limit_bytes: int, tenants: int = 1) -> int:
+    """How large a tier's extents are: whole huge pages, 1 GiB at most, at least eight, and two a tenant."""
     huge = 2 << 20
     target = min(max(limit_bytes // 16, 128 << 20), 1 << 30)
-    parts = max(8, -(-limit_bytes // target))
+    parts = max(8, 2 * tenants + 6, -(-limit_bytes // target))
     return max(huge, limit_bytes // parts // huge * huge)

@@ -144,6 +144,10 @@ class Extents:
         """The class of an extent that has one."""
         return self._numbered[int(self._class_at[extent])]
 
+    def pool_at(self, extent: int) -> Pool | None:
+        """The pool of an extent, None if it has none or there is no such extent."""
+        return self.class_of(extent).pool if extent in self._base else None
+
     def assign(self, pool: Pool, extent: int | None = None) -> int | None:
         """Gives an extent that the pool's tenant may have (or the one named) to a pool; None if none."""
         slots = self.geometry(pool.slot_bytes).slots

@@ -106,7 +106,9 @@ class Forgetting:
                 rows, last = rows[:budget], int(rows[budget])
             sweep.blocks += self._keeping.forget(rows)
             sweep.row = last
-        if sweep.row >= blocks.rows_touched and (sweep.tenant < 0 or self._is_bare(sweep.tenant)):
+        if sweep.row < blocks.rows_touched or self._ledger.transfers.concern(sweep.namespaces):
+            return
+        if sweep.tenant < 0 or self._is_bare(sweep.tenant):
             for number in sweep.namespaces:
                 del self._r.spaces[number]
                 self._r.holes.pop(number, None)

@@ -126,10 +126,13 @@ class Placement:
             wake = min(wake, *r.pins.values())
         return None if wake == math.inf else wake
 
-    def reconfigure(self, write_policy: str, leases_per_client: int) -> None:
+    def reconfigure(
+        self, write_policy: str, leases_per_client: int, namespaces: int, namespaces_per_tenant: int
+    ) -> None:
         """From now on."""
         self._writes.write_through = write_policy == "write_through"
         self.limits.leases_per_client = leases_per_client
+        self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
 
     @property
     def counters(self) -> Counter[str]:
@@ -163,9 +166,10 @@ class Placement:
 
     def _too_many(self, tenant: int) -> str:
         spaces, limits = self.residency.spaces, self.limits
-        if len(spaces) >= limits.namespaces:
-            return f"{len(spaces)} namespaces are open, and no more can be"
-        mine = sum(s.tenant == tenant for s in spaces.values())
+        open_now = [s for s in spaces.values() if not s.closed]
+        if len(open_now) >= limits.namespaces:
+            return f"{len(open_now)} namespaces are open, and no more can be"
+        mine = sum(s.tenant == tenant for s in open_now)
         if mine >= limits.namespaces_per_tenant:
             return f"this tenant has {mine} namespaces open, and may not have more"
         return ""

@@ -88,6 +88,12 @@ class Holdings:
         self.share[tenant] = quota.share
         self.unmet += self._lacks(tenant)
 
+    def of(self, tenant: int) -> tuple[int, Quota]:
+        """Bytes in use by a tenant, and its quota, the floor in whole extents."""
+        self._reach(tenant)
+        floor = int(self.floor[tenant]) * self.extent_bytes
+        return int(self.used[tenant]), Quota(floor, int(self.limit[tenant]), float(self.share[tenant]))
+
     def hold(self, tenant: int, extents: int) -> None:
         """So many extents more (or less)."""
         self._reach(tenant)

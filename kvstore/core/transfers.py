@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -265,6 +266,13 @@ class Transfers:
         t.rows, t.identity = t.rows[t.alive], t.identity.only(t.alive)
         t.source_slots, t.target_slots = t.source_slots[t.alive], t.target_slots[t.alive]
         t.alive = t.alive[t.alive]
+
+    def concern(self, namespaces: Sequence[int]) -> bool:
+        """Whether copies or looks at blocks of these namespaces are under way."""
+        identities = [t.identity for t in self.under_way.values()] + [
+            p.identity for p, _ in self._probes.values()
+        ]
+        return any(np.isin(i.namespace, namespaces).any() for i in identities)
 
     # -- ending
 

@@ -20,6 +20,7 @@ from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
@@ -94,14 +95,16 @@ def open_tiers(config: Config, given: Mapping[str, int]) -> tuple[DramTier, Nvme
     nvme = None
     if config.nvme.path is not None:
         engine = PosixEngine(config.nvme.io_threads)
-        size = extent_bytes(config.nvme.limit)
+        size = extent_bytes(config.nvme.limit, len(config.tenants))
         try:
-            nvme = NvmeTier.open(config.nvme.path, config.nvme.limit, size, engine)
+            encrypt = {name: tenant.encrypt for name, tenant in config.tenants.items()}
+            master = MasterKey.load(config.encryption.key_file)
+            nvme = NvmeTier.open(config.nvme.path, config.nvme.limit, size, engine, master, encrypt)
         except BaseException:
             engine.close()
             raise
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
-    size = extent_bytes(config.dram.limit)
+    size = extent_bytes(config.dram.limit, len(config.tenants))
     return DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents), nvme
 
 

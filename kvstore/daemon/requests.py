@@ -15,7 +15,8 @@ import numpy as np
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
-from kvstore.daemon.shell import Asker, Shell, Space
+from kvstore.daemon.namespaces import Space
+from kvstore.daemon.shell import Asker, Shell
 from kvstore.daemon.tenants import Identity, Role
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES, Layout, check_tenant
@@ -93,7 +94,7 @@ class Requests:
         owner = "" if q.owner == who.name else q.owner
         # How long blocks live is for writers to say.
         ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
-        space, answer = self._shell.open_namespace(who, layout, owner, ttl_s)
+        space, answer = self._shell.tenancy.open(who, layout, owner, ttl_s)
         if space is None and owner:
             self._deny(q.id, _ABSENT, _ABSENT_HINT)
             return
@@ -118,8 +119,9 @@ class Requests:
                 q.id, f"unknown namespace {q.namespace}", "open the namespace on this connection first"
             )
         elif space.tenant == who.tenant:
+            self._shell.tenancy.revive(space)
             return space
-        elif not self._shell.may_read(who, space):
+        elif not self._shell.tenancy.may_read(who, space):
             self._deny(q.id, _ABSENT, _ABSENT_HINT)
         elif own:
             self._deny(q.id, "this namespace is another tenant's", "it can be read, and not be changed")
@@ -162,7 +164,7 @@ class Requests:
             self._lacks(q.id, Role.WRITE)
             return
         try:
-            if not self._shell.may_map(self._wire.who, q.extent, q.writable):
+            if not self._shell.tenancy.may_map(self._wire.who, q.extent, q.writable):
                 raise KeyError(q.extent)
             self._wire.send_descriptor(q.id, q.extent, q.writable)
         except KeyError:
@@ -210,7 +212,7 @@ class Requests:
         except MisuseError as error:
             self._deny(q.id, error.message, error.hint)
             return
-        self._shell.publish(self._wire, q.id, self._wire.who, space, readers)
+        self._shell.tenancy.publish(self._wire, q.id, space, readers)
 
     def _forget(self, q: m.Forget) -> None:
         who = self._wire.who
@@ -218,9 +220,9 @@ class Requests:
             space = self._space(q, own=not who.operator)
             spaces = [space] if space is not None else None
         else:
-            spaces = self._shell.spaces_of(who.tenant, q.revision, q.model)
+            spaces = self._shell.namespaces.of(who.tenant, q.revision, q.model)
         if spaces:
-            self._shell.forget(self._wire, q.id, who, spaces)
+            self._shell.tenancy.forget(self._wire, q.id, spaces)
         elif spaces is not None:
             self._wire.send(m.Value(q.id, 0))
 
@@ -228,10 +230,10 @@ class Requests:
         who = self._wire.who
         if q.name != who.name and not who.operator:
             self._deny(q.id, "only operators delete other tenants", "ask whoever runs the daemon")
-        elif self._shell.tenants.number(q.name) is None:
+        elif self._shell.tenancy.registry.number(q.name) is None:
             self._deny(q.id, f"there is no tenant {q.name!r}", "`kvstore tenant list` names them")
         else:
-            self._shell.delete_tenant(self._wire, q.id, q.name)
+            self._shell.tenancy.delete(self._wire, q.id, q.name)
 
     # -- shared
 

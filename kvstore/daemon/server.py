@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
 
     def _identify(self) -> Identity:
         peer, now = self._peer, self._server.clock()
-        return self._shell.tenants.identify(peer.uid, peer.gids, self._token, now)
+        return self._shell.tenancy.registry.identify(peer.uid, peer.gids, self._token, now)
 
     def _too_quiet(self) -> None:
         self._fail(f"no Hello within {_HELLO_WITHIN_S:g} s", "is the peer a kvstore client?")

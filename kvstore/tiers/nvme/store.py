@@ -57,7 +57,7 @@ Changes: TypeAlias = dict[str, dict[bytes, bytes | None]]
 class Namespace:
     """What a namespace id stands for. `sealed`: its blocks are encrypted under the tenant's data key.
 
-    `readers` are the tenants that it is published to; `ttl_s` after they were stored its blocks end (0: never).
+    `readers` are the tenants that it is published to; blocks end `ttl_s` after they were stored (0: never).
     """
 
     tenant: str

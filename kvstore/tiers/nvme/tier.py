@@ -216,6 +216,11 @@ class NvmeTier:
         """Whether a tenant's blocks are sealed here: slots are `SEAL_BYTES` larger then, before rounding."""
         return self._seals is not None and self._seals.encrypts(tenant)
 
+    def erase(self, tenant: str) -> None:
+        """Destroys an encrypted tenant's data key: see `Seals.erase`."""
+        if self._seals is not None:
+            self._seals.erase(tenant)
+
     def _set_seal(self, number: int, namespace: Namespace) -> None:
         self._seal_of.pop(number, None)
         if namespace.sealed and self._seals is not None:
