@@ -21,7 +21,8 @@ from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SEAL_BYTES, Layout, slot_bytes
 
 MIB = 1 << 20
-BLOCK = 5000
+BLOCK = 8190  # sealed, it takes a page more
+SEALED_SLOT = slot_bytes(BLOCK + SEAL_BYTES)
 WAIT_S = 30.0
 MASTER = MasterKey("the test's key", bytes(range(32)))
 OTHER_MASTER = MasterKey("another key", bytes(32))

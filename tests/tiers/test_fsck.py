@@ -26,7 +26,7 @@ from kvstore.tiers.nvme.records import ID, RecordBatch
 from kvstore.tiers.nvme.store import RecordStore, pack_extent
 from kvstore.types import SEAL_BYTES
 from tests.daemons import cli, names, payloads
-from tests.tiers.sealing import BLOCK, MASTER, OTHER_MASTER, opened
+from tests.tiers.sealing import BLOCK, MASTER, OTHER_MASTER, SEALED_SLOT, opened
 
 SMALL, LARGE = 16 << 10, 40 << 10
 LIMIT, EXTENT = 16 << 20, 2 << 20
@@ -287,9 +287,9 @@ def sealed(tmp_path: Path) -> Path:
 def test_sealed_blocks_are_opened_with_the_key(sealed: Path, at: int) -> None:
     assert fsck(sealed, None, False, quiet, MASTER).counts() == {}
     with (sealed / "slabs" / "000000.slab").open("r+b") as slab:
-        slab.seek(8192 + at)
+        slab.seek(SEALED_SLOT + at)
         byte = slab.read(1)[0]
-        slab.seek(8192 + at)
+        slab.seek(SEALED_SLOT + at)
         slab.write(bytes([byte ^ 4]))
     report = fsck(sealed, None, True, quiet, MASTER)
     assert report.unchecked == 0
@@ -335,7 +335,7 @@ def test_what_no_key_can_open_any_more_is_told(sealed: Path, master: MasterKey |
 def test_sealed_blocks_need_sealed_slots(sealed: Path) -> None:
     with closing(RecordStore(sealed, None, 1 << 30)) as store:
         row = store.load().namespaces[1]
-        plain = replace(row, layout={**row.layout, "block_bytes": 8192 - SEAL_BYTES + 1})
+        plain = replace(row, layout={**row.layout, "block_bytes": SEALED_SLOT - SEAL_BYTES + 1})
         store.commit({"namespaces": {ID.pack(1): plain.pack()}})
     assert fsck(sealed, None, False, quiet, MASTER).counts() == {Kind.SLOT_BYTES: 2}
 
