@@ -297,9 +297,10 @@ class Shell:
     def forget(self, asker: Asker, request: int, who: Identity, spaces: Sequence[Space]) -> None:
         """STUB."""
         for space in spaces:
-            del self.spaces[space.fingerprint]
-            self.namespaces._numbers.pop(space.fingerprint)
-            space.number = 0
+            number = self.namespaces.new_number()
+            self._call(ev.OpenNamespace(0, number, space.layout.block_bytes))
+            self.namespaces.remember(number, space.fingerprint, space.layout.block_bytes)
+            space.number = number
         asker.answer(request, ac.Answer(0, len(spaces)))
 
     def spaces_of(self, tenant: int, revision: str = "", model: str = "") -> list[Space]:
