@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ from kvstore import Client
 from kvstore import config as configuration
 from kvstore.cli.common import DEFAULT_SOCKET, ConfigOption, JsonOption, SocketOption, url_of
 from kvstore.cli.tables import pairs, tier_table
+from kvstore.config import format_size
 from kvstore.errors import MisuseError
 
 app = typer.Typer()
@@ -69,7 +71,9 @@ def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -
         typer.echo(json.dumps(state))
         return
     console = Console()
-    console.print(pairs("daemon", {k: v for k, v in state.items() if k not in ("tiers", "counters")}))
+    console.print(
+        pairs("daemon", {k: v for k, v in state.items() if k not in ("tiers", "tenants", "counters")})
+    )
     console.print(tier_table(list(state.get("tiers", ()))))
     console.print(pairs("counter", state.get("counters", {})))
 
@@ -145,8 +149,21 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 @config_app.command("check")
 def config_check(file: Path) -> None:
     """Read FILE as the daemon would and say what is wrong with it."""
-    configuration.load(file)
+    tenants = configuration.load(file).tenants
     typer.echo(f"{file}: ok")
+    for name, tenant in tenants.items():
+        typer.echo(f"tenant {name}: {_summary(tenant)}")
+
+
+def _summary(tenant: configuration.Tenant) -> str:
+    """Who is in a tenant, and what it may have of each tier."""
+    expired = sum(token.expires is not None and token.expires <= datetime.now(UTC) for token in tenant.tokens)
+    members = f"{len(tenant.uids)} users, {len(tenant.gids)} groups, {len(tenant.tokens)} tokens"
+    parts = [members + (f" ({expired} expired)" if expired else ""), f"share {tenant.share:g}"]
+    for tier, quota in (("dram", tenant.dram), ("nvme", tenant.nvme)):
+        most = "all" if quota.limit is None else format_size(quota.limit)
+        parts.append(f"{tier} from {format_size(quota.floor)} to {most}")
+    return ", ".join(parts)
 
 
 @config_app.command("example")

@@ -27,12 +27,9 @@ _LONGEST_DAYS = 36500
 @app.command()
 def token(
     name: Annotated[str, typer.Argument(help="The tenant.")],
-    role: Annotated[
-        Literal["read", "write", "admin"], typer.Option(help="What its holder may do.")
-    ] = "write",
-    expires: Annotated[
-        str, typer.Option(metavar="TIME", help="When it ends: 90d, 12h. Default: never.")
-    ] = "",
+    *,
+    role: Annotated[Literal["read", "write", "admin"], typer.Option(help="What holders may do.")] = "write",
+    expires: Annotated[str, typer.Option(metavar="TIME", help="How long it holds: 90d, 12h.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Make a token for a tenant and print it, once, with what to add to the configuration.
@@ -111,6 +108,5 @@ def delete(
         raise MisuseError(f"this deletes all blocks of tenant {name}", "add --yes if that is what you want")
     with Client(url_of(socket)) as client:
         deleted = client.delete_tenant(name)
-    typer.echo(
-        json.dumps({"tenant": name, "blocks": deleted}) if as_json else f"{name}: {deleted} blocks deleted"
-    )
+    summary = {"tenant": name, "deleted_blocks": deleted}
+    typer.echo(json.dumps(summary) if as_json else f"{name}: {deleted} blocks deleted")
