@@ -54,7 +54,8 @@ class Space:
     number: int
     fingerprint: bytes
     tenant: int
-    layout: Layout
+    layout: Layout | None
+    ttl_s: float = 0.0
     readers: set[str] = field(default_factory=set)
 
 
@@ -297,6 +298,7 @@ class Shell:
     def forget(self, asker: Asker, request: int, who: Identity, spaces: Sequence[Space]) -> None:
         """STUB."""
         for space in spaces:
+            assert space.layout is not None
             number = self.namespaces.new_number()
             self._call(ev.OpenNamespace(0, number, space.layout.block_bytes))
             self.namespaces.remember(number, space.fingerprint, space.layout.block_bytes)
@@ -308,7 +310,10 @@ class Shell:
         return [
             s
             for s in self.spaces.values()
-            if s.tenant == tenant and model in ("", s.layout.model) and revision in ("", s.layout.revision)
+            if s.tenant == tenant
+            and s.layout
+            and model in ("", s.layout.model)
+            and revision in ("", s.layout.revision)
         ]
 
     def delete_tenant(self, asker: Asker, request: int, name: str) -> None:
