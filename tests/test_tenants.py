@@ -540,6 +540,8 @@ def test_tenants_are_listed_and_deleted(daemon: ServedDaemon) -> None:
             gone = cli("tenant", "delete", "three", "--yes", "--json", "--socket", str(daemon.socket))
             assert json.loads(gone.stdout)["tenant"] == "three", gone.stderr
             assert ns.lookup(keys) == 0
+            assert ns.put(keys, payloads(keys)).stored == 2
+            assert got(ns, keys) == 2
             unknown = cli("tenant", "delete", "no-such", "--yes", "--socket", str(daemon.socket))
             assert "there is no tenant 'no-such'" in unknown.stderr
 
