@@ -119,15 +119,25 @@ class Requests:
                 q.id, f"unknown namespace {q.namespace}", "open the namespace on this connection first"
             )
         elif space.tenant == who.tenant:
-            self._shell.tenancy.revive(space)
-            return space
-        elif not self._shell.tenancy.may_read(who, space):
+            return space if space.number else self._opened_again(q, space)
+        elif not space.number or not self._shell.tenancy.may_read(who, space):
             self._deny(q.id, _ABSENT, _ABSENT_HINT)
         elif own:
             self._deny(q.id, "this namespace is another tenant's", "it can be read, and not be changed")
         else:
             return space
         return None
+
+    def _opened_again(self, q: Any, space: Space) -> Space | None:
+        """A namespace that has ended with all that its tenant had, made anew."""
+        assert space.layout is not None
+        again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s)
+        if again is None:
+            assert isinstance(answer, ac.Deny)
+            self._deny(q.id, answer.why, answer.hint)
+        else:
+            self._spaces[q.namespace] = again
+        return again
 
     # -- reading
 

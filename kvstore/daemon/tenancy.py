@@ -133,11 +133,6 @@ class Tenancy:
         self.namespaces.add(space)
         return True
 
-    def revive(self, space: Space) -> None:
-        """Opens a namespace again that was forgotten with its tenant."""
-        if not space.number:
-            self._open(space)
-
     def record(self, space: Space) -> None:
         """Puts a namespace on record, before any block of it."""
         if self._shell.nvme is not None:
@@ -180,7 +175,6 @@ class Tenancy:
             why = f"a namespace published to {len(names)} tenants"
             asker.answer(request, ac.Deny(request, why, f"at most {_MOST_READERS}"))
             return
-        self.revive(space)
         space.readers = names
         space.domain = self.domains.of(space.tenant, self.registry.name(space.tenant), names)
         self.record(space)

@@ -84,6 +84,7 @@ class Life:
         self.process = Process(disk.loop, f"daemon{number}")
         self.up = False
         self.stopped = False
+        self._stopping: Any = None
         self._net = net
         self._disk = disk
         dice = disk.dice
@@ -117,7 +118,8 @@ class Life:
         """An orderly stop, as `main` does it; `stopped` when it is over."""
         self._net.listener = None
         self.up = False
-        self.process.create_task(self._stop())
+        self._stopping = self._stop()
+        self.process.create_task(self._stopping)
 
     async def _stop(self) -> None:
         await self.server.close()
@@ -136,6 +138,8 @@ class Life:
     def end(self) -> None:
         """The process is gone, now."""
         self.process.kill()
+        if self._stopping is not None:
+            self._stopping.close()
         self._net.reset_all()
         if self.nvme is not None:
             self.engine.kill()
