@@ -191,7 +191,7 @@ class RecordStore:
             return extent_bytes
         if _number(found) not in _READ_FORMATS:
             raise TierError(
-                f"{self._folder} holds format {_number(found)}, this daemon reads {FORMAT}",
+                f"{self._folder} holds format {_number(found)}, this daemon reads 2 and {FORMAT}",
                 "run the version that wrote it, or move the folder away to start empty",
             )
         if _number(found) != FORMAT and extent_bytes is not None:
