@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -230,8 +230,9 @@ class Shell:
 
     def call(self, event: ev.OpenNamespace) -> ac.Answer | ac.Deny:
         """Sends an event to the core that is answered at once."""
-        [answer] = self.placement.handle(event, self.now())
-        assert isinstance(answer, ac.Answer | ac.Deny)
+        actions = self.placement.handle(event, self.now())
+        [answer] = [a for a in actions if isinstance(a, ac.Answer | ac.Deny) and a.request == event.request]
+        self._run([action for action in actions if action is not answer])
         return answer
 
     # -- events and actions
@@ -240,7 +241,10 @@ class Shell:
         """One event through the core, and everything that follows from it. Nothing does after `stop`."""
         if self._closed:
             return
-        for action in self.placement.handle(event, self.now()):
+        self._run(self.placement.handle(event, self.now()))
+
+    def _run(self, actions: Iterable[ac.Action]) -> None:
+        for action in actions:
             run = self._run_by_type.get(type(action))
             if run is not None:
                 run(action)
@@ -413,7 +417,9 @@ class Shell:
             "extents": _by_size(e),
             "retired_slots": len(e.retired),
             "extents_not_cut": e.slotless,
+            "bandwidth_bytes_per_s": round(state.device.bandwidth(self.now())),
             "writable": state.device.takes_writes,
+            "readable": state.device.readable,
             "fenced": state.device.fenced,
             "scrub_passes": self.placement.counters[f"scrub_passes_{name}"],
         }
