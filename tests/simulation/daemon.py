@@ -141,6 +141,7 @@ class Life:
             self.engine.kill()
         for extent in self.dram._extents.values():
             extent.close()
+        self.dram._ledger.close()
 
 
 class _Dram(DramTier):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvstore.errors import TierError
 from kvstore.tiers.dram import LEDGER, DramTier, Inherited
 from kvstore.tiers.ledger import Ledger
 from kvstore.types import ALIGN, LABEL_BYTES
+from tests.tiers.at_once import AtOnce
 
 MIB = 1 << 20
 EXTENTS = 3
@@ -45,16 +46,6 @@ class Keeper:
     @property
     def extents(self) -> list[str]:
         return sorted(self.kept.keys() - {LEDGER})
-
-
-class AtOnce:
-    """Stands for the tier's worker: does each job when it is submitted."""
-
-    def submit(self, job: Callable[..., None], *args: Any) -> None:
-        job(*args)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
