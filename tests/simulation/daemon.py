@@ -145,6 +145,7 @@ class Life:
             self.engine.kill()
         for extent in self.dram._extents.values():
             extent.close()
+        self.dram._owners.close()
 
 
 class _Dram(DramTier):
