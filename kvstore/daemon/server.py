@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -21,6 +22,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.daemon.shell import Shell
+from kvstore.daemon.turns import Line, Turns
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES, Layout
 from kvstore.wire import messages as m
@@ -43,8 +45,10 @@ except PackageNotFoundError:
 class Server:
     """All connections of one daemon."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, stopwatch: Callable[[], float] = time.perf_counter) -> None:
+        """`stopwatch`: see Turns."""
         self.shell = shell
+        self.turns = Turns(shell.loop, stopwatch)
         self.connections: set[Connection] = set()
 
     def connect(self) -> Connection:
@@ -53,7 +57,8 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The shell's status and the connections."""
-        return {"version": VERSION, "connections": len(self.connections), **self.shell.status()}
+        queues = {"queued_requests": self.turns.waiting, "refused_requests": self.turns.refused}
+        return {"version": VERSION, "connections": len(self.connections), **queues, **self.shell.status()}
 
     async def close(self) -> None:
         """Disconnects everybody; returns when what they held is free."""
@@ -76,6 +81,7 @@ class Connection(asyncio.Protocol):
         self._greeted = False
         self._open: set[int] = set()
         self._transport: asyncio.Transport
+        self._line: Line
         self._hello_timer: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Hello: self._hello,
@@ -101,6 +107,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
+        self._line = self._server.turns.line(self, self._transport)
         limit = self._shell.config.limits.connections
         if len(self._server.connections) >= limit:
             self._fail(f"{limit} clients are connected", "raise limits.connections, or connect less")
@@ -110,17 +117,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        try:
-            for message in self._frames.feed(data):
-                self._handle(message)
-                if self._transport.is_closing():
-                    return
-        except RemoteProtocolError as error:
-            self._fail(error.message, error.hint)
-        except Exception:
-            # A bug met by one peer's request ends that peer's connection, not the others'.
-            _log.exception("connection %d: a request failed", self._number)
-            self._fail("internal error", "see the daemon's log")
+        self._line.feed(self._frames.feed(data))
 
     def eof_received(self) -> None:
         """See asyncio.Protocol."""
@@ -133,6 +130,7 @@ class Connection(asyncio.Protocol):
             self._hello_timer.cancel()
         if self in self._server.connections:
             self._server.connections.discard(self)
+            self._line.leave()
             self._shell.forget(self)
             self._shell.handle(ev.ClientLost(self._number))
 
@@ -141,6 +139,24 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     # -- messages
+
+    def run(self, message: Any, waited_s: float) -> None:
+        """See Peer. Time in which a request waited for its turn is part of its deadline."""
+        if waited_s and hasattr(message, "timeout_s"):
+            message.timeout_s = max(0.0, message.timeout_s - waited_s)
+        self._handle(message)
+
+    def busy(self, message: Any, retry_s: float) -> None:
+        """See Peer."""
+        self._send(m.Denied(message.id, "too many requests are waiting", f"try again in {retry_s:.3f} s"))
+
+    def failed(self, error: Exception) -> None:
+        """See Peer. A bug met by one peer's request ends that peer's connection, not the others'."""
+        if isinstance(error, RemoteProtocolError):
+            self._fail(error.message, error.hint)
+        else:
+            _log.error("connection %d: a request failed", self._number, exc_info=error)
+            self._fail("internal error", "see the daemon's log")
 
     def _handle(self, message: Any) -> None:
         if not self._greeted and type(message) is not m.Hello:
@@ -160,6 +176,7 @@ class Connection(asyncio.Protocol):
                 f"the client speaks version {hello.version}, this daemon {m.VERSION}", "upgrade the older one"
             )
         self._greeted = True
+        self._line.join(0)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.limits
