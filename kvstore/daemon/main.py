@@ -121,7 +121,7 @@ def _reload(shell: Shell, server: Server, path: Path | None) -> None:
         new = load(path)
         changed, fixed = changes(shell.config, new)
         shell.reconfigure(new)
-        server.check()
+        server.reconfigure()
         logging.getLogger().setLevel(new.daemon.log_level.upper())
         _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
         if fixed:

@@ -23,6 +23,7 @@ from kvstore.daemon.peers import Peer, peer_of
 from kvstore.daemon.requests import Requests
 from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, RefusedError
+from kvstore.daemon.turns import Line, Turns
 from kvstore.errors import RemoteProtocolError
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
@@ -44,25 +45,40 @@ except PackageNotFoundError:
 class Server:
     """All connections of one daemon."""
 
-    def __init__(self, shell: Shell, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives Unix time (s): tokens expire by it."""
+    def __init__(
+        self,
+        shell: Shell,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` gives Unix time (s): tokens expire by it. `stopwatch`: see Turns."""
         self.shell = shell
         self.clock = clock
+        self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
+        self.reconfigure()
         self.connections: set[Connection] = set()
 
     def connect(self) -> Connection:
         """A protocol for one more peer."""
         return Connection(self)
 
+    def reconfigure(self) -> None:
+        """Takes over the shell's configuration: weights and caps; who is not who he was is disconnected."""
+        config, registry = self.shell.config, self.shell.tenancy.registry
+        self.turns.queued_requests = config.limits.queued_requests
+        for name in registry.names():
+            tenant = config.tenants.get(name)
+            weight, requests = (tenant.share, tenant.requests) if tenant is not None else (1.0, None)
+            self.turns.set(registry.add(name), weight, float(requests or 0))
+        for connection in list(self.connections):
+            connection.check()
+
     def status(self, who: Identity) -> dict[str, Any]:
         """What one may see of the shell's status and of the connections: operators all, others their own."""
         mine = [c for c in self.connections if who.operator or (c.greeted and c.who.tenant == who.tenant)]
-        return {"version": VERSION, "connections": len(mine), **self.shell.status(who)}
-
-    def check(self) -> None:
-        """Who is not who he was, by the configuration as it is now, is disconnected before this returns."""
-        for connection in list(self.connections):
-            connection.check()
+        queues = {"queued_requests": self.turns.waiting, "refused_requests": self.turns.refused}
+        more = queues if who.operator else {}
+        return {"version": VERSION, "connections": len(mine), **more, **self.shell.status(who)}
 
     async def close(self) -> None:
         """Disconnects everybody; returns when what they held is free."""
@@ -87,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._peer: Peer
         self._token = ""
         self._requests: Requests | None = None
+        self._line: Line
         self._hello_timer: asyncio.TimerHandle | None = None
 
     # -- the event loop's side
@@ -95,6 +112,7 @@ class Connection(asyncio.Protocol):
         """See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
         self._peer = peer_of(self._transport.get_extra_info("socket").fileno())
+        self._line = self._server.turns.line(self, self._transport)
         limit = self._shell.config.limits.connections
         if len(self._server.connections) >= limit:
             self._fail(f"{limit} clients are connected", "raise limits.connections, or connect less")
@@ -104,17 +122,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        try:
-            for message in self._frames.feed(data):
-                self._handle(message)
-                if self._transport.is_closing():
-                    return
-        except RemoteProtocolError as error:
-            self._fail(error.message, error.hint)
-        except Exception:
-            # A bug met by one peer's request ends that peer's connection, not the others'.
-            _log.exception("connection %d: a request failed", self.number)
-            self._fail("internal error", "see the daemon's log")
+        self._line.feed(self._frames.feed(data))
 
     def eof_received(self) -> None:
         """See asyncio.Protocol."""
@@ -127,6 +135,7 @@ class Connection(asyncio.Protocol):
             self._hello_timer.cancel()
         if self in self._server.connections:
             self._server.connections.discard(self)
+            self._line.leave()
             self._shell.leave(self)
             self._shell.handle(ev.ClientLost(self.number))
 
@@ -154,6 +163,24 @@ class Connection(asyncio.Protocol):
                 self._transport.abort()
 
     # -- messages
+
+    def run(self, message: Any, waited_s: float) -> None:
+        """See Peer. Time in which a request waited for its turn is part of its deadline."""
+        if waited_s and hasattr(message, "timeout_s"):
+            message.timeout_s = max(0.0, message.timeout_s - waited_s)
+        self._handle(message)
+
+    def busy(self, message: Any, retry_s: float) -> None:
+        """See Peer."""
+        self.send(m.Busy(message.id, retry_s, "too many requests of this tenant are waiting"))
+
+    def failed(self, error: Exception) -> None:
+        """See Peer. A bug met by one peer's request ends that peer's connection, not the others'."""
+        if isinstance(error, RemoteProtocolError):
+            self._fail(error.message, error.hint)
+        else:
+            _log.error("connection %d: a request failed", self.number, exc_info=error)
+            self._fail("internal error", "see the daemon's log")
 
     def _handle(self, message: Any) -> None:
         """Runs one message: every one passes here."""
@@ -183,6 +210,7 @@ class Connection(asyncio.Protocol):
             self._fail(error.message, error.hint)
             return
         self._requests = Requests(self, self._shell)
+        self._line.join(self.who.tenant)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.limits
