@@ -34,26 +34,26 @@ MAGIC = int.from_bytes(b"KVSLOT02", "little")
 """In every label and every header that was ever written. Another layout of either gets another number."""
 
 LABEL = np.dtype({"names": ["magic", "number", "slot_bytes"], "formats": ["<u8"] * 3})
-"""What an extent says of itself, so that another process can take it over: its number, how it is cut.
-`slot_bytes` is 0 while it is not, or while it is being cut anew."""
+"""What an extent says of itself. How it is cut, the ledger knows (`tiers/ledger.py`): `slot_bytes` only
+counts for extents of daemons that had none, and one tenant."""
 
 HEADER = np.dtype(
     {
         "names": [
             "magic", "version", "namespace", "key", "parent", "key_bytes", "parent_bytes", "length",
-            "checksum", "last", "stamp",
+            "checksum", "last", "stamp", "expires",
         ],
         "formats": [
             "<u8", "<u8", ("u1", (16,)), ("u1", (64,)), ("u1", (64,)), "u1", "u1", "<u4",
-            "<u8", "<u4", "<u4",
+            "<u8", "<u4", "<u4", "<f8",
         ],
-        "offsets": [0, 8, 16, 32, 96, 160, 161, 164, 168, 176, 180],
+        "offsets": [0, 8, 16, 32, 96, 160, 161, 164, 168, 176, 180, 184],
         "itemsize": HEADER_BYTES,
     }
 )  # fmt: skip
 """One slot's header. `version` 0 means not readable, `last` is the version it had last; `length` is payload
-bytes; `stamp` orders blocks by when they came. Stored to through numpy only: an aligned 8-byte store never
-tears, `struct.pack_into` does."""
+bytes; `stamp` orders blocks by when they came; `expires` is in s since 1970, 0: never. Stored to through
+numpy only: an aligned 8-byte store never tears, `struct.pack_into` does."""
 
 HUGE_BYTES = 2 << 20
 _PIECE_BYTES = 512 << 10  # copied and then hashed while still in the core's own cache
@@ -63,6 +63,8 @@ _STEP_BYTES = 16 << 20
 
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
@@ -75,6 +77,7 @@ _libc.mmap.argtypes = [
 ]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 def seed(namespace: bytes, key: bytes, length: int) -> int:
@@ -208,6 +211,16 @@ class Extent:
                 return False
             huge = huge and not memory.advise(start, step, _MADV_COLLAPSE)
         return huge
+
+    def punch(self) -> None:
+        """Gives all memory back to the kernel: whoever maps the extent, here or elsewhere, sees zeros.
+
+        No access faults, and what others write from now on they have from the kernel, for themselves.
+        TierError if the kernel refuses.
+        """
+        flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        if _libc.fallocate(self.fd, flags, 0, self.nbytes):
+            raise _failed(f"cannot empty an extent of {self.nbytes} bytes", OSError(ctypes.get_errno(), ""))
 
     def readonly_fd(self) -> int:
         """A descriptor for readers: no writable map can be made of it. The caller closes it."""

@@ -203,6 +203,27 @@ class TestExtent:
         extent.close()
         assert extent.populate(huge=True) is False
 
+    @pytest.mark.parametrize("huge", [False, True])
+    def test_punch_leaves_zeros_on_all_sides_and_no_memory(self, extent: Extent, huge: bool) -> None:
+        reader = Mapping(extent.fd, NBYTES, writable=False)
+        extent.populate(huge)
+        extent.view[:] = b"x" * NBYTES
+        extent.punch()
+        assert os.fstat(extent.fd).st_blocks == 0
+        assert os.fstat(extent.fd).st_size == NBYTES
+        assert bytes(reader.view) == bytes(extent.view) == bytes(NBYTES)
+        extent.view[-1] = 1
+        assert reader.view[-1] == 1
+
+    def test_a_kernel_that_does_not_punch_is_told_of(self, extent: Extent) -> None:
+        sealed = Extent.create("kvstore-test", NBYTES)
+        fd = sealed.readonly_fd()
+        os.close(sealed.fd)
+        sealed.fd = fd
+        with pytest.raises(TierError, match="cannot empty an extent of 4194304 bytes: Bad file"):
+            sealed.punch()
+        sealed.close()
+
     def test_maps_at_a_huge_page_boundary(self, extent: Extent) -> None:
         for view in (extent.view, Mapping(extent.fd, NBYTES, writable=False).view):
             assert np.frombuffer(view, np.uint8).ctypes.data % (2 * MIB) == 0

@@ -2,7 +2,9 @@
 
 Extents are made and populated in a thread, one after another, so that a large tier does not delay the
 start. Which block is where, the core decides; here are only bytes, headers and descriptors. Headers are true
-at every moment, so that whoever takes the extents over, after a crash too, knows what is in them.
+at every moment, so that whoever takes the extents over, after a crash too, knows what is in them. Whose an
+extent is, the ledger says, which no client can reach. A number is never used again while this process lives,
+and clients keep no mapping beyond that: so none can take a renewed extent for the one they mapped.
 """
 
 from __future__ import annotations
@@ -20,9 +22,16 @@ import numpy.typing as npt
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import Identity, Where
 from kvstore.errors import TierError
+from kvstore.tiers.ledger import Ledger
+from kvstore.tiers.worker import Worker
 from kvstore.types import ALIGN, LABEL_BYTES, MAX_KEY_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
+
+LEDGER = "dram-ledger"
+"""The name under which the ledger is kept, beside the extents."""
+
+_NOBODY = bytes(16)
 
 
 class Keeper(Protocol):
@@ -39,10 +48,12 @@ class Keeper(Protocol):
 class Inherited:
     """What extents of an earlier process hold: slot size and last versions of each, blocks (latest first).
 
-    `headers` is (n,) of `HEADER`, `extent` and `index` say where the blocks are.
+    `owners` has the tags of those that are cut, `headers` is (n,) of `HEADER`, `extent` and `index` say where
+    the blocks are.
     """
 
     formats: dict[int, int]
+    owners: dict[int, bytes]
     versions: dict[int, npt.NDArray[np.uint32]]
     headers: npt.NDArray[Any]
     extent: npt.NDArray[np.uint32]
@@ -71,15 +82,33 @@ class DramTier:
         self._cuts: dict[int, Geometry] = {}
         self._offsets: dict[int, int] = {}
         self._stamp = 1
+        self._last = -1
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        for name, fd in sorted((inherited or {}).items()):
-            self._take_over(name, fd)
-        self._count = limit_bytes // self.extent_bytes
+        self._worker = Worker("kvstore-dram")
+        given = dict(inherited or {})
+        labelled = LEDGER not in given
+        self._ledger = self._open_ledger(given.pop(LEDGER, -1))
+        for name, fd in sorted(given.items()):
+            self._take_over(name, fd, labelled)
+        for number in set(self._ledger.numbers()) - set(self._extents):
+            self._ledger.remove(number)
+        self._missing = limit_bytes // self.extent_bytes - len(self._extents)
 
     # -- start and stop
 
-    def _take_over(self, name: str, fd: int) -> None:
+    def _open_ledger(self, fd: int) -> Ledger:
+        if fd >= 0:
+            try:
+                return Ledger(fd)
+            except TierError as error:
+                self._refuse(LEDGER, str(error))
+        ledger = Ledger.create()
+        if self._keeper is not None:
+            self._keeper.keep(LEDGER, ledger.fd)
+        return ledger
+
+    def _take_over(self, name: str, fd: int, labelled: bool) -> None:
+        """Uses an extent, or lets go of it. `labelled`: its label says how it is cut, there is no ledger."""
         nbytes = os.fstat(fd).st_size
         wanted = next(iter(self._extents.values())).nbytes if self._extents else nbytes
         try:
@@ -88,29 +117,39 @@ class DramTier:
             os.close(fd)
             self._refuse(name, str(error))
             return
-        number, kept = int(extent.label["number"][0]), len(self._extents)
+        digits = name.rpartition("-")[2]
+        number = int(digits) if digits.isdecimal() and name == _name(int(digits)) else -1
+        self._last = max(self._last, number)
+        if labelled and number >= 0 and (size := int(extent.label["slot_bytes"][0])):
+            self._ledger.add(number)
+            self._ledger.begin_cut(number, _NOBODY)
+            self._ledger.end_cut(number, size)
         if extent.label["magic"][0] != MAGIC:
             why = "another version of kvstore laid it out"
-        elif nbytes != wanted or (kept + 1) * nbytes > self.limit_bytes or number in self._extents:
+        elif nbytes != wanted or (len(self._extents) + 1) * nbytes > self.limit_bytes:
             why = f"it is beyond the limit of {self.limit_bytes} bytes"
+        elif not self._ledger.usable(number):
+            why = "it was about to change hands"
         else:
             self.extent_bytes = nbytes
             self._extents[number] = extent
             return
-        extent.close()
         self._refuse(name, why)
+        extent.punch()
+        extent.close()
 
     def _refuse(self, name: str, why: str) -> None:
-        _log.warning("extent %s of the daemon before is not used: %s", name, why)
+        _log.warning("%s of the daemon before is not used: %s", name, why)
         if self._keeper is not None:
             self._keeper.forget(name)
 
     def load(self) -> Inherited:
         """What the extents that were taken over hold."""
-        formats, versions, found = {}, {}, []
-        for number, extent in self._extents.items():
-            size = formats[number] = int(extent.label["slot_bytes"][0])
+        formats, owners, versions, found = {}, {}, {}, []
+        for number in self._extents:
+            size = formats[number] = self._ledger.slot_bytes(number)
             if size:
+                owners[number] = self._ledger.owner(number)
                 self._cut(number, size)
                 table = self._headers[number]
                 versions[number] = table["last"].copy()
@@ -119,59 +158,98 @@ class DramTier:
                 found.append((table[index], np.full(len(index), number, np.uint32), index.astype(np.uint32)))
         if not found:
             none = np.zeros(0, np.uint32)
-            return Inherited(formats, versions, np.zeros(0, HEADER), none, none)
+            return Inherited(formats, owners, versions, np.zeros(0, HEADER), none, none)
         headers = np.concatenate([some for some, _, _ in found])
         extents = np.concatenate([some for _, some, _ in found])
         indexes = np.concatenate([some for _, _, some in found])
         order = np.argsort(headers["stamp"], kind="stable")[::-1]
         self._stamp = int(headers["stamp"].max(initial=0)) + 1
-        return Inherited(formats, versions, headers[order], extents[order], indexes[order])
+        return Inherited(formats, owners, versions, headers[order], extents[order], indexes[order])
 
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """Makes the missing extents in a thread, which calls `ready` with each number, then `ended`."""
-        self._thread = threading.Thread(
-            target=self.make, args=(ready, ended), name="kvstore-dram", daemon=True
-        )
-        self._thread.start()
+        self._worker.submit(self.make, ready, ended)
 
     def make(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """What `start` does, here and now."""
-        there = set(self._extents)
-        missing = (n for n in range(self._count + len(there)) if n not in there)
-        for number, _ in zip(missing, range(self._count - len(there)), strict=False):
+        for _ in range(self._missing):
             if self._stop.is_set():
                 return
             try:
-                extent = Extent.create(f"kvstore-dram-{number}", self.extent_bytes)
-                extent.label[0] = (MAGIC, number, 0)
-                self._extents[number] = extent
-                self.huge = extent.populate(self._want_huge)
+                number = self._new()
             except TierError as error:
                 ended(error)
                 return
-            if self._keeper is not None:
-                self._keeper.keep(f"dram-{number:06d}", extent.fd)
             ready(number)
         ended(None)
+
+    def _new(self) -> int:
+        """The number of an extent that nobody has seen before. TierError if there is no memory for it."""
+        number = self._last = self._last + 1
+        extent = Extent.create(f"kvstore-dram-{number}", self.extent_bytes)
+        try:
+            extent.label[0] = (MAGIC, number, 0)
+            self.huge = extent.populate(self._want_huge)
+            self._ledger.add(number)
+        except TierError:
+            extent.close()
+            raise
+        self._extents[number] = extent
+        if self._keeper is not None:
+            self._keeper.keep(_name(number), extent.fd)
+        return number
 
     def close(self) -> None:
         """Lets go of all memory; clients' mappings and whoever keeps the descriptors keep theirs alive."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.close()
         for extent in self._extents.values():
             extent.close()
+        self._ledger.close()
 
     # -- what the core asks for
 
-    def format(self, number: int, slot_bytes: int) -> None:
-        """Cuts an extent into slots; none of them holds anything."""
-        extent = self._extents[number]
-        extent.label["slot_bytes"] = 0
+    def format(self, number: int, slot_bytes: int, owner: bytes = _NOBODY) -> None:
+        """Cuts an extent into slots; none of them holds anything. `owner`: 16 bytes that say whose it is."""
+        self._ledger.begin_cut(number, owner)
         size = Geometry(self.extent_bytes, slot_bytes, table=True).slots * HEADER.itemsize
-        extent.view[LABEL_BYTES:][:size] = bytes(size)
+        self._extents[number].view[LABEL_BYTES:][:size] = bytes(size)
         self._cut(number, slot_bytes)
-        extent.label["slot_bytes"] = slot_bytes
+        self._ledger.end_cut(number, slot_bytes)
+
+    def renew(self, number: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
+        """Makes a new extent in the place of one that nobody refers to; calls `ready` with its number.
+
+        Whoever maps the old one sees zeros by then, and it counts no more. It is unknown from now on, and no
+        later daemon uses it. `ready` or `failed` comes on the tier's thread, or never after `close`.
+        """
+        extent = self._extents.pop(number)
+        for known in (self._headers, self._cuts, self._offsets):
+            known.pop(number, None)
+        self._ledger.remove(number)
+        self._worker.submit(self._renew, number, extent, ready, failed)
+
+    def _renew(
+        self,
+        number: int,
+        extent: Extent,
+        ready: Callable[[int], None],
+        failed: Callable[[TierError], None],
+    ) -> None:
+        try:
+            try:
+                extent.punch()
+            finally:
+                extent.close()
+                if self._keeper is not None:
+                    self._keeper.forget(_name(number))
+            if self._stop.is_set():
+                return
+            renewed = self._new()
+        except TierError as error:
+            failed(error)
+        else:
+            ready(renewed)
 
     def _cut(self, number: int, slot_bytes: int) -> None:
         geometry = Geometry(self.extent_bytes, slot_bytes, table=True)
@@ -196,8 +274,12 @@ class DramTier:
         version: npt.NDArray[np.uint32],
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
+        expires: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Writes the headers of slots that have become readable, a chain in order; their version last."""
+        """Writes the headers of slots that have become readable, a chain in order; their version last.
+
+        `expires` says when blocks do, in s since 1970; 0, or None for all of them: never.
+        """
         n = len(identity)
         header = np.zeros(n, HEADER)
         header["magic"] = MAGIC
@@ -207,6 +289,7 @@ class DramTier:
         header["parent_bytes"] = parents.key_bytes
         header["checksum"] = identity.checksum
         header["last"] = version
+        header["expires"] = 0.0 if expires is None else expires
         # Parents get the later stamps, so that latest first is also parents first.
         header["stamp"] = np.arange(self._stamp + n - 1, self._stamp - 1, -1)
         self._stamp += n
@@ -228,6 +311,11 @@ class DramTier:
         """A descriptor of an extent to pass on; the caller closes it. KeyError for an unknown extent."""
         extent = self._extents[number]
         return os.dup(extent.fd) if writable else extent.readonly_fd()
+
+
+def _name(number: int) -> str:
+    """What the keeper knows an extent by."""
+    return f"dram-{number:06d}"
 
 
 def _readable(table: npt.NDArray[Any], size: int) -> npt.NDArray[np.bool_]:

@@ -19,6 +19,7 @@ from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.tiers.worker import Worker
 from tests.simulation.device import Disk, SimEngine, SimSlabs, SimStore, Writer
 from tests.simulation.loop import Process
 from tests.simulation.network import Network
@@ -88,7 +89,7 @@ class Life:
         dice = disk.dice
         given = {name: os.dup(fd) for name, fd in manager.kept.items()}
         self.dram = _Dram(
-            self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given
+            disk, self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given
         )
         self.nvme: _Nvme | None = None
         if setup.nvme_extents:
@@ -144,37 +145,49 @@ class Life:
 
 class _Dram(DramTier):
     def __init__(
-        self, process: Process, limit: int, size: int, manager: Manager, given: dict[str, int]
+        self, disk: Disk, process: Process, limit: int, size: int, manager: Manager, given: dict[str, int]
     ) -> None:
         super().__init__(limit, size, False, manager, given)
-        self._process = process
+        self._disk = disk
+        self._worker = _Worker(process)
 
-    def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
-        _in_thread(self._process, self.make, ready, ended)
+    def _new(self) -> int:
+        if self._extents and self._disk.faults.hits(self._disk.dice, "no_memory"):
+            raise TierError("no memory for an extent")
+        return super()._new()
 
 
 class _Nvme(NvmeTier):
     def __init__(self, process: Process, *parts: Any) -> None:
         super().__init__(*parts)
+        self._worker = _Worker(process)
+
+
+class _Worker(Worker):
+    """Does its jobs some time later; what they report comes one after another, with pauses."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__("simulated")
         self._process = process
+        self._free_at = 0.0
 
-    def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
-        _in_thread(self._process, self.allocate, ready, ended)
+    def submit(self, job: Callable[..., None], *args: Any) -> None:
+        if not self._closed:
+            self._free_at = max(self._free_at, self._process.time()) + self._process.delay()
+            self._process.call_at(self._free_at, job, *map(self._later, args))
 
+    def _later(self, arg: Any) -> Any:
+        """What a job reports to, which hears of it later. Other arguments stay as they are."""
+        if not callable(arg):
+            return arg
 
-def _in_thread(process: Process, make: Callable[..., None], *reports: Callable[..., None]) -> None:
-    """Runs what makes extents; what it reports comes one after another, with pauses."""
-    when = 0.0
-
-    def later(report: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            nonlocal when
-            when += process.loop.dice.choice((0.0, 0.001, 0.05)) + process.delay()
-            process.call_later(when, report, *args)
+            process = self._process
+            self._free_at = max(self._free_at, process.time()) + process.delay()
+            self._free_at += process.loop.dice.choice((0.0, 0.001, 0.05))
+            process.call_at(self._free_at, arg, *args)
 
         return call
-
-    process.call_later(process.delay(), make, *map(later, reports))
 
 
 class Thread:

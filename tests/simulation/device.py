@@ -19,7 +19,7 @@ import msgpack
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.nvme.records import ID, unpack
-from kvstore.tiers.nvme.store import NUMBER, TABLES, Changes, Loaded, Namespace
+from kvstore.tiers.nvme.store import TABLES, Changes, Loaded, Namespace, unpack_extent
 from tests.simulation.faults import Faults
 from tests.simulation.loop import MICRO, Loop, Process
 
@@ -296,8 +296,10 @@ class SimStore:
             ID.unpack(key)[0]: Namespace(*msgpack.unpackb(value))
             for key, value in sorted(tables["namespaces"].items())
         }
-        extents = {ID.unpack(k)[0]: int(NUMBER.unpack(v)[0]) for k, v in sorted(tables["extents"].items())}
-        return Loaded(namespaces, extents, blocks, damaged)
+        extents = {ID.unpack(k)[0]: unpack_extent(v) for k, v in sorted(tables["extents"].items())}
+        sizes = {extent: size for extent, (size, _) in extents.items()}
+        owners = {extent: owner for extent, (_, owner) in extents.items()}
+        return Loaded(namespaces, sizes, owners, blocks, damaged)
 
     def commit(self, changes: Changes) -> None:
         disk = self._disk

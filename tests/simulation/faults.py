@@ -20,6 +20,7 @@ class Faults:
     disconnect: float = 0.0  # the connection breaks in the middle of a message
     slow_message: float = 0.0  # a message takes up to 200 ms
     hang: float = 0.0  # a connection moves nothing for seconds
+    no_memory: float = 0.0  # an extent of DRAM beyond the first cannot be made
     # the device
     read_error: float = 0.0
     write_error: float = 0.0

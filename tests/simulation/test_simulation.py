@@ -213,7 +213,7 @@ CAUGHT_AS = {
     half_invalidations: (FORGOTTEN, RECORDS, WRONG, SOUND),
     no_alarm: ("answered in time",),
     leases_for_ever: ("nothing is held in the end",),
-    forgetful_handover: (LOST,),
+    forgetful_handover: (LOST, SOUND),
     forgetful_recovery: (LOST,),
     free_while_read: (SOUND,),
     early_reading: (SOUND,),

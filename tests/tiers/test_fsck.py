@@ -23,7 +23,7 @@ from kvstore.tiers.nvme import fsck as module
 from kvstore.tiers.nvme.fsck import Finding, Kind, fsck
 from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.records import ID, RecordBatch
-from kvstore.tiers.nvme.store import RecordStore
+from kvstore.tiers.nvme.store import RecordStore, pack_extent
 from kvstore.types import SEAL_BYTES
 from tests.daemons import cli, names, payloads
 from tests.tiers.sealing import BLOCK, MASTER, OTHER_MASTER, SEALED_SLOT, opened
@@ -139,6 +139,13 @@ def another_size(records: Records) -> Damaged:
     return {records.key(row)}, {Kind.SLOT_BYTES: 1}
 
 
+def strangers(records: Records) -> Damaged:
+    extent = records.extent(records.of[SMALL][3])
+    records.commit({"extents": {ID.pack(extent): pack_extent(SMALL, "somebody else")}})
+    theirs = {records.key(row) for row in records.of[SMALL] if records.extent(row) == extent}
+    return theirs, {Kind.TENANT: len(theirs)}
+
+
 def one_bit(records: Records) -> Damaged:
     row = records.of[LARGE][7]
     offset = int(records.loaded.blocks.index[row]) * LARGE + LARGE - 1
@@ -179,6 +186,7 @@ DAMAGES = {
     "namespace": unknown_namespace,
     "extent": falsified(Kind.NO_EXTENT, extent=200),
     "another size": another_size,
+    "another tenant": strangers,
     "length": falsified(Kind.LENGTH, length=SMALL - 1),
     "outside": falsified(Kind.OUTSIDE, index=EXTENT // SMALL),
     "one bit": one_bit,

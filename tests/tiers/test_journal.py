@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     made.close()
 
 
+def sign(folder: Path, number: int, extents: dict[int, bytes] | None = None) -> None:
+    """Makes it a folder of another format, with such values in its table of extents."""
+    with lmdb.open(str(folder / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+        txn.put(b"format", number.to_bytes(8, "little"), db=env.open_db(b"meta", txn))
+        for extent, value in (extents or {}).items():
+            txn.put(extent.to_bytes(4, "big"), value, db=env.open_db(b"extents", txn))
+
+
+def signed(folder: Path) -> int:
+    with lmdb.open(str(folder / "records"), max_dbs=4, readonly=True) as env, env.begin() as txn:
+        return int.from_bytes(txn.get(b"format", db=env.open_db(b"meta", txn, create=False)), "little")
+
+
 @pytest.fixture
 def answers() -> Answers:
     return Answers()
@@ -125,9 +139,9 @@ class TestKeeping:
         )
         first = Journal.open(tmp_path, MIB)
         first.put_namespace(7, namespace)
-        first.put_extent(0, 65536)
-        first.put_extent(1, 1 << 33)
-        first.put_extent(5, 1)
+        first.put_extent(0, 65536, "default")
+        first.put_extent(1, 1 << 33, "default")
+        first.put_extent(5, 1, "default")
         first.delete_extent(5)
         first.put(records, NOTHING_TO_SYNC, answers.named("put"))
         first.close()
@@ -293,7 +307,7 @@ class TestFailing:
             gate = Gate(journal)
             journal.put(batch(b"new"), NOTHING_TO_SYNC, answers.named("new"))
             journal.delete(1, [b"old"])
-            journal.put_extent(4, 4096)
+            journal.put_extent(4, 4096, "default")
             gate.open()
             with pytest.raises(TierError, match=r"cannot write records in .*/tier: .*No space left"):
                 journal.drain()
@@ -418,8 +432,42 @@ class TestOpening:
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
             txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for _ in range(2):
-            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2"):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 3"):
                 Journal.open(tmp_path, MIB)
+
+    @pytest.mark.parametrize("number", [1, 4])
+    def test_formats_before_and_after_are_refused(self, tmp_path: Path, number: int) -> None:
+        Journal.open(tmp_path, MIB).close()
+        sign(tmp_path, number)
+        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 3"):
+            Journal.open(tmp_path, MIB)
+
+    def test_the_format_before_is_read_as_the_default_tenants_and_signed_anew(self, tmp_path: Path) -> None:
+        Journal.open(tmp_path, MIB).close()
+        sign(tmp_path, 2, {4: (65536).to_bytes(8, "little")})
+        with closing(RecordStore(tmp_path, None, MIB)) as looked_at:
+            assert looked_at.load().owners == {4: "default"}
+        assert signed(tmp_path) == 2, "looking changes nothing"
+        for _ in range(2):
+            journal = Journal.open(tmp_path, MIB)
+            loaded = journal.load()
+            assert (loaded.extents, loaded.owners) == ({4: 65536}, {4: "default"})
+            journal.close()
+            assert signed(tmp_path) == 3
+
+    def test_whose_an_extent_is_stays(self, tmp_path: Path) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        for extent, tenant in enumerate(["default", "team-ä", "x" * 200]):
+            journal.put_extent(extent, 4096, tenant)
+        journal.close()
+        sign(tmp_path, 3, {7: b"short", 8: (4096).to_bytes(8, "little") + b"\xff"})
+        journal = Journal.open(tmp_path, MIB)
+        loaded = journal.load()
+        journal.close()
+        assert loaded.owners == {0: "default", 1: "team-ä", 2: "x" * 200}, (
+            "and what makes no sense is left out"
+        )
+        assert set(loaded.extents) == {0, 1, 2}
 
     @pytest.mark.parametrize("how", ["garbage", "cut", "odd"])
     def test_what_lmdb_cannot_read_is_moved_aside(self, tmp_path: Path, how: str, answers: Answers) -> None:
@@ -474,7 +522,7 @@ class TestOpening:
     def test_records_that_make_no_sense_are_told_apart(self, tmp_path: Path, answers: Answers) -> None:
         journal = Journal.open(tmp_path, MIB)
         journal.put_namespace(1, Namespace("default", {"block_bytes": 4096}, bytes(16)))
-        journal.put_extent(1, 4096)
+        journal.put_extent(1, 4096, "default")
         journal.put(batch(b"good", b"flipped"), NOTHING_TO_SYNC, answers.named("put"))
         journal.close()
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ class Site:
         self.journal = Journal(folder, self.store, wake=lambda: None)
         self.now = 1000.0
         self.tier = NvmeTier(self.journal, Slabs(folder, MIB), self.engine, 4 * MIB, clock=lambda: self.now)
-        self.tier.load()
+        self.recovered = self.tier.load()
         self.tier.allocate(lambda _: None, lambda error: None)
         self.tier.put_namespace(1, Namespace("default", {"block_bytes": 100}, bytes(16)))
         for extent in range(4):
@@ -63,7 +64,7 @@ class Site:
         while self.journal.step():
             pass
 
-    def write(self, *blocks: tuple[bytes, int, int]) -> int:
+    def write(self, *blocks: tuple[bytes, int, int], stored_at: Any = None) -> int:
         """Starts writing (key, extent, index); the number under which `results` has the outcome."""
         self._last += 1
         number = self._last
@@ -72,7 +73,7 @@ class Site:
             where(*(b[1:] for b in blocks)), where(*(b[1:] for b in blocks)), np.ones(len(blocks), np.uint32),
         )  # fmt: skip
         slots = [memoryview(bytearray(ALIGN)) for _ in blocks]
-        self.tier.write(copy, slots, {1: 100}, lambda r: self.results.update({number: r.tolist()}))
+        self.tier.write(copy, slots, {1: 100}, lambda r: self.results.update({number: r.tolist()}), stored_at)
         return number
 
     def drop(self, *blocks: tuple[bytes, int, int]) -> None:

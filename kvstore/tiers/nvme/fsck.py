@@ -23,6 +23,7 @@ from kvstore import arena
 from kvstore.errors import TierError
 from kvstore.tiers.nvme.keys import KeyFiles, MasterKey
 from kvstore.tiers.nvme.records import ID, Blocks, mapped
+from kvstore.tiers.nvme.recover import strangers
 from kvstore.tiers.nvme.seal import Seal, Seals
 from kvstore.tiers.nvme.store import Changes, Loaded, Namespace, RecordStore
 from kvstore.types import ALIGN
@@ -45,6 +46,7 @@ class Kind(StrEnum):
     NO_EXTENT = "unknown extent"
     MISSING = "slab missing"
     SLOT_BYTES = "extent has slots of another size"
+    TENANT = "extent is another tenant's"
     LENGTH = "length is not the namespace's"
     OUTSIDE = "outside the extent's slots"
     BEYOND = "beyond the slab's end"
@@ -181,6 +183,7 @@ def _places(
         Kind.NO_EXTENT: slot < 0,
         Kind.MISSING: slab < 0,
         Kind.SLOT_BYTES: slot != -(-stored // ALIGN) * ALIGN,
+        Kind.TENANT: strangers(loaded),
         Kind.LENGTH: blocks.length != length,
         Kind.OUTSIDE: (index + 1) * slot > extent_bytes,
         Kind.BEYOND: index * slot + stored > slab,

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.nvme.records import ID, Blocks, RecordBatch
-from kvstore.tiers.nvme.store import NUMBER, TABLES, Changes, Loaded, Namespace, RecordStore
+from kvstore.tiers.nvme.store import TABLES, Changes, Loaded, Namespace, RecordStore, pack_extent
 
 __all__ = ["Blocks", "Journal", "Loaded", "Namespace", "RecordBatch"]
 
@@ -114,9 +114,13 @@ class Journal:
         """Records what an id stands for, no later than any later put."""
         self._change("namespaces", {ID.pack(ns_id): namespace.pack()})
 
-    def put_extent(self, extent: int, slot_bytes: int) -> None:
-        """Records an extent and its slot size, no later than any later put."""
-        self._change("extents", {ID.pack(extent): NUMBER.pack(slot_bytes)})
+    def delete_namespace(self, ns_id: int) -> None:
+        """Forgets what an id stands for, but not its blocks."""
+        self._change("namespaces", {ID.pack(ns_id): None})
+
+    def put_extent(self, extent: int, slot_bytes: int, tenant: str) -> None:
+        """Records an extent, its slot size and whose it is, no later than any later put."""
+        self._change("extents", {ID.pack(extent): pack_extent(slot_bytes, tenant)})
 
     def delete_extent(self, extent: int) -> None:
         """Forgets an extent, but not its blocks."""

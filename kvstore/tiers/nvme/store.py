@@ -4,7 +4,7 @@ Tables, with ids as u32 big-endian and numbers as u64 little-endian:
 
     meta          "format", "extent_bytes" -> number
     namespaces    id -> MessagePack [tenant, layout map, fingerprint, whether sealed (absent: not)]
-    extents       id -> slot bytes
+    extents       id -> slot bytes | whose it is: the tenant's name in UTF-8
     blocks        namespace id, key -> record (`records.py`)
 
 Not here: when to write what (`journal.py`).
@@ -38,8 +38,13 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 2
-"""Of everything under the tier's folder. A daemon reads no other."""
+FORMAT = 3
+"""Of everything under the tier's folder."""
+
+_READ_FORMATS = (2, FORMAT)
+"""A daemon reads no other. Of format 2 are folders of one tenant, whose name no extent has."""
+
+DEFAULT_TENANT = "default"
 
 NUMBER = struct.Struct("<Q")
 TABLES = ("meta", "namespaces", "extents", "blocks")
@@ -70,13 +75,14 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All that a folder's records say. `extents` gives each extent's slot size in bytes.
+    """All that a folder's records say. `extents` gives each extent's slot size in bytes, `owners` its tenant.
 
     `damaged` has the keys of what is in the table of blocks and is no record.
     """
 
     namespaces: dict[int, Namespace]
     extents: dict[int, int]
+    owners: dict[int, str]
     blocks: Blocks
     damaged: list[bytes]
 
@@ -122,12 +128,14 @@ class RecordStore:
         try:
             with self._turn, self._env.begin() as txn:
                 namespaces = self._decoded(txn.cursor(tables["namespaces"]), _namespace)
-                extents = self._decoded(txn.cursor(tables["extents"]), _number)
+                extents = self._decoded(txn.cursor(tables["extents"]), unpack_extent)
                 count = txn.stat(tables["blocks"])["entries"]
                 blocks, damaged = unpack(txn.cursor(tables["blocks"]), count)
         except lmdb.Error as error:
             raise _unusable(self._folder, error) from error
-        return Loaded(namespaces, extents, blocks, damaged)
+        sizes = {extent: size for extent, (size, _) in extents.items()}
+        owners = {extent: owner for extent, (_, owner) in extents.items()}
+        return Loaded(namespaces, sizes, owners, blocks, damaged)
 
     def _decoded(self, pairs: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]) -> dict[int, T]:
         """A table by id. What makes no sense is left out: its blocks are misses."""
@@ -175,12 +183,24 @@ class RecordStore:
                 {"meta": {b"format": NUMBER.pack(FORMAT), b"extent_bytes": NUMBER.pack(extent_bytes)}}
             )
             return extent_bytes
-        if _number(found) != FORMAT:
+        if _number(found) not in _READ_FORMATS:
             raise TierError(
                 f"{self._folder} holds format {_number(found)}, this daemon reads {FORMAT}",
                 "run the version that wrote it, or move the folder away to start empty",
             )
+        if _number(found) != FORMAT and extent_bytes is not None:
+            self.commit({"meta": {b"format": NUMBER.pack(FORMAT)}})
         return _number(signed)
+
+
+def pack_extent(slot_bytes: int, tenant: str) -> bytes:
+    """An extent's value."""
+    return NUMBER.pack(slot_bytes) + tenant.encode()
+
+
+def unpack_extent(value: bytes) -> tuple[int, str]:
+    """(slot bytes, tenant) of an extent's value. Raises struct.error or ValueError if it is none."""
+    return int(NUMBER.unpack_from(value)[0]), value[NUMBER.size :].decode() or DEFAULT_TENANT
 
 
 def _namespace(value: bytes) -> Namespace:

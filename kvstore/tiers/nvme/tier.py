@@ -32,6 +32,8 @@ from kvstore.tiers.nvme.records import RecordBatch
 from kvstore.tiers.nvme.recover import Recovered, recover
 from kvstore.tiers.nvme.seal import Seal, Seals
 from kvstore.tiers.nvme.slabs import Slabs
+from kvstore.tiers.nvme.store import DEFAULT_TENANT
+from kvstore.tiers.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +68,9 @@ class NvmeTier:
         self._clock = clock
         self._latest = 0.0
         self._formats: dict[int, int] = {}
+        self._missing = list(range(self._count))
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("kvstore-slabs")
         self._lock = threading.Lock()
         self._sync_extents: set[int] = set()
         self._sync = self._sync_slabs
@@ -119,6 +122,7 @@ class NvmeTier:
         """What the folder holds."""
         recovered = recover(self._journal, self._slabs, self._count, self._seals)
         self._formats = dict(recovered.formats)
+        self._missing = [extent for extent in range(self._count) if extent not in self._formats]
         self._latest = recovered.latest
         for number in np.unique(recovered.restore.namespace).tolist():
             self._set_seal(number, recovered.namespaces[number])
@@ -126,18 +130,13 @@ class NvmeTier:
 
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """Allocates the slabs that are missing in a thread, which calls `ready` for each, then `ended`."""
-        self._thread = threading.Thread(
-            target=self.allocate, args=(ready, ended), name="kvstore-slabs", daemon=True
-        )
-        self._thread.start()
+        self._worker.submit(self.allocate, ready, ended)
 
     def allocate(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """What `start` does, here and now."""
-        for extent in range(self._count):
+        for extent in self._missing:
             if self._stop.is_set():
                 return
-            if extent in self._formats:
-                continue
             try:
                 self._slabs.allocate(extent)
             except TierError as error:
@@ -149,8 +148,7 @@ class NvmeTier:
     def close(self) -> None:
         """Ends what is under way, makes every record durable, closes all files."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.close()
         self._engine.close()
         self._journal.close()
         self._slabs.close()
@@ -164,10 +162,47 @@ class NvmeTier:
 
     # -- what the core asks for
 
-    def format(self, extent: int, slot_bytes: int) -> None:
-        """An extent has been given to a slot size."""
+    def format(self, extent: int, slot_bytes: int, tenant: str = DEFAULT_TENANT) -> None:
+        """An extent has been given to a tenant and a slot size."""
         self._formats[extent] = slot_bytes
-        self._journal.put_extent(extent, slot_bytes)
+        self._journal.put_extent(extent, slot_bytes, tenant)
+
+    def renew(self, extent: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
+        """Makes an extent that nobody refers to anew, of zeros; calls `ready` with its number.
+
+        Its slab is removed when no record speaks of it any more: after every deletion so far. `ready` or
+        `failed` comes on a thread of the tier, or never after `close`.
+        """
+
+        def forgotten(error: Exception | None) -> None:
+            # On the journal's thread, where the slabs are synced: no sync of this one is under way.
+            with self._lock:
+                self._sync_extents.discard(extent)
+                self._unsettled.pop(extent, None)
+            if error is None:
+                self._worker.submit(self._renew, extent, ready, failed)
+            else:
+                failed(TierError(f"extent {extent} cannot be renewed: {error}"))
+
+        del self._formats[extent]
+        self._journal.delete_extent(extent)
+        self._journal.when_durable(forgotten)
+
+    def _renew(self, extent: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
+        try:
+            self._slabs.remove(extent)
+            if self._stop.is_set():
+                return
+            self._slabs.allocate(extent)
+        except TierError as error:
+            failed(error)
+        else:
+            ready(extent)
+
+    def forget_namespace(self, number: int) -> None:
+        """Deletes what is on record of a namespace, after what was asked for before. Its blocks are gone."""
+        self._seal_of.pop(number, None)
+        self._journal.delete_namespace(number)
 
     def put_namespace(self, number: int, namespace: Namespace) -> None:
         """Records what a namespace number stands for, sealed if its tenant is encrypted.
@@ -181,6 +216,20 @@ class NvmeTier:
     def encrypts(self, tenant: str) -> bool:
         """Whether a tenant's blocks are sealed here: slots are `SEAL_BYTES` larger then, before rounding."""
         return self._seals is not None and self._seals.encrypts(tenant)
+
+    def encrypt(self, tenant: str) -> None:
+        """From now on a tenant is encrypted that has nothing here yet. TierError without a master key."""
+        if self._seals is None:
+            raise TierError(f"tenant {tenant} cannot be encrypted: this tier has no keys")
+        self._seals.add(tenant)
+
+    def erase_key(self, tenant: str) -> None:
+        """Destroys a tenant's data key, if it has one: what it has sealed can never be read again.
+
+        Durable on return, after two syncs of a small file. TierError if the key may still be there.
+        """
+        if self._seals is not None:
+            self._seals.erase(tenant)
 
     def _set_seal(self, number: int, namespace: Namespace) -> None:
         self._seal_of.pop(number, None)
@@ -213,9 +262,20 @@ class NvmeTier:
                     if self._unsettled.get(extent) == number:
                         del self._unsettled[extent]
 
-    def write(self, copy: Copy, slots: list[memoryview], lengths: dict[int, int], done: Done) -> None:
-        """Writes slots down and records them. Results as in CopyDone; FAILED if dropped meanwhile."""
-        written = partial(self._written, copy, lengths, done)
+    def write(
+        self,
+        copy: Copy,
+        slots: list[memoryview],
+        lengths: dict[int, int],
+        done: Done,
+        stored_at: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Writes slots down and records them. Results as in CopyDone; FAILED if dropped meanwhile.
+
+        `stored_at` says since when each block has been stored (s since 1970); 0, or None for all: since now.
+        """
+        since = np.zeros(len(slots)) if stored_at is None else stored_at
+        written = partial(self._written, copy, lengths, done, since)
         ios = self._ios(copy.identity, copy.target_where, slots, write=True)
         with self._lock:
             self._writing.update(dict.fromkeys(copy.target_where.place.tolist(), True))
@@ -295,7 +355,14 @@ class NvmeTier:
                 ios.append(SealedIO(fd, offset, slots[i], write, seal, identity.key(i), size))
         return ios
 
-    def _written(self, copy: Copy, lengths: dict[int, int], done: Done, errors: list[OSError | None]) -> None:
+    def _written(
+        self,
+        copy: Copy,
+        lengths: dict[int, int],
+        done: Done,
+        since: npt.NDArray[np.float64],
+        errors: list[OSError | None],
+    ) -> None:
         """The bytes are at the device: now the records of those that arrived and are still wanted."""
         for error in {str(e) for e in errors if e is not None}:
             _log.error("a write to NVMe failed: %s", error)
@@ -314,9 +381,11 @@ class NvmeTier:
             wanted = [self._writing.pop(place) for place in places]
             good = [i for i, error in enumerate(errors) if error is None and wanted[i]]
             self._sync_extents.update(copy.target_where.extent[good].tolist())
-            self._journal.put(self._records(copy, good, lengths), self._sync, recorded)
+            self._journal.put(self._records(copy, good, lengths, since), self._sync, recorded)
 
-    def _records(self, copy: Copy, good: list[int], lengths: dict[int, int]) -> RecordBatch:
+    def _records(
+        self, copy: Copy, good: list[int], lengths: dict[int, int], since: npt.NDArray[np.float64]
+    ) -> RecordBatch:
         spaces = copy.identity.namespace[good].tolist()
         # Parents get the later times, so that newest first is also parents first. A clock that was set back
         # must not make what is stored now older than what was stored before.
@@ -330,7 +399,7 @@ class NvmeTier:
             copy.version[good].tolist(),
             [lengths[n] for n in spaces],
             copy.identity.checksum[good].tolist(),
-            [now - 1e-6 * i for i in good],
+            [at if at > 0 else now - 1e-6 * i for i, at in zip(good, since[good].tolist(), strict=True)],
         )
 
     def _sync_slabs(self) -> None:
