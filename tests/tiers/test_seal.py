@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,38 @@ class TestBlocks:
             folder.read(1, b"a")
             assert len(threads) == 2
             assert threading.current_thread() not in threads
+
+    def test_other_threads_run_meanwhile(self) -> None:
+        """The event loop is one of them: the GIL is free while a block is sealed or opened."""
+        size = 8 * MIB
+        seal, slot = Seal(bytes(32), bytes(16), size), memoryview(bytearray(size + SEAL_BYTES))
+        payload, turns, stop = memoryview(bytearray(size)), [0], threading.Event()
+
+        def take_turns() -> None:
+            while not stop.is_set():
+                turns[0] += 1
+                time.sleep(0)
+
+        def turns_within(work: Callable[[], object]) -> int:
+            """How often the other thread ran within a call, the most of some tries."""
+            most = 0
+            for _ in range(20):
+                before = turns[0]
+                work()
+                most = max(most, turns[0] - before)
+            return most
+
+        before, thread = sys.getswitchinterval(), threading.Thread(target=take_turns)
+        sys.setswitchinterval(1000)  # nobody gets the GIL but from a thread that gives it up
+        thread.start()
+        try:
+            assert turns_within(lambda: seal.seal(b"a", payload, slot)) > 0
+            assert turns_within(lambda: seal.open(b"a", slot, payload)) > 0
+            assert turns_within(payload.tobytes) == 0, "so what keeps the GIL is found"
+        finally:
+            sys.setswitchinterval(before)
+            stop.set()
+            thread.join()
 
     def test_nothing_repeats_where_the_same_is_sealed_again(self) -> None:
         seal, same = Seal(bytes(32), bytes(16), 4096), memoryview(bytes(4096))
