@@ -202,7 +202,7 @@ class Tenancy:
             self._gone(numbers)
             self._set(name, self._shell.config)
             if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
-                self._shell.nvme.erase(name)
+                self._shell.nvme.erase_key(name)
                 # Those that have been opened again meanwhile get a seal by the next key.
                 for space in self.namespaces.of(tenant):
                     self.record(space)

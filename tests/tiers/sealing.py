@@ -55,7 +55,7 @@ class Folder:
                 self.fingerprints[number] = layout.fingerprint(tenant)
                 row = Namespace(tenant, layout.to_map(), self.fingerprints[number])
                 self.tier.put_namespace(number, row)
-                self.tier.format(number - 1, self.slot_bytes(number))
+                self.tier.format(number - 1, self.slot_bytes(number), tenant)
         except BaseException:
             self.tier.close()
             raise

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,38 @@ class TestBlocks:
             assert len(threads) == 2
             assert threading.current_thread() not in threads
 
+    def test_other_threads_run_meanwhile(self) -> None:
+        """The event loop is one of them: the GIL is free while a block is sealed or opened."""
+        size = 8 * MIB
+        seal, slot = Seal(bytes(32), bytes(16), size), memoryview(bytearray(size + SEAL_BYTES))
+        payload, turns, stop = memoryview(bytearray(size)), [0], threading.Event()
+
+        def take_turns() -> None:
+            while not stop.is_set():
+                turns[0] += 1
+                time.sleep(0)
+
+        def turns_within(work: Callable[[], object]) -> int:
+            """How often the other thread ran within a call, the most of some tries."""
+            most = 0
+            for _ in range(20):
+                before = turns[0]
+                work()
+                most = max(most, turns[0] - before)
+            return most
+
+        before, thread = sys.getswitchinterval(), threading.Thread(target=take_turns)
+        sys.setswitchinterval(1000)  # nobody gets the GIL but from a thread that gives it up
+        thread.start()
+        try:
+            assert turns_within(lambda: seal.seal(b"a", payload, slot)) > 0
+            assert turns_within(lambda: seal.open(b"a", slot, payload)) > 0
+            assert turns_within(payload.tobytes) == 0, "so what keeps the GIL is found"
+        finally:
+            sys.setswitchinterval(before)
+            stop.set()
+            thread.join()
+
     def test_nothing_repeats_where_the_same_is_sealed_again(self) -> None:
         seal, same = Seal(bytes(32), bytes(16), 4096), memoryview(bytes(4096))
         slots = [memoryview(bytearray(2 * 4096)) for _ in range(500)]
@@ -172,7 +206,9 @@ class TestKeys:
         with pytest.raises(TierError, match=r"team\.key has 30 bytes"), opened(tmp_path):
             pass
 
-    def test_erased_blocks_are_noise_whoever_kept_the_slabs(self, tmp_path: Path) -> None:
+    def test_erased_blocks_are_noise_whoever_kept_the_slabs(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         path, copy = tmp_path / "tier", tmp_path / "copy"
         with opened(path) as folder:
             folder.write(1, b"a")
@@ -186,7 +222,8 @@ class TestKeys:
         # The slabs and their records are brought back from the copy; the key has no copy.
         shutil.rmtree(path / "slabs")
         shutil.copytree(copy, path, dirs_exist_ok=True)
-        with opened(path, encrypt={}) as folder:
+        with caplog.at_level(logging.WARNING), opened(path, encrypt={}) as folder:
+            assert "their tenant's data key is gone" in caplog.text
             assert folder.restored() == []
         with opened(path) as folder:
             assert folder.restored() == []
@@ -230,7 +267,7 @@ class TestKeys:
 
     def test_a_disk_that_keeps_no_key_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with opened(tmp_path) as folder:
-            folder.tier._seals.erase("team")  # type: ignore[union-attr]
+            folder.tier.erase_key("team")
 
             def full(*_: object) -> None:
                 raise OSError(28, "No space left on device")
@@ -265,6 +302,16 @@ class TestTurning:
             assert spilled(tmp_path, b"old") == []
             assert folder.write(1, b"new") == OK
             assert folder.read(3, b"public") == OK
+
+    def test_on_leaves_nothing_of_what_was_evicted(self, tmp_path: Path) -> None:
+        with opened(tmp_path, encrypt=PLAIN) as folder:
+            folder.write(1, b"evicted")
+            folder.tier.drop(folder.identity(1, b"evicted"), folder.copy(1, b"evicted", 0).target_where)
+        with opened(tmp_path, encrypt=PLAIN) as folder:
+            assert folder.restored() == []
+            assert spilled(tmp_path, b"evicted") == ["slabs/000000.slab"], "where it lies unrecorded"
+        with opened(tmp_path):
+            assert spilled(tmp_path, b"evicted") == []
 
     def test_a_crash_in_between_is_made_up_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with opened(tmp_path, encrypt=PLAIN) as folder:
@@ -306,13 +353,14 @@ class TestTurning:
             assert spilled(tmp_path, b"more") == []
 
     def test_a_tenant_that_comes_later_is_encrypted_from_its_first_block(self, tmp_path: Path) -> None:
-        seals = Seals(tmp_path, MASTER, {})
-        assert not seals.encrypts("late")
-        seals.add("late")
-        assert seals.encrypts("late")
-        assert not seals.can_open("late")
-        seals.seal("late", bytes(16), BLOCK)
+        with opened(tmp_path, encrypt={}) as folder:
+            assert not folder.tier.encrypts("late")
+            folder.tier.encrypt("late")
+            assert folder.tier.encrypts("late")
+            folder.tier.put_namespace(9, Namespace("late", {"block_bytes": BLOCK}, bytes(16)))
         assert Seals(tmp_path, MASTER, {}).can_open("late")
+        with opened(tmp_path / "none", None, {}) as folder, pytest.raises(TierError, match="late"):
+            folder.tier.encrypt("late")
 
     def test_records_say_which_namespaces_are_sealed(self, tmp_path: Path) -> None:
         with opened(tmp_path):

@@ -54,13 +54,11 @@ def recover(journal: Journal, slabs: Slabs, count: int, seals: Seals | None = No
     if loaded.damaged:
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
         journal.forget(loaded.damaged)
-    spaces = {
-        n: space
-        for n, space in loaded.namespaces.items()
-        if not space.sealed or (seals is not None and seals.can_open(space.tenant))
-    }
-    usable = _fits(loaded.blocks, spaces, formats, sizes)
-    _forget(journal, loaded.blocks, ~usable, "their slabs or keys are gone, or they are beyond the limit")
+    usable = _fits(loaded.blocks, loaded.namespaces, formats, sizes)
+    _forget(journal, loaded.blocks, ~usable, "their slabs are gone or beyond the limit")
+    noise = usable & np.isin(loaded.blocks.ns, _without_key(loaded, seals))
+    _forget(journal, loaded.blocks, noise, "they are encrypted and their tenant's data key is gone")
+    usable &= ~noise
     strays = usable & strangers(loaded)
     _forget(journal, loaded.blocks, strays, "they lie in another tenant's extents")
     usable &= ~strays
@@ -73,20 +71,22 @@ def recover(journal: Journal, slabs: Slabs, count: int, seals: Seals | None = No
 
 
 def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) -> Loaded:
-    """What is left without these tenants' blocks, and without every slab that has bytes of theirs."""
+    """What is left without these tenants' blocks and slabs, where bytes of evicted blocks lie too."""
     blocks = loaded.blocks
     theirs = [n for n, space in loaded.namespaces.items() if space.tenant in tenants]
-    extents = np.unique(blocks.extent[np.isin(blocks.ns, theirs)]).tolist()
-    gone = np.isin(blocks.extent, extents) | np.isin(blocks.ns, theirs)
-    if gone.any():
-        names = ", ".join(sorted(tenants))
-        _log.warning("%d blocks are forgotten: encryption of %s was turned on or off", gone.sum(), names)
-    _delete(journal, blocks, gone)
-    for extent in extents:
+    gone = np.isin(blocks.ns, theirs)
+    _forget(journal, blocks, gone, f"encryption of {', '.join(sorted(tenants))} was turned on or off")
+    for extent in [extent for extent, owner in loaded.owners.items() if owner in tenants]:
         slabs.remove(extent)
         journal.delete_extent(extent)
     journal.drain()
     return journal.load()
+
+
+def _without_key(loaded: Loaded, seals: Seals | None) -> list[int]:
+    """Sealed namespaces that nobody can open."""
+    sealed = [(n, space.tenant) for n, space in loaded.namespaces.items() if space.sealed]
+    return [n for n, tenant in sealed if seals is None or not seals.can_open(tenant)]
 
 
 def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
@@ -132,10 +132,6 @@ def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
 def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_], why: str) -> None:
     if which.any():
         _log.warning("%d blocks are forgotten: %s", which.sum(), why)
-        _delete(journal, blocks, which)
-
-
-def _delete(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_]) -> None:
     for ns in np.unique(blocks.ns[which]).tolist():
         some = np.flatnonzero(which & (blocks.ns == ns))
         journal.delete(ns, [blocks.keys[i].tobytes()[: blocks.key_bytes[i]] for i in some.tolist()])

@@ -201,6 +201,7 @@ class NvmeTier:
 
     def forget_namespace(self, number: int) -> None:
         """Deletes what is on record of a namespace, after what was asked for before. Its blocks are gone."""
+        self._seal_of.pop(number, None)
         self._journal.delete_namespace(number)
 
     def put_namespace(self, number: int, namespace: Namespace) -> None:
@@ -216,8 +217,17 @@ class NvmeTier:
         """Whether a tenant's blocks are sealed here: slots are `SEAL_BYTES` larger then, before rounding."""
         return self._seals is not None and self._seals.encrypts(tenant)
 
-    def erase(self, tenant: str) -> None:
-        """Destroys an encrypted tenant's data key: see `Seals.erase`."""
+    def encrypt(self, tenant: str) -> None:
+        """From now on a tenant is encrypted that has nothing here yet. TierError without a master key."""
+        if self._seals is None:
+            raise TierError(f"tenant {tenant} cannot be encrypted: this tier has no keys")
+        self._seals.add(tenant)
+
+    def erase_key(self, tenant: str) -> None:
+        """Destroys a tenant's data key, if it has one: what it has sealed can never be read again.
+
+        Durable on return, after two syncs of a small file. TierError if the key may still be there.
+        """
         if self._seals is not None:
             self._seals.erase(tenant)
 
