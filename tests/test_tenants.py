@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import math
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import Client, Layout, PutResult
+from kvstore import AsyncClient, Client, Layout, PutResult
 from kvstore.config import parse
 from kvstore.daemon import tenants as tenants_module
 from kvstore.daemon.tenants import Identity, RefusedError, Registry, Role, hash_of, new_token
@@ -560,3 +561,26 @@ def test_a_configuration_is_checked_with_its_tenants(tmp_path: Any) -> None:
         "dram from 1MiB to all, nvme from 0B to all",
         "tenant b: 2 users, 0 groups, 0 tokens, share 2.5, dram from 0B to all, nvme from 0B to 1GiB",
     ]
+
+
+def test_the_asyncio_client_publishes_and_deletes_too(daemon: ServedDaemon) -> None:
+    layout, keys = new_layout(), names(3)
+
+    async def work() -> None:
+        async with (
+            AsyncClient(daemon.url, TOKENS["a"], 10, strict=True) as one,
+            AsyncClient(daemon.url, TOKENS["d"], 10) as two,
+        ):
+            own, theirs = one.namespace(layout, ttl_s=3600), two.namespace(layout, owner="one")
+            assert (await own.put(keys, payloads(keys))).stored == 3
+            assert await theirs.lookup(keys) == 0
+            assert await own.publish(["two"]) is True
+            assert await theirs.lookup(keys) == 3
+            assert await theirs.publish([]) is False
+            await own.invalidate()
+            assert await own.lookup(keys) == 0
+            assert await one.invalidate(model="no such model") == 0
+            with pytest.raises(DeniedError, match="only operators"):
+                await one.delete_tenant("two")
+
+    asyncio.run(work())
