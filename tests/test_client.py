@@ -417,6 +417,9 @@ def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: 
             "tokens_per_s is inf",
         ),
         (lambda c: type(c)(recompute_tokens_per_s=float("nan")), "tokens_per_s is nan"),
+        (lambda c: type(c)(token="kvs_\udc80"), "this can't be a token"),
+        (lambda c: type(c)(token=b"kvs_"), "this can't be a token"),
+        (lambda c: type(c)(token="x" * 5000), "this can't be a token"),
     ],
 )
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

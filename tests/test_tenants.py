@@ -239,13 +239,13 @@ def test_the_kernel_says_which_user_and_groups_a_peer_has(daemon: ServedDaemon) 
 def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: ServedDaemon) -> None:
     def refused() -> list[str]:
         said = []
-        for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511"):
+        for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511", "x" * 100_000):
             with Peer(daemon.socket) as peer:
                 peer.send(m.Hello(m.MAGIC, m.VERSION, token))
                 said.append(peer.refused().why)
         return said
 
-    assert as_user(NOBODY + 7, [NOBODY], refused) == [UNKNOWN] * 5
+    assert as_user(NOBODY + 7, [NOBODY], refused) == [UNKNOWN] * 6
     with Peer(daemon.socket) as peer:
         peer.send(m.Hello(m.MAGIC, m.VERSION, TOKENS["f"]))
         assert peer.refused().why == "the token has expired"
@@ -418,7 +418,7 @@ def test_a_whole_namespace_and_all_of_a_model_are_forgotten(daemon: ServedDaemon
 
 
 def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
-    tenants = {"one": {"tokens": [granted("a")]}, "two": {"tokens": [granted("d")]}}
+    tenants = {"one": {"tokens": [granted("a")]}, "two": {"tokens": [granted("d", "admin")]}}
     with (
         serving({"tenants": tenants, "limits": {"namespaces_per_tenant": 3}}) as served,
         client_of(served, "a") as one,
@@ -430,7 +430,11 @@ def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
         with pytest.raises(DeniedError, match=r"3 namespaces .*limits\.namespaces_per_tenant"):
             one.namespace(layouts[3]).lookup([b"k"])
         assert one.namespace(layouts[2]).lookup([b"k"]) == 0
-        assert two.namespace(layouts[3]).lookup([b"k"]) == 0
+        assert two.namespace(layouts[3]).publish(["one"])
+        with pytest.raises(DeniedError, match="3 namespaces are open on this connection"):
+            one.namespace(layouts[3], owner="two").lookup([b"k"])
+        with client_of(served, "a") as fresh:
+            assert fresh.namespace(layouts[3], owner="two").lookup([b"k"]) == 0
 
 
 def test_members_see_their_own_tenant_and_operators_all(daemon: ServedDaemon) -> None:
