@@ -438,12 +438,14 @@ def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
 
 
 def test_members_see_their_own_tenant_and_operators_all(daemon: ServedDaemon) -> None:
-    with client_of(daemon, "c") as member:
+    with client_of(daemon, "c") as member, raw(daemon, "d"), raw(daemon, "e"):
         status = member.status()
         assert tenants_in(status) == ["one"]
-    if os.getuid() == 0:
-        with Client(daemon.url, "") as operator:
-            assert {"one", "two", "three", "old"} <= set(tenants_in(operator.status()))
+        assert status["connections"] == 1
+        if os.getuid() == 0:
+            with Client(daemon.url, "") as operator:
+                assert {"one", "two", "three", "old"} <= set(tenants_in(operator.status()))
+                assert operator.status()["connections"] >= 4
 
 
 def reload(daemon: ServedDaemon, text: str) -> str:
@@ -479,12 +481,13 @@ def test_a_reload_ends_the_connections_of_who_is_not_who_he_was() -> None:
 
 
 def test_a_token_ends_on_open_connections_too() -> None:
-    ends = datetime.fromtimestamp(datetime.now(UTC).timestamp() + 1.0, UTC)
-    with serving({"tenants": {"one": {"tokens": [{**granted("a"), "expires": ends}]}}}) as served:
-        peer = Peer(served.socket)
-        with peer:
-            answer = peer.ask(m.Hello(m.MAGIC, m.VERSION, TOKENS["a"]))
-            while isinstance(answer, m.Welcome | m.Value):
+    with serving({"tenants": {"one": {"tokens": [granted("a")]}}}) as served:
+        ends = datetime.fromtimestamp(datetime.now(UTC).timestamp() + 2.0, UTC)
+        reload(served, f"[tenants]\n[[tenants.one.tokens]]{token_of('a', expires=ends.isoformat())}")
+        with raw(served, "a") as peer:
+            answer = peer.ask(m.Ping(1))
+            assert answer == m.Value(1, 0)
+            while isinstance(answer, m.Value):
                 answer = peer.ask(m.Ping(1))
             assert isinstance(answer, m.Failure)
             assert answer.why == "the token has expired"
