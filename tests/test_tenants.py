@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import math
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import Client, Layout, PutResult
+from kvstore import AsyncClient, Client, Layout, PutResult
 from kvstore.config import parse
 from kvstore.daemon import tenants as tenants_module
 from kvstore.daemon.tenants import Identity, RefusedError, Registry, Role, hash_of, new_token
@@ -238,13 +239,13 @@ def test_the_kernel_says_which_user_and_groups_a_peer_has(daemon: ServedDaemon) 
 def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: ServedDaemon) -> None:
     def refused() -> list[str]:
         said = []
-        for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511"):
+        for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511", "x" * 100_000):
             with Peer(daemon.socket) as peer:
                 peer.send(m.Hello(m.MAGIC, m.VERSION, token))
                 said.append(peer.refused().why)
         return said
 
-    assert as_user(NOBODY + 7, [NOBODY], refused) == [UNKNOWN] * 5
+    assert as_user(NOBODY + 7, [NOBODY], refused) == [UNKNOWN] * 6
     with Peer(daemon.socket) as peer:
         peer.send(m.Hello(m.MAGIC, m.VERSION, TOKENS["f"]))
         assert peer.refused().why == "the token has expired"
@@ -417,7 +418,7 @@ def test_a_whole_namespace_and_all_of_a_model_are_forgotten(daemon: ServedDaemon
 
 
 def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
-    tenants = {"one": {"tokens": [granted("a")]}, "two": {"tokens": [granted("d")]}}
+    tenants = {"one": {"tokens": [granted("a")]}, "two": {"tokens": [granted("d", "admin")]}}
     with (
         serving({"tenants": tenants, "limits": {"namespaces_per_tenant": 3}}) as served,
         client_of(served, "a") as one,
@@ -429,16 +430,22 @@ def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
         with pytest.raises(DeniedError, match=r"3 namespaces .*limits\.namespaces_per_tenant"):
             one.namespace(layouts[3]).lookup([b"k"])
         assert one.namespace(layouts[2]).lookup([b"k"]) == 0
-        assert two.namespace(layouts[3]).lookup([b"k"]) == 0
+        assert two.namespace(layouts[3]).publish(["one"])
+        with pytest.raises(DeniedError, match="3 namespaces are open on this connection"):
+            one.namespace(layouts[3], owner="two").lookup([b"k"])
+        with client_of(served, "a") as fresh:
+            assert fresh.namespace(layouts[3], owner="two").lookup([b"k"]) == 0
 
 
 def test_members_see_their_own_tenant_and_operators_all(daemon: ServedDaemon) -> None:
-    with client_of(daemon, "c") as member:
+    with client_of(daemon, "c") as member, raw(daemon, "d"), raw(daemon, "e"):
         status = member.status()
         assert tenants_in(status) == ["one"]
-    if os.getuid() == 0:
-        with Client(daemon.url, "") as operator:
-            assert {"one", "two", "three", "old"} <= set(tenants_in(operator.status()))
+        assert status["connections"] == 1
+        if os.getuid() == 0:
+            with Client(daemon.url, "") as operator:
+                assert {"one", "two", "three", "old"} <= set(tenants_in(operator.status()))
+                assert operator.status()["connections"] >= 4
 
 
 def reload(daemon: ServedDaemon, text: str) -> str:
@@ -474,12 +481,13 @@ def test_a_reload_ends_the_connections_of_who_is_not_who_he_was() -> None:
 
 
 def test_a_token_ends_on_open_connections_too() -> None:
-    ends = datetime.fromtimestamp(datetime.now(UTC).timestamp() + 1.0, UTC)
-    with serving({"tenants": {"one": {"tokens": [{**granted("a"), "expires": ends}]}}}) as served:
-        peer = Peer(served.socket)
-        with peer:
-            answer = peer.ask(m.Hello(m.MAGIC, m.VERSION, TOKENS["a"]))
-            while isinstance(answer, m.Welcome | m.Value):
+    with serving({"tenants": {"one": {"tokens": [granted("a")]}}}) as served:
+        ends = datetime.fromtimestamp(datetime.now(UTC).timestamp() + 2.0, UTC)
+        reload(served, f"[tenants]\n[[tenants.one.tokens]]{token_of('a', expires=ends.isoformat())}")
+        with raw(served, "a") as peer:
+            answer = peer.ask(m.Ping(1))
+            assert answer == m.Value(1, 0)
+            while isinstance(answer, m.Value):
                 answer = peer.ask(m.Ping(1))
             assert isinstance(answer, m.Failure)
             assert answer.why == "the token has expired"
@@ -560,3 +568,26 @@ def test_a_configuration_is_checked_with_its_tenants(tmp_path: Any) -> None:
         "dram from 1MiB to all, nvme from 0B to all",
         "tenant b: 2 users, 0 groups, 0 tokens, share 2.5, dram from 0B to all, nvme from 0B to 1GiB",
     ]
+
+
+def test_the_asyncio_client_publishes_and_deletes_too(daemon: ServedDaemon) -> None:
+    layout, keys = new_layout(), names(3)
+
+    async def work() -> None:
+        async with (
+            AsyncClient(daemon.url, TOKENS["a"], 10, strict=True) as one,
+            AsyncClient(daemon.url, TOKENS["d"], 10) as two,
+        ):
+            own, theirs = one.namespace(layout, ttl_s=3600), two.namespace(layout, owner="one")
+            assert (await own.put(keys, payloads(keys))).stored == 3
+            assert await theirs.lookup(keys) == 0
+            assert await own.publish(["two"]) is True
+            assert await theirs.lookup(keys) == 3
+            assert await theirs.publish([]) is False
+            await own.invalidate()
+            assert await own.lookup(keys) == 0
+            assert await one.invalidate(model="no such model") == 0
+            with pytest.raises(DeniedError, match="only operators"):
+                await one.delete_tenant("two")
+
+    asyncio.run(work())

@@ -24,6 +24,7 @@ from kvstore.client.checks import (
     check_parent,
     check_readers,
     check_speed,
+    check_token,
     check_ttl,
     recompute_s,
     socket_path,
@@ -126,7 +127,7 @@ class AsyncClient:
         self.deadline_s = check_deadline(deadline_s)
         self.strict = strict
         self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
-        self._token = token if token is not None else os.environ.get("KVSTORE_TOKEN", "")
+        self._token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
         self._idle: list[AsyncLink] = []
         self._maps = Maps()
         self._backoff = Backoff()

@@ -10,6 +10,8 @@ from kvstore.client.holds import Buffer, as_bytes
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, check_keys, check_tenant
 
+_MOST_TOKEN_CHARS = 4096
+
 
 def socket_path(url: str | None) -> str:
     """The path in `unix:///path`, or in KVSTORE_SOCKET when url is None. Raises MisuseError otherwise."""
@@ -54,6 +56,13 @@ def check_keep(ttl_s: float) -> float:
 def check_owner(owner: str) -> str:
     """The owner itself. Raises MisuseError unless it is a tenant's name, or "" for one's own tenant."""
     return check_tenant(owner) if owner != "" else ""
+
+
+def check_token(token: str) -> str:
+    """The token itself. Raises MisuseError, which does not show it, unless it is short plain text."""
+    if not isinstance(token, str) or not token.isascii() or len(token) > _MOST_TOKEN_CHARS:
+        raise MisuseError("this can't be a token", "what `kvstore tenant token NAME` has printed: kvs_...")
+    return token
 
 
 def check_readers(tenants: Sequence[str]) -> list[str]:

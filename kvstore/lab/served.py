@@ -166,7 +166,7 @@ class ServedDaemon:
                 raise UnavailableError(f"the daemon ended with exit code {code}", self.log_tail())
             if self.socket.exists():
                 try:
-                    with Client(self.url) as client:
+                    with Client(self.url, token="") as client:
                         pid = int(client.status()["pid"])
                     if pid != self._last_pid:
                         return pid
