@@ -5,6 +5,7 @@ Who may do what with the blocks of whom is decided here and in `requests`; the c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from kvstore.types import SEAL_BYTES, Layout, Tier
 
 if TYPE_CHECKING:
     from kvstore.daemon.shell import Asker, Shell
+
+_log = logging.getLogger(__name__)
 
 _LEFT_OVER = 0.001
 """The share of a tenant that is not configured any more: the first to give way, but not without need."""
@@ -56,6 +59,18 @@ class Tenancy:
         for name in self.registry.names():
             self._set(name, config)
             self.domains.of(self.registry.add(name), name, frozenset())
+        for name, tenant in config.tenants.items():
+            self._encrypt(name, tenant.encrypt)
+
+    def _encrypt(self, name: str, wanted: bool) -> None:
+        """A tenant that has come with a reload, and has nothing yet, is encrypted from now on."""
+        nvme, number = self._shell.nvme, self.registry.add(name)
+        if nvme is None or nvme.encrypts(name) == wanted:
+            return
+        if wanted and not self.namespaces.of(number):
+            nvme.encrypt(name)
+        else:
+            _log.warning("needs a restart: tenants.%s.encrypt", name)
 
     def _set(self, name: str, config: Config) -> None:
         tiers = [state.spec.tier for state in self._shell.placement.residency.tiers]
