@@ -33,6 +33,7 @@ NAMES = (
     "core-ram",
     "core-step",
     "start",
+    "qos",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""
