@@ -26,7 +26,6 @@ from bench.tenant_load import (
     new_chains,
     paced,
     puts,
-    rate,
     running,
 )
 from kvstore import Client, Layout
@@ -97,15 +96,14 @@ def _measured(
             stack.enter_context(running(load, *arguments))
         end = stack.enter_context(running(victim[0], *victim[1]))
         time.sleep(_WARM_UP_S + seconds)
-        return end()
+        over = time.monotonic()
+        return end(), over
 
 
 def _rate(seconds: float, victim: tuple[Load, tuple[object, ...]], others: list[Aggressor]) -> float:
     """How many of the victim's chains a second ended, when all were at work."""
-    began = time.monotonic()
-    ended = _measured(seconds, victim, others)
-    until = max(ended, default=began)
-    return sum(at > until - seconds for at in ended) / seconds
+    ended, over = _measured(seconds, victim, others)
+    return sum(over - seconds < at <= over for at in ended) / seconds
 
 
 def _requests(bench: Bench) -> Iterator[Result]:
@@ -213,7 +211,7 @@ def _p99(
     p99 = {}
     for name, others in loads.items():
         bench.doing(f"{what}, {name}")
-        took = _measured(share * bench.seconds / 2 + 0.5, victim, others)
+        took, _ = _measured(share * bench.seconds / 2 + 0.5, victim, others)
         whole = [1e6 * s for s in took if not math.isnan(s)]
         p99[name] = quantile(whole, 0.99) if whole else math.nan
         p99[f"{name}, incomplete"] = len(took) - len(whole)
