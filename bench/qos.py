@@ -33,8 +33,8 @@ from kvstore.lab.served import ServedDaemon, Settings
 from tests.crash.shimmed import ShimmedDaemon
 
 VICTIM, AGGRESSOR = "victim", "aggressor"
-DRAM_BYTES, NVME_BYTES = 256 * MIB, 2 * GIB
-CHAIN, READERS, FLOODS = 32, 4, 2
+DRAM_BYTES, NVME_BYTES = 384 * MIB, 2 * GIB
+CHAIN, DEVICE_CHAIN, READERS, FLOODS = 32, 16, 4, 2
 LAYOUT = Layout(model="bench", block_bytes=MIB)
 SMALL = Layout(model="bench-small", block_bytes=64 << 10)
 PACE_S = 0.002
@@ -127,10 +127,11 @@ def _requests(bench: Bench) -> Iterator[Result]:
 
 def _device(bench: Bench, folder: Path) -> Iterator[Result]:
     """Chains that are on NVMe only, at just under half of what the device gives, then as fast as it goes."""
-    n = NVME_BYTES // 4 // MIB // CHAIN
+    # More than DRAM holds, and in turn, so that each is on NVMe only when it is asked for.
+    n = NVME_BYTES * 3 // 10 // MIB // DEVICE_CHAIN
     with _served(settings(folder)) as daemon:
         mine, theirs = _site(daemon, VICTIM), _site(daemon, AGGRESSOR)
-        my_chains, their_chains = new_chains(n, CHAIN), new_chains(n, CHAIN)
+        my_chains, their_chains = new_chains(n, DEVICE_CHAIN), new_chains(n, DEVICE_CHAIN)
         bench.doing("writing the blocks")
         fill(mine, my_chains)
         fill(theirs, their_chains)
@@ -141,12 +142,12 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
         pace_s = 1.0 / (0.45 * alone)
         kinds: dict[str, dict[str, list[Aggressor]]] = {
             "reads": {
-                "scheduled": [("closed", closed, (theirs, their_chains, 4 * READERS))],
-                "unscheduled": [("closed", closed, (mine, my_chains, 4 * READERS))],
+                "scheduled": [("closed", closed, (theirs, their_chains, 2 * READERS))],
+                "unscheduled": [("closed", closed, (mine, my_chains, 2 * READERS))],
             },
             "writes": {
-                "scheduled": [("puts", puts, (theirs, CHAIN, READERS))],
-                "unscheduled": [("puts", puts, (mine, CHAIN, READERS))],
+                "scheduled": [("puts", puts, (theirs, DEVICE_CHAIN, READERS))],
+                "unscheduled": [("puts", puts, (mine, DEVICE_CHAIN, READERS))],
             },
         }
         for kind, loads in kinds.items():
@@ -159,7 +160,7 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
             p99 = _p99(bench, f"nvme beside {kind}", everything, victim, 0.1)
             yield _line(f"qos/nvme-p99/beside-{kind}", p99, "beside-flood", "alone", Target("<=", _TIMES))
             chains_s = {name: _rate(0.1 * bench.seconds, greedy, others) for name, others in loads.items()}
-            gib = CHAIN * LAYOUT.block_bytes / GIB
+            gib = DEVICE_CHAIN * LAYOUT.block_bytes / GIB
             yield Result(
                 f"qos/nvme-throughput/beside-{kind}",
                 chains_s["scheduled"] * gib,
