@@ -88,6 +88,7 @@ def paced(stop: Any, site: Site, chains: list[list[bytes]], interval_s: float) -
     took: list[float] = []
     with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
         space = client.namespace(site.layout)
+        space.acquire(chains[-1]).release()  # connects, and maps what it will look at
         due = time.perf_counter()
         for keys in cycle(chains):
             if stop.is_set():
