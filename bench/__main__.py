@@ -34,6 +34,7 @@ NAMES = (
     "core-step",
     "start",
     "seal",
+    "qos",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""

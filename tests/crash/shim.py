@@ -11,7 +11,8 @@ STEP is `name:n`, the n-th call of
     committed   after it
 
 or `*`: every call of the first four while the file FAULT_FILE (--while) exists. FAULT is `kill` (SIGKILL),
-`torn` (half of the bytes are written, then SIGKILL) or an errno such as EIO. `--log` gets a line a step.
+`torn` (half of the bytes are written, then SIGKILL), `hang` (with --while: reads too, each step waits until
+the file is gone) or an errno such as EIO. `--log` gets a line a step.
 `--clock` names a file with seconds that `time.time` is off.
 """
 
@@ -48,6 +49,10 @@ class Steps:
 
         `torn` does half of what the step does.
         """
+        if self._fault == "hang":
+            while self._while is not None and self._while.exists():
+                time.sleep(0.001)
+            return
         with self._lock:
             self._counts[name] += 1
             step = f"{name}:{self._counts[name]}"
@@ -83,6 +88,16 @@ def _hook_device(steps: Steps) -> None:
         fdatasync(fd)
 
     os.pwritev, os.fdatasync = shimmed_pwritev, shimmed_fdatasync  # type: ignore[assignment]
+
+
+def _hook_reads(steps: Steps) -> None:
+    preadv = os.preadv
+
+    def shimmed_preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        steps.reach("preadv")
+        return preadv(fd, buffers, offset)
+
+    os.preadv = shimmed_preadv  # type: ignore[assignment]
 
 
 def _hook_records(steps: Steps) -> None:
@@ -127,6 +142,8 @@ def main() -> None:
         _hook_clock(options.clock)
     steps = Steps(options.at, options.do, options.log, options.whenever)
     _hook_device(steps)
+    if options.do == "hang":
+        _hook_reads(steps)
     _hook_records(steps)
     from kvstore.cli import app  # noqa: PLC0415 - after the hooks
 

@@ -1,0 +1,237 @@
+"""qos: what a tenant notices of another one that asks for all it can get, and of a device that hangs.
+
+Each figure of the victim is taken beside what it is without the aggressor. Without the scheduler: both use
+one tenant's token, so that their requests and copies wait in one queue, first come, first served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bench.harness import GIB, MIB, Bench, Result, Target, quantile
+from bench.served import wait_until
+from bench.tenant_load import (
+    Load,
+    Site,
+    burn,
+    closed,
+    fill,
+    flood,
+    late,
+    new_chains,
+    paced,
+    puts,
+    running,
+)
+from kvstore import Client, Layout
+from kvstore.lab.served import ServedDaemon, Settings
+from tests.crash.shimmed import ShimmedDaemon
+
+VICTIM, AGGRESSOR = "victim", "aggressor"
+DRAM_BYTES, NVME_BYTES = 384 * MIB, 2 * GIB
+CHAIN, DEVICE_CHAIN, READERS, FLOODS = 32, 16, 4, 2
+LAYOUT = Layout(model="bench", block_bytes=MIB)
+SMALL = Layout(model="bench-small", block_bytes=64 << 10)
+PACE_S = 0.002
+CALLS, CALLERS = 2000, 16
+_WARM_UP_S = 1.0
+_TIMES = 1.5
+_SHARE = 0.9 / 2
+
+Aggressor = tuple[str, Load, tuple[object, ...]]
+"""What it is called, what it runs, with what (the first argument, its site, comes before)."""
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """Requests, then reads and writes at the device, then a device that hangs."""
+    with bench.scratch() as folder:
+        yield from _requests(bench)
+        yield from _device(bench, folder / "nvme")
+        yield from _stalled(bench, folder / "stalled")
+
+
+def token(tenant: str) -> str:
+    """The token by which a client is a tenant."""
+    return f"token-of-{tenant}"
+
+
+def settings(nvme: Path | None = None, nvme_bytes: int = NVME_BYTES) -> dict[str, dict[str, object]]:
+    """Two tenants of equal shares; without a scrubber, whose reads are nobody's here."""
+    made: dict[str, dict[str, object]] = {"dram": {"limit": DRAM_BYTES}, "scrub": {"rate": 0}}
+    if nvme is not None:
+        nvme.mkdir(exist_ok=True)
+        made["nvme"] = {"path": nvme, "limit": nvme_bytes}
+    for tenant in (VICTIM, AGGRESSOR):
+        made[f"tenants.{tenant}"] = {"share": 1.0}
+        made[f"tenants.{tenant}.dram"] = {"floor": DRAM_BYTES * 2 // 5}
+        if nvme is not None:
+            made[f"tenants.{tenant}.nvme"] = {"floor": nvme_bytes * 2 // 5}
+        digest = hashlib.sha256(token(tenant).encode()).hexdigest()
+        # The brackets make it an array of tables, as TOML writes them.
+        made[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": "write"}
+    return made
+
+
+@contextmanager
+def _served(made: Settings) -> Iterator[ServedDaemon]:
+    with ServedDaemon(made) as daemon:
+        yield daemon
+
+
+def _site(daemon: ServedDaemon, tenant: str, layout: Layout = LAYOUT) -> Site:
+    return Site(daemon.url, token(tenant), layout)
+
+
+def _measured(
+    seconds: float, victim: tuple[Load, tuple[object, ...]], others: list[Aggressor]
+) -> list[float]:
+    """The victim's figures of so many seconds and a while before, with the others at work."""
+    with ExitStack() as stack:
+        for _, load, arguments in others:
+            stack.enter_context(running(load, *arguments))
+        end = stack.enter_context(running(victim[0], *victim[1]))
+        time.sleep(_WARM_UP_S + seconds)
+        over = time.monotonic()
+        return end(), over
+
+
+def _rate(seconds: float, victim: tuple[Load, tuple[object, ...]], others: list[Aggressor]) -> float:
+    """How many of the victim's chains a second ended, when all were at work."""
+    ended, over = _measured(seconds, victim, others)
+    return sum(over - seconds < at <= over for at in ended) / seconds
+
+
+def _requests(bench: Bench) -> Iterator[Result]:
+    """Leases on chains in DRAM, while others flood the daemon with requests or burn as much CPU."""
+    with _served(settings()) as daemon:
+        mine, theirs = _site(daemon, VICTIM, SMALL), _site(daemon, AGGRESSOR, SMALL)
+        chains, batch = new_chains(8, CHAIN), new_chains(1, 1024)[0]
+        fill(mine, chains)
+        victim = (paced, (mine, chains, PACE_S))
+        alone: list[Aggressor] = []
+        loads = {
+            "alone": alone,
+            "beside-burners": [("burn", burn, ())] * FLOODS,
+            "beside-flood": [("flood", flood, (theirs, batch, 64))] * FLOODS,
+            "unscheduled": [("flood", flood, (mine, batch, 64))] * FLOODS,
+        }
+        p99 = _p99(bench, "zero-copy", loads, victim, 0.25)
+    for reference, target in (("alone", Target("<=", _TIMES)), ("beside-burners", None)):
+        yield _line(f"qos/zero-copy-p99/against-{reference}", p99, "beside-flood", reference, target)
+
+
+def _device(bench: Bench, folder: Path) -> Iterator[Result]:
+    """Chains that are on NVMe only, at just under half of what the device gives, then as fast as it goes."""
+    # More than DRAM holds, and in turn, so that each is on NVMe only when it is asked for.
+    n = NVME_BYTES * 3 // 10 // MIB // DEVICE_CHAIN
+    with _served(settings(folder)) as daemon:
+        mine, theirs = _site(daemon, VICTIM), _site(daemon, AGGRESSOR)
+        my_chains, their_chains = new_chains(n, DEVICE_CHAIN), new_chains(n, DEVICE_CHAIN)
+        bench.doing("writing the blocks")
+        fill(mine, my_chains)
+        fill(theirs, their_chains)
+        with Client(daemon.url, token(VICTIM), deadline_s=30.0) as client:
+            wait_until(client, lambda status: not status["copies_under_way"])
+        greedy = (closed, (mine, my_chains, READERS))
+        alone = _rate(0.1 * bench.seconds, greedy, [])
+        pace_s = 1.0 / (0.45 * alone)
+        kinds: dict[str, dict[str, list[Aggressor]]] = {
+            "reads": {
+                "scheduled": [("closed", closed, (theirs, their_chains, 2 * READERS))],
+                "unscheduled": [("closed", closed, (mine, my_chains, 2 * READERS))],
+            },
+            "writes": {
+                "scheduled": [("puts", puts, (theirs, DEVICE_CHAIN, READERS))],
+                "unscheduled": [("puts", puts, (mine, DEVICE_CHAIN, READERS))],
+            },
+        }
+        for kind, loads in kinds.items():
+            victim = (paced, (mine, my_chains, pace_s))
+            everything = {
+                "alone": [],
+                "beside-flood": loads["scheduled"],
+                "unscheduled": loads["unscheduled"],
+            }
+            p99 = _p99(bench, f"nvme beside {kind}", everything, victim, 0.1)
+            yield _line(f"qos/nvme-p99/beside-{kind}", p99, "beside-flood", "alone", Target("<=", _TIMES))
+            chains_s = {name: _rate(0.1 * bench.seconds, greedy, others) for name, others in loads.items()}
+            gib = DEVICE_CHAIN * LAYOUT.block_bytes / GIB
+            yield Result(
+                f"qos/nvme-throughput/beside-{kind}",
+                chains_s["scheduled"] * gib,
+                "GiB/s",
+                alone * gib,
+                chains_s["scheduled"] / alone,
+                1,
+                target=Target(">=", _SHARE),
+                extra={"unscheduled": chains_s["unscheduled"] * gib, "unscheduled_is": "one tenant's token"},
+            )
+
+
+def _stalled(bench: Bench, folder: Path) -> Iterator[Result]:
+    """Calls with deadlines while every read and write of the device waits."""
+    bench.doing("a device that hangs")
+    folder.mkdir()
+    hang = folder.parent / "hang"
+    with ShimmedDaemon(settings(folder, GIB), ["--do", "hang", "--while", str(hang)]) as daemon:
+        mine = _site(daemon, VICTIM)
+        chains = new_chains(16, CHAIN)
+        fill(mine, chains)
+        hang.touch()
+        try:
+            with running(late, mine, chains, CALLS, CALLERS) as end:
+                time.sleep(CALLS * 0.12 / CALLERS + 2.0)
+                over_ms = [1e3 * over for over in end()]
+        finally:
+            hang.unlink()
+    yield Result(
+        "qos/stalled-device/after-the-deadline-p99.9",
+        quantile(over_ms, 0.999),
+        "ms",
+        None,
+        None,
+        len(over_ms),
+        target=Target("<=", 10.0, "value"),
+        extra={"max": max(over_ms)},
+    )
+
+
+def _p99(
+    bench: Bench,
+    what: str,
+    loads: dict[str, list[Aggressor]],
+    victim: tuple[Load, tuple[object, ...]],
+    share: float,
+) -> dict[str, float]:
+    """The victim's 99th percentile in µs under each load."""
+    p99 = {}
+    for name, others in loads.items():
+        bench.doing(f"{what}, {name}")
+        took, _ = _measured(share * bench.seconds / 2 + 0.5, victim, others)
+        whole = [1e6 * s for s in took if not math.isnan(s)]
+        p99[name] = quantile(whole, 0.99) if whole else math.nan
+        p99[f"{name}, incomplete"] = len(took) - len(whole)
+    return p99
+
+
+def _line(name: str, p99: dict[str, float], ours: str, reference: str, target: Target | None) -> Result:
+    return Result(
+        name,
+        p99[ours],
+        "µs",
+        p99[reference],
+        p99[ours] / p99[reference],
+        1,
+        target=target,
+        extra={
+            "incomplete": p99[f"{ours}, incomplete"],
+            "unscheduled": p99["unscheduled"],
+            "unscheduled_incomplete": p99["unscheduled, incomplete"],
+            "unscheduled_is": "one tenant's token",
+        },
+    )

@@ -1,0 +1,229 @@
+"""What tenants do to each other: loads, each run in a process of its own, and what a process measured."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from kvstore import Client, Layout
+from kvstore.wire import messages as m
+from kvstore.wire.frames import Frames, pack
+
+_SPAWN = multiprocessing.get_context("spawn")
+_READY_WITHIN_S = 60.0
+_SWITCH_INTERVAL_S = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Whose load goes where: a tenant by its token, blocks of one layout."""
+
+    url: str
+    token: str
+    layout: Layout
+
+
+Load = Callable[..., list[float]]
+"""load(stop, *arguments): runs until `stop` is set, and returns figures of its own."""
+
+
+@contextmanager
+def running(load: Load, *arguments: Any) -> Iterator[Callable[[], list[float]]]:
+    """A load in a process while the block lasts; calling what is yielded ends it and gives its figures."""
+    stop, ready, figures = _SPAWN.Event(), _SPAWN.Event(), _SPAWN.Queue()
+    process = _SPAWN.Process(target=_run, args=(load, stop, ready, figures, arguments), daemon=True)
+    process.start()
+    try:
+        if not ready.wait(_READY_WITHIN_S):
+            raise TimeoutError(f"{load.__name__} did not start")
+
+        def end() -> list[float]:
+            stop.set()
+            result: list[float] | Exception = figures.get(timeout=_READY_WITHIN_S)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        yield end
+    finally:
+        stop.set()
+        process.join(5.0)
+        process.kill()
+
+
+def _run(load: Load, stop: Any, ready: Any, figures: Any, arguments: Sequence[Any]) -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    ready.set()
+    try:
+        figures.put(load(stop, *arguments))
+    except Exception as error:
+        figures.put(error)
+
+
+def burn(stop: Any) -> list[float]:
+    """Uses a core, and asks the daemon for nothing."""
+    while not stop.is_set():
+        sum(range(10_000))
+    return []
+
+
+def paced(stop: Any, site: Site, chains: list[list[bytes]], interval_s: float) -> list[float]:
+    """Acquires and releases a chain every so often. Seconds from when each was due to when it had come.
+
+    Not a number where less than the chain came.
+    """
+    took: list[float] = []
+    with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
+        space = client.namespace(site.layout)
+        space.acquire(chains[-1]).release()  # connects, and maps what it will look at
+        due = time.perf_counter()
+        for keys in cycle(chains):
+            if stop.is_set():
+                return took
+            due += interval_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            with space.acquire(keys) as lease:
+                took.append(time.perf_counter() - due if len(lease) == len(keys) else math.nan)
+    return took
+
+
+def closed(stop: Any, site: Site, chains: list[list[bytes]], readers: int) -> list[float]:
+    """Acquires chain after chain with so many threads. When each ended, in seconds of the monotonic clock."""
+    ended: list[float] = []
+    turn, lock = cycle(chains), threading.Lock()
+    with Client(site.url, site.token, deadline_s=30.0) as client:
+        space = client.namespace(site.layout)
+
+        def read() -> None:
+            while not stop.is_set():
+                with lock:
+                    keys = next(turn)
+                with space.acquire(keys) as lease:
+                    if len(lease) == len(keys):
+                        ended.append(time.monotonic())
+
+        _in_threads(read, readers)
+    return ended
+
+
+def puts(stop: Any, site: Site, chain: int, writers: int) -> list[float]:
+    """Stores new chains with so many threads. When each was stored."""
+    ended: list[float] = []
+    data = np.zeros((chain, site.layout.block_bytes), np.uint8)
+    with Client(site.url, site.token, deadline_s=30.0) as client:
+        space = client.namespace(site.layout)
+
+        def write() -> None:
+            while not stop.is_set():
+                if space.put([os.urandom(32) for _ in range(chain)], data).stored == chain:
+                    ended.append(time.monotonic())
+
+        _in_threads(write, writers)
+    return ended
+
+
+def flood(stop: Any, site: Site, keys: list[bytes], depth: int) -> list[float]:
+    """Asks without waiting for answers, `depth` look-ups and acquires ahead. The number of answers."""
+    answers = 0
+    joined, size = b"".join(keys), len(keys[0])
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(site.url.removeprefix("unix://"))
+        sock.settimeout(_READY_WITHIN_S)
+        frames = Frames(1 << 30)
+        sock.sendall(pack(m.Hello(m.MAGIC, m.VERSION, site.token)))
+        sock.sendall(pack(m.Open(1, asdict(site.layout), "", 0.0)))
+        space = 0
+        while not stop.is_set():
+            out = []
+            for message in frames.feed(sock.recv(1 << 18)):
+                if isinstance(message, m.Opened):
+                    space = message.namespace
+                    out = [_question(n, space, size, joined) for n in range(depth)]
+                elif not isinstance(message, m.Welcome):
+                    assert not isinstance(message, m.Failure), message
+                    answers += 1
+                    if isinstance(message, m.Granted) and message.lease:
+                        out.append(pack(m.Release(message.lease)))
+                    out.append(_question(answers, space, size, joined))
+            sock.sendall(b"".join(out))
+    return [float(answers)]
+
+
+def _question(n: int, space: int, size: int, keys: bytes) -> bytes:
+    if n % 2:
+        return pack(m.Lookup(2 + n, space, size, keys, 1.0, 0.0))
+    return pack(m.Acquire(2 + n, space, size, keys[: 32 * size], 1.0, 0.0))
+
+
+def late(stop: Any, site: Site, chains: list[list[bytes]], calls: int, threads: int) -> list[float]:
+    """Calls of all kinds with deadlines of 5 to 200 ms. By how many seconds each ended after its deadline."""
+    over: list[float] = []
+    dice = random.Random(1)
+    data = np.zeros((4, site.layout.block_bytes), np.uint8)
+    left = iter(range(calls))
+    lock = threading.Lock()
+    with Client(site.url, site.token) as client:
+        space = client.namespace(site.layout)
+
+        def call() -> None:
+            while not stop.is_set():
+                with lock:
+                    n, deadline_s, keys = next(left, -1), dice.uniform(0.005, 0.2), dice.choice(chains)
+                if n < 0:
+                    return
+                began = time.perf_counter()
+                if n % 4 == 0:
+                    space.put([os.urandom(32) for _ in range(4)], data, deadline_s=deadline_s)
+                elif n % 4 == 1:
+                    space.lookup(keys, deadline_s=deadline_s)
+                else:
+                    space.acquire(keys, deadline_s=deadline_s).release()
+                over.append(time.perf_counter() - began - deadline_s)
+
+        _in_threads(call, threads)
+    return over
+
+
+def _in_threads(work: Callable[[], None], threads: int) -> None:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=run) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def new_chains(n: int, chain: int) -> list[list[bytes]]:
+    """Names for n chains of blocks."""
+    return [[os.urandom(32) for _ in range(chain)] for _ in range(n)]
+
+
+def fill(site: Site, chains: list[list[bytes]]) -> None:
+    """Stores these chains."""
+    with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
+        space = client.namespace(site.layout)
+        data = np.random.default_rng(1).integers(0, 256, (len(chains[0]), site.layout.block_bytes), np.uint8)
+        for keys in chains:
+            assert space.put(keys, data).stored == len(keys)
