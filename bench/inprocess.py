@@ -21,6 +21,7 @@ from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.shell import DRAM, NVME, Shell
+from kvstore.daemon.tenants import Identity, Role
 
 _CLIENT = 1
 _WITHIN_S = 60.0
@@ -34,7 +35,9 @@ class InProcess:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
-        self.namespace = shell.open_namespace(layout)[0]
+        space, _ = shell.open_namespace(Identity(0, "default", Role.ADMIN, operator=True), layout)
+        assert space is not None
+        self.namespace = space.number
 
     def answer(self, request: int, action: Any) -> None:
         """See Asker."""

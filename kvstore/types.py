@@ -6,6 +6,7 @@ bytes is in one of the two: the layout covers model, weights and shape, the key 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -75,6 +76,16 @@ class Layout:
         """16 bytes that name this layout of this tenant: the namespace in slot headers and checksums."""
         canonical = msgpack.packb(["kvstore-namespace-1", tenant, sorted(self.to_map().items())])
         return blake3(canonical).digest(length=16)
+
+
+def check_tenant(name: object) -> str:
+    """A tenant's name itself. Raises MisuseError for what can be none: names go into records and logs."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+        raise MisuseError(
+            f"{name!r:.80} can't be a tenant's name",
+            "1 to 64 letters of a to z, digits, '-', '_' and '.', not starting with a dot",
+        )
+    return name
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -175,9 +186,9 @@ def _head_bytes(slots: int) -> int:
     return LABEL_BYTES + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
 
 
-def extent_bytes(limit_bytes: int) -> int:
-    """How large a tier's extents are: eight or more of them, 1 GiB at most, whole huge pages, little lost."""
+def extent_bytes(limit_bytes: int, tenants: int = 1) -> int:
+    """How large a tier's extents are: whole huge pages, 1 GiB at most, at least eight, and two a tenant."""
     huge = 2 << 20
     target = min(max(limit_bytes // 16, 128 << 20), 1 << 30)
-    parts = max(8, -(-limit_bytes // target))
+    parts = max(8, 2 * tenants + 6, -(-limit_bytes // target))
     return max(huge, limit_bytes // parts // huge * huge)

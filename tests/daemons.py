@@ -152,7 +152,7 @@ class Peer:
         return welcome
 
     def open(self, layout: Layout) -> m.Opened:
-        opened = self.ask(m.Open(1, layout.to_map()))
+        opened = self.ask(m.Open(1, layout.to_map(), "", 0.0))
         assert isinstance(opened, m.Opened), opened
         return opened
 

@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client, Layout, PutResult
+from kvstore.client import flows
 from kvstore.client.holds import Lease
 from kvstore.client.session import Maps, Session
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError, UnavailableError
 from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
+from kvstore.wire.frames import pack
 from tests.daemons import (
     BLOCK,
     SMALL,
@@ -40,6 +42,7 @@ from tests.daemons import (
     tier,
 )
 
+LAYOUT = Layout("misuse", BLOCK)
 MARGIN_S = 1.0
 """What a loaded machine may add to a deadline."""
 
@@ -392,6 +395,41 @@ def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: 
         call(ns)
     keys = names(2)
     assert ns.put(keys, payloads(keys)).stored == 2, "the next call is not hurt"
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda c: c.namespace(LAYOUT, owner="../a"), "'../a' can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT, owner="a\n"), "can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT, owner=None), "None can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT, ttl_s=-1), "ttl_s is -1"),
+        (lambda c: c.namespace(LAYOUT, ttl_s=float("nan")), "ttl_s is nan"),
+        (lambda c: c.namespace(LAYOUT, ttl_s=float("inf")), "ttl_s is inf"),
+        (lambda c: c.namespace(LAYOUT).publish("team-a"), r"tenants is 'team-a' \(a list of names"),
+        (lambda c: c.namespace(LAYOUT).publish(["a", "b/c"]), "'b/c' can't be a tenant's name"),
+        (lambda c: c.invalidate(model=7), "model is 7"),
+        (lambda c: c.delete_tenant(""), "'' can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT).lookup([b"k"], recompute_tokens_per_s=0), "tokens_per_s is 0"),
+        (lambda c: c.namespace(LAYOUT).acquire([b"k"], recompute_tokens_per_s=-1), "tokens_per_s is -1"),
+        (
+            lambda c: c.namespace(LAYOUT).get([b"k"], room_for(1), recompute_tokens_per_s=float("inf")),
+            "tokens_per_s is inf",
+        ),
+        (lambda c: type(c)(recompute_tokens_per_s=float("nan")), "tokens_per_s is nan"),
+        (lambda c: type(c)(token="kvs_\udc80"), "this can't be a token"),
+        (lambda c: type(c)(token=b"kvs_"), "this can't be a token"),
+        (lambda c: type(c)(token="x" * 5000), "this can't be a token"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_misuse_of_tenants_and_speeds_is_named(kind: Callable, call: Callable, why: str) -> None:
+    async def work() -> None:
+        called = call(kind("unix:///nowhere/kvstore.sock", strict=True))
+        await called
+
+    with pytest.raises(MisuseError, match=why):
+        asyncio.run(work())
 
 
 def test_misuse_is_raised_without_a_daemon_too() -> None:
@@ -936,3 +974,121 @@ def test_two_clients_see_each_others_blocks(daemon: ServedDaemon) -> None:
     with Client(daemon.url, deadline_s=5) as one, Client(daemon.url, deadline_s=5) as two:
         one.namespace(layout).put(keys, payloads(keys))
         assert got(two.namespace(layout), keys) == 5
+
+
+# -- what the daemon says, answer by answer
+
+
+def session_of(batch_keys: int = 16) -> Session:
+    session = Session("", Maps())
+    session.welcome(m.Welcome(m.VERSION, b"x", 1 << 20, batch_keys, batch_keys))
+    return session
+
+
+def call_on(session: Session) -> flows.Call:
+    return flows.Call(
+        session, time.monotonic() + 10, lambda _: None, lambda *_: None, lambda: None, lambda v: v
+    )
+
+
+def drive(flow: flows.Flow, *answers: object) -> tuple[list[object], object]:
+    """The messages of a flow that gets these answers, and its result or the exception that ends it."""
+    sent, replies, reply = [], list(answers), None
+    try:
+        while True:
+            step = flow.send(reply)
+            sent.append(step)
+            reply = step.call() if isinstance(step, flows.Work) else None
+            if not isinstance(step, flows.Post | flows.Work):
+                reply = replies.pop(0)
+    except StopIteration as end:
+        assert not replies
+        return sent, end.value
+    except DeniedError as error:
+        return sent, error
+
+
+OPENED = m.Opened(1, 7, b"f" * 16)
+
+
+def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
+    busy, space, keys = m.Busy(1, 0.25, "too many requests wait"), flows.Space(LAYOUT), names(2)
+    for flow in (
+        flows.lookup(call_on(session_of()), space, keys),
+        flows.acquire(call_on(session_of()), space, keys, b"".join(keys), 32),
+        flows.put(call_on(session_of()), space, keys, payloads(keys), None),
+        flows.count(call_on(session_of()), space, m.Prefetch, keys),
+        flows.publish(call_on(session_of()), space, ["a"]),
+        flows.forget(call_on(session_of()), space),
+    ):
+        _, error = drive(flow, OPENED, busy)
+        assert isinstance(error, DeniedError)
+        assert (error.message, error.hint) == ("too many requests wait", "try again in 0.25 s")
+    assert isinstance(drive(flows.status(call_on(session_of())), busy)[1], DeniedError)
+    assert isinstance(drive(flows.forget_all(call_on(session_of()), "m", ""), busy)[1], DeniedError)
+
+
+def test_a_put_that_is_refused_on_its_way_counts_what_was_stored() -> None:
+    keys, there = names(40), bytes([flows.PRESENT]) * 16
+    reserved = m.Reserved(1, 0, BLOCK, b"", there, "")
+    flow = flows.put(call_on(session_of()), flows.Space(LAYOUT), keys, payloads(keys), None)
+    sent, result = drive(flow, OPENED, reserved, m.Busy(2, 1.0, "busy"))
+    assert result == PutResult(present=16, denied=24, why="busy")
+    assert sent[2].parent == keys[15]  # type: ignore[attr-defined]
+
+
+def test_a_commit_that_is_refused_gives_its_room_up() -> None:
+    for refusal in (m.Busy(1, 1.0, "busy"), m.Denied(1, "no", "")):
+        sent, error = drive(flows.commit(9, bytes(8), PutResult()), refusal)
+        assert sent == [m.Commit(0, 9, bytes(8), b"\1"), flows.Post(m.Abort(9))]
+        assert isinstance(error, DeniedError)
+
+
+def test_a_namespace_is_opened_again_after_a_refusal() -> None:
+    session, keys = session_of(), names(1)
+    space = flows.Space(LAYOUT, "team-a", 60.0)
+    sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
+    assert sent[0] == m.Open(0, LAYOUT.to_map(), "team-a", 60.0)
+    sent, _ = drive(flows.lookup(call_on(session), space, keys), m.Found(1, 0, False))
+    assert [type(message) for message in sent] == [m.Lookup]
+    assert session.receive(pack(m.Denied(1, "taken back", ""))) == m.Denied(1, "taken back", "")
+    sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
+    assert [type(message) for message in sent] == [m.Open, m.Lookup]
+
+
+def test_how_fast_the_engine_computes_travels_with_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, keys, asked = Layout("m", BLOCK, block_tokens=16), names(1200), []
+
+    def attempt(self: Client, start: Callable, deadline_s: float) -> object:
+        session = session_of(4096)
+        flow = start(call_on(session))
+        answers = {m.Open: OPENED, m.Lookup: m.Found(1, 0, False), m.Acquire: m.Granted(1, 0, BLOCK, b"")}
+        reply = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = flow.send(reply)
+                asked.append(step)
+                reply = answers[type(step)]
+        return 0
+
+    monkeypatch.setattr(Client, "_attempt", attempt)
+    told, plain = Client("unix:///x", recompute_tokens_per_s=8000), Client("unix:///x")
+    for client, speed, expected in (
+        (told, None, 0.002),
+        (told, 1600, 0.01),
+        (plain, 1600, 0.01),
+        (plain, None, 0.0),
+    ):
+        asked.clear()
+        ns = client.namespace(layout)
+        ns.lookup(keys, recompute_tokens_per_s=speed)
+        ns.get(keys, room_for(len(keys)), recompute_tokens_per_s=speed)
+        ns.acquire(keys, recompute_tokens_per_s=speed)
+        reads = [step for step in asked if isinstance(step, m.Lookup | m.Acquire)]
+        assert {step.recompute_s for step in reads} == {expected}
+        lookups = [len(step.keys) // 32 for step in reads if isinstance(step, m.Lookup)]
+        # Where what loading takes counts, no sample of the keys is asked.
+        assert lookups == ([1200] if expected else [35, 33])
+    asked.clear()
+    told.namespace(LAYOUT).lookup(keys)
+    assert asked[-1].recompute_s == 0, "a layout that does not say how many tokens a block has"

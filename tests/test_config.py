@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from kvstore.config import (
     GIB,
     MIB,
     Config,
+    Tenant,
+    TierQuota,
+    Token,
+    changes,
     example,
     format_size,
     load,
@@ -19,6 +24,8 @@ from kvstore.config import (
     parse_size,
 )
 from kvstore.errors import ConfigError, MisuseError
+
+TOKEN = f"[[tenants.a.tokens]]\nhash = 'sha256:{'0F' * 32}'"
 
 
 @pytest.mark.parametrize(
@@ -91,12 +98,32 @@ def test_sizes_for_people(size: int, text: str) -> None:
 def test_the_example_is_the_default_and_shows_every_key() -> None:
     text = example()
     assert parse(text) == Config() == load(None)
-    sections = re.split(r"^\[(\w+)\]$", text, flags=re.M)
+    sections = re.split(r"^(?:# )?\[+([\w.-]+)\]+.*$", text, flags=re.M)
     shown = {
         name: set(re.findall(r"^(?:# )?(\w+) = ", body, flags=re.M))
         for name, body in zip(sections[1::2], sections[2::2], strict=True)
     }
-    assert shown == {name: set(dict(section)) for name, section in Config()}
+    quota = set(TierQuota.model_fields)
+    tenant = {"": set(Tenant.model_fields) - {"dram", "nvme", "tokens"}, ".tokens": set(Token.model_fields)}
+    tenant |= {".dram": quota, ".nvme": quota}
+    assert shown == {
+        **{name: set(dict(section)) for name, section in Config() if name != "tenants"},
+        **{f"tenants.team-a{part}": keys for part, keys in tenant.items()},
+    }
+
+
+def test_the_tenant_of_the_example_is_one_when_it_is_no_comment() -> None:
+    lines = example().splitlines()
+    at = lines.index('# [tenants.team-a]                    # 1 to 64 letters, digits, "-", "_" and "."')
+    text = "\n".join([*lines[:at], *(line.removeprefix("# ") for line in lines[at:])])
+    [(name, tenant)] = parse(text).tenants.items()
+    assert (name, tenant.uids, tenant.dram.limit) == ("team-a", (1001,), 16 * GIB)
+    assert tenant.tokens[0].expires == datetime(2030, 1, 1, tzinfo=UTC)
+    shown = {"ttl": 86400, "pin": GIB, "bandwidth": 500 * MIB, "requests": 1000}
+    assert {key: getattr(tenant, key) for key in shown} == shown
+    defaults = Tenant()
+    for key in ("gids", "role", "share", "encrypt"):
+        assert getattr(tenant, key) == getattr(defaults, key)
 
 
 def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:
@@ -145,6 +172,71 @@ def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:
         ),
         ("[deamon]\n", "unknown key deamon = {}", "did you mean daemon?"),
         ("zzz = 1", "unknown key zzz = 1", "config example"),
+        ("[limits]\nnamespaces = 0", "limits.namespaces is 0", "greater than or equal to 1"),
+        ("[limits]\nnamespaces = 65536", "limits.namespaces is 65536", "less than or equal to 65535"),
+        ("[limits]\nqueued_requests = 0", "limits.queued_requests is 0", "greater than or equal to 1"),
+        ("[encryption]\nkey_file = 1", "encryption.key_file: 1 is not a path", "file"),
+        ("tenants = 5", "tenants is 5", "[tenants.NAME]"),
+        ("tenants.a = 5", "tenants.a is 5", "[tenants.a]"),
+        ("[tenants.'../etc']", "'../etc' can't be a tenant's name", "1 to 64 letters"),
+        ('[tenants."a/b"]', "'a/b' can't be a tenant's name", "1 to 64 letters"),
+        ('[tenants."a\\u001b[2J"]', "'a\\x1b[2J' can't be a tenant's name", "1 to 64 letters"),
+        ('[tenants."a\\n"]', "'a\\n' can't be a tenant's name", "1 to 64 letters"),
+        ("[tenants.'.a']", "'.a' can't be a tenant's name", "not starting with a dot"),
+        ("[tenants.'é']", "can't be a tenant's name", "1 to 64 letters"),
+        ("[tenants.'']", "'' can't be a tenant's name", "1 to 64 letters"),
+        (f"[tenants.{'a' * 65}]", "can't be a tenant's name", "1 to 64 letters"),
+        ("[tenants.a.dram]\nflor = 1", "unknown key tenants.a.dram.flor = 1", "mean tenants.a.dram.floor?"),
+        ("[tenants.a]\nlimit = 1", "unknown key tenants.a.limit = 1", "mean tenants.a.dram.limit?"),
+        ("[tenants.a]\nuid = 1", "unknown key tenants.a.uid = 1", "mean tenants.a.uids?"),
+        ("[tenant.a]\nuids = [1]", "unknown key tenant", "mean tenants?"),
+        ("[[tenants.a.tokens]]\ntoken = 'kvs_abc'", "tokens.0.token = 'kvs_...'", "a.tokens?"),
+        ("[[tenants.a.tokens]]\nrole = 'write'", "tenants.a.tokens.0.hash is missing", "config example"),
+        (
+            "[[tenants.a.tokens]]\nhash = 'kvs_a'",
+            "tenants.a.tokens.0.hash: this is not sha256:",
+            "token NAME",
+        ),
+        (f"[[tenants.a.tokens]]\nhash = '{'0' * 64}'", "tenants.a.tokens.0.hash: this is not", "token NAME"),
+        (f"{TOKEN}\nrole = 'root'", "tenants.a.tokens.0.role is 'root'", "'admin'"),
+        (f"{TOKEN}\nexpires = 2027-01-01", "tenants.a.tokens.0.expires: 2027-01-01", "2027-01-01T00:00:00Z"),
+        (f"{TOKEN}\nexpires = 2027-01-01T00:00:00", "tokens.0.expires: 2027-01-01", "2027-01-01T00:00:00Z"),
+        ("[tenants.a]\nuids = [-1]", "tenants.a.uids.0 is -1", "greater than or equal to 0"),
+        ("[tenants.a]\nuids = ['joe']", "tenants.a.uids.0 is 'joe'", "integer"),
+        ("[tenants.a]\nuids = 1", "tenants.a.uids is 1", "tuple"),
+        ("[tenants.a]\nrole = 'root'", "tenants.a.role is 'root'", "'admin'"),
+        ("[tenants.a]\nshare = 0", "tenants.a.share is 0", "greater than 0"),
+        ("[tenants.a]\nshare = -1.5", "tenants.a.share is -1.5", "greater than 0"),
+        ("[tenants.a]\nshare = nan", "tenants.a.share is nan", "finite"),
+        ("[tenants.a]\nttl = 0", "tenants.a.ttl is 0", "greater than 0"),
+        ("[tenants.a]\nbandwidth = 0", "tenants.a.bandwidth: 0B a second", "no cap"),
+        ("[tenants.a]\nrequests = 0", "tenants.a.requests is 0", "greater than or equal to 1"),
+        ("[tenants.a.dram]\nfloor = '2MiB'\nlimit = '1MiB'", "tenants.a.dram: a floor of 2MiB", "lower"),
+        (
+            "[tenants.a]\nuids = [7, 8]\n[tenants.b]\nuids = [8]",
+            "uid 8 is given twice: to tenants.a and to tenants.b",
+            "one tenant",
+        ),
+        (
+            "[tenants.a]\ngids = [7]\n[tenants.b]\ngids = [7]",
+            "gid 7 is given twice: to tenants.a and to tenants.b",
+            "one tenant",
+        ),
+        (
+            f"{TOKEN}\n{TOKEN.replace('.a.', '.b.')}",
+            f"token sha256:{'0f' * 32} is given twice: to tenants.a and to tenants.b",
+            "one tenant",
+        ),
+        (
+            "[dram]\nlimit = '16MiB'\n[tenants.a.dram]\nfloor = '10MiB'\n[tenants.b.dram]\nfloor = '7MiB'",
+            "the floors of all tenants in dram add up to 17MiB (17825792 bytes), dram.limit is 16MiB",
+            "raise dram.limit",
+        ),
+        (
+            "[tenants.a.nvme]\nfloor = '9GiB'",
+            "the floors of all tenants in nvme add up to 9GiB (9663676416 bytes), nvme.limit is 8GiB",
+            "raise nvme.limit",
+        ),
     ],
 )
 def test_an_error_names_the_key_the_value_and_what_to_do(text: str, names: str, hint: str) -> None:
@@ -175,3 +267,50 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "b.toml").write_bytes(b"# \xff\n")
     with pytest.raises(ConfigError, match="byte 2 is not UTF-8"):
         load(tmp_path / "b.toml")
+
+
+def test_a_token_is_shown_by_no_error() -> None:
+    token = "kvs_" + "s" * 43
+    for text in (
+        f"[[tenants.a.tokens]]\nhash = '{token}'",
+        f"[tenants.a]\ntokens = ['{token}']",
+        f"[tenants.a]\ntokens = '{token}'",
+        f"token = '{token}'",
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(text)
+        assert "ssss" not in str(caught.value)
+
+
+def test_several_tokens_of_a_tenant_are_valid_and_floors_may_fill_a_tier() -> None:
+    text = f"{TOKEN}\n{TOKEN.replace('0F', '1e')}\nrole = 'read'\n[dram]\nlimit = '8MiB'\n"
+    text += "[tenants.a.dram]\nfloor = '4MiB'\n[tenants.b.dram]\nfloor = '4MiB'\nlimit = '4MiB'"
+    tenants = parse(text).tenants
+    assert [(t.digest, t.role) for t in tenants["a"].tokens] == [
+        (b"\x0f" * 32, "write"),
+        (b"\x1e" * 32, "read"),
+    ]
+    assert tenants["b"].dram == TierQuota(floor=4 * MIB, limit=4 * MIB)
+
+
+def test_tenants_and_their_limits_change_at_run_time() -> None:
+    old = parse("[tenants.a]\nshare = 2.0\n[tenants.gone]\n")
+    new = parse(
+        "[limits]\nnamespaces = 7\nnamespaces_per_tenant = 5\nqueued_requests = 3\n"
+        f"[encryption]\nkey_file = '/key'\n[tenants.a]\nuids = [7]\n[tenants.a.dram]\nfloor = 9\n{TOKEN}\n"
+        "[tenants.new]\n"
+    )
+    assert changes(old, old) == ([], [])
+    changed, fixed = changes(old, new)
+    assert fixed == ["encryption.key_file"]
+    assert changed == [
+        "tenants.new is new",
+        "tenants.gone is gone",
+        "limits.namespaces = 7",
+        "limits.namespaces_per_tenant = 5",
+        "limits.queued_requests = 3",
+        "tenants.a.uids = (7,)",
+        "tenants.a.share = 1.0",
+        "tenants.a.dram.floor = 9",
+        "tenants.a.tokens: 1",
+    ]

@@ -124,7 +124,7 @@ def victim(daemon: ServedDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
         (frame(b"\xa5hello"), "not an array that starts with a tag", ""),
         (frame(b"\x92\x00\x01"), "Hello has 1 fields instead of 4", ""),
         (pack(m.Ping(1)), "Ping before Hello", CLIENT),
-        (pack(m.Lookup(1, 1, 4, b"abcd")), "Lookup before Hello", CLIENT),
+        (pack(m.Lookup(1, 1, 4, b"abcd", 0.0, 0.0)), "Lookup before Hello", CLIENT),
         (pack(m.Hello("redis", 1, "")), "not a kvstore client", ""),
         (pack(m.Hello(m.MAGIC, 99, "")), f"speaks version 99, this daemon {m.VERSION}", "upgrade the older"),
         (frame(b"\x92\x02" + b"\x91" * 1000 + b"\x01"), "Ping", ""),
@@ -147,9 +147,9 @@ def test_strangers_are_told_and_turned_away(daemon: ServedDaemon, raw: bytes, wh
         (m.Value(1, 1), "Value is not for the daemon"),
         (m.Failure("no", ""), "Failure is not for the daemon"),
         (frame(b"\xc1"), "not MessagePack"),
-        (m.Lookup(1, 1, 0, b""), "keys of 0 bytes"),
-        (m.Lookup(1, 1, 65, bytes(65)), "keys of 65 bytes"),
-        (m.Lookup(1, 1, 8, bytes(9)), "9 bytes of keys are no multiple of 8"),
+        (m.Lookup(1, 1, 0, b"", 0.0, 0.0), "keys of 0 bytes"),
+        (m.Lookup(1, 1, 65, bytes(65), 0.0, 0.0), "keys of 65 bytes"),
+        (m.Lookup(1, 1, 8, bytes(9), 0.0, 0.0), "9 bytes of keys are no multiple of 8"),
         (m.Reserve(1, 1, 4, b"abcd", bytes(65), 1.0), "a parent key of 65 bytes"),
         (m.Commit(1, 1, bytes(8), b"\1\1"), "8 bytes of checksums for 2 blocks"),
         (m.Failure("x" * FRAME_LIMIT, ""), f"the limit is {FRAME_LIMIT}"),
@@ -176,7 +176,7 @@ def test_times_that_are_none_hurt_nobody(daemon: ServedDaemon, bystander: Client
         joined = b"".join(keys)
         for query in (
             m.Pin(5, ns, 32, joined, seconds),
-            m.Acquire(6, ns, 32, joined, seconds),
+            m.Acquire(6, ns, 32, joined, seconds, 0.0),
             m.Reserve(7, ns, 32, names(1, "new")[0], b"", seconds),
         ):
             try:
@@ -201,8 +201,8 @@ def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on
     with greeted(daemon) as (peer, opened):
         for number in (opened + 77, 0, 2**64 - 1):
             for query in (
-                m.Lookup(5, number, 4, b"abcd"),
-                m.Acquire(5, number, 4, b"abcd", 0.1),
+                m.Lookup(5, number, 4, b"abcd", 0.0, 0.0),
+                m.Acquire(5, number, 4, b"abcd", 0.1, 0.0),
                 m.Reserve(5, number, 4, b"abcd", b"", 0.1),
                 m.Prefetch(5, number, 4, b"abcd"),
                 m.Pin(5, number, 4, b"abcd", 1.0),
@@ -214,12 +214,19 @@ def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on
                 assert (answer.id, answer.why) == (5, f"unknown namespace {number}")
                 assert answer.hint == "open the namespace on this connection first"
             peer.send(m.Suspect(0, number, 4, b"abcd"))
-        assert peer.ask(m.Lookup(6, opened, 4, b"abcd")).value == 0
+        assert peer.ask(m.Lookup(6, opened, 4, b"abcd", 0.0, 0.0)).value == 0
 
 
 def test_a_namespace_opened_by_another_is_not_open_here(daemon: ServedDaemon) -> None:
-    with victim(daemon) as (_, number, keys), greeted(daemon) as (stranger, _):
-        answer = stranger.ask(m.Lookup(2, number, 32, keys[0]))
+    with (
+        victim(daemon) as (_, number, keys),
+        greeted(daemon) as (stranger, own),
+        Peer(daemon.socket) as empty,
+    ):
+        assert own == number, "numbers are the connection's own"
+        assert stranger.ask(m.Lookup(2, number, 32, keys[0], 0.0, 0.0)).value == 0
+        empty.hello()
+        answer = empty.ask(m.Lookup(2, number, 32, keys[0], 0.0, 0.0))
         assert isinstance(answer, m.Denied)
         assert answer.why == f"unknown namespace {number}"
 
@@ -242,7 +249,7 @@ def test_layouts_that_make_no_sense_are_denied_and_named(
     daemon: ServedDaemon, layout: dict[str, Any], why: str
 ) -> None:
     with greeted(daemon) as (peer, _):
-        answer = peer.ask(m.Open(8, layout))
+        answer = peer.ask(m.Open(8, layout, "", 0.0))
         assert isinstance(answer, m.Denied)
         assert why in answer.why
         assert peer.ask(m.Ping(9)) == m.Value(9, 0)
@@ -252,7 +259,7 @@ def test_too_many_keys_are_denied_with_the_limit(daemon: ServedDaemon) -> None:
     with Peer(daemon.socket) as peer:
         limits = peer.hello()
         number = peer.open(new_layout()).namespace
-        answer = peer.ask(m.Lookup(5, number, 1, bytes(limits.batch_keys + 1)))
+        answer = peer.ask(m.Lookup(5, number, 1, bytes(limits.batch_keys + 1), 0.0, 0.0))
         assert isinstance(answer, m.Denied)
         assert answer.why == f"{limits.batch_keys + 1} keys in one call"
         assert answer.hint == f"at most {limits.batch_keys} keys a call"
@@ -272,7 +279,7 @@ def test_a_key_twice_in_a_reservation_is_denied(daemon: ServedDaemon) -> None:
 def test_a_key_asked_for_twice_hurts_nobody(daemon: ServedDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, number, keys):
         for _ in range(3):
-            granted = peer.ask(m.Acquire(5, number, 32, keys[0] * 5, 1.0))
+            granted = peer.ask(m.Acquire(5, number, 32, keys[0] * 5, 1.0, 0.0))
             peer.send(m.Invalidate(6, number, 32, keys[0]))
             if isinstance(granted, m.Granted):
                 peer.send(m.Release(granted.lease))
@@ -285,7 +292,7 @@ def test_a_key_asked_for_twice_hurts_nobody(daemon: ServedDaemon, bystander: Cli
 
 def test_leases_of_others_cannot_be_ended(daemon: ServedDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, number, keys), greeted(daemon) as (thief, _):
-        granted = peer.ask(m.Acquire(5, number, 32, keys[0], 1.0))
+        granted = peer.ask(m.Acquire(5, number, 32, keys[0], 1.0, 0.0))
         assert granted.lease
         before = bystander.status()["leases"]
         thief.send(m.Release(granted.lease), m.Abort(granted.lease), m.Release(2**64 - 1))
@@ -304,7 +311,7 @@ def test_a_commit_of_the_wrong_length_is_denied_and_frees_the_slots(
         assert isinstance(answer, m.Denied)
         assert answer.why == "1 checksums for 2 blocks"
         assert bystander.status()["reservations"] == 0
-        assert peer.ask(m.Lookup(7, number, 4, b"abcd")).value == 0
+        assert peer.ask(m.Lookup(7, number, 4, b"abcd", 0.0, 0.0)).value == 0
 
 
 def test_a_frame_cut_short_by_the_end_is_no_message(daemon: ServedDaemon, bystander: Client) -> None:
@@ -329,13 +336,13 @@ def test_frames_may_come_byte_by_byte(daemon: ServedDaemon) -> None:
 def test_a_peer_that_leaves_before_its_answer_is_nobodys_error(daemon: ServedDaemon) -> None:
     for _ in range(30):
         with greeted(daemon) as (peer, number):
-            peer.send(*[m.Map(1, 0, False), m.Status(2), m.Lookup(3, number, 4, b"abcd")] * 3)
+            peer.send(*[m.Map(1, 0, False), m.Status(2), m.Lookup(3, number, 4, b"abcd", 0.0, 0.0)] * 3)
 
 
 def test_many_requests_at_once_are_answered_in_order(daemon: ServedDaemon) -> None:
     with victim(daemon) as (peer, number, keys):
         joined = b"".join(keys)
-        peer.send(*(m.Lookup(i, number, 32, joined) for i in range(2000)))
+        peer.send(*(m.Lookup(i, number, 32, joined, 0.0, 0.0) for i in range(2000)))
         answers = [peer.receive() for _ in range(2000)]
         assert [(answer.id, answer.value) for answer in answers] == [(i, 3) for i in range(2000)]
 
@@ -427,7 +434,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(daemon: ServedDaemon, 
     with victim(daemon) as (peer, number, _):
         for i in range(50):
             peer.send(m.Reserve(i, number, 4, i.to_bytes(4, "big") * 1, b"", 30.0))
-        peer.send(m.Acquire(99, number, 32, bytes(32), 30.0))
+        peer.send(m.Acquire(99, number, 32, bytes(32), 30.0, 0.0))
     eventually(lambda: bystander.status()["reservations"] == 0, 2)
 
 
@@ -452,7 +459,7 @@ def test_a_payload_altered_in_shared_memory_is_found_quarantined_and_not_served(
         ns.put(keys, payloads(keys))
         eventually(lambda: idle(client.status()))
         with greeted(daemon, layout) as (peer, number):
-            granted = peer.ask(m.Acquire(5, number, 32, keys[1], 1.0))
+            granted = peer.ask(m.Acquire(5, number, 32, keys[1], 1.0, 0.0))
             scribble(peer, granted)
             with ns.acquire(keys) as lease:
                 assert lease.verify() == 1
@@ -474,7 +481,7 @@ def test_a_bad_copy_in_dram_is_put_out_of_the_way_and_the_good_one_on_nvme_is_se
         ns = client.namespace(layout)
         ns.put([key], payloads([key]))
         eventually(lambda: not client.status()["copies_under_way"])
-        scribble(peer, peer.ask(m.Acquire(5, number, 32, key, 1.0)))
+        scribble(peer, peer.ask(m.Acquire(5, number, 32, key, 1.0, 0.0)))
         # Found bad in DRAM, and fetched from NVMe by the same call.
         assert got(ns, [key]) == 1
 
@@ -564,7 +571,7 @@ def test_a_folder_of_another_version_is_refused_and_left_alone() -> None:
             daemon.start()
         text = str(refused.value)
         assert "exit code 2" in text
-        assert f"{daemon.folder / 'nvme'} holds format 1, this daemon reads 2" in text
+        assert f"{daemon.folder / 'nvme'} holds format 1, this daemon reads 2 and 3" in text
         assert "run the version that wrote it, or move the folder away to start empty" in text
         assert "Traceback" not in text
         assert (records / "data.mdb").exists()

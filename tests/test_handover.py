@@ -21,7 +21,7 @@ from kvstore import Client, Tier
 from kvstore.client.sync import Namespace
 from kvstore.daemon.notify import inherited
 from kvstore.lab.served import ServedDaemon
-from kvstore.tiers.dram import LEDGER
+from kvstore.tiers.dram import OWNERS
 from tests.daemons import (
     BLOCK,
     SMALL,
@@ -66,7 +66,7 @@ class Manager:
     @property
     def extents(self) -> dict[str, int]:
         """Those of the descriptors that are extents."""
-        return {name: fd for name, fd in self.kept.items() if name != LEDGER}
+        return {name: fd for name, fd in self.kept.items() if name != OWNERS}
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:

@@ -175,6 +175,7 @@ def test_every_setting_either_changes_or_is_named() -> None:
         '[nvme]\npath = "/y"\nlimit = "2MiB"\nwrite_policy = "on_evict"\nio_threads = 1\n'
         "[scrub]\nrate = 0\n"
         "[limits]\nframe_bytes = 1048576\nbatch_keys = 16\nconnections = 1\nleases_per_connection = 1\n"
+        "namespaces = 1\nnamespaces_per_tenant = 1\nqueued_requests = 1\n[encryption]\nkey_file = '/z'\n"
     )
     changed, fixed = changes(old, new)
     keys = {f"{s}.{n}" for s, f in old.model_dump().items() for n in f}

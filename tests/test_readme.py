@@ -3,9 +3,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-from kvstore import config
+import numpy as np
+import pytest
+
+from kvstore import Client, Layout, config
+from kvstore.daemon.tenants import hash_of, new_token
+from kvstore.errors import UnavailableError
+from kvstore.lab.served import ServedDaemon
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,6 +36,7 @@ def test_the_table_has_every_key_with_its_default() -> None:
     keys = {
         f"{section}.{name}"
         for section, field in config.Config.model_fields.items()
+        if section != "tenants"
         for name in field.annotation.model_fields  # type: ignore[union-attr]
     }
     assert set(rows) == keys
@@ -40,6 +48,36 @@ def test_the_table_has_every_key_with_its_default() -> None:
             sections.setdefault(section, []).append(f"{name} = {quoted}")
     text = "\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
     assert config.parse(text) == config.Config()
+
+
+def test_the_table_of_tenants_has_every_key() -> None:
+    shown = set(re.findall(r"`tenants\.NAME\.([a-z_.]+)`", README))
+    own = set(config.Tenant.model_fields) - {"dram", "nvme", "tokens"}
+    quotas = {f"{tier}.{name}" for tier in ("dram", "nvme") for name in config.TierQuota.model_fields}
+    assert shown == own | quotas | {f"tokens.{name}" for name in config.Token.model_fields}
+    defaults = re.findall(r"^\| `tenants\.NAME\.(role|share|encrypt)` \| `(.+?)` \|", README, re.MULTILINE)
+    lines = [f'{key} = "{value}"' if key == "role" else f"{key} = {value}" for key, value in defaults]
+    assert len(lines) == 3
+    assert config.parse("\n".join(["[tenants.a]", *lines])).tenants["a"] == config.Tenant()
+
+
+def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
+    section = README.split("## Running for many tenants")[1].split("\n## ")[0]
+    [text] = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    assert list(config.parse(text).tenants) == ["chat", "batch"]
+    token = new_token(bytes(32))
+    text = re.sub(r"sha256:[0-9a-f]{64}", f"sha256:{hash_of(token).hex()}", text)
+    settings = tomllib.loads(text)
+    del settings["nvme"]["path"]  # a folder of the test's own instead
+    layout, keys = Layout("m", 4096), [b"a", b"b"]
+    with ServedDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as chat:
+        assert daemon.socket.stat().st_mode & 0o777 == 0o666
+        ns = chat.namespace(layout)
+        assert ns.put(keys, np.zeros((2, 4096), np.uint8)).stored == 2
+        assert ns.publish(["batch"])
+        assert [tenant["name"] for tenant in chat.status()["tenants"]] == ["chat"]
+        with Client(daemon.url, "wrong", strict=True) as nobody, pytest.raises(UnavailableError):
+            nobody.namespace(layout).lookup(keys)
 
 
 def test_the_places_that_architecture_names_are_there() -> None:

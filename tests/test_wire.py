@@ -79,6 +79,8 @@ def messages(draw: st.DrawFn) -> Any:
         filled["keys"] = draw(st.binary(max_size=3)) * filled["key_bytes"]
     if cls is m.Commit:
         filled["checksums"] = draw(st.binary(min_size=8, max_size=8)) * len(filled["written"])
+    if cls is m.Publish:
+        filled["tenants"] = tuple(draw(st.lists(st.text(max_size=64), max_size=3)))
     return cls(**filled)
 
 
@@ -198,10 +200,25 @@ def test_a_message_cut_short_is_refused(message: Any, data: st.DataObject) -> No
     ("key_bytes", "keys", "why"),
     [(0, b"", "keys of 0 bytes"), (65, bytes(65), "keys of 65 bytes"), (8, bytes(9), "9 bytes of keys")],
 )
-@pytest.mark.parametrize("cls", [m.Lookup, m.Prefetch, m.Unpin, m.Invalidate, m.Suspect])
+@pytest.mark.parametrize("cls", [m.Prefetch, m.Unpin, m.Invalidate, m.Suspect])
 def test_keys_that_cannot_be_cut_are_refused(cls: Any, key_bytes: int, keys: bytes, why: str) -> None:
     with pytest.raises(RemoteProtocolError, match=why):
         m.decode(m.encode(cls(1, 1, key_bytes, keys)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Open(1, {}, "x" * 65, 0.0),
+        m.Publish(1, 1, ("a", "x" * 65)),
+        m.Publish(1, 1, ("a", b"b")),
+        m.Publish(1, 1, ("a", ("b",))),
+        m.DeleteTenant(1, "x" * 65),
+    ],
+)
+def test_what_can_be_no_tenant_is_refused(message: Any) -> None:
+    with pytest.raises(RemoteProtocolError, match=r"a tenant's name is no text, or too long \(at most 64"):
+        m.decode(m.encode(message))
 
 
 def test_columns_of_a_commit_have_one_length() -> None:
@@ -210,7 +227,7 @@ def test_columns_of_a_commit_have_one_length() -> None:
 
 
 def test_whole_numbers_do_for_seconds() -> None:
-    assert m.decode(raw(tag(m.Acquire), 1, 1, 1, b"a", 2)).timeout_s == 2
+    assert m.decode(raw(tag(m.Acquire), 1, 1, 1, b"a", 2, 0)).timeout_s == 2
 
 
 def test_what_cannot_be_sent_is_our_own_fault() -> None:
@@ -243,7 +260,7 @@ def test_frames_arrive_however_they_are_cut(sent: list[Any], data: st.DataObject
 
 
 def test_a_frame_may_be_split_at_every_byte() -> None:
-    sent = [m.Ping(1), m.Lookup(2, 3, 4, b"abcdefgh"), m.Failure("why", "hint")]
+    sent = [m.Ping(1), m.Lookup(2, 3, 4, b"abcdefgh", 0.5, 0.0), m.Failure("why", "hint")]
     stream = b"".join(map(pack, sent))
     for at in range(len(stream) + 1):
         assert feed_all(Frames(), stream[:at], stream[at:]) == sent
@@ -293,9 +310,9 @@ def test_an_empty_frame_is_no_message() -> None:
 
 def test_too_much_to_send_is_our_own_fault_with_a_hint() -> None:
     with pytest.raises(LocalProtocolError, match=r"Lookup takes .* the limit is 100 \(pass fewer keys"):
-        pack(m.Lookup(1, 1, 1, bytes(200)), limit_bytes=100)
+        pack(m.Lookup(1, 1, 1, bytes(200), 0.0, 0.0), limit_bytes=100)
     with pytest.raises(LocalProtocolError):
-        pack(m.Lookup(1, 1, 1, bytes(DEFAULT_FRAME_BYTES + 1)))
+        pack(m.Lookup(1, 1, 1, bytes(DEFAULT_FRAME_BYTES + 1), 0.0, 0.0))
 
 
 @given(st.lists(st.binary(max_size=30), max_size=6), st.integers(0, 60))

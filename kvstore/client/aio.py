@@ -17,9 +17,16 @@ from kvstore.client import flows
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
+    check_keep,
+    check_names,
     check_out,
+    check_owner,
     check_parent,
+    check_readers,
+    check_speed,
+    check_token,
     check_ttl,
+    recompute_s,
     socket_path,
 )
 from kvstore.client.flows import Call, Flow
@@ -34,7 +41,7 @@ from kvstore.errors import (
     TierError,
     UnavailableError,
 )
-from kvstore.types import Key, Layout, check_keys
+from kvstore.types import Key, Layout, check_keys, check_tenant
 from kvstore.wire import messages as m
 
 T = TypeVar("T")
@@ -109,19 +116,36 @@ class AsyncClient:
     """See `kvstore.client.sync.Client`."""
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, deadline_s: float = 1.0, strict: bool = False
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        deadline_s: float = 1.0,
+        strict: bool = False,
+        recompute_tokens_per_s: float | None = None,
     ) -> None:
         self.path = socket_path(url)
         self.deadline_s = check_deadline(deadline_s)
         self.strict = strict
-        self._token = token if token is not None else os.environ.get("KVSTORE_TOKEN", "")
+        self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
+        self._token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
         self._idle: list[AsyncLink] = []
         self._maps = Maps()
         self._backoff = Backoff()
 
-    def namespace(self, layout: Layout) -> AsyncNamespace:
+    def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> AsyncNamespace:
         """The blocks of one layout. Needs no daemon yet."""
-        return AsyncNamespace(self, layout)
+        return AsyncNamespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s)))
+
+    async def invalidate(self, model: str = "", revision: str = "") -> int:
+        """Deletes the tenant's namespaces of this model and revision."""
+        check_names(model, revision)
+        return await self.run(lambda c: flows.forget_all(c, model, revision), None, int)
+
+    async def delete_tenant(self, name: str, deadline_s: float = 60.0) -> int:
+        """Deletes all that a tenant has stored."""
+        name = check_tenant(name)
+        deleted: int = await self._attempt(lambda c: flows.delete_tenant(c, name), check_deadline(deadline_s))
+        return deleted
 
     async def status(self) -> dict[str, Any]:
         """The daemon's state. Raises UnavailableError if it does not answer."""
@@ -173,6 +197,8 @@ class AsyncClient:
 
     def _gone(self, error: Exception) -> UnavailableError:
         self._backoff.failed(error)
+        if isinstance(error, RemoteProtocolError):
+            return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
 
     async def _connect(self, ends: float) -> AsyncLink:
@@ -269,23 +295,36 @@ async def _in_thread(call: Callable[[], T]) -> T:
 class AsyncNamespace:
     """See `kvstore.client.sync.Namespace`; every method is awaited, leases and rooms work as there."""
 
-    def __init__(self, client: AsyncClient, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, client: AsyncClient, space: flows.Space) -> None:
+        self.layout = space.layout
+        self._space = space
         self._client = client
 
-    async def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
+    async def lookup(
+        self,
+        keys: Sequence[Key],
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+    ) -> int:
         """How many leading keys are stored."""
         check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
-        return await self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, int)
+        anew_s = self._anew_s(recompute_tokens_per_s)
+        return await self._client.run(lambda c: flows.lookup(c, self._space, keys, anew_s), deadline_s, int)
 
     async def get(
-        self, keys: Sequence[Key], out: Buffer, verify: bool = True, deadline_s: float | None = None
+        self,
+        keys: Sequence[Key],
+        out: Buffer,
+        verify: bool = True,
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
     ) -> int:
         """Copies the longest stored prefix into `out`; the number of good blocks."""
         joined, size = check_keys(keys)
         flat = check_out(keys, out, self.layout.block_bytes)
+        anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.get(c, self.layout, keys, joined, size, flat, verify), deadline_s, int
+            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s), deadline_s, int
         )
 
     async def put(
@@ -296,16 +335,22 @@ class AsyncNamespace:
         check_parent(parent)
         views = check_blocks(keys, blocks, self.layout.block_bytes)
         return await self._client.run(
-            lambda c: flows.put(c, self.layout, keys, views, parent),
+            lambda c: flows.put(c, self._space, keys, views, parent),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
 
-    async def acquire(self, keys: Sequence[Key], deadline_s: float | None = None) -> Lease:
+    async def acquire(
+        self,
+        keys: Sequence[Key],
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+    ) -> Lease:
         """A lease on the longest prefix that is ready in time."""
         joined, size = check_keys(keys)
+        anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.acquire(c, self.layout, keys, joined, size), deadline_s, self._no_lease
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s), deadline_s, self._no_lease
         )
 
     async def reserve(
@@ -323,7 +368,7 @@ class AsyncNamespace:
             return Room.on_nothing(self.layout.block_bytes, lost, lost_again)
 
         return await self._client.run(
-            lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, nothing
+            lambda c: flows.reserve(c, self._space, keys, parent), deadline_s, nothing
         )
 
     async def prefetch(self, keys: Sequence[Key]) -> int:
@@ -338,13 +383,24 @@ class AsyncNamespace:
         """Undoes `pin`."""
         return await self._count(m.Unpin, keys)
 
-    async def invalidate(self, keys: Sequence[Key]) -> int:
-        """Makes these keys misses."""
+    async def invalidate(self, keys: Sequence[Key] | None = None) -> int:
+        """Makes these keys misses; None: the whole namespace."""
+        if keys is None:
+            return await self._client.run(lambda c: flows.forget(c, self._space), None, int)
         return await self._count(m.Invalidate, keys)
+
+    async def publish(self, tenants: Sequence[str]) -> bool:
+        """Lets these tenants read the namespace, and no others."""
+        readers = check_readers(tenants)
+        return await self._client.run(lambda c: flows.publish(c, self._space, readers), None, bool)
 
     async def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
         check_keys(keys)
-        return await self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, int)
+        return await self._client.run(lambda c: flows.count(c, self._space, message, keys, *more), None, int)
+
+    def _anew_s(self, tokens_per_s: float | None) -> float:
+        """What computing a block anew takes (s), by the caller's speed or the client's; 0: nobody knows."""
+        return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
 
     def _no_lease(self) -> Lease:
         return Lease.on_nothing(self.layout.block_bytes)

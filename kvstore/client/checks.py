@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
 from kvstore.client.holds import Buffer, as_bytes
 from kvstore.errors import MisuseError
-from kvstore.types import Key, check_keys
+from kvstore.types import Key, Layout, check_keys, check_tenant
+
+_MOST_TOKEN_CHARS = 4096
 
 
 def socket_path(url: str | None) -> str:
@@ -41,6 +44,54 @@ def check_ttl(ttl_s: float) -> float:
     if not 0 < ttl_s <= 30 * 86400:
         raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, more than 0 and at most 30 days")
     return float(ttl_s)
+
+
+def check_keep(ttl_s: float) -> float:
+    """How long a namespace's blocks live. Raises MisuseError unless it is 0 (for ever) or so many seconds."""
+    if not 0 <= ttl_s < math.inf:
+        raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, or 0 for what the daemon is configured to")
+    return float(ttl_s)
+
+
+def check_owner(owner: str) -> str:
+    """The owner itself. Raises MisuseError unless it is a tenant's name, or "" for one's own tenant."""
+    return check_tenant(owner) if owner != "" else ""
+
+
+def check_token(token: str) -> str:
+    """The token itself. Raises MisuseError, which does not show it, unless it is short plain text."""
+    if not isinstance(token, str) or not token.isascii() or len(token) > _MOST_TOKEN_CHARS:
+        raise MisuseError("this can't be a token", "what `kvstore tenant token NAME` has printed: kvs_...")
+    return token
+
+
+def check_readers(tenants: Sequence[str]) -> list[str]:
+    """The names of tenants. Raises MisuseError for names that can't be, and for one instead of a list."""
+    if isinstance(tenants, str):
+        raise MisuseError(f"tenants is {tenants!r:.80}", f"a list of names: [{tenants!r:.80}]")
+    return [check_tenant(name) for name in tenants]
+
+
+def check_names(model: str, revision: str) -> None:
+    """Raises MisuseError unless both are text."""
+    if not isinstance(model, str) or not isinstance(revision, str):
+        raise MisuseError(f"model is {model!r:.80}, revision {revision!r:.80}", 'text, "" for any')
+
+
+def check_speed(recompute_tokens_per_s: float | None) -> float:
+    """The speed itself, 0 for None. Raises MisuseError unless it is a positive number of tokens a second."""
+    if recompute_tokens_per_s is None:
+        return 0.0
+    if not 0 < recompute_tokens_per_s < math.inf:
+        raise MisuseError(
+            f"recompute_tokens_per_s is {recompute_tokens_per_s!r}", "tokens a second, more than 0, or None"
+        )
+    return float(recompute_tokens_per_s)
+
+
+def recompute_s(layout: Layout, tokens_per_s: float) -> float:
+    """What computing one block anew takes, in seconds; 0 if nobody knows."""
+    return layout.block_tokens / tokens_per_s if tokens_per_s else 0.0
 
 
 def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> list[memoryview]:

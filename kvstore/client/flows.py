@@ -72,20 +72,34 @@ class Call:
         return max(0.0, (self.ends - time.monotonic()) * 0.9 - 0.002)
 
 
-def open_namespace(call: Call, layout: Layout) -> Flow:
-    """(number, fingerprint, layout) of the namespace on this connection."""
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The namespace that calls are about: a layout's, of a tenant ("": one's own), and for how long (s).
+
+    `ttl_s` 0: for as long as the tenant's configuration says.
+    """
+
+    layout: Layout
+    owner: str = ""
+    ttl_s: float = 0.0
+
+
+def open_namespace(call: Call, space: Space) -> Flow:
+    """(number, fingerprint) of the namespace on this connection."""
+    layout = space.layout
     # By identity, since hashing a layout's seven fields costs more than the rest of the step.
-    known = call.session.namespaces.get(id(layout))
+    name = id(layout), space.owner, space.ttl_s
+    known = call.session.namespaces.get(name)
     if known is None:
-        answer = yield m.Open(0, layout.to_map())
+        answer = yield m.Open(0, layout.to_map(), space.owner, space.ttl_s)
         _check(answer)
-        known = call.session.namespaces[id(layout)] = (answer.namespace, answer.fingerprint, layout)
-    return known
+        known = call.session.namespaces[name] = (answer.namespace, answer.fingerprint, layout)
+    return known[:2]
 
 
-def count(call: Call, layout: Layout, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
+def count(call: Call, space: Space, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
     """A call about keys that is answered by a number; in batches, and the sum of theirs."""
-    namespace, _, _ = yield from open_namespace(call, layout)
+    namespace, _ = yield from open_namespace(call, space)
     total, batch = 0, call.session.batch_keys
     for at in range(0, len(keys), batch):
         joined, size = check_keys(keys[at : at + batch])
@@ -94,22 +108,22 @@ def count(call: Call, layout: Layout, make: Callable[..., Any], keys: Sequence[K
     return total
 
 
-def lookup(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
-    """Length of the stored prefix.
+def lookup(call: Call, space: Space, keys: Sequence[Key], recompute_s: float = 0.0) -> Flow:
+    """Length of the stored prefix; with `recompute_s`, of that which is worth loading before the call ends.
 
     A stored block's parent is stored, so of a long prompt every k-th key is asked first, then the keys
     between the last one found and the next: two short requests instead of a long one. Where parents may be
-    missing, all keys are asked.
+    missing, and where what loading takes counts, all keys are asked.
     """
-    namespace, _, _ = yield from open_namespace(call, layout)
+    namespace, _ = yield from open_namespace(call, space)
 
     def ask(some: Sequence[Key]) -> m.Lookup:
         joined, size = check_keys(some)
-        return m.Lookup(0, namespace, size, joined)
+        return m.Lookup(0, namespace, size, joined, call.left_s(), recompute_s)
 
     batch = call.session.batch_keys
     step = int(len(keys) ** 0.5)
-    if len(keys) >= SAMPLE_FROM and step + 2 < batch:
+    if len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
         answer = yield ask(keys[step - 1 :: step])
         start = _value(answer) * step
         if not answer.gaps:
@@ -125,12 +139,17 @@ def lookup(call: Call, layout: Layout, keys: Sequence[Key]) -> Flow:
     return total
 
 
-def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int) -> Flow:
-    """A lease on the longest prefix that is ready in time. `joined`: all keys, `size` bytes each."""
+def acquire(
+    call: Call, space: Space, keys: Sequence[Key], joined: bytes, size: int, recompute_s: float = 0.0
+) -> Flow:
+    """A lease on the longest prefix that is ready in time. `joined`: all keys, `size` bytes each.
+
+    Blocks that take longer to load than `recompute_s` each are left out; 0: none is.
+    """
     if len(keys) > call.session.batch_keys:
         joined = joined[: call.session.batch_keys * size]
-    namespace, fingerprint, _ = yield from open_namespace(call, layout)
-    answer = yield m.Acquire(0, namespace, size, joined, call.left_s())
+    namespace, fingerprint = yield from open_namespace(call, space)
+    answer = yield m.Acquire(0, namespace, size, joined, call.left_s(), recompute_s)
     _check(answer)
     lease = answer.lease
 
@@ -146,7 +165,7 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size
         call.post(m.Suspect(0, namespace, len(key), key))
 
     try:
-        slots = yield from _slots(call, answer, layout, writable=False)
+        slots = yield from _slots(call, answer, space.layout, writable=False)
     except Exception:
         holds.discard(lease)
         yield Post(m.Release(lease))
@@ -155,18 +174,31 @@ def acquire(call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size
 
 
 def get(
-    call: Call, layout: Layout, keys: Sequence[Key], joined: bytes, size: int, out: memoryview, verify: bool
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    joined: bytes,
+    size: int,
+    out: memoryview,
+    verify: bool,
+    recompute_s: float = 0.0,
 ) -> Flow:
     """Copies the longest prefix into `out`; the number of good blocks.
 
     A block whose bytes are wrong is asked for once more, when the daemon has put the bad copy out of the way:
     another tier may have a good one.
     """
-    batch, block_bytes = call.session.batch_keys, layout.block_bytes
+    batch, block_bytes = call.session.batch_keys, space.layout.block_bytes
     at, bad = 0, -1
     while at < len(keys):
         part = keys[at : at + batch] if len(keys) > batch or at else keys
-        lease = yield from acquire(call, layout, part, joined[at * size : (at + len(part)) * size], size)
+        some = joined[at * size : (at + len(part)) * size]
+        try:
+            lease = yield from acquire(call, space, part, some, size, recompute_s)
+        except DeniedError:
+            if not at:
+                raise
+            return at
         n = granted = len(lease)
         with lease:
             if granted:
@@ -176,14 +208,14 @@ def get(
             if at == bad:
                 return at
             bad = at
-            namespace, _, _ = yield from open_namespace(call, layout)
+            namespace, _ = yield from open_namespace(call, space)
             yield m.Suspect(0, namespace, size, keys[at])
         elif n < len(part):
             return at
     return at
 
 
-def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None, keep: bool = True) -> Flow:
+def reserve(call: Call, space: Space, keys: Sequence[Key], parent: Key | None, keep: bool = True) -> Flow:
     """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends.
 
     Keys beyond what one reservation takes count as denied.
@@ -191,7 +223,7 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
     beyond = max(0, len(keys) - call.session.reserve_keys)
     keys = keys[: call.session.reserve_keys]
     joined, size = check_keys(keys)
-    namespace, fingerprint, _ = yield from open_namespace(call, layout)
+    namespace, fingerprint = yield from open_namespace(call, space)
     answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s())
     _check(answer)
     status = answer.status
@@ -207,7 +239,7 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
             call.done()
 
     try:
-        slots = yield from _slots(call, answer, layout, writable=True)
+        slots = yield from _slots(call, answer, space.layout, writable=True)
     except Exception:
         yield Post(m.Abort(lease))
         raise
@@ -224,9 +256,11 @@ def reserve(call: Call, layout: Layout, keys: Sequence[Key], parent: Key | None,
 
 
 def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
-    """Makes a room's blocks readable; what came of the put."""
+    """Makes a room's blocks readable; what came of the put. A room that is refused is given up."""
     n = len(checksums) // 8
     answer = yield m.Commit(0, lease, checksums, b"\x01" * n)
+    if isinstance(answer, m.Denied | m.Busy):
+        yield Post(m.Abort(lease))
     result.stored = _value(answer)
     if result.stored < n:
         result.denied += n - result.stored
@@ -234,16 +268,20 @@ def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
     return result
 
 
-def put(call: Call, layout: Layout, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None) -> Flow:
+def put(call: Call, space: Space, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None) -> Flow:
     """Stores those blocks that are not stored yet."""
     total = PutResult()
     batch = call.session.reserve_keys
     for at in range(0, len(keys), batch):
-        room = yield from reserve(call, layout, keys[at : at + batch], parent, keep=False)
-        result = room.result
-        if len(room):
-            sums = yield Work(partial(_fill, room, views, at))
-            result = yield from commit(room.lease, sums, result)
+        try:
+            result = yield from _put_batch(call, space, keys[at : at + batch], views[at : at + batch], parent)
+        except DeniedError as error:
+            # What was stored before stays, and is worth more than an exception.
+            if not at:
+                raise
+            total.denied += len(keys) - at
+            total.why = total.why or error.message
+            break
         total.stored += result.stored
         total.present += result.present
         total.denied += result.denied
@@ -252,9 +290,43 @@ def put(call: Call, layout: Layout, keys: Sequence[Key], views: Sequence[Buffer]
     return total
 
 
+def _put_batch(
+    call: Call, space: Space, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None
+) -> Flow:
+    room = yield from reserve(call, space, keys, parent, keep=False)
+    if not len(room):
+        return room.result
+    sums = yield Work(partial(_fill, room, views))
+    return (yield from commit(room.lease, sums, room.result))
+
+
+def publish(call: Call, space: Space, tenants: Sequence[str]) -> Flow:
+    """Lets these tenants, and no others, read a namespace; True."""
+    namespace, _ = yield from open_namespace(call, space)
+    _check((yield m.Publish(0, namespace, tuple(tenants))))
+    return True
+
+
+def forget(call: Call, space: Space) -> Flow:
+    """Deletes a namespace; how many blocks."""
+    namespace, _ = yield from open_namespace(call, space)
+    return _value((yield m.Forget(0, namespace, "", "")))
+
+
+def forget_all(call: Call, model: str, revision: str) -> Flow:
+    """Deletes the tenant's namespaces of this model and revision, "" for any; how many blocks."""
+    return _value((yield m.Forget(0, 0, model, revision)))
+
+
+def delete_tenant(call: Call, name: str) -> Flow:
+    """Deletes all that a tenant has stored; how many blocks."""
+    return _value((yield m.DeleteTenant(0, name)))
+
+
 def status(call: Call) -> Flow:
     """The daemon's state."""
     answer = yield m.Status(0)
+    _check(answer)
     return answer.status
 
 
@@ -263,9 +335,9 @@ def ping(call: Call) -> Flow:
     return _value((yield m.Ping(0)))
 
 
-def _fill(room: Room, views: Sequence[Buffer], at: int) -> bytes:
+def _fill(room: Room, views: Sequence[Buffer]) -> bytes:
     for i, wanted in enumerate(room.wanted):
-        room.fill(i, views[at + wanted])
+        room.fill(i, views[wanted])
     return room.checksums()
 
 
@@ -287,6 +359,8 @@ def _slots(call: Call, answer: Any, layout: Layout, writable: bool) -> Flow:
 def _check(answer: Any) -> None:
     if isinstance(answer, m.Denied):
         raise DeniedError(answer.why, answer.hint)
+    if isinstance(answer, m.Busy):
+        raise DeniedError(answer.why, f"try again in {answer.retry_s:.3g} s")
 
 
 def _value(answer: Any) -> int:

@@ -74,7 +74,7 @@ class Session:
 
     def __init__(self, token: str, maps: Maps) -> None:
         self.maps = maps
-        self.namespaces: dict[int, tuple[int, bytes, Layout]] = {}
+        self.namespaces: dict[tuple[int, str, float], tuple[int, bytes, Layout]] = {}
         self.batch_keys = 0
         self.reserve_keys = 0
         self.holds: set[int] = set()
@@ -114,4 +114,7 @@ class Session:
         for message in self._frames.feed(data):
             if isinstance(message, m.Failure):
                 raise RemoteProtocolError(message.why, message.hint)
+            if isinstance(message, m.Denied):
+                # A namespace may have been taken back, or be there again: the next call opens it anew.
+                self.namespaces.clear()
         return message

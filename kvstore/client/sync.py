@@ -17,9 +17,16 @@ from kvstore.client import flows
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
+    check_keep,
+    check_names,
     check_out,
+    check_owner,
     check_parent,
+    check_readers,
+    check_speed,
+    check_token,
     check_ttl,
+    recompute_s,
     socket_path,
 )
 from kvstore.client.flows import Call, Flow
@@ -34,7 +41,7 @@ from kvstore.errors import (
     TierError,
     UnavailableError,
 )
-from kvstore.types import Key, Layout, check_keys
+from kvstore.types import Key, Layout, check_keys, check_tenant
 from kvstore.wire import messages as m
 
 T = TypeVar("T")
@@ -48,15 +55,23 @@ class Client:
     `deadline_s` bounds every call that does not bring its own. A daemon that is away, late or full makes a
     miss or a denial; with `strict`, a call that was refused as a whole raises UnavailableError or DeniedError
     instead. Blocks that found no room are counted in `PutResult.denied` either way. Misuse always raises.
+    `token` says who asks (None: KVSTORE_TOKEN). `recompute_tokens_per_s` is how fast the engine computes KV:
+    blocks that take longer to load than to compute are then left out by `acquire`, `get` and `lookup`.
     """
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, deadline_s: float = 1.0, strict: bool = False
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        deadline_s: float = 1.0,
+        strict: bool = False,
+        recompute_tokens_per_s: float | None = None,
     ) -> None:
         self.path = socket_path(url)
         self.deadline_s = check_deadline(deadline_s)
         self.strict = strict
-        self._token = token if token is not None else os.environ.get("KVSTORE_TOKEN", "")
+        self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
+        self._token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
         self._reset()
 
     def _reset(self) -> None:
@@ -67,9 +82,30 @@ class Client:
         self._backoff = Backoff()
         self._closed = False
 
-    def namespace(self, layout: Layout) -> Namespace:
-        """The blocks of one layout. Needs no daemon yet."""
-        return Namespace(self, layout)
+    def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> Namespace:
+        """The blocks of one layout. Needs no daemon yet.
+
+        `owner` is the tenant whose blocks they are, "" for one's own: another's can be read while it
+        publishes them to this tenant. `ttl_s` after they were stored, blocks are misses (0: as configured).
+        """
+        return Namespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s)))
+
+    def invalidate(self, model: str = "", revision: str = "") -> int:
+        """Deletes the tenant's namespaces of this model and revision, "" for any; how many blocks went.
+
+        Needs the role admin. 0 also when the daemon is away or says no (unless strict).
+        """
+        check_names(model, revision)
+        return self.run(lambda c: flows.forget_all(c, model, revision), None, int)
+
+    def delete_tenant(self, name: str, deadline_s: float = 60.0) -> int:
+        """Deletes all that a tenant has stored; how many blocks.
+
+        For its admins, and for operators. Raises DeniedError or UnavailableError if it was not done.
+        """
+        name = check_tenant(name)
+        deleted: int = self._attempt(lambda c: flows.delete_tenant(c, name), check_deadline(deadline_s))
+        return deleted
 
     def status(self) -> dict[str, Any]:
         """The daemon's state. Raises UnavailableError if it does not answer."""
@@ -130,6 +166,8 @@ class Client:
 
     def _gone(self, error: Exception) -> UnavailableError:
         self._backoff.failed(error)
+        if isinstance(error, RemoteProtocolError):
+            return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
 
     def _drive(self, link: Link, start: Callable[[Call], Flow], ends: float) -> Any:
@@ -205,27 +243,43 @@ class Namespace:
     `keys` are one chain in prompt order: each block's parent is the one before it.
     """
 
-    def __init__(self, client: Client, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, client: Client, space: flows.Space) -> None:
+        self.layout = space.layout
+        self._space = space
         self._client = client
 
-    def lookup(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
-        """How many leading keys are stored. A promise, not a lease: `acquire` has the last word."""
+    def lookup(
+        self,
+        keys: Sequence[Key],
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+    ) -> int:
+        """How many leading keys are stored. A promise, not a lease: `acquire` has the last word.
+
+        With `recompute_tokens_per_s` (tokens/s; None: the client's), of those that are worth loading.
+        """
         check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
-        return self._client.run(lambda c: flows.lookup(c, self.layout, keys), deadline_s, int)
+        anew_s = self._anew_s(recompute_tokens_per_s)
+        return self._client.run(lambda c: flows.lookup(c, self._space, keys, anew_s), deadline_s, int)
 
     def get(
-        self, keys: Sequence[Key], out: Buffer, verify: bool = True, deadline_s: float | None = None
+        self,
+        keys: Sequence[Key],
+        out: Buffer,
+        verify: bool = True,
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
     ) -> int:
         """Copies the longest stored prefix into `out`, (len(keys), block_bytes) writable bytes.
 
         Returns the number of leading blocks that arrived and matched their checksums; what lies in `out`
-        behind them is undefined.
+        behind them is undefined. `recompute_tokens_per_s`: see lookup.
         """
         joined, size = check_keys(keys)
         flat = check_out(keys, out, self.layout.block_bytes)
+        anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.get(c, self.layout, keys, joined, size, flat, verify), deadline_s, int
+            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s), deadline_s, int
         )
 
     def put(
@@ -240,16 +294,25 @@ class Namespace:
         check_parent(parent)
         views = check_blocks(keys, blocks, self.layout.block_bytes)
         return self._client.run(
-            lambda c: flows.put(c, self.layout, keys, views, parent),
+            lambda c: flows.put(c, self._space, keys, views, parent),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
 
-    def acquire(self, keys: Sequence[Key], deadline_s: float | None = None) -> Lease:
-        """A lease on the longest prefix that is ready in time: zero-copy, until it is released."""
+    def acquire(
+        self,
+        keys: Sequence[Key],
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+    ) -> Lease:
+        """A lease on the longest prefix that is ready in time: zero-copy, until it is released.
+
+        `recompute_tokens_per_s`: see lookup.
+        """
         joined, size = check_keys(keys)
+        anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.acquire(c, self.layout, keys, joined, size), deadline_s, self._no_lease
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s), deadline_s, self._no_lease
         )
 
     def reserve(
@@ -263,7 +326,7 @@ class Namespace:
         def nothing() -> Room:
             return Room.on_nothing(self.layout.block_bytes, lost, lambda _: lost)
 
-        return self._client.run(lambda c: flows.reserve(c, self.layout, keys, parent), deadline_s, nothing)
+        return self._client.run(lambda c: flows.reserve(c, self._space, keys, parent), deadline_s, nothing)
 
     def prefetch(self, keys: Sequence[Key]) -> int:
         """Starts bringing the stored prefix into DRAM; how many blocks are there or on their way."""
@@ -277,13 +340,27 @@ class Namespace:
         """Undoes `pin`; how many blocks were pinned."""
         return self._count(m.Unpin, keys)
 
-    def invalidate(self, keys: Sequence[Key]) -> int:
-        """Makes these keys misses; how many blocks were forgotten."""
+    def invalidate(self, keys: Sequence[Key] | None = None) -> int:
+        """Makes these keys misses; how many blocks were forgotten. None: the whole namespace, for admins."""
+        if keys is None:
+            return self._client.run(lambda c: flows.forget(c, self._space), None, int)
         return self._count(m.Invalidate, keys)
+
+    def publish(self, tenants: Sequence[str]) -> bool:
+        """Lets these tenants read the namespace, and no others: an empty list takes it back. For admins.
+
+        Whether it is so now; False when the daemon is away or says no (unless strict).
+        """
+        readers = check_readers(tenants)
+        return self._client.run(lambda c: flows.publish(c, self._space, readers), None, bool)
 
     def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
         check_keys(keys)
-        return self._client.run(lambda c: flows.count(c, self.layout, message, keys, *more), None, int)
+        return self._client.run(lambda c: flows.count(c, self._space, message, keys, *more), None, int)
+
+    def _anew_s(self, tokens_per_s: float | None) -> float:
+        """What computing a block anew takes (s), by the caller's speed or the client's; 0: nobody knows."""
+        return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
 
     def _no_lease(self) -> Lease:
         return Lease.on_nothing(self.layout.block_bytes)

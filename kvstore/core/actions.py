@@ -124,32 +124,37 @@ class Deny:
 
 @dataclass(slots=True)
 class Copy:
-    """Move bytes from one tier's slots to another's. Ends with CopyDone. `parents`: keys, empty for roots."""
+    """Move bytes from one tier's slots to another's. Ends with CopyDone. `parents`: keys, empty for roots.
+
+    `urgent`: somebody waits. `lives`: see Stamp.
+    """
 
     transfer: int
     source: int
     target: int
-    slot_bytes: int
     identity: Identity
     parents: list[bytes]
     source_where: Where
     target_where: Where
     version: U32
+    urgent: bool
+    lives: npt.NDArray[np.float64] | None
 
 
 @dataclass(slots=True)
 class Stamp:
     """Memory tiers: these slots now hold these blocks; write their headers.
 
-    `parents` says whose children they are, keys of 0 bytes for roots.
+    `parents` says whose children they are, keys of 0 bytes for roots; `lives` how many seconds longer they
+    may be served (infinity: for good), None if all of them for good.
     """
 
     tier: int
-    slot_bytes: int
     identity: Identity
     parents: Identity
     where: Where
     version: U32
+    lives: npt.NDArray[np.float64] | None
 
 
 @dataclass(slots=True)
@@ -160,7 +165,6 @@ class Drop:
     """
 
     tier: int
-    slot_bytes: int
     identity: Identity
     where: Where
 

@@ -49,6 +49,8 @@ class Blocks:
         self.children = np.zeros(capacity, np.int32)
         self.checksum = np.zeros(capacity, np.uint64)
         self.slot = np.zeros((tiers, capacity), np.int32)
+        # Written, and so in memory, only for blocks that have an end.
+        self.expires = np.zeros(capacity, np.float64)
         self._spare = np.zeros(capacity, np.int32)
         self._spares = 0
         self._fresh = 0
@@ -90,6 +92,8 @@ class Blocks:
         self.pinned[rows] = False
         self.moving[rows] = 0
         self.children[rows] = 0
+        if self.expires[rows].any():
+            self.expires[rows] = 0
         end = self._spares + len(rows)
         self._spare[self._spares : end] = rows
         self._spares = end
@@ -115,6 +119,11 @@ class Blocks:
     def key(self, row: int) -> bytes:
         """The key that a row holds."""
         return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])
+
+    def expired(self, rows: Picked, now: float) -> npt.NDArray[np.bool_]:
+        """Which of these may not be read any more."""
+        ends = self.expires[rows]
+        return (ends > 0) & (ends <= now)
 
     @property
     def rows_touched(self) -> int:

@@ -20,6 +20,7 @@ def check(ledger: Ledger) -> None:
     _check_rows(r)
     for tier in range(len(r.tiers)):
         _check_tier(ledger, tier)
+        _check_tenants(ledger, tier)
     reserved = np.concatenate([x.rows[x.alive] for x in ledger.reservations.values()] or [np.empty(0, int)])
     state = r.blocks.state
     assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), (
@@ -74,10 +75,44 @@ def _check_tier(ledger: Ledger, tier: int) -> None:
     for slot_class in extents.classes.values():
         numbers = np.concatenate([extents.slots_of(e) for e in slot_class.extents])
         unused = (extents.owner[numbers] < 0) & (extents.refs[numbers] == 0)
+        unused &= ~np.isin(extents.place[numbers] >> np.uint64(32), list(extents.leaving))
         assert set(numbers[unused].tolist()) == free & set(numbers.tolist()), "used + free is not capacity"
-        known = len(r.tiers[tier].policies.get(slot_class.slot_bytes, ()))
+        known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((extents.owner[numbers] >= 0).sum())
         assert known == owned, "the policy knows other blocks than the tier holds"
+
+
+def _check_tenants(ledger: Ledger, tier: int) -> None:
+    extents = ledger.residency.tiers[tier].extents
+    holdings, shrinking = extents.holdings, ledger.transfers.eviction.shrinking
+    n = len(holdings.extents)
+    held, used = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    for pool, members in extents.classes.items():
+        numbers = np.concatenate([extents.slots_of(e) for e in members.extents])
+        busy = (extents.owner[numbers] >= 0) | (extents.refs[numbers] > 0)
+        held[pool.tenant] += len(members.extents)
+        used[pool.tenant] += int(busy.sum()) * pool.slot_bytes
+    for tenant, numbers_of in extents.promised.items():
+        held[tenant] += len(numbers_of)
+    for tenant in extents.renewing.values():
+        held[tenant] += tenant >= 0
+    assert (held == holdings.extents).all(), "extents of tenants miscounted"
+    assert (used == holdings.used).all(), "bytes of tenants miscounted"
+    lacking = np.maximum(holdings.floor - held, 0).sum()
+    assert lacking == holdings.unmet, "what floors lack is miscounted"
+    assert not extents.leaving & set(extents.unassigned), "an extent is leaving and has left"
+    for tenant in np.flatnonzero(used > holdings.limit).tolist():
+        assert (tier, tenant) in shrinking or holdings.limit[tenant] == 0, "a tenant is over its limit"
+    everything = len(extents.ready) + len(extents.renewing)
+    spread = int(held.sum()) + len(extents.unassigned) + sum(t < 0 for t in extents.renewing.values())
+    assert everything == spread, "extents got lost between tenants"
+    for space in ledger.spaces.values():
+        if not space.moved:
+            rows = np.flatnonzero(ledger.residency.blocks.namespace == space.number)
+            rows = rows[ledger.residency.blocks.state[rows] != FREE]
+            slots = ledger.residency.blocks.slot[tier, rows]
+            slots = slots[slots >= 0]
+            assert extents.are_of(space.pools[tier], slots).all(), "a block is in another tenant's extent"
 
 
 def _references(ledger: Ledger, tier: int) -> list[Slots]:

@@ -20,6 +20,7 @@ class OpenNamespace:
     """Namespace number `namespace` exists, its payloads are `block_bytes` long, and it is `tenant`'s.
 
     `domain` says who may map its extents; `ttl_s` after they were stored, blocks are misses (0: never).
+    `extra_bytes` come on top of each payload below tier 0, where what is stored may be sealed.
     """
 
     request: int
@@ -28,6 +29,7 @@ class OpenNamespace:
     tenant: int = 0
     domain: int = 0
     ttl_s: float = 0.0
+    extra_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -226,16 +228,25 @@ class Scrub:
 class ExtentReady:
     """An extent of tier number `tier` can be used.
 
-    `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones, `domain`
-    whose it was. `replaces` is the number of the extent that it was renewed from, -1 for a first one.
+    `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones, `tenant`
+    and `domain` whose it was. `replaces` is the extent that it was renewed from, -1 for a first one.
     """
 
     tier: int
     extent: int
     slot_bytes: int = 0
     versions: npt.NDArray[np.uint32] | None = None
+    tenant: int = 0
     domain: int = 0
     replaces: int = -1
+
+
+@dataclass(slots=True)
+class ExtentLost:
+    """An extent that was to be renewed could not be; there is one less."""
+
+    tier: int
+    extent: int
 
 
 @dataclass(slots=True)
@@ -248,6 +259,8 @@ class ExtentsEnd:
 @dataclass(slots=True)
 class Restore:
     """Blocks that tier number `tier` already holds, coldest last. One entry a block in every column.
+
+    `ends` is when a block may not be served any more, in the clock of `now`; infinity: never.
 
     Tiers are restored from the lowest up: where two disagree about a block, the later event is right.
     """
@@ -262,6 +275,7 @@ class Restore:
     index: npt.NDArray[np.uint32]
     version: npt.NDArray[np.uint64]
     checksum: npt.NDArray[np.uint64]
+    ends: npt.NDArray[np.float64]
 
     def only(self, which: npt.NDArray[np.bool_]) -> Restore:
         """The same for some of the blocks."""
@@ -305,6 +319,7 @@ Event = (
     | ProbeDone
     | Scrub
     | ExtentReady
+    | ExtentLost
     | ExtentsEnd
     | Restore
     | Flush

@@ -1,4 +1,5 @@
-"""Slots: the one allocator of every tier. An extent is given to one slot size and cut into equal slots.
+"""Slots: the one allocator of every tier. An extent is given to one pool (whose it is, who may map it, how
+large its slots are) and cut into equal slots.
 
 Slots carry flat numbers within their tier. A slot is in use while a row owns it or somebody refers to it
 (a lease, a reservation, a copy under way), and free otherwise: so a dropped block's slot is never reused
@@ -9,12 +10,14 @@ Not covered: what the bytes are, and where they physically are; the shell knows 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Picked, Rows
+from kvstore.core.tenants import Holdings, Pool
 from kvstore.types import SLOT_RECORD, Geometry
 
 Slots = Rows
@@ -22,13 +25,22 @@ Slots = Rows
 
 @dataclass(slots=True)
 class SlotClass:
-    """All extents of one slot size: which ones, and a stack of their free slots."""
+    """All extents of one pool: which ones, and a stack of their free slots."""
 
-    slot_bytes: int
+    pool: Pool
+    number: int
     extents: list[int] = field(default_factory=list)
     total: int = 0
     free: int = 0
     stack: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def widen(self, more: int) -> None:
+        """So many slots more belong to it."""
+        self.total += more
+        if self.total > len(self.stack):
+            wider = np.zeros(max(self.total, 2 * len(self.stack)), np.int32)
+            wider[: self.free] = self.stack[: self.free]
+            self.stack = wider
 
     def push(self, slots: Slots) -> None:
         """Slots that became free."""
@@ -46,6 +58,8 @@ class SlotClass:
 class Extents:
     """Extents of `extent_bytes` up to `limit_bytes`. `max_slots` bounds the columns.
 
+    `promised` has extents that are a tenant's, but not cut yet; `renewing` those that are being made anew,
+    and for whom (-1: nobody); from those that are `leaving` nothing is handed out.
     `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
     `slotless` counts how often an extent could not be cut for want of columns: blocks far below 16 KiB.
     """
@@ -67,25 +81,56 @@ class Extents:
         self._base: dict[int, int] = {}
         self._ranges: list[tuple[int, int]] = []
         self.unassigned: list[int] = []
+        self.promised: dict[int, list[int]] = {}
         self.ready: set[int] = set()
-        self.classes: dict[int, SlotClass] = {}
+        self.renewing: dict[int, int] = {}
+        self.leaving: set[int] = set()
+        self.classes: dict[Pool, SlotClass] = {}
+        self._numbered: dict[int, SlotClass] = {}
+        self._class_at = np.zeros(0, np.int32)
+        self._class_numbers = 0
+        self.holdings = Holdings(extent_bytes)
         self.retired: set[int] = set()
         self.slotless = 0
 
     # -- extents
 
-    def add(self, extent: int) -> None:
+    def add(self, extent: int, replaces: int = -1) -> None:
         """An extent has become usable. Raises AssertionError beyond the limit: never exceed."""
         assert extent not in self.ready
+        tenant = self.renewing.pop(replaces, -1)
         self.ready.add(extent)
-        assert len(self.ready) * self.extent_bytes <= self.limit_bytes
-        self.unassigned.append(extent)
-        self.unassigned.sort(reverse=True)
+        assert (len(self.ready) + len(self.renewing)) * self.extent_bytes <= self.limit_bytes
+        if tenant >= 0:
+            self.promised.setdefault(tenant, []).append(extent)
+        else:
+            self.unassigned.append(extent)
+            self.unassigned.sort(reverse=True)
+
+    def promise(self, extent: int, tenant: int) -> None:
+        """An unassigned extent is a tenant's from now on, to be cut when it wants to."""
+        self.unassigned.remove(extent)
+        self.promised.setdefault(tenant, []).append(extent)
+        self.holdings.hold(tenant, 1)
+
+    def lose(self, extent: int) -> None:
+        """An extent could not be made anew."""
+        tenant = self.renewing.pop(extent)
+        if tenant >= 0:
+            self.holdings.hold(tenant, -1)
+
+    def renew(self, extent: int, tenant: int) -> None:
+        """An extent without a pool is being made anew, for a tenant, or for nobody (-1)."""
+        self.unassigned.remove(extent)
+        self.ready.discard(extent)
+        self.renewing[extent] = tenant
+        if tenant >= 0:
+            self.holdings.hold(tenant, 1)
 
     def slots_of(self, extent: int) -> Slots:
         """The flat numbers of an assigned extent's slots."""
         base = self._base[extent]
-        return np.arange(base, base + self.geometry(int(self._class_of(extent))).slots)
+        return np.arange(base, base + self.geometry(self.class_of(extent).pool.slot_bytes).slots)
 
     def geometry(self, slot_bytes: int) -> Geometry:
         """How an extent of this tier is cut for a slot size."""
@@ -95,52 +140,96 @@ class Extents:
         """How many slots of a size there are if all extents are given to it."""
         return self.limit_bytes // self.extent_bytes * self.geometry(slot_bytes).slots
 
-    def _class_of(self, extent: int) -> int:
-        return next(size for size, c in self.classes.items() if extent in c.extents)
+    def class_of(self, extent: int) -> SlotClass:
+        """The class of an extent that has one."""
+        return self._numbered[int(self._class_at[extent])]
 
-    def assign(self, slot_bytes: int, extent: int | None = None) -> int | None:
-        """Gives an unassigned extent (or the one named) to a slot size; None when there is none."""
-        slots = self.geometry(slot_bytes).slots
+    def pool_at(self, extent: int) -> Pool | None:
+        """The pool of an extent, None if it has none or there is no such extent."""
+        return self.class_of(extent).pool if extent in self._base else None
+
+    def assign(self, pool: Pool, extent: int | None = None) -> int | None:
+        """Gives an extent that the pool's tenant may have (or the one named) to a pool; None if none."""
+        slots = self.geometry(pool.slot_bytes).slots
+        own = self.promised.get(pool.tenant, [])
         if extent is None:
-            if not self.unassigned or not slots:
+            if not slots or not (own or self.holdings.may_hold_one_more(pool.tenant, len(self.unassigned))):
                 return None
-            extent = self.unassigned[-1]
+            extent = own[-1] if own else self.unassigned[-1]
         base = self._range(slots)
         if base is None:
             self.slotless += 1
             return None
-        self.unassigned.remove(extent)
+        if extent in own:
+            own.remove(extent)
+        else:
+            self.unassigned.remove(extent)
+            self.holdings.hold(pool.tenant, 1)
         self._base[extent] = base
         numbers = np.arange(base, base + slots)
         self.place[numbers] = np.arange(slots, dtype=np.uint64) | np.uint64(extent << 32)
         self.record["tier"][numbers] = self._tier
-        if slot_bytes not in self.classes:
-            self.classes[slot_bytes] = SlotClass(slot_bytes, stack=np.zeros(self._max_slots, np.int32))
-        pool = self.classes[slot_bytes]
-        pool.extents.append(extent)
-        pool.total += slots
+        if pool not in self.classes:
+            self._class_numbers += 1
+            self.classes[pool] = self._numbered[self._class_numbers] = SlotClass(pool, self._class_numbers)
+        members = self.classes[pool]
+        members.extents.append(extent)
+        members.widen(slots)
+        if extent >= len(self._class_at):
+            more = np.zeros(max(extent + 1, 2 * len(self._class_at)) - len(self._class_at), np.int32)
+            self._class_at = np.concatenate((self._class_at, more))
+        self._class_at[extent] = members.number
         # Highest first: the stack then hands slots out in ascending order, so that a batch lies in a row.
-        pool.push(numbers[::-1])
+        members.push(numbers[::-1])
         return extent
 
-    def withdraw(self, extent: int) -> None:
-        """Takes an extent whose slots are all free away from its slot size."""
-        size = self._class_of(extent)
+    def leave(self, extent: int) -> None:
+        """From now on no slot of this extent is handed out: it is about to be withdrawn."""
+        self.leaving.add(extent)
+        members = self.class_of(extent)
+        stack = members.stack[: members.free]
+        kept = stack[self.place[stack] >> np.uint64(32) != extent]
+        members.stack[: len(kept)] = kept
+        members.free = len(kept)
+
+    def stay(self, extent: int) -> None:
+        """Undoes `leave`."""
+        self.leaving.discard(extent)
         numbers = self.slots_of(extent)
+        self.class_of(extent).push(numbers[(self.owner[numbers] < 0) & (self.refs[numbers] == 0)])
+
+    def withdraw(self, extent: int) -> None:
+        """Takes an extent that is leaving, and nothing of which is in use, away from its pool."""
+        members = self.class_of(extent)
+        numbers = self.slots_of(extent)
+        gone = self.retired.intersection(numbers.tolist())
+        self.retired -= gone
+        self.refs[list(gone)] -= 1
+        self.holdings.use(members.pool.tenant, -len(gone) * members.pool.slot_bytes)
         assert (self.owner[numbers] < 0).all()
         assert not self.refs[numbers].any()
-        pool = self.classes[size]
-        stack = pool.stack[: pool.free]
-        kept = stack[self.place[stack] >> np.uint64(32) != extent]
-        pool.stack[: len(kept)] = kept
-        pool.free = len(kept)
-        pool.extents.remove(extent)
-        pool.total -= len(numbers)
-        if not pool.extents:
-            del self.classes[size]
+        self.leaving.remove(extent)
+        members.extents.remove(extent)
+        members.total -= len(numbers)
+        if not members.extents:
+            del self.classes[members.pool], self._numbered[members.number]
         self._ranges.append((int(numbers[0]), len(numbers)))
         del self._base[extent]
+        self._class_at[extent] = 0
         self.unassigned.append(extent)
+        self.holdings.hold(members.pool.tenant, -1)
+
+    def references(self, extent: int) -> npt.NDArray[np.int32]:
+        """References on each slot of an extent; that a slot is retired is none."""
+        numbers = self.slots_of(extent)
+        refs = self.refs[numbers]
+        if self.retired:
+            refs -= np.isin(numbers, list(self.retired))
+        return refs
+
+    def is_used(self, extent: int) -> bool:
+        """Whether rows own slots of it, or somebody refers to them."""
+        return bool((self.owner[self.slots_of(extent)] >= 0).any() or (self.references(extent) > 0).any())
 
     def _range(self, count: int) -> int | None:
         for i, (base, length) in enumerate(self._ranges):
@@ -172,14 +261,15 @@ class Extents:
 
     # -- slots
 
-    def free(self, slot_bytes: int) -> int:
-        """Free slots of a size, not counting unassigned extents."""
-        pool = self.classes.get(slot_bytes)
-        return pool.free if pool else 0
+    def free(self, pool: Pool) -> int:
+        """Free slots of a pool, not counting extents that are not cut."""
+        members = self.classes.get(pool)
+        return members.free if members else 0
 
-    def take(self, slot_bytes: int, n: int) -> Slots:
+    def take(self, pool: Pool, n: int) -> Slots:
         """Up to n free slots, each with one reference and a new version; the taker owns that reference."""
-        slots = self.classes[slot_bytes].pop(n)
+        slots = self.classes[pool].pop(n)
+        self.holdings.use(pool.tenant, len(slots) * pool.slot_bytes)
         self.refs[slots] = 1
         self.version[slots] += 1
         return slots
@@ -218,21 +308,40 @@ class Extents:
         if not len(slots) or self.owner[slots].min() >= 0:
             return
         unused = slots[(self.refs[slots] == 0) & (self.owner[slots] < 0)]
-        if len(unused):
-            self.classes[self.class_size(unused)].push(unused)
+        for members, some in self.by_class(unused):
+            self.holdings.use(members.pool.tenant, -len(some) * members.pool.slot_bytes)
+            members.push(self._staying(some))
 
-    def class_size(self, slots: npt.NDArray[np.signedinteger]) -> int:
-        """The slot size of slots that share one."""
+    def _staying(self, slots: Slots) -> Slots:
+        """Those of extents that are not leaving."""
+        if not self.leaving:
+            return slots
+        extents = (self.place[slots] >> np.uint64(32)).astype(np.int64)
+        return slots[~np.isin(extents, list(self.leaving))]
+
+    def by_class(self, slots: Slots) -> Iterator[tuple[SlotClass, Slots]]:
+        """The classes that slots belong to, mostly one, and which ones of them."""
         if len(self.classes) == 1:
-            return next(iter(self.classes))
-        return self._class_of(int(self.place[slots[0]]) >> 32)
+            if len(slots):
+                yield next(iter(self.classes.values())), slots
+            return
+        numbers = self._class_at[(self.place[slots] >> np.uint64(32)).astype(np.int64)]
+        for number in np.unique(numbers).tolist():
+            yield self._numbered[number], slots[numbers == number]
 
-    def are_of(self, slot_bytes: int, slots: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.bool_]:
-        """Which of these slots have this size."""
+    def pool_of(self, slot: int) -> Pool:
+        """The pool of one slot."""
+        return self.class_of(int(self.place[slot]) >> 32).pool
+
+    def are_of(self, pool: Pool, slots: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.bool_]:
+        """Which of these slots are in this pool."""
+        if pool not in self.classes:
+            return np.zeros(len(slots), np.bool_)
         if len(self.classes) == 1:
             return np.ones(len(slots), np.bool_)
         extents = (self.place[slots] >> np.uint64(32)).astype(np.int64)
-        return np.isin(extents, self.classes[slot_bytes].extents)
+        same: npt.NDArray[np.bool_] = self._class_at[extents] == self.classes[pool].number
+        return same
 
     def has(self, extents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Which of these extents are assigned to a slot size."""
@@ -244,17 +353,16 @@ class Extents:
         bases[list(self._base)] = list(self._base.values())
         return bases[extents] + indexes
 
-    def claim(
-        self, slot_bytes: int, slots: Slots, rows: Slots, versions: Slots, checksums: npt.NDArray[np.uint64]
-    ) -> None:
+    def claim(self, slots: Slots, rows: Slots, versions: Slots, checksums: npt.NDArray[np.uint64]) -> None:
         """Start-up: these free slots turn out to be owned."""
-        pool = self.classes[slot_bytes]
         self.own(slots, rows, checksums)
         self.version[slots] = versions
-        stack = pool.stack[: pool.free]
-        kept = stack[self.owner[stack] < 0]
-        pool.stack[: len(kept)] = kept
-        pool.free = len(kept)
+        for members, _ in self.by_class(slots):
+            stack = members.stack[: members.free]
+            kept = stack[self.owner[stack] < 0]
+            self.holdings.use(members.pool.tenant, (len(stack) - len(kept)) * members.pool.slot_bytes)
+            members.stack[: len(kept)] = kept
+            members.free = len(kept)
 
     # -- counting
 
@@ -266,7 +374,7 @@ class Extents:
     @property
     def used_bytes(self) -> int:
         """Bytes of the slots in use."""
-        return sum((c.total - c.free) * c.slot_bytes for c in self.classes.values())
+        return int(self.holdings.used.sum())
 
     def ram_bytes(self) -> int:
         """Bytes of the columns and stacks."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,11 @@ from kvstore.core.actions import Action, Deny
 from kvstore.core.blocks import Picked, Rows
 from kvstore.core.extents import Slots
 from kvstore.core.residency import Residency
+from kvstore.core.tenants import Pool, Space
 from kvstore.core.transfers import Transfers
-from kvstore.types import slot_bytes
 
 NONE = np.empty(0, np.int64)
+_RETRY_S = 0.05
 
 
 @dataclass(slots=True)
@@ -37,8 +39,8 @@ class Reservation:
     """Slots of tier 0 that a writer may fill, and the rows they will belong to."""
 
     client: int
-    namespace: int
-    slot_bytes: int
+    space: Space
+    pool: Pool
     rows: Rows
     slots: Slots
     alive: npt.NDArray[np.bool_]
@@ -49,7 +51,7 @@ class Waiter:
     """An Acquire whose blocks are still on their way up. slot -1: not there yet."""
 
     event: ev.Acquire
-    slot_bytes: int
+    space: Space
     rows: Rows
     slots: Slots
     tiers: npt.NDArray[np.uint8]
@@ -62,9 +64,59 @@ class Probing:
 
     request: int
     tier: int
-    slot_bytes: int
     rows: Rows
     slots: Slots
+
+
+class Stalled:
+    """Requests that hold nothing, and are tried again as a whole when something has got free."""
+
+    def __init__(self) -> None:
+        self._tenant_of: dict[int, int] = {}
+        self._by_tenant: dict[int, dict[int, ev.Acquire | ev.Reserve]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tenant_of)
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._tenant_of
+
+    def count(self, tenant: int) -> int:
+        """How many of a tenant there are."""
+        return len(self._by_tenant.get(tenant, ()))
+
+    def add(self, tenant: int, event: ev.Acquire | ev.Reserve) -> None:
+        """One more, behind those of the same tenant."""
+        self._tenant_of[event.request] = tenant
+        self._by_tenant.setdefault(tenant, {})[event.request] = event
+
+    def pop(self, request: int) -> ev.Acquire | ev.Reserve:
+        """Takes one out."""
+        tenant = self._tenant_of.pop(request)
+        mine = self._by_tenant[tenant]
+        event = mine.pop(request)
+        if not mine:
+            del self._by_tenant[tenant]
+        return event
+
+    def of_client(self, client: int) -> list[int]:
+        """The requests of a connection."""
+        return [n for mine in self._by_tenant.values() for n, e in mine.items() if e.client == client]
+
+    def next(self, n: int) -> list[int]:
+        """Up to n requests to try again: each tenant's oldest first, and the tenants in turns."""
+        out: list[int] = []
+        for tenant in list(self._by_tenant)[:n]:
+            mine = self._by_tenant.pop(tenant)
+            self._by_tenant[tenant] = mine
+            out.append(next(iter(mine)))
+        if len(out) < n:
+            rest = (r for mine in self._by_tenant.values() for r in list(mine)[1 : n + 1])
+            out += [r for r, _ in zip(rest, range(n - len(out)), strict=False)]
+        return out
 
 
 @dataclass(slots=True)
@@ -75,6 +127,8 @@ class Limits:
     reserve_keys: int = 128
     leases_per_client: int = 1024
     namespaces: int = 4096
+    namespaces_per_tenant: int = 4096
+    waiting_per_tenant: int = 1024
 
     def __post_init__(self) -> None:
         self.reserve_keys = min(self.reserve_keys, self.batch_keys)
@@ -87,16 +141,17 @@ class Ledger:
         self.residency = residency
         self.transfers = transfers
         self.limits = limits
-        self.namespaces: dict[int, int] = {}
+        self.spaces = residency.spaces
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.writers: Counter[int] = Counter()
         self.waiting: dict[int, Waiter] = {}
         self.wanted_by: dict[int, list[int]] = {}
-        self.stalled: dict[int, ev.Acquire | ev.Reserve] = {}
+        self.stalled = Stalled()
         self.deadlines: list[tuple[float, int]] = []
         self.probes: dict[int, Probing] = {}
         self.held: dict[int, set[int]] = {}
+        self.ending: list[tuple[float, int, Rows]] = []
         self._last = 0
 
     def say(self, action: Action) -> None:
@@ -108,18 +163,22 @@ class Ledger:
         self._last += 1
         return self._last
 
-    def slot_bytes(self, event: Any) -> int:
-        """The slot size of the event's namespace; 0 (and a Deny) if the request cannot be served."""
-        size = self.namespaces.get(event.namespace)
-        if size is None:
+    def space(self, event: Any) -> Space | None:
+        """The event's namespace; None (and a Deny) if the request cannot be served."""
+        space = self.spaces.get(event.namespace)
+        if space is None or space.closed:
             hint = "open the namespace on this connection first"
             self.say(Deny(event.request, f"unknown namespace {event.namespace}", hint))
-            return 0
+            return None
         if event.keys.n > self.limits.batch_keys:
             hint = f"at most {self.limits.batch_keys} keys a call"
             self.say(Deny(event.request, f"{event.keys.n} keys in one call", hint))
-            return 0
-        return slot_bytes(size)
+            return None
+        return space
+
+    def end_at(self, when: float, rows: Rows) -> None:
+        """Blocks that are to be forgotten then, unless they have another end by that time."""
+        heapq.heappush(self.ending, (when, self.next_number(), rows))
 
     def hold(self, client: int) -> int:
         """A new lease number for a client, or 0 beyond its limit."""
@@ -129,6 +188,12 @@ class Ledger:
         number = self.next_number()
         held.add(number)
         return number
+
+    def drop_lease(self, number: int) -> None:
+        """A lease ends."""
+        lease = self.leases.pop(number)
+        self.held[lease.client].discard(number)
+        self.residency.tiers[0].extents.release(lease.slots)
 
     def may_hold(self, client: int) -> bool:
         """Whether `hold` would give a number."""
@@ -141,15 +206,22 @@ class Ledger:
 
     def room_is_coming(self, event: ev.Acquire | ev.Reserve, now: float) -> bool:
         """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
-        t = self.transfers
-        moving = (t.writes_in_flight > 0 or t.reads_in_flight > 0) and not self.residency.fenced
-        return event.deadline > now and (moving or any(t.growing for t in self.residency.tiers))
+        if event.deadline <= now:
+            return False
+        moving = bool(self.transfers.under_way) and not self.residency.out_of_reach
+        growing = any(t.growing for t in self.residency.tiers)
+        return moving or growing or self.transfers.eviction.under_way
 
     def remind(self, event: ev.Acquire | ev.Reserve) -> None:
         """A Tick at the event's deadline has to look at it."""
         heapq.heappush(self.deadlines, (event.deadline, event.request))
 
-    def stall(self, event: ev.Acquire | ev.Reserve) -> None:
+    def stall(self, event: ev.Acquire | ev.Reserve, tenant: int) -> None:
         """The request holds nothing, and is tried again as a whole when something has got free."""
-        self.stalled[event.request] = event
+        if self.stalled.count(tenant) >= self.limits.waiting_per_tenant:
+            hint = "fewer calls at a time, or with shorter deadlines"
+            self.residency.counters["busy_requests"] += 1
+            self.say(Deny(event.request, "too many requests of this tenant wait for room", hint, _RETRY_S))
+            return
+        self.stalled.add(tenant, event)
         self.remind(event)

@@ -12,20 +12,21 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Action, Answer, Deny, Found
+from kvstore.core.actions import Action, Answer, Deny
 from kvstore.core.blocks import LIVE
 from kvstore.core.check import check
+from kvstore.core.forgetting import Forgetting
 from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import Ledger, Limits
 from kvstore.core.reads import Reads
 from kvstore.core.residency import Residency, TierSpec
 from kvstore.core.restoring import restore
+from kvstore.core.tenants import Pool, Space
 from kvstore.core.transfers import Transfers
 from kvstore.core.writes import Writes
 from kvstore.types import slot_bytes
@@ -42,7 +43,10 @@ _FREES = {
     ev.CopyDone,
     ev.ClientLost,
     ev.ExtentReady,
+    ev.ExtentLost,
     ev.ExtentsEnd,
+    ev.Forget,
+    ev.ForgetTenant,
     ev.Tick,
 }
 """Events after which somebody who waits may go on."""
@@ -67,15 +71,20 @@ class Placement:
         self.ledger = Ledger(self.residency, self.transfers, self.limits)
         self._reads = Reads(self.ledger)
         self._writes = Writes(self.ledger, write_policy == "write_through")
-        keeping = Keeping(self.ledger, self._reads)
+        self._keeping = keeping = Keeping(self.ledger, self._reads)
+        self._forgetting = Forgetting(self.ledger, keeping)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: self._open,
+            ev.SetTenant: self._set_tenant,
+            ev.Publish: self._publish,
+            ev.Forget: self._forgetting.forget,
+            ev.ForgetTenant: self._forgetting.forget_tenant,
             ev.Reserve: self._writes.reserve,
             ev.Commit: self._writes.commit,
             ev.Abort: self._writes.abort,
             ev.Acquire: self._reads.acquire,
             ev.Release: self._reads.release,
-            ev.Lookup: self._lookup,
+            ev.Lookup: self._reads.lookup,
             ev.Prefetch: self._reads.prefetch,
             ev.Pin: keeping.pin,
             ev.Unpin: keeping.unpin,
@@ -85,6 +94,7 @@ class Placement:
             ev.CopyDone: self._copy_done,
             ev.ProbeDone: keeping.probe_done,
             ev.ExtentReady: self._extent_ready,
+            ev.ExtentLost: self._extent_lost,
             ev.ExtentsEnd: self._extents_end,
             ev.Scrub: keeping.scrub,
             ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
@@ -95,28 +105,34 @@ class Placement:
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
         self.residency.settle()
-        self.transfers.at(now)
+        self.residency.now = now
         self._handlers[type(event)](event, now)
         if type(event) in _FREES:
             self._go_on(now)
+        self.transfers.start()
         actions, self.residency.out = self.residency.out, []
         return actions
 
     def next_wakeup(self) -> float | None:
         """When a Tick is due at the latest, or None."""
         r, deadlines = self.residency, self.ledger.deadlines
-        wake = min(deadlines[0][0] if deadlines else math.inf, self.transfers.fences_at())
-        for tier in r.tiers:
-            if tier.closed_until:
-                wake = min(wake, tier.closed_until)
+        wake = min(
+            deadlines[0][0] if deadlines else math.inf,
+            self.transfers.wakes_at(r.now),
+            self.transfers.eviction.wakes_at(r.now),
+            self._forgetting.wakes_at(r.now),
+        )
         if r.pins:
             wake = min(wake, *r.pins.values())
         return None if wake == math.inf else wake
 
-    def reconfigure(self, write_policy: str, leases_per_client: int) -> None:
+    def reconfigure(
+        self, write_policy: str, leases_per_client: int, namespaces: int, namespaces_per_tenant: int
+    ) -> None:
         """From now on."""
         self._writes.write_through = write_policy == "write_through"
         self.limits.leases_per_client = leases_per_client
+        self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
 
     @property
     def counters(self) -> Counter[str]:
@@ -127,32 +143,52 @@ class Placement:
         """Asserts every invariant; costs time proportional to the state. For tests and debugging."""
         check(self.ledger)
 
-    # -- namespaces, look-ups
+    # -- namespaces, tenants
 
     def _open(self, event: ev.OpenNamespace, now: float) -> None:
-        top = self.residency.tiers[0].extents
-        size = slot_bytes(event.block_bytes)
-        if (
-            event.namespace not in self.ledger.namespaces
-            and len(self.ledger.namespaces) >= self.limits.namespaces
-        ):
-            self.ledger.say(
-                Deny(event.request, f"{len(self.ledger.namespaces)} namespaces are open", "use fewer layouts")
-            )
-        elif not top.geometry(size).slots:
+        r, spaces = self.residency, self.residency.spaces
+        upper = Pool(event.tenant, event.domain, slot_bytes(event.block_bytes))
+        lower = Pool(event.tenant, event.tenant, slot_bytes(event.block_bytes + event.extra_bytes))
+        top = r.tiers[0].extents
+        known = spaces.get(event.namespace)
+        if known is None and (why := self._too_many(event.tenant)):
+            self.ledger.say(Deny(event.request, why, "use fewer layouts, or raise the limit"))
+        elif not top.geometry(upper.slot_bytes).slots:
             why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
             self.ledger.say(Deny(event.request, why, "raise dram.limit"))
+        elif known is not None:
+            known.ttl_s = event.ttl_s
+            self.ledger.say(Answer(event.request, event.namespace))
         else:
-            self.ledger.namespaces[event.namespace] = event.block_bytes
+            pools = (upper, *[lower] * (len(r.tiers) - 1))
+            spaces[event.namespace] = Space(event.namespace, event.block_bytes, pools, event.ttl_s)
             self.ledger.say(Answer(event.request, event.namespace))
 
-    def _lookup(self, event: ev.Lookup, now: float) -> None:
-        if self.ledger.slot_bytes(event):
-            # While parents may be missing or being written, every key has to be looked at.
-            r = self.residency
-            gaps = r.holes[event.namespace] > 0 or self.ledger.writers[event.namespace] > 0 or r.fenced
-            find = r.count_prefix if gaps else r.search_prefix
-            self.ledger.say(Found(event.request, find(event.namespace, event.keys), gaps))
+    def _too_many(self, tenant: int) -> str:
+        spaces, limits = self.residency.spaces, self.limits
+        open_now = [s for s in spaces.values() if not s.closed]
+        if len(open_now) >= limits.namespaces:
+            return f"{len(open_now)} namespaces are open, and no more can be"
+        mine = sum(s.tenant == tenant for s in open_now)
+        if mine >= limits.namespaces_per_tenant:
+            return f"this tenant has {mine} namespaces open, and may not have more"
+        return ""
+
+    def _set_tenant(self, event: ev.SetTenant, now: float) -> None:
+        r = self.residency
+        for tier, quota in enumerate(event.quotas):
+            r.tiers[tier].extents.holdings.set(event.tenant, quota)
+            r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
+            self.transfers.eviction.shrinking.add((tier, event.tenant))
+        self._keeping.pin_bytes[event.tenant] = event.pin_bytes
+
+    def _publish(self, event: ev.Publish, now: float) -> None:
+        space = self.residency.spaces[event.namespace]
+        pool = space.pools[0]._replace(domain=event.domain)
+        if pool != space.pools[0]:
+            space.pools, space.moved = (pool, *space.pools[1:]), True
+            self._keeping.move(space)
+        self.ledger.say(Answer(event.request, 0))
 
     # -- results, clients, time
 
@@ -164,7 +200,7 @@ class Placement:
     def _go_on(self, now: float) -> None:
         """Something got free: writes from the backlog, and those who wait for room, oldest first."""
         self.transfers.pump()
-        for request in list(islice(self.ledger.stalled, _RETRIES)):
+        for request in self.ledger.stalled.next(_RETRIES):
             self._try_again(self.ledger.stalled.pop(request), now)
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
@@ -176,11 +212,11 @@ class Placement:
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.ledger.waiting.items() if w.event.client == event.client]:
             self._reads.answer_waiter(self.ledger.waiting.pop(request))
-        for request in [k for k, s in self.ledger.stalled.items() if s.client == event.client]:
-            del self.ledger.stalled[request]
+        for request in self.ledger.stalled.of_client(event.client):
+            self.ledger.stalled.pop(request)
         for lease in sorted(self.ledger.held.get(event.client, ())):
             if lease in self.ledger.leases:
-                self.residency.tiers[0].extents.release(self.ledger.leases.pop(lease).slots)
+                self.ledger.drop_lease(lease)
             else:
                 self._writes.abort(ev.Abort(event.client, lease), now)
         self.ledger.held.pop(event.client, None)
@@ -192,22 +228,24 @@ class Placement:
                 self._reads.answer_waiter(self.ledger.waiting.pop(request))
             elif request in self.ledger.stalled:
                 self._try_again(self.ledger.stalled.pop(request), now)
-        self.transfers.fence()
+        self.transfers.at(now)
+        self.transfers.eviction.at(now)
+        self._forgetting.at(now)
         for row in [r for r, until in self.residency.pins.items() if until <= now]:
             self.residency.unpin(row)
-        for tier in self.residency.tiers:
-            if tier.closed_until and tier.closed_until <= now:
-                tier.closed_until = 0.0
 
     # -- start and stop
 
     def _extent_ready(self, event: ev.ExtentReady, now: float) -> None:
         extents = self.residency.tiers[event.tier].extents
-        extents.add(event.extent)
+        extents.add(event.extent, event.replaces)
         if event.slot_bytes:
-            extents.assign(event.slot_bytes, event.extent)
+            extents.assign(Pool(event.tenant, event.domain, event.slot_bytes), event.extent)
         if event.versions is not None:
             extents.version[extents.slots_of(event.extent)] = event.versions
+
+    def _extent_lost(self, event: ev.ExtentLost, now: float) -> None:
+        self.residency.tiers[event.tier].extents.lose(event.extent)
 
     def _extents_end(self, event: ev.ExtentsEnd, now: float) -> None:
         self.residency.tiers[event.tier].growing = False
@@ -216,11 +254,6 @@ class Placement:
         r = self.residency
         if len(r.tiers) > 1:
             alone = (r.blocks.state == LIVE) & (r.blocks.slot[0] >= 0) & (r.blocks.slot[1] < 0)
-            by_size: dict[int, list[int]] = {}
-            for row in np.flatnonzero(alone).tolist():
-                size = slot_bytes(self.ledger.namespaces[int(r.blocks.namespace[row])])
-                by_size.setdefault(size, []).append(row)
             self.transfers.backlog.clear()
-            for rows in by_size.values():
-                self.transfers.queue_writes(np.array(rows, np.int64))
+            self.transfers.queue_writes(np.flatnonzero(alone))
             self.transfers.pump()

@@ -1,4 +1,4 @@
-"""Requests that read: leases on blocks, after waiting for what is still on its way up; prefetch."""
+"""Requests that read: look-ups; leases on blocks, after waiting for what is still on its way up; prefetch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Grant
+from kvstore.core.actions import Answer, Found, Grant
 from kvstore.core.blocks import Picked, Rows
+from kvstore.core.devices import PREFETCH
 from kvstore.core.extents import Slots
 from kvstore.core.ledger import Lease, Ledger, Waiter
 from kvstore.core.residency import PROMOTING
+from kvstore.core.tenants import Space
 from kvstore.core.transfers import Arrived
 
 
 class Reads:
-    """Acquire, release, prefetch, and those who wait."""
+    """Lookup, acquire, release, prefetch, and those who wait."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -24,32 +26,61 @@ class Reads:
         self._hit_names = [f"hit_blocks_{t.spec.tier.name.lower()}" for t in self._r.tiers]
 
     def acquire(self, event: ev.Acquire, now: float) -> None:
-        size = self._ledger.slot_bytes(event)
-        if not size:
+        space = self._ledger.space(event)
+        if space is None:
             return None
         r = self._r
-        run = r.resident_run(event.namespace, event.keys)
+        foreign = space.moved and event.tenant != space.tenant
+        run = None if foreign or space.ttl_s else r.resident_run(event.namespace, event.keys)
         if run is not None:
             rows, slots = run
-            r.touch(rows, size)
+            r.touch(rows, space)
             r.tiers[0].extents.hold(slots)
-            return self._grant(event, size, slots, event.keys.n, None)
-        return self._acquire_some(event, size, now)
+            return self._grant(event, space, slots, event.keys.n, None)
+        return self._acquire_some(event, space, now)
 
-    def _acquire_some(self, event: ev.Acquire, size: int, now: float) -> None:
+    def _acquire_some(self, event: ev.Acquire, space: Space, now: float) -> None:
         """The long way: part of it is missing, in a lower tier, or scattered."""
         r = self._r
-        rows = r.prefix(event.namespace, event.keys)
+        rows = self._readable(event, space)
         slots = r.blocks.slot[0, rows].astype(np.int64)
         if len(rows):
-            r.touch(rows, size)
+            r.touch(rows, space)
         if (slots < 0).any():
-            return self._promote_for(event, size, rows, slots, now)
+            return self._promote_for(event, space, rows, slots, now)
         r.tiers[0].extents.hold(slots)
-        return self._grant(event, size, slots, len(rows), None)
+        return self._grant(event, space, slots, len(rows), None)
 
-    def _promote_for(self, event: ev.Acquire, size: int, rows: Rows, slots: Slots, now: float) -> None:
+    def _readable(self, event: ev.Acquire | ev.Lookup, space: Space) -> Rows:
+        """The stored prefix, up to what lies where the asker may not look: blocks from before publication."""
         r = self._r
+        rows = r.prefix(event.namespace, event.keys)
+        if space.moved and event.tenant != space.tenant:
+            slots = r.blocks.slot[0, rows]
+            seen = r.tiers[0].extents.are_of(space.pools[0], slots) | (slots < 0)
+            rows = rows if seen.all() else rows[: int(seen.argmin())]
+        return rows
+
+    def lookup(self, event: ev.Lookup, now: float) -> None:
+        space = self._ledger.space(event)
+        if space is None:
+            return
+        # While parents may be missing or being written, every key has to be looked at.
+        r = self._r
+        gaps = r.holes[event.namespace] > 0 or self._ledger.writers[event.namespace] > 0 or r.out_of_reach
+        gaps = gaps or space.ttl_s > 0 or (space.moved and event.tenant != space.tenant)
+        if not gaps and not event.recompute_s:
+            found = r.search_prefix(event.namespace, event.keys)
+        else:
+            rows = self._readable(event, space)
+            found = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s)
+        self._ledger.say(Found(event.request, found, gaps))
+
+    def _promote_for(self, event: ev.Acquire, space: Space, rows: Rows, slots: Slots, now: float) -> None:
+        r = self._r
+        if event.deadline > now:
+            n = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s)
+            rows, slots = rows[:n], slots[:n]
         tiers = np.full(len(rows), r.tiers[0].spec.tier, np.uint8)
         r.tiers[0].extents.hold(slots[slots >= 0])
         absent = slots < 0
@@ -59,14 +90,14 @@ class Reads:
         wanted = np.flatnonzero(absent & ~coming)
         cut = len(rows)
         if len(wanted):
-            n = self._transfers.promote(size, rows[wanted], patient=event.deadline > now)
+            n = self._transfers.promote(space, rows[wanted], event.tenant, patient=event.deadline > now)
             if n < len(wanted) and self._ledger.room_is_coming(event, now):
                 r.tiers[0].extents.release(slots[slots >= 0])
-                return self._ledger.stall(event)
+                return self._ledger.stall(event, event.tenant)
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
         r.tiers[0].extents.release(beyond[beyond >= 0])
-        waiter = Waiter(event, size, rows[:cut], slots[:cut], tiers[:cut])
+        waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut])
         waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
         if not waiter.missing or event.deadline <= now:
             return self.answer_waiter(waiter)
@@ -109,10 +140,10 @@ class Reads:
         rest = waiter.slots[n:]
         self._r.tiers[0].extents.release(rest[rest >= 0])
         self._r.counters["late_blocks"] += len(there) - n
-        self._grant(waiter.event, waiter.slot_bytes, waiter.slots[:n], n, waiter.tiers[:n])
+        self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n])
 
     def _grant(
-        self, event: ev.Acquire, size: int, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None
+        self, event: ev.Acquire, space: Space, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None
     ) -> None:
         """Answers an Acquire with n slots on which references are held. `tiers` None: all in tier 0."""
         r = self._r
@@ -131,30 +162,29 @@ class Reads:
             for state, name in zip(r.tiers, self._hit_names, strict=True):
                 r.counters[name] += int((tiers == state.spec.tier).sum())
         r.counters["missed_blocks"] += event.keys.n - n
-        r.counters["served_bytes"] += n * self._ledger.namespaces[event.namespace]
-        self._ledger.say(Grant(event.request, lease, size, slots_told))
+        r.counters["served_bytes"] += n * space.block_bytes
+        self._ledger.say(Grant(event.request, lease, space.pools[0].slot_bytes, slots_told))
         return None
 
     def release(self, event: ev.Release, now: float) -> None:
         lease = self._ledger.leases.get(event.lease)
         if lease is not None and lease.client == event.client:
-            del self._ledger.leases[event.lease]
-            self._ledger.held[event.client].discard(event.lease)
-            self._r.tiers[0].extents.release(lease.slots)
+            self._ledger.drop_lease(event.lease)
 
     def prefetch(self, event: ev.Prefetch, now: float) -> None:
-        size = self._ledger.slot_bytes(event)
-        if not size:
+        space = self._ledger.space(event)
+        if space is None:
             return
         r = self._r
         rows = r.prefix(event.namespace, event.keys)
         absent = rows[(r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)]
         there = rows[r.blocks.slot[0, rows] >= 0]
-        pool = r.tiers[0].extents.classes.get(size)
+        pool = r.tiers[0].extents.classes.get(space.pools[0])
         # Nobody waits for a prefetch: it may take an eighth of the tier, no more.
         bound = max(1, pool.total // 8) if pool else len(absent)
         held = r.blocks.slot[0, there].astype(np.int64)
         r.tiers[0].extents.hold(held)
-        n = self._transfers.promote(size, absent[:bound])
+        n = self._transfers.promote(space, absent[:bound], event.tenant, PREFETCH)
         r.tiers[0].extents.release(held)
+        r.counters["dropped_prefetch_blocks"] += len(absent) - n
         self._ledger.say(Answer(event.request, len(rows) - len(absent) + n))

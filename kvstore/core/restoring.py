@@ -10,7 +10,6 @@ from kvstore.core.blocks import HOLE, LIVE, Rows
 from kvstore.core.keys import Keys
 from kvstore.core.ledger import Ledger
 from kvstore.core.residency import Residency
-from kvstore.types import slot_bytes
 
 _AT_ONCE = 1 << 16
 
@@ -32,13 +31,16 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
         rows = taken[which] = _rows_for(r, namespace, _keys(event.keys, which, size))
         which, rows = which[rows >= 0], rows[rows >= 0]
         slots = extents.slots_at(event.extent[which].astype(np.int64), event.index[which].astype(np.int64))
-        room = slot_bytes(ledger.namespaces[namespace])
-        _disown_others(r, event, rows[r.blocks.checksum[rows] != event.checksum[which]], room)
+        _disown_others(r, event, rows[r.blocks.checksum[rows] != event.checksum[which]])
         r.blocks.checksum[rows] = event.checksum[which]
         r.blocks.slot[event.tier, rows] = slots
         versions = event.version[which].astype(np.int64)
-        extents.claim(room, slots, rows, versions, event.checksum[which])
-        r.policy(event.tier, room).insert(rows)
+        extents.claim(slots, rows, versions, event.checksum[which])
+        for members, some in extents.by_class(slots):
+            r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64))
+            # From before it was published, or taken back.
+            ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]
+        _end(ledger, rows, event.ends[which])
         if write_down:
             ledger.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
@@ -46,12 +48,21 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.tier.name.lower()}"] += len(group)
 
 
-def _disown_others(r: Residency, event: ev.Restore, rows: Rows, slot_bytes: int) -> None:
+def _end(ledger: Ledger, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
+    """Has blocks that have an end, in core time, end then."""
+    which = np.flatnonzero(ends < np.inf)
+    if len(which):
+        # Never 0, which is no end.
+        ledger.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
+        ledger.end_at(float(ends[which].min()), rows[which])
+
+
+def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
     """Copies in other tiers with other bytes under these keys: an earlier life was about to drop them."""
     for tier in range(len(r.tiers)):
         held = rows[r.blocks.slot[tier, rows] >= 0]
         if tier != event.tier and len(held):
-            r.give_up(tier, slot_bytes, held, vanish=False)
+            r.give_up(tier, held, vanish=False)
 
 
 def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies between tiers: started, bounded, joined, finished block by block.
+"""Copies between tiers: queued, started in turns, joined, finished block by block.
 
 A copy holds a reference on its source and its target slots until it ends, so neither is reused meanwhile.
 A copy that failed never becomes readable; a block that was given up meanwhile leaves both slots free.
@@ -7,39 +7,43 @@ A copy that failed never becomes readable; a block that was given up meanwhile l
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Copy, Drop, Identity
+from kvstore.core.actions import Copy, Drop, Identity, Probe
 from kvstore.core.blocks import LIVE, Rows
+from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK
 from kvstore.core.events import CORRUPT, OK, CopyDone
+from kvstore.core.eviction import Eviction
 from kvstore.core.extents import Slots
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
+from kvstore.core.tenants import Pool, Space
 
-_CHUNK_BYTES = 16 << 20
+_READ_BYTES = 4 << 20
+_WRITE_BYTES = 16 << 20
 _CHUNK_BLOCKS = 64
 _WRITES_IN_FLIGHT = 4
-_READS_IN_FLIGHT = 64
-_FAILURES_TO_CLOSE = 8
-_CLOSED_FOR_S = 30.0
-_QUIET_FOR_S = 5.0
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One copy under way. `alive` is False where the block was given up in the meantime."""
+    """One copy, queued or under way. `alive` is False where the block was given up in the meantime."""
 
     source: int
     target: int
-    slot_bytes: int
+    kind: int
+    nbytes: int
+    pool: Pool
     rows: Rows
     source_slots: Slots
     target_slots: Slots
     identity: Identity
     alive: npt.NDArray[np.bool_]
+    started: bool = False
 
 
 @dataclass(slots=True)
@@ -56,34 +60,35 @@ class Transfers:
 
     def __init__(self, residency: Residency) -> None:
         self._r = residency
+        self.eviction = Eviction(residency, self.demote)
         self.under_way: dict[int, Transfer] = {}
-        self.writes_in_flight = 0
-        self.reads_in_flight = 0
-        self.backlog: deque[Rows] = deque()
+        self.writing: Counter[int] = Counter()
+        self.backlog: dict[int, deque[Rows]] = {}
+        self._probes: dict[int, tuple[Probe, int]] = {}
         self._last = 0
-        self._now = 0.0
 
     # -- starting
 
-    def promote(self, slot_bytes: int, rows: Rows, patient: bool = False) -> int:
-        """Starts copying rows up to tier 0, each from the uppermost tier that holds it and can be read.
+    def promote(self, space: Space, rows: Rows, asker: int, kind: int = DEMAND, patient: bool = False) -> int:
+        """Queues copies of rows of a namespace up to tier 0, from the uppermost tier that can be read.
 
-        Returns for how many, counted from the first, there was room (also among reads in flight).
+        Returns for how many, counted from the first, there was room (also in the asker's queues).
         """
-        r = self._r
-        rows = rows[: _chunk(slot_bytes) * max(0, _READS_IN_FLIGHT - self.reads_in_flight)]
+        r, pool = self._r, space.pools[0]
+        room = min((t.device.room(asker, kind) for t in r.tiers[1:]), default=0)
+        rows = rows[: room // pool.slot_bytes]
         if not len(rows):
             return 0
         below = [(t, r.blocks.slot[i + 1, rows].astype(np.int64)) for i, t in enumerate(r.tiers[1:])]
         # What is about to move up must not lose its lower copy while room is made.
         for tier, slots in below:
             tier.extents.hold(slots[slots >= 0])
-        n = r.make_room(0, slot_bytes, len(rows), self.demote, patient)
+        n = self.eviction.make_room(0, pool, len(rows), patient)
         source = np.argmax(self._reachable(rows[:n]), axis=0) + 1
         for number in np.unique(source).tolist():
             some = rows[:n][source == number]
-            slots = r.tiers[0].extents.take(slot_bytes, len(some))
-            self._start(number, 0, slot_bytes, some, slots, PROMOTING)
+            slots = r.tiers[0].extents.take(pool, len(some))
+            self._queue(asker, kind, number, 0, space.pools[0], some, slots)
         for tier, slots in below:
             tier.extents.release(slots[slots >= 0])
         return n
@@ -91,97 +96,183 @@ class Transfers:
     def _reachable(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which lower tiers (from 1 on) have a copy of which rows, and can be read now."""
         there: npt.NDArray[np.bool_] = self._r.blocks.slot[1:, rows] >= 0
-        there[[t.fenced for t in self._r.tiers[1:]]] = False
+        there[[not t.device.readable for t in self._r.tiers[1:]]] = False
         return there
 
-    def demote(self, tier: int, slot_bytes: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def demote(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Starts writing rows down so that their slots here get free; False where that can't start now."""
-        started = self._write(tier, slot_bytes, rows)
+        started = self._write(tier, rows)
         self._r.blocks.moving[rows[started]] |= DEMOTE
         return started
 
     def queue_writes(self, rows: Rows) -> None:
         """Rows that the next tier should hold too, as soon as there is time."""
-        if len(self._r.tiers) > 1 and len(rows):
-            self.backlog.append(rows)
+        if len(self._r.tiers) > 1:
+            for space, some in self._r.by_space(rows):
+                self.backlog.setdefault(space.tenant, deque()).append(some)
 
     def pump(self) -> None:
-        """Starts writes from the backlog while fewer than the bound are in flight."""
-        blocks = self._r.blocks
-        while self.backlog and self.writes_in_flight < _WRITES_IN_FLIGHT:
-            rows = self.backlog.popleft()
-            todo = (blocks.state[rows] == LIVE) & (blocks.slot[0, rows] >= 0) & (blocks.moving[rows] == 0)
-            rows = rows[todo & (blocks.slot[1, rows] < 0)]
-            if not len(rows):
-                continue
-            extents = self._r.tiers[0].extents
-            slots = blocks.slot[0, rows]
-            size = extents.class_size(slots[:1])
-            # Since it was queued, a row may have been given to a block of another size.
-            alike = extents.are_of(size, slots)
-            if not alike.all():
-                self.backlog.appendleft(rows[~alike])
-                rows = rows[alike]
-            n = _chunk(size)
-            if len(rows) > n:
-                self.backlog.appendleft(rows[n:])
-            rest = rows[:n][~self._write(0, size, rows[:n])]
-            if not len(rest):
-                continue
-            below = self._r.tiers[1]
-            if below.takes_writes and (below.growing or below.moving):
-                self.backlog.appendleft(rest)
-                return
-            self._r.counters["unwritten_blocks"] += len(rest)
+        """Starts writes from the backlog while fewer than the bound are in flight, tenant by tenant."""
+        for tenant in list(self.backlog):
+            waiting = self.backlog.pop(tenant)
+            while waiting and self._write_chunks(tenant) > 0:
+                if not self._write_some(waiting):
+                    break
+            if waiting:
+                # Behind the others, who are next then.
+                self.backlog[tenant] = waiting
 
-    def _write(self, tier: int, slot_bytes: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Starts copying rows from `tier` to the next one, the first ones first, within the bounds."""
+    def _write_some(self, waiting: deque[Rows]) -> bool:
+        """Starts one write of those of one tenant; False if none can start for now."""
+        blocks, below = self._r.blocks, self._r.tiers[1]
+        rows = waiting.popleft()
+        todo = (blocks.state[rows] == LIVE) & (blocks.slot[0, rows] >= 0) & (blocks.moving[rows] == 0)
+        rows = rows[todo & (blocks.slot[1, rows] < 0)]
+        if not len(rows):
+            return True
+        # Since it was queued, a row may have been given to a block of another namespace.
+        (space, alike), *others = self._r.by_space(rows)
+        waiting.extendleft(some for _, some in others)
+        n = _chunk(space.pools[1].slot_bytes, _WRITE_BYTES)
+        if len(alike) > n:
+            waiting.appendleft(alike[n:])
+        rest = alike[:n][~self._write(0, alike[:n])]
+        if not len(rest):
+            return True
+        if below.device.takes_writes and (below.growing or below.device.moving or self.eviction.under_way):
+            waiting.appendleft(rest)
+            return False
+        self._r.counters["unwritten_blocks"] += len(rest)
+        return True
+
+    def _write_chunks(self, tenant: int) -> int:
+        """How many more writes of a tenant may be in flight: one always, more while all have few."""
+        free = _WRITES_IN_FLIGHT - self.writing.total()
+        return max(free, 1 - self.writing[tenant])
+
+    def _write(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Queues copies of rows from `tier` to the next one, the first ones first, within the bounds."""
         started = np.zeros(len(rows), np.bool_)
         target = tier + 1
-        if target >= len(self._r.tiers) or not self._r.tiers[target].takes_writes:
+        if target >= len(self._r.tiers) or not self._r.tiers[target].device.takes_writes:
             return started
-        room = _chunk(slot_bytes) * (_WRITES_IN_FLIGHT + 2 - self.writes_in_flight)
-        todo = np.flatnonzero(self._r.blocks.moving[rows] == 0)[: max(room, 0)]
-        if not len(todo):
-            return started
-        todo = todo[: self._r.make_room(target, slot_bytes, len(todo), self.demote, patient=True)]
-        if len(todo):
-            slots = self._r.tiers[target].extents.take(slot_bytes, len(todo))
-            self._start(tier, target, slot_bytes, rows[todo], slots, WRITING)
-            started[todo] = True
+        for space, some in self._r.by_space(rows):
+            pool = space.pools[target]
+            free = max(_WRITES_IN_FLIGHT + 2 - self.writing.total(), 1 - self.writing[pool.tenant], 0)
+            todo = some[self._r.blocks.moving[some] == 0][: free * _chunk(pool.slot_bytes, _WRITE_BYTES)]
+            if not len(todo):
+                continue
+            todo = todo[: self.eviction.make_room(target, pool, len(todo), patient=True)]
+            if len(todo):
+                slots = self._r.tiers[target].extents.take(pool, len(todo))
+                self._queue(pool.tenant, WRITE_BACK, tier, target, space.pools[tier], todo, slots)
+                started |= np.isin(rows, todo)
         return started
 
-    def _start(self, source: int, target: int, size: int, rows: Rows, slots: Slots, flag: int) -> None:
+    def move(self, space: Space, rows: Rows) -> None:
+        """Copies rows of tier 0 to the pool that their namespace now has there, as far as there is room."""
+        pool = space.pools[0]
+        extents = self._r.tiers[0].extents
+        rows = rows[self._r.blocks.moving[rows] == 0]
+        held = self._r.blocks.slot[0, rows].astype(np.int64)
+        extents.hold(held)
+        n = self.eviction.make_room(0, pool, len(rows))
+        if n:
+            self._queue(pool.tenant, DEMAND, 0, 0, pool, rows[:n], extents.take(pool, n))
+        extents.release(held)
+
+    def probe(self, probe: Probe, tenant: int) -> None:
+        """Queues a look at slots of a lower tier, behind everything else."""
+        nbytes = probe.slot_bytes * len(probe.identity)
+        self._last += 1
+        self._probes[self._last] = probe, nbytes
+        queued = self._r.tiers[probe.tier].device.queue.put(tenant, SCRUB, nbytes, self._last)
+        assert queued, "the scrubber has one probe at a time"
+
+    def _queue(
+        self, asker: int, kind: int, source: int, target: int, pool: Pool, rows: Rows, slots: Slots
+    ) -> None:
         r = self._r
-        chunk = _chunk(size)
+        flag = WRITING if target > source else PROMOTING
+        size = max(pool.slot_bytes, r.spaces[int(r.blocks.namespace[rows[0]])].pools[target].slot_bytes)
+        chunk = _chunk(size, _WRITE_BYTES if kind == WRITE_BACK else _READ_BYTES)
         for at in range(0, len(rows), chunk):
             part, to = rows[at : at + chunk], slots[at : at + chunk]
             source_slots = r.blocks.slot[source, part].astype(np.int64)
             r.tiers[source].extents.hold(source_slots)
             r.blocks.moving[part] |= flag
             self._last += 1
-            alive = np.ones(len(part), np.bool_)
-            who = r.identity(part)
-            self.under_way[self._last] = Transfer(source, target, size, part, source_slots, to, who, alive)
-            self.writes_in_flight += flag == WRITING
-            self.reads_in_flight += flag == PROMOTING
-            device = r.tiers[max(source, target)]
-            device.quiet_since = device.quiet_since if device.moving else self._now
-            device.moving += 1
-            parents = r.blocks.parent[part].tolist()
-            r.out.append(
-                Copy(
-                    self._last,
-                    source,
-                    target,
-                    size,
-                    who,
-                    [r.blocks.key(p) if p >= 0 else b"" for p in parents],
-                    r.where(source, source_slots),
-                    r.where(target, to),
-                    r.tiers[target].extents.version[to],
-                )
+            transfer = Transfer(
+                source,
+                target,
+                kind,
+                len(part) * size,
+                pool,
+                part,
+                source_slots,
+                to,
+                r.identity(part),
+                np.ones(len(part), np.bool_),
             )
+            self.under_way[self._last] = transfer
+            if flag == WRITING:
+                self.writing[pool.tenant] += 1
+            if source == target:
+                self._start(self._last)
+            else:
+                device = r.tiers[max(source, target)].device
+                queued = device.queue.put(asker, kind, transfer.nbytes, self._last)
+                assert queued, "beyond what fits the queue"
+
+    def start(self) -> None:
+        """Starts what its device has room for now."""
+        for state in self._r.tiers[1:]:
+            for number, _, _ in state.device.next(self._r.now):
+                if number in self._probes:
+                    self._r.out.append(self._probes[number][0])
+                else:
+                    self._start(number)
+
+    def _start(self, number: int) -> None:
+        r, t = self._r, self.under_way[number]
+        t.started = True
+        if not t.alive.all():
+            self._shed(t)
+            if not len(t.rows):
+                self.finish(CopyDone(number, np.zeros(0, np.uint8)))
+                return
+        parents = r.blocks.parent[t.rows].tolist()
+        ends = r.blocks.expires[t.rows]
+        r.out.append(
+            Copy(
+                number,
+                t.source,
+                t.target,
+                t.identity,
+                [r.blocks.key(p) if p >= 0 else b"" for p in parents],
+                r.where(t.source, t.source_slots),
+                r.where(t.target, t.target_slots),
+                r.tiers[t.target].extents.version[t.target_slots],
+                t.kind == DEMAND,
+                np.where(ends > 0, ends - r.now, math.inf) if ends.any() else None,
+            )
+        )
+
+    def _shed(self, t: Transfer) -> None:
+        """Blocks that were given up while they were queued need not be copied."""
+        r, gone = self._r, ~t.alive
+        r.tiers[t.target].extents.release(t.target_slots[gone])
+        r.tiers[t.source].extents.release(t.source_slots[gone])
+        t.rows, t.identity = t.rows[t.alive], t.identity.only(t.alive)
+        t.source_slots, t.target_slots = t.source_slots[t.alive], t.target_slots[t.alive]
+        t.alive = t.alive[t.alive]
+
+    def concern(self, namespaces: Sequence[int]) -> bool:
+        """Whether copies or looks at blocks of these namespaces are under way."""
+        identities = [t.identity for t in self.under_way.values()] + [
+            p.identity for p, _ in self._probes.values()
+        ]
+        return any(np.isin(i.namespace, namespaces).any() for i in identities)
 
     # -- ending
 
@@ -191,9 +282,9 @@ class Transfers:
             for t in self.under_way.values():
                 gone = t.alive & np.isin(t.rows, rows)
                 t.alive &= ~gone
-                if t.target > t.source and gone.any():
+                if t.target > t.source and t.started and gone.any():
                     where = self._r.where(t.target, t.target_slots[gone])
-                    self._r.out.append(Drop(t.target, t.slot_bytes, t.identity.only(gone), where))
+                    self._r.out.append(Drop(t.target, t.identity.only(gone), where))
             self._r.blocks.moving[rows] = 0
 
     def finish(self, event: CopyDone) -> Arrived:
@@ -201,67 +292,91 @@ class Transfers:
         t = self.under_way.pop(event.transfer)
         r, blocks = self._r, self._r.blocks
         writing = t.target > t.source
-        self.writes_in_flight -= writing
-        self.reads_in_flight -= not writing
+        if writing:
+            self.writing[t.pool.tenant] -= 1
         arrived = t.alive & (event.results == OK)
         good, slots = t.rows[arrived], t.target_slots[arrived]
         demoted = good[(blocks.moving[good] & DEMOTE) > 0]
         blocks.moving[t.rows[t.alive]] &= 0xFF & ~(WRITING | DEMOTE if writing else PROMOTING)
-        r.place(t.target, t.slot_bytes, good, slots)
+        if t.source == t.target:
+            r.give_up(t.source, good, vanish=False)
+        r.place(t.target, good, slots)
         r.tiers[t.target].extents.release(t.target_slots)
         r.tiers[t.source].extents.release(t.source_slots)
         if r.tiers[t.target].spec.table and len(good):
-            r.stamp(t.target, t.slot_bytes, good, slots)
+            r.stamp(t.target, good, slots)
         r.counters["written_blocks" if writing else "promoted_blocks"] += len(good)
-        r.counters["written_bytes" if writing else "promoted_bytes"] += len(good) * t.slot_bytes
-        self._judge_device(t, event.results[t.alive])
+        r.counters["written_bytes" if writing else "promoted_bytes"] += len(good) * t.pool.slot_bytes
+        if t.source != t.target:
+            self._judge_device(t, event.results[t.alive])
         corrupt = t.rows[t.alive & (event.results == CORRUPT)]
-        self.quarantine(t.source, t.slot_bytes, corrupt)
+        self.quarantine(t.source, corrupt)
         demoted = demoted[r.idle(t.source, demoted)]
-        r.give_up(t.source, t.slot_bytes, demoted)
+        r.give_up(t.source, demoted)
         return Arrived(t.target, good, t.rows[t.alive & ~arrived])
 
-    def quarantine(self, tier: int, slot_bytes: int, rows: Rows) -> None:
+    def probed(self, tier: int, number: int) -> None:
+        """A probe of a lower tier is over."""
+        for key, (probe, nbytes) in list(self._probes.items()):
+            if probe.probe == number:
+                del self._probes[key]
+                self._r.tiers[tier].device.ended(self._r.now, SCRUB, nbytes)
+
+    def quarantine(self, tier: int, rows: Rows) -> None:
         """These copies are known to be bad: dropped, and their slots never used again."""
         rows = rows[self._r.blocks.slot[tier, rows] >= 0]
         if len(rows):
             self._r.counters["quarantined_blocks"] += len(rows)
             self.cancel(rows)
-            self._r.give_up(tier, slot_bytes, rows, retire=True)
+            self._r.give_up(tier, rows, retire=True)
 
     def _judge_device(self, t: Transfer, results: npt.NDArray[np.uint8]) -> None:
-        """Lifts a fence; closes a lower tier for writing for a while when writes keep failing."""
-        device = self._r.tiers[max(t.source, t.target)]
-        device.moving -= 1
-        device.quiet_since, device.fenced = self._now, False
+        """Lifts a fence; closes a lower tier for a while when everything keeps failing."""
+        device, now = self._r.tiers[max(t.source, t.target)].device, self._r.now
+        device.ended(now, t.kind, t.nbytes)
         failed = int((results != OK).sum())
         self._r.counters["failed_blocks"] += failed
-        if not t.target > t.source or not len(results):
-            return
-        device.failures = device.failures + failed if failed == len(results) else 0
-        if device.failures >= _FAILURES_TO_CLOSE:
-            device.closed_until, device.failures = self._now + _CLOSED_FOR_S, 0
+        breaker = device.writes if t.target > t.source else device.reads
+        if len(results) and breaker.ended(now, failed, len(results)):
             self._r.counters["tier_closed"] += 1
+
+    # -- worth it
+
+    def worth(self, space: Space, rows: Rows, asker: int, ends: float, recompute_s: float) -> int:
+        """How many of these leading rows are worth having: loaded before `ends`, and faster than recomputed.
+
+        Estimated from what devices have done lately and from what waits for them.
+        """
+        r = self._r
+        absent = (r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)
+        if not absent.any() or (ends == math.inf and not recompute_s):
+            return len(rows)
+        first = int(absent.argmax())
+        to_load = np.cumsum(absent[first:])
+        device = r.tiers[1].device
+        per_block_s = space.pools[0].slot_bytes / device.share_of(r.now, asker)
+        load_s = device.wait_s(r.now, asker, 0) + to_load * per_block_s
+        good = load_s <= max(0.0, ends - r.now)
+        if recompute_s:
+            good &= load_s <= np.arange(1, len(to_load) + 1) * recompute_s
+        last = np.flatnonzero(good)
+        n = first + (int(last[-1]) + 1 if len(last) else 0)
+        r.counters["not_worth_loading_blocks"] += len(rows) - n
+        return n
 
     # -- time
 
     def at(self, now: float) -> None:
         """It is `now`."""
-        self._now = now
-
-    def fences_at(self) -> float:
-        """When a device that stays quiet from now on is fenced; infinity if none is at work."""
-        quiet = [t.quiet_since for t in self._r.tiers if t.moving and not t.fenced]
-        return min(quiet) + _QUIET_FOR_S if quiet else math.inf
-
-    def fence(self) -> None:
-        """Puts devices out of reach that are at work and have been quiet for too long."""
-        for device in self._r.tiers:
-            if device.moving and not device.fenced and self._now >= device.quiet_since + _QUIET_FOR_S:
-                device.fenced = True
+        for state in self._r.tiers[1:]:
+            if state.device.at(now):
                 self._r.counters["tier_fenced"] += 1
 
+    def wakes_at(self, now: float) -> float:
+        """When time alone changes something."""
+        return min((t.device.wakes_at(now) for t in self._r.tiers[1:]), default=math.inf)
 
-def _chunk(slot_bytes: int) -> int:
+
+def _chunk(slot_bytes: int, nbytes: int) -> int:
     """Blocks in one copy: enough to keep a device busy, few enough that the first ones arrive soon."""
-    return min(_CHUNK_BLOCKS, max(1, _CHUNK_BYTES // slot_bytes))
+    return min(_CHUNK_BLOCKS, max(1, nbytes // slot_bytes))

@@ -9,6 +9,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import DENIED, GRANTED, PENDING, PRESENT, Answer, Deny, Room
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.ledger import NONE, Ledger, Reservation
+from kvstore.core.tenants import Space
 
 
 class Writes:
@@ -21,8 +22,8 @@ class Writes:
         self.write_through = write_through
 
     def reserve(self, event: ev.Reserve, now: float) -> None:
-        size = self._ledger.slot_bytes(event)
-        if not size:
+        space = self._ledger.space(event)
+        if space is None:
             return None
         r, keys = self._r, event.keys
         if keys.n > self._ledger.limits.reserve_keys:
@@ -43,32 +44,38 @@ class Writes:
         state = np.where(rows >= 0, r.blocks.state[rows], FREE)
         present = rows[state == LIVE]
         if len(present):
-            r.touch(present, size)
+            r.touch(present, space)
         want = np.flatnonzero((state == FREE) | (state == HOLE))
         if len(want) and not self._ledger.may_hold(event.client):
             return self._ledger.deny_hold(event.request)
-        n = self._room_beside(size, len(want), rows, parent, patient=event.deadline > now)
+        n = self._room_beside(space, len(want), rows, parent, patient=event.deadline > now)
         if n < len(want) and self._ledger.room_is_coming(event, now):
-            self._ledger.stall(event)
+            self._ledger.stall(event, space.tenant)
         else:
-            self._give_room(event, size, rows, state, want[:n], parent)
+            self._give_room(event, space, rows, state, want[:n], parent)
         r.prune(np.unique(np.append(rows, parent)))
         return None
 
-    def _room_beside(self, size: int, n: int, rows: Rows, parent: int, patient: bool) -> int:
+    def _room_beside(self, space: Space, n: int, rows: Rows, parent: int, patient: bool) -> int:
         """Makes room for n blocks without evicting the chain that they will hang on."""
         r = self._r
         guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
         r.blocks.children[guarded] += 1
-        r.make_rows(int((rows < 0).sum()), self._transfers.demote)
-        n = r.make_room(0, size, n, self._transfers.demote, patient)
+        self._transfers.eviction.make_rows(int((rows < 0).sum()), space.tenant)
+        n = self._transfers.eviction.make_room(0, space.pools[0], n, patient)
         r.blocks.children[guarded] -= 1
         return n
 
     def _give_room(
-        self, event: ev.Reserve, size: int, rows: Rows, state: npt.NDArray[np.uint8], want: Rows, parent: int
+        self,
+        event: ev.Reserve,
+        space: Space,
+        rows: Rows,
+        state: npt.NDArray[np.uint8],
+        want: Rows,
+        parent: int,
     ) -> None:
-        r = self._r
+        r, pool = self._r, space.pools[0]
         new = want[state[want] == FREE]
         taken = r.blocks.take(event.namespace, event.keys, new)
         if len(taken) < len(new):
@@ -97,14 +104,14 @@ class Writes:
         lease, slots = 0, NONE
         if len(want):
             lease = self._ledger.hold(event.client)
-            slots = r.tiers[0].extents.take(size, len(want))
+            slots = r.tiers[0].extents.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
-            self._ledger.reservations[lease] = Reservation(
-                event.client, event.namespace, size, filled, slots, alive
-            )
+            self._ledger.reservations[lease] = Reservation(event.client, space, pool, filled, slots, alive)
             self._ledger.writers[event.namespace] += 1
         why = "no room" if denied else ""
-        self._ledger.say(Room(event.request, lease, size, r.tiers[0].extents.record[slots], status, why))
+        self._ledger.say(
+            Room(event.request, lease, pool.slot_bytes, r.tiers[0].extents.record[slots], status, why)
+        )
 
     def commit(self, event: ev.Commit, now: float) -> None:
         reservation = self._take_reservation(event.client, event.lease)
@@ -120,11 +127,15 @@ class Writes:
         rows, slots = reservation.rows[ok], reservation.slots[ok]
         r.blocks.checksum[rows] = event.checksums[ok]
         r.blocks.state[rows] = LIVE
-        r.place(0, reservation.slot_bytes, rows, slots)
+        space = reservation.space
+        if space.ttl_s and len(rows):
+            r.blocks.expires[rows] = now + space.ttl_s
+            self._ledger.end_at(now + space.ttl_s, rows)
+        r.place(0, rows, slots)
         r.tiers[0].extents.release(slots)
         if len(rows):
-            r.touch(rows, reservation.slot_bytes)
-            r.stamp(0, reservation.slot_bytes, rows, slots)
+            r.touch(rows, space)
+            r.stamp(0, rows, slots)
             if self.write_through:
                 self._transfers.queue_writes(rows)
         r.counters["stored_blocks"] += len(rows)
@@ -137,7 +148,7 @@ class Writes:
         if reservation is None or reservation.client != client:
             return None
         self._ledger.held[client].discard(lease)
-        self._ledger.writers[reservation.namespace] -= 1
+        self._ledger.writers[reservation.space.number] -= 1
         return self._ledger.reservations.pop(lease)
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:

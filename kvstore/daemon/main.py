@@ -20,6 +20,7 @@ from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
@@ -66,7 +67,7 @@ async def _serve(config: Config, path: Path | None) -> int:
         await shell.start()
         server = Server(shell)
         listening = await loop.create_unix_server(server.connect, sock=listener, backlog=_BACKLOG)
-        loop.add_signal_handler(signal.SIGHUP, _reload, shell, path)
+        loop.add_signal_handler(signal.SIGHUP, _reload, shell, server, path)
         # What exists now stays: the collector need not walk it at every full pass.
         gc.collect()
         gc.freeze()
@@ -94,14 +95,16 @@ def open_tiers(config: Config, given: Mapping[str, int]) -> tuple[DramTier, Nvme
     nvme = None
     if config.nvme.path is not None:
         engine = PosixEngine(config.nvme.io_threads)
-        size = extent_bytes(config.nvme.limit)
+        size = extent_bytes(config.nvme.limit, len(config.tenants))
         try:
-            nvme = NvmeTier.open(config.nvme.path, config.nvme.limit, size, engine)
+            encrypt = {name: tenant.encrypt for name, tenant in config.tenants.items()}
+            master = MasterKey.load(config.encryption.key_file)
+            nvme = NvmeTier.open(config.nvme.path, config.nvme.limit, size, engine, master, encrypt)
         except BaseException:
             engine.close()
             raise
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
-    size = extent_bytes(config.dram.limit)
+    size = extent_bytes(config.dram.limit, len(config.tenants))
     return DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents), nvme
 
 
@@ -111,13 +114,14 @@ def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
     loop.call_later(every_s, _feed, loop, every_s)
 
 
-def _reload(shell: Shell, path: Path | None) -> None:
+def _reload(shell: Shell, server: Server, path: Path | None) -> None:
     """Takes over what can change while running, and names what cannot."""
     notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
         new = load(path)
         changed, fixed = changes(shell.config, new)
         shell.reconfigure(new)
+        server.reconfigure()
         logging.getLogger().setLevel(new.daemon.log_level.upper())
         _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
         if fixed:

@@ -1,75 +1,165 @@
-"""Which layouts have which number, on record where there is a journal; and whose blocks were in memory."""
+"""Namespaces by number and by whose they are; the domains that say who may map their extents.
+
+A namespace that is forgotten as a whole gets another number: connections keep the `Space`, and go on with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
 
 from kvstore.core.events import Restore
 from kvstore.tiers.dram import Inherited
-from kvstore.tiers.nvme.journal import Namespace
 from kvstore.types import Layout
+
+_MOST_NUMBERS = 1 << 16
+_FIRST_SHARED = 1 << 16
+_DEFAULT = "default"
+
+
+@dataclass(eq=False, slots=True)
+class Space:
+    """One namespace. `number` is the core's, 0 while it is not open there; `layout` None until it is named.
+
+    `readers` are names of the tenants that it is published to, `domain` goes with them.
+    """
+
+    number: int
+    fingerprint: bytes
+    tenant: int
+    block_bytes: int
+    layout: Layout | None = None
+    readers: frozenset[str] = frozenset()
+    domain: int = 0
+    ttl_s: float = 0.0
 
 
 class Namespaces:
-    """Numbers, fingerprints and payload sizes (bytes) of the layouts of one daemon."""
+    """All namespaces of one daemon. `fingerprints` and `lengths` (bytes a payload) are by number."""
 
-    def __init__(self, record: Callable[[int, Namespace], None]) -> None:
-        """`record` puts a namespace on record, before any block of it."""
+    def __init__(self) -> None:
         self.fingerprints: dict[int, bytes] = {}
         self.lengths: dict[int, int] = {}
-        self._record = record
-        self._numbers: dict[bytes, int] = {}
-        self._nameless: set[int] = set()
+        self._by_number: dict[int, Space] = {}
+        self._by_name: dict[tuple[int, bytes], Space] = {}
+        self._last = 0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._by_name)
 
-    def find(self, fingerprint: bytes) -> int | None:
-        """The number of a layout, None if it has none."""
-        return self._numbers.get(fingerprint)
+    def __iter__(self) -> Iterator[Space]:
+        return iter(self._by_name.values())
+
+    def find(self, tenant: int, fingerprint: bytes) -> Space | None:
+        """A tenant's namespace, None if it has none of this layout."""
+        return self._by_name.get((tenant, fingerprint))
+
+    def at(self, number: int) -> Space | None:
+        """The namespace that has a number now."""
+        return self._by_number.get(number)
 
     def new_number(self) -> int:
-        """A number that no layout has."""
-        return max(self.fingerprints, default=0) + 1
+        """A number that no namespace has, nor one that is being forgotten."""
+        for _ in range(_MOST_NUMBERS):
+            self._last = self._last % (_MOST_NUMBERS - 1) + 1
+            if self._last not in self.fingerprints:
+                return self._last
+        raise AssertionError("more namespaces than the core allows")
 
-    def remember(self, number: int, fingerprint: bytes, block_bytes: int) -> None:
-        """A layout that is on record has this number."""
-        self._numbers[fingerprint] = number
-        self.fingerprints[number] = fingerprint
-        self.lengths[number] = block_bytes
+    def add(self, space: Space) -> None:
+        """One more, or one that has another number now."""
+        self._by_name[space.tenant, space.fingerprint] = space
+        self._by_number[space.number] = space
+        self.fingerprints[space.number] = space.fingerprint
+        self.lengths[space.number] = space.block_bytes
 
-    def remember_nameless(self, number: int, fingerprint: bytes, block_bytes: int) -> None:
-        """Like `remember`, for one of which only slot headers are known; on record at once."""
-        self.remember(number, fingerprint, block_bytes)
-        self._nameless.add(number)
-        self._record(number, Namespace("default", {"block_bytes": block_bytes}, fingerprint))
+    def close(self, space: Space) -> int:
+        """It is being forgotten: no number is its own any more; the one that it had."""
+        number, space.number = space.number, 0
+        self._by_number.pop(number, None)
+        return number
 
-    def opened(self, number: int, layout: Layout) -> None:
-        """A client has opened this layout: on record by its full name."""
-        if number in self._nameless or number not in self.fingerprints:
-            fingerprint = layout.fingerprint()
-            self._nameless.discard(number)
-            self.remember(number, fingerprint, layout.block_bytes)
-            self._record(number, Namespace("default", layout.to_map(), fingerprint))
+    def remove(self, space: Space) -> None:
+        """Nothing is known of it any more, but who has it open may open it anew."""
+        self._by_name.pop((space.tenant, space.fingerprint), None)
+
+    def forgotten(self, number: int) -> None:
+        """Nothing that has this number is left: it may be given again."""
+        del self.fingerprints[number], self.lengths[number]
+
+    def of(self, tenant: int, revision: str = "", model: str = "") -> list[Space]:
+        """A tenant's namespaces; of one revision, of one model."""
+        return [
+            s
+            for s in self
+            if s.tenant == tenant
+            and (not revision or (s.layout is not None and s.layout.revision == revision))
+            and (not model or (s.layout is not None and s.layout.model == model))
+        ]
 
 
-def in_memory(found: Inherited, number_of: Callable[[bytes, int], int]) -> Restore:
-    """The blocks of inherited extents as an event.
+class Domains:
+    """Who may map which extents: numbers and tags (16 bytes, kept beside extents) of sets of tenants."""
 
-    `number_of` gives the number for a fingerprint and a payload size in bytes, 0 to leave its blocks out.
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, frozenset[str]], int] = {}
+        self._readers: dict[int, frozenset[str]] = {}
+        self._tags: dict[bytes, tuple[int, int]] = {bytes(16): (0, 0)}
+        self._tag_of: dict[int, bytes] = {0: bytes(16)}
+
+    def of(self, tenant: int, name: str, readers: frozenset[str]) -> int:
+        """The domain of a tenant's extents that these others may read: its own number if nobody may."""
+        number = self._numbers.get((tenant, readers))
+        if number is None:
+            number = _FIRST_SHARED + len(self._readers) if readers else tenant
+            self._numbers[tenant, readers] = number
+            if readers:
+                self._readers[number] = readers
+            names = "\0".join([name, *sorted(readers)]).encode()
+            tag = blake3(b"kvstore-domain-1" + names).digest(length=16)
+            tag = bytes(16) if name == _DEFAULT and not readers else tag
+            self._tags[tag] = tenant, number
+            self._tag_of[number] = tag
+        return number
+
+    def tag(self, domain: int) -> bytes:
+        """What is kept beside extents of a domain."""
+        return self._tag_of[domain]
+
+    def by_tag(self, tag: bytes) -> tuple[int, int] | None:
+        """(tenant, domain) of a tag; None if nobody has it."""
+        return self._tags.get(tag)
+
+
+def in_memory(
+    found: Inherited,
+    owner_of: dict[int, int],
+    number_of: Callable[[int, bytes, int], int],
+    ends: npt.NDArray[np.float64],
+) -> Restore:
+    """The blocks of inherited extents as an event; `owner_of` has extents' tenants, `ends` when blocks end.
+
+    `number_of` gives the number for a tenant, a fingerprint and a payload size in bytes, 0 to leave its
+    blocks out. Headers lie where the tenant's writers can reach them: none names another tenant's namespace.
     """
     headers = found.headers
-    fingerprints, inverse = np.unique(headers["namespace"], axis=0, return_inverse=True)
+    owners = np.array([owner_of.get(e, -1) for e in found.extent.tolist()], np.int64)
     numbers = np.zeros(len(headers), np.uint32)
     good = np.zeros(len(headers), np.bool_)
-    for i, raw in enumerate(fingerprints):
-        which = inverse.reshape(-1) == i
-        length = int(headers["length"][which.argmax()])
-        numbers[which] = number_of(raw.tobytes(), length)
-        good |= which & (headers["length"] == length) & (numbers > 0)
-    # Headers lie in memory that writers can reach: of two that name one block only the latest counts.
+    for tenant in np.unique(owners[owners >= 0]).tolist():
+        mine = np.flatnonzero(owners == tenant)
+        fingerprints, inverse = np.unique(headers["namespace"][mine], axis=0, return_inverse=True)
+        for i, raw in enumerate(fingerprints):
+            which = mine[inverse.reshape(-1) == i]
+            length = int(headers["length"][which[0]])
+            number = number_of(tenant, raw.tobytes(), length)
+            numbers[which] = number
+            good[which] = (headers["length"][which] == length) & (number > 0)
+    # Of two that name one block only the latest counts.
     names = np.concatenate(
         [numbers[:, None].view(np.uint8), headers["key_bytes"][:, None], headers["key"]], axis=1
     )
@@ -87,4 +177,5 @@ def in_memory(found: Inherited, number_of: Callable[[bytes, int], int]) -> Resto
         found.index,
         headers["version"],
         headers["checksum"],
+        ends,
     ).only(good)

@@ -12,23 +12,30 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import arena
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.extents import Extents
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.residency import TierSpec
-from kvstore.daemon.namespaces import Namespaces, in_memory
+from kvstore.core.residency import TierSpec, TierState
+from kvstore.core.tenants import UNLIMITED
+from kvstore.daemon.inherit import restore_dram, restore_nvme
 from kvstore.daemon.scrub import Scrubber
+from kvstore.daemon.tenancy import Tenancy
+from kvstore.daemon.tenants import Identity
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.tier import NvmeTier, verify
-from kvstore.types import Layout, Tier
+from kvstore.types import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +62,10 @@ class Shell:
         dram: DramTier,
         nvme: NvmeTier | None,
         dice: Callable[[int], int] = secrets.randbits,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Takes over the tiers. `dice` gives a number of so many random bits."""
+        """Takes over the tiers. `dice` gives a number of so many random bits, `clock` Unix time (s)."""
+        self.clock = clock
         self.config = config
         self.loop = loop
         self.instance = dice(64).to_bytes(8, "little")
@@ -66,7 +75,8 @@ class Shell:
         self.dram = dram
         self.nvme = nvme
         self.placement = self._make_placement(dice(64))
-        self.namespaces = Namespaces(nvme.put_namespace if nvme is not None else lambda *_: None)
+        self.tenancy = Tenancy(config, self)
+        self.namespaces = self.tenancy.namespaces
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -80,6 +90,7 @@ class Shell:
             ac.Drop: self._drop,
             ac.Probe: self._probe,
             ac.Format: self._format,
+            ac.Renew: self._renew,
         }
 
     def _make_placement(self, seed: int) -> Placement:
@@ -96,19 +107,26 @@ class Shell:
             limits=Limits(
                 batch_keys=self.config.limits.batch_keys,
                 leases_per_client=self.config.limits.leases_per_connection,
+                namespaces=self.config.limits.namespaces,
+                namespaces_per_tenant=self.config.limits.namespaces_per_tenant,
             ),
         )
 
     # -- start and stop
 
     async def start(self) -> None:
-        """Takes in what the tiers hold, starts making extents, returns when the first one can be used."""
+        """Takes in what the tiers hold, starts making extents, returns when the first one can be used.
+
+        Raises ConfigError if the tiers cannot keep what the configuration promises tenants.
+        """
+        self.tenancy.check(self.config)
+        self.tenancy.apply(self.config)
         if self.nvme is not None:
             self.problems += self.nvme.problems
             for problem in self.nvme.problems:
                 _log.error("%s", problem)
-            self._restore_nvme(self.nvme)
-        self._restore_dram()
+            restore_nvme(self, self.nvme)
+        restore_dram(self, self.dram)
         if self.nvme is not None:
             self.nvme.start(*self._reporters(NVME))
         self.dram.start(*self._reporters(DRAM))
@@ -116,43 +134,6 @@ class Shell:
         if not self.placement.residency.tiers[DRAM].extents.ready:
             raise TierError(self.problems[-1])
         self._scrubber.set_rate(self.config.scrub.rate)
-
-    def _restore_nvme(self, nvme: NvmeTier) -> None:
-        found = nvme.load()
-        for extent, size in sorted(found.formats.items()):
-            self.handle(ev.ExtentReady(NVME, extent, size))
-        # A namespace without blocks needs no number: the next new one takes it.
-        for number in np.unique(found.restore.namespace).tolist():
-            space = found.namespaces[number]
-            length = int(space.layout["block_bytes"])
-            if self._call(ev.OpenNamespace(0, number, length)):
-                self.namespaces.remember(number, space.fingerprint, length)
-        known = np.isin(found.restore.namespace, list(self.namespaces.fingerprints))
-        if not known.all():
-            _log.warning("%d blocks on NVMe are forgotten: dram.limit is too small for them", (~known).sum())
-            nvme.forget(found.restore.only(~known))
-        self.handle(found.restore.only(known))
-        if known.any():
-            _log.info("%d blocks are back from NVMe", known.sum())
-
-    def _restore_dram(self) -> None:
-        found = self.dram.load()
-        for extent, size in sorted(found.formats.items()):
-            self._extent_ready(DRAM, extent, size, found.versions.get(extent))
-        restore = in_memory(found, self._number_of)
-        self.handle(restore)
-        if found.formats:
-            _log.info("%d blocks are back from %d extents of DRAM", len(restore.index), len(found.formats))
-
-    def _number_of(self, fingerprint: bytes, block_bytes: int) -> int:
-        """The number of a namespace that was found in memory, 0 if it can have none."""
-        number = self.namespaces.find(fingerprint)
-        if number is None:
-            number = self.namespaces.new_number()
-            if not self._call(ev.OpenNamespace(0, number, block_bytes)):
-                return 0
-            self.namespaces.remember_nameless(number, fingerprint, block_bytes)
-        return number if self.namespaces.lengths[number] == block_bytes else 0
 
     def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
         """Callbacks for a tier's own thread."""
@@ -170,11 +151,13 @@ class Shell:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call, *args)
 
-    def _extent_ready(
-        self, tier: int, extent: int, size: int = 0, versions: npt.NDArray[np.uint32] | None = None
-    ) -> None:
-        self.handle(ev.ExtentReady(tier, extent, size, versions))
-        if tier == DRAM:
+    def _extent_ready(self, tier: int, extent: int) -> None:
+        self.extent_ready(ev.ExtentReady(tier, extent))
+
+    def extent_ready(self, event: ev.ExtentReady) -> None:
+        """An extent can be used."""
+        self.handle(event)
+        if event.tier == DRAM:
             self._ready.set()
 
     def _extents_end(self, tier: int, error: TierError | None) -> None:
@@ -193,7 +176,7 @@ class Shell:
         transfers = self.placement.transfers
         while (transfers.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        left = len(transfers.under_way) + len(transfers.backlog)
+        left = len(transfers.under_way) + sum(map(len, transfers.backlog.values()))
         if left:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self._timer is not None:
@@ -214,10 +197,18 @@ class Shell:
         self.dram.close()
 
     def reconfigure(self, config: Config) -> None:
-        """Takes over those settings that can change at run time."""
+        """Takes over those settings that can change at run time. Raises ConfigError, and takes over none."""
+        self.tenancy.check(config)
         self.config = config
-        self.placement.reconfigure(config.nvme.write_policy, config.limits.leases_per_connection)
+        limits = config.limits
+        self.placement.reconfigure(
+            config.nvme.write_policy,
+            limits.leases_per_connection,
+            limits.namespaces,
+            limits.namespaces_per_tenant,
+        )
         self._scrubber.set_rate(config.scrub.rate)
+        self.tenancy.apply(config)
 
     # -- requests
 
@@ -228,7 +219,7 @@ class Shell:
         self._askers[self._last_request] = (asker, request)
         self.handle(event)
 
-    def forget(self, asker: Asker) -> None:
+    def leave(self, asker: Asker) -> None:
         """Answers to this asker are no longer wanted."""
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
@@ -237,20 +228,12 @@ class Shell:
         """Like `ask`, but what the answer says survives a crash from then on."""
         self.ask(asker if self.nvme is None else _Durably(self, self.nvme, asker), request, event)
 
-    def open_namespace(self, layout: Layout) -> tuple[int, bytes, ac.Answer | ac.Deny]:
-        """(number, fingerprint, what the core says) of a layout of the one tenant."""
-        fingerprint = layout.fingerprint()
-        number = self.namespaces.find(fingerprint) or self.namespaces.new_number()
-        [answer] = self.placement.handle(ev.OpenNamespace(0, number, layout.block_bytes), self.now())
-        assert isinstance(answer, ac.Answer | ac.Deny)
-        if isinstance(answer, ac.Answer):
-            self.namespaces.opened(number, layout)
-        return number, fingerprint, answer
-
-    def _call(self, event: ev.OpenNamespace) -> bool:
-        """Whether the core takes a namespace."""
-        [answer] = self.placement.handle(event, self.now())
-        return isinstance(answer, ac.Answer)
+    def call(self, event: ev.OpenNamespace) -> ac.Answer | ac.Deny:
+        """Sends an event to the core that is answered at once."""
+        actions = self.placement.handle(event, self.now())
+        [answer] = [a for a in actions if isinstance(a, ac.Answer | ac.Deny) and a.request == event.request]
+        self._run([action for action in actions if action is not answer])
+        return answer
 
     # -- events and actions
 
@@ -258,7 +241,10 @@ class Shell:
         """One event through the core, and everything that follows from it. Nothing does after `stop`."""
         if self._closed:
             return
-        for action in self.placement.handle(event, self.now()):
+        self._run(self.placement.handle(event, self.now()))
+
+    def _run(self, actions: Iterable[ac.Action]) -> None:
+        for action in actions:
             run = self._run_by_type.get(type(action))
             if run is not None:
                 run(action)
@@ -288,21 +274,59 @@ class Shell:
         self.handle(ev.Tick())
 
     def _copy(self, copy: ac.Copy) -> None:
-        assert self.nvme is not None
+        spaces = self.namespaces
 
         def done(results: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
             self.soon(self.handle, ev.CopyDone(copy.transfer, results))
 
-        if copy.target == NVME:
-            self.nvme.write(copy, self.dram.slots(copy.source_where), self.namespaces.lengths, done)
+        if copy.source == copy.target:
+            self._move(copy, done)
+        elif copy.target == NVME:
+            assert self.nvme is not None
+            sources = self.dram.slots(copy.source_where)
+            self.nvme.write(copy, sources, spaces.lengths, done, self._stored_at(copy))
         else:
+            assert self.nvme is not None
             slots = self.dram.slots(copy.target_where)
-            self.nvme.read(copy, slots, self.namespaces.fingerprints, self.namespaces.lengths, done)
+            self.nvme.read(copy, slots, spaces.fingerprints, spaces.lengths, done, copy.urgent)
+
+    def _move(self, copy: ac.Copy, done: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+        """From one extent in memory to another."""
+        sources, targets = self.dram.slots(copy.source_where), self.dram.slots(copy.target_where)
+        spaces = [self.namespaces.at(n) for n in copy.identity.namespace.tolist()]
+
+        def move() -> None:
+            good = []
+            for i, space in enumerate(spaces):
+                arena.copy(targets[i], sources[i])
+                good.append(
+                    space is not None
+                    and verify(copy.identity, i, targets[i], space.fingerprint, space.block_bytes)
+                )
+            done(np.where(good, ev.OK, ev.CORRUPT).astype(np.uint8))
+
+        self.loop.run_in_executor(None, move)
+
+    def _stored_at(self, copy: ac.Copy) -> npt.NDArray[np.float64] | None:
+        """When blocks that have an end were stored, in Unix time (s); 0 for those that have none."""
+        if copy.lives is None:
+            return None
+        spaces = [self.namespaces.at(n) for n in copy.identity.namespace.tolist()]
+        ttl_s = np.array([space.ttl_s if space is not None else 0.0 for space in spaces])
+        return np.where(copy.lives < np.inf, self.clock() + copy.lives - ttl_s, 0.0)
 
     def _stamp(self, stamp: ac.Stamp) -> None:
-        spaces = self.namespaces
+        spaces, ends = self.namespaces, None
+        if stamp.lives is not None:
+            ends = np.where(stamp.lives < np.inf, self.clock() + stamp.lives, 0.0)
         self.dram.stamp(
-            stamp.identity, stamp.parents, stamp.where, stamp.version, spaces.fingerprints, spaces.lengths
+            stamp.identity,
+            stamp.parents,
+            stamp.where,
+            stamp.version,
+            spaces.fingerprints,
+            spaces.lengths,
+            ends,
         )
 
     def _drop(self, drop: ac.Drop) -> None:
@@ -313,9 +337,26 @@ class Shell:
 
     def _format(self, action: ac.Format) -> None:
         if action.tier == DRAM:
-            self.dram.format(action.extent, action.slot_bytes)
+            self.dram.format(action.extent, action.slot_bytes, self.tenancy.domains.tag(action.domain))
         elif self.nvme is not None:
-            self.nvme.format(action.extent, action.slot_bytes)
+            tenant = self.tenancy.registry.name(action.domain)
+            self.nvme.format(action.extent, action.slot_bytes, tenant)
+
+    def _renew(self, action: ac.Renew) -> None:
+        tier, extent = action.tier, action.extent
+
+        def ready(number: int) -> None:
+            self.soon(self.extent_ready, ev.ExtentReady(tier, number, replaces=extent))
+
+        def failed(error: TierError) -> None:
+            self.soon(self._extent_lost, tier, extent, error)
+
+        (self.dram if tier == DRAM else self.nvme).renew(extent, ready, failed)  # type: ignore[union-attr]
+
+    def _extent_lost(self, tier: int, extent: int, error: TierError) -> None:
+        _log.error("%s", error)
+        self.problems.append(str(error))
+        self.handle(ev.ExtentLost(tier, extent))
 
     def _probe(self, probe: ac.Probe) -> None:
         fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
@@ -341,32 +382,17 @@ class Shell:
 
     # -- status
 
-    def status(self) -> dict[str, Any]:
-        """What `kvstore status` shows: plain values only."""
+    def status(self, who: Identity) -> dict[str, Any]:
+        """What `kvstore status` shows: plain values only. Tenants see nothing of each other."""
+        mine = {"tenants": [t for t in self._tenants() if who.operator or t["name"] == who.name]}
+        if not who.operator:
+            return mine
         residency = self.placement.residency
-        tiers = []
-        for state in residency.tiers:
-            e = state.extents
-            tiers.append(
-                {
-                    "name": state.spec.tier.name.lower(),
-                    "limit_bytes": e.limit_bytes,
-                    "capacity_bytes": e.capacity_bytes,
-                    "used_bytes": e.used_bytes,
-                    "blocks": sum(len(p) for p in state.policies.values()),
-                    "extents": {f"{size} bytes a slot": len(c.extents) for size, c in e.classes.items()},
-                    "retired_slots": len(e.retired),
-                    "extents_not_cut": e.slotless,
-                    "writable": state.takes_writes,
-                    "fenced": state.fenced,
-                    "scrub_passes": self.placement.counters[f"scrub_passes_{state.spec.tier.name.lower()}"],
-                }
-            )
         return {
             "pid": os.getpid(),
             "instance": self.instance.hex(),
             "uptime_s": round(self.now() - self.started, 3),
-            "tiers": tiers,
+            "tiers": [self._tier(state) for state in residency.tiers],
             "blocks": residency.blocks.used,
             "namespaces": len(self.namespaces),
             "leases": len(self.placement.ledger.leases),
@@ -377,7 +403,54 @@ class Shell:
             "nvme_io": self.nvme.engine_name if self.nvme else "",
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),
+            **mine,
         }
+
+    def _tier(self, state: TierState) -> dict[str, Any]:
+        e, name = state.extents, state.spec.tier.name.lower()
+        return {
+            "name": name,
+            "limit_bytes": e.limit_bytes,
+            "capacity_bytes": e.capacity_bytes,
+            "used_bytes": e.used_bytes,
+            "blocks": sum(len(p) for p in state.policies.values()),
+            "extents": _by_size(e),
+            "retired_slots": len(e.retired),
+            "extents_not_cut": e.slotless,
+            "bandwidth_bytes_per_s": round(state.device.bandwidth(self.now())),
+            "writable": state.device.takes_writes,
+            "readable": state.device.readable,
+            "fenced": state.device.fenced,
+            "scrub_passes": self.placement.counters[f"scrub_passes_{name}"],
+        }
+
+    def _tenants(self) -> list[dict[str, Any]]:
+        out = []
+        for name in self.tenancy.registry.names():
+            number = self.tenancy.registry.add(name)
+            configured = self.config.tenants.get(name)
+            tiers = []
+            for state in self.placement.residency.tiers:
+                used, quota = state.extents.holdings.of(number)
+                tiers.append(
+                    {
+                        "name": state.spec.tier.name.lower(),
+                        "used_bytes": used,
+                        "floor_bytes": quota.floor,
+                        "limit_bytes": None if quota.limit >= UNLIMITED else quota.limit,
+                    }
+                )
+            share = configured.share if configured is not None else 1.0
+            out.append({"name": name, "share": share, "tiers": tiers})
+        return out
+
+
+def _by_size(extents: Extents) -> dict[str, int]:
+    """How many extents are cut to each slot size."""
+    sizes: Counter[str] = Counter()
+    for pool, members in extents.classes.items():
+        sizes[f"{pool.slot_bytes} bytes a slot"] += len(members.extents)
+    return dict(sizes)
 
 
 class _Durably:

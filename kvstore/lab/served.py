@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -165,7 +166,7 @@ class ServedDaemon:
                 raise UnavailableError(f"the daemon ended with exit code {code}", self.log_tail())
             if self.socket.exists():
                 try:
-                    with Client(self.url) as client:
+                    with Client(self.url, token="") as client:
                         pid = int(client.status()["pid"])
                     if pid != self._last_pid:
                         return pid
@@ -187,7 +188,7 @@ class ServedDaemon:
         lines = []
         for name, section in settings.items():
             lines.append(f"[{name}]")
-            lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+            lines += [f"{_key(key)} = {_toml(value)}" for key, value in section.items()]
         return "\n".join(lines) + "\n"
 
     def _remove(self) -> None:
@@ -196,6 +197,17 @@ class ServedDaemon:
         self._folder = None
 
 
+def _key(name: str) -> str:
+    """A key as TOML writes it: in quotes unless it is plain."""
+    return name if name.isidentifier() and name.isascii() else json.dumps(name)
+
+
 def _toml(value: object) -> str:
-    """A scalar as TOML writes it; JSON's strings, numbers and booleans are TOML's too."""
+    """A value as TOML writes it; JSON's strings, numbers and booleans are TOML's too."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, datetime):
+        return value.isoformat()
     return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from kvstore.errors import MisuseError
 
+OTHERS_EVERY = 8
+"""While both wait, one start in so many is of what is not urgent."""
+
 
 @dataclass(slots=True)
 class BlockIO:
@@ -39,14 +42,17 @@ class IOEngine(Protocol):
 
     name: str
 
-    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+    def submit(
+        self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
+    ) -> None:
         """Starts to move all blocks and returns at once. The engine keeps the buffers alive meanwhile.
 
+        What is `urgent` goes ahead of what waits and is not, which still gets one start in `OTHERS_EVERY`.
         `done` is called exactly once, on an engine thread, when every block of this batch has ended: one
         outcome a block, in the batch's order, None for success. A block moves whole or has an error: EIO for
-        a read past the end of the file, EAGAIN for all blocks if too much waits already. Blocks and batches
-        may end in any order. MisuseError, and nothing is started, if a block fails its `check`; TierError
-        after `close`.
+        a read past the end of the file, EAGAIN for all blocks if too much of the same urgency waits already.
+        Blocks and batches may end in any order. MisuseError, and nothing is started, if a block fails its
+        `check`; TierError after `close`.
         """
 
     def close(self) -> None:

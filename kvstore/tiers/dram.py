@@ -3,8 +3,8 @@
 Extents are made and populated in a thread, one after another, so that a large tier does not delay the
 start. Which block is where, the core decides; here are only bytes, headers and descriptors. Headers are true
 at every moment, so that whoever takes the extents over, after a crash too, knows what is in them. Whose an
-extent is, the ledger says, which no client can reach. A number is never used again while this process lives,
-and clients keep no mapping beyond that: so none can take a renewed extent for the one they mapped.
+extent is, the table of owners says, which no client can reach. A number is never used again while this
+process lives, and clients keep no mapping beyond that: none takes a renewed extent for the one it mapped.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy.typing as npt
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import Identity, Where
 from kvstore.errors import TierError
-from kvstore.tiers.ledger import Ledger
+from kvstore.tiers.owners import Owners
 from kvstore.tiers.worker import Worker
 from kvstore.types import ALIGN, LABEL_BYTES, MAX_KEY_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
 
-LEDGER = "dram-ledger"
-"""The name under which the ledger is kept, beside the extents."""
+OWNERS = "dram-owners"
+"""The name under which the table of owners is kept, beside the extents."""
 
 _NOBODY = bytes(16)
 
@@ -86,29 +86,29 @@ class DramTier:
         self._stop = threading.Event()
         self._worker = Worker("kvstore-dram")
         given = dict(inherited or {})
-        labelled = LEDGER not in given
-        self._ledger = self._open_ledger(given.pop(LEDGER, -1))
+        labelled = OWNERS not in given
+        self._owners = self._open_owners(given.pop(OWNERS, -1))
         for name, fd in sorted(given.items()):
             self._take_over(name, fd, labelled)
-        for number in set(self._ledger.numbers()) - set(self._extents):
-            self._ledger.remove(number)
+        for number in set(self._owners.numbers()) - set(self._extents):
+            self._owners.remove(number)
         self._missing = limit_bytes // self.extent_bytes - len(self._extents)
 
     # -- start and stop
 
-    def _open_ledger(self, fd: int) -> Ledger:
+    def _open_owners(self, fd: int) -> Owners:
         if fd >= 0:
             try:
-                return Ledger(fd)
+                return Owners(fd)
             except TierError as error:
-                self._refuse(LEDGER, str(error))
-        ledger = Ledger.create()
+                self._refuse(OWNERS, str(error))
+        owners = Owners.create()
         if self._keeper is not None:
-            self._keeper.keep(LEDGER, ledger.fd)
-        return ledger
+            self._keeper.keep(OWNERS, owners.fd)
+        return owners
 
     def _take_over(self, name: str, fd: int, labelled: bool) -> None:
-        """Uses an extent, or lets go of it. `labelled`: its label says how it is cut, there is no ledger."""
+        """Uses an extent, or lets go of it. `labelled`: its label says how it is cut, there are no owners."""
         nbytes = os.fstat(fd).st_size
         wanted = next(iter(self._extents.values())).nbytes if self._extents else nbytes
         try:
@@ -120,15 +120,16 @@ class DramTier:
         digits = name.rpartition("-")[2]
         number = int(digits) if digits.isdecimal() and name == _name(int(digits)) else -1
         self._last = max(self._last, number)
-        if labelled and number >= 0 and (size := int(extent.label["slot_bytes"][0])):
-            self._ledger.add(number)
-            self._ledger.begin_cut(number, _NOBODY)
-            self._ledger.end_cut(number, size)
+        size = int(extent.label["slot_bytes"][0])
+        if labelled and number >= 0 and 0 < size <= nbytes and size % ALIGN == 0:
+            self._owners.add(number)
+            self._owners.begin_cut(number, _NOBODY)
+            self._owners.end_cut(number, size)
         if extent.label["magic"][0] != MAGIC:
             why = "another version of kvstore laid it out"
         elif nbytes != wanted or (len(self._extents) + 1) * nbytes > self.limit_bytes:
             why = f"it is beyond the limit of {self.limit_bytes} bytes"
-        elif not self._ledger.usable(number):
+        elif not self._owners.usable(number):
             why = "it was about to change hands"
         else:
             self.extent_bytes = nbytes
@@ -147,9 +148,9 @@ class DramTier:
         """What the extents that were taken over hold."""
         formats, owners, versions, found = {}, {}, {}, []
         for number in self._extents:
-            size = formats[number] = self._ledger.slot_bytes(number)
+            size = formats[number] = self._owners.slot_bytes(number)
             if size:
-                owners[number] = self._ledger.owner(number)
+                owners[number] = self._owners.owner(number)
                 self._cut(number, size)
                 table = self._headers[number]
                 versions[number] = table["last"].copy()
@@ -190,7 +191,7 @@ class DramTier:
         try:
             extent.label[0] = (MAGIC, number, 0)
             self.huge = extent.populate(self._want_huge)
-            self._ledger.add(number)
+            self._owners.add(number)
         except TierError:
             extent.close()
             raise
@@ -205,17 +206,17 @@ class DramTier:
         self._worker.close()
         for extent in self._extents.values():
             extent.close()
-        self._ledger.close()
+        self._owners.close()
 
     # -- what the core asks for
 
     def format(self, number: int, slot_bytes: int, owner: bytes = _NOBODY) -> None:
         """Cuts an extent into slots; none of them holds anything. `owner`: 16 bytes that say whose it is."""
-        self._ledger.begin_cut(number, owner)
+        self._owners.begin_cut(number, owner)
         size = Geometry(self.extent_bytes, slot_bytes, table=True).slots * HEADER.itemsize
         self._extents[number].view[LABEL_BYTES:][:size] = bytes(size)
         self._cut(number, slot_bytes)
-        self._ledger.end_cut(number, slot_bytes)
+        self._owners.end_cut(number, slot_bytes)
 
     def renew(self, number: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
         """Makes a new extent in the place of one that nobody refers to; calls `ready` with its number.
@@ -226,7 +227,7 @@ class DramTier:
         extent = self._extents.pop(number)
         for known in (self._headers, self._cuts, self._offsets):
             known.pop(number, None)
-        self._ledger.remove(number)
+        self._owners.remove(number)
         self._worker.submit(self._renew, number, extent, ready, failed)
 
     def _renew(

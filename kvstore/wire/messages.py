@@ -17,8 +17,9 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 2
+VERSION = 3
 MAGIC = "kvstore"
+MAX_TENANT_CHARS = 64
 _SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
 
 
@@ -53,10 +54,20 @@ class Ping:
 
 @dataclass(slots=True)
 class Open:
-    """Make the namespace of a layout known on this connection; answered by Opened."""
+    """Make the namespace of a layout known on this connection; answered by Opened.
+
+    `owner` is the tenant that it belongs to, "" for the asker's own. Its blocks are misses `ttl_s` after they
+    were stored; 0: as the tenant's configuration says.
+    """
 
     id: int
     layout: dict[str, Any]
+    owner: str
+    ttl_s: float
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for an owner that can be no tenant."""
+        _check_tenants((self.owner,))
 
 
 @dataclass(slots=True)
@@ -89,14 +100,22 @@ class _Keyed:
 
 @dataclass(slots=True)
 class Lookup(_Keyed):
-    """Length of the stored prefix; answered by Found."""
+    """Length of the stored prefix that is worth loading within `timeout_s`; answered by Found.
+
+    `recompute_s` is what computing one block anew takes: blocks that take longer to load are left out. 0:
+    nobody knows, and what is stored is counted, whenever it could be loaded.
+    """
+
+    timeout_s: float
+    recompute_s: float
 
 
 @dataclass(slots=True)
 class Acquire(_Keyed):
-    """Slots of the longest stored prefix within `timeout_s`; answered by Granted."""
+    """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup."""
 
     timeout_s: float
+    recompute_s: float
 
 
 @dataclass(slots=True)
@@ -249,6 +268,53 @@ class Denied:
 
 
 @dataclass(slots=True)
+class Publish:
+    """Let these tenants, and no others, read a namespace of one's own; answered by Value when it holds."""
+
+    id: int
+    namespace: int
+    tenants: tuple[Any, ...]
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for what can be no tenant."""
+        _check_tenants(self.tenants)
+
+
+@dataclass(slots=True)
+class Forget:
+    """Delete a namespace of one's own; or with number 0 all of this model and revision, where "" is any.
+
+    Answered by Value when nothing is left: how many blocks were deleted.
+    """
+
+    id: int
+    namespace: int
+    model: str
+    revision: str
+
+
+@dataclass(slots=True)
+class DeleteTenant:
+    """Delete all that a tenant has stored; answered by Value: how many blocks."""
+
+    id: int
+    name: str
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for what can be no tenant."""
+        _check_tenants((self.name,))
+
+
+@dataclass(slots=True)
+class Busy:
+    """The request of this id is refused for now: try again in `retry_s`."""
+
+    id: int
+    retry_s: float
+    why: str
+
+
+@dataclass(slots=True)
 class Failure:
     """The peer broke the protocol; the connection ends after this."""
 
@@ -283,8 +349,19 @@ ALL: tuple[type, ...] = (
     Denied,
     Failure,
     Found,
+    Publish,
+    Forget,
+    DeleteTenant,
+    Busy,
 )
 """The tag of a message is its place here: append only."""
+
+
+def _check_tenants(names: tuple[Any, ...]) -> None:
+    if not all(isinstance(name, str) and len(name) <= MAX_TENANT_CHARS for name in names):
+        raise RemoteProtocolError(
+            "a tenant's name is no text, or too long", f"at most {MAX_TENANT_CHARS} characters"
+        )
 
 
 def _plain(hint: Any) -> type:

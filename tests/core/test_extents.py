@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.core.extents import Extents
+from kvstore.core.tenants import Pool
 from kvstore.types import ALIGN, Geometry
 
-SMALL, LARGE = ALIGN, 3 * ALIGN
+SMALL, LARGE = Pool(0, 0, ALIGN), Pool(0, 0, 3 * ALIGN)
 EXTENT = 12 * ALIGN
 
 
@@ -92,7 +93,7 @@ def test_a_retired_slot_is_never_free_again() -> None:
     e.release(taken)
     e.retire(taken)
     assert e.free(SMALL) == 11
-    assert e.used_bytes == SMALL
+    assert e.used_bytes == ALIGN
     e.hold(taken)
     e.release(taken)
     assert e.take(SMALL, 12).tolist() == [n for n in range(12) if n != taken[0]]
@@ -106,14 +107,15 @@ def test_an_empty_extent_can_change_its_slot_size() -> None:
     assert {place(e, s)[0] for s in kept.tolist()} == {0} or len(kept) == 12
     full = {place(e, s)[0] for s in kept.tolist()}
     [empty] = {0, 1} - full
+    e.leave(empty)
     e.withdraw(empty)
     assert e.free(SMALL) == 0
     assert e.assign(LARGE) == empty
     large = e.take(LARGE, 9)
     assert [place(e, s) for s in large.tolist()] == [(empty, i) for i in range(4)]
     assert not set(large.tolist()) & set(kept.tolist())
-    assert e.class_size(large) == LARGE
-    assert e.class_size(kept) == SMALL
+    assert e.pool_of(int(large[0])) == LARGE
+    assert e.pool_of(int(kept[0])) == SMALL
 
 
 def test_more_than_the_limit_is_a_broken_invariant() -> None:
@@ -126,8 +128,8 @@ def test_more_than_the_limit_is_a_broken_invariant() -> None:
 
 def test_a_block_larger_than_an_extent_gets_none() -> None:
     e = make()
-    assert e.assign(EXTENT + ALIGN) is None
-    assert e.assign(EXTENT) == 0
+    assert e.assign(Pool(0, 0, EXTENT + ALIGN)) is None
+    assert e.assign(Pool(0, 0, EXTENT)) == 0
 
 
 def test_slots_are_bounded() -> None:
@@ -141,16 +143,16 @@ def test_start_up_claims_slots_where_they_are() -> None:
     e = make()
     e.assign(SMALL, 2)
     numbers = e.slots_at(slots(2, 2), slots(3, 7))
-    e.claim(SMALL, numbers, slots(10, 11), slots(40, 41), np.array([1, 2], np.uint64))
+    e.claim(numbers, slots(10, 11), slots(40, 41), np.array([1, 2], np.uint64))
     assert e.free(SMALL) == 10
-    assert e.used_bytes == 2 * SMALL
+    assert e.used_bytes == 2 * ALIGN
     taken = e.take(SMALL, 12)
     assert not set(taken.tolist()) & set(numbers.tolist())
     assert e.version[numbers].tolist() == [40, 41]
     assert e.owner[numbers].tolist() == [10, 11]
 
 
-@pytest.mark.parametrize("slot", [SMALL, LARGE, 5 * ALIGN])
+@pytest.mark.parametrize("slot", [ALIGN, 3 * ALIGN, 5 * ALIGN])
 @pytest.mark.parametrize("table", [False, True])
 def test_slots_and_their_table_fit_into_the_extent(slot: int, table: bool) -> None:
     g = Geometry(EXTENT, slot, table)
@@ -169,7 +171,7 @@ class Machine(RuleBasedStateMachine):
         self.refs: dict[int, int] = {}
         self.owner: dict[int, int] = {}
         self.retired: set[int] = set()
-        self.assigned: dict[int, int] = {}
+        self.assigned: dict[int, Pool] = {}
         self.rows = 0
 
     def in_use(self) -> set[int]:
@@ -182,7 +184,7 @@ class Machine(RuleBasedStateMachine):
         return mine[which % (len(mine) + 1) :][:n]
 
     @rule(size=st.sampled_from([SMALL, LARGE]))
-    def assign(self, size: int) -> None:
+    def assign(self, size: Pool) -> None:
         extent = self.e.assign(size)
         assert (extent is None) == (len(self.assigned) == 3)
         if extent is not None:
@@ -190,7 +192,7 @@ class Machine(RuleBasedStateMachine):
             self.assigned[extent] = size
 
     @rule(size=st.sampled_from([SMALL, LARGE]), n=st.integers(0, 15))
-    def take(self, size: int, n: int) -> None:
+    def take(self, size: Pool, n: int) -> None:
         if size not in self.assigned.values():
             return
         free = self.e.free(size)
@@ -240,6 +242,7 @@ class Machine(RuleBasedStateMachine):
     def withdraw(self, which: int) -> None:
         extent = sorted(self.assigned)[which % len(self.assigned)]
         if not {place(self.e, s)[0] for s in self.in_use()} & {extent}:
+            self.e.leave(extent)
             self.e.withdraw(extent)
             del self.assigned[extent]
 
@@ -248,9 +251,9 @@ class Machine(RuleBasedStateMachine):
         used = self.in_use()
         sizes = [self.assigned[place(self.e, s)[0]] for s in used]
         for size in (SMALL, LARGE):
-            total = sum(EXTENT // size for s in self.assigned.values() if s == size)
+            total = sum(EXTENT // size.slot_bytes for s in self.assigned.values() if s == size)
             assert self.e.free(size) == total - sizes.count(size)
-        assert self.e.used_bytes == sum(sizes)
+        assert self.e.used_bytes == sum(size.slot_bytes for size in sizes)
         assert self.e.used_bytes <= self.e.capacity_bytes <= self.e.limit_bytes
 
 

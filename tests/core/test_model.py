@@ -342,7 +342,7 @@ class Faulty(Machine):
     def device_is_quiet(self) -> None:
         self.w.now += 20
         self.w.send(ev.Tick())
-        assert self.w.p.residency.fenced
+        assert self.w.p.residency.tiers[1].device.fenced
 
 
 class Crowded(Machine):

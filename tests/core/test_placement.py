@@ -328,7 +328,7 @@ def test_namespaces_are_limited() -> None:
     w = world(limits=Limits(namespaces=2))
     w.open(2)
     w.ask(ev.OpenNamespace(0, 3, 100))
-    assert told(w) == [("deny", "2 namespaces are open")]
+    assert told(w) == [("deny", "2 namespaces are open, and no more can be")]
     w.open(2)
 
 
@@ -472,11 +472,11 @@ def test_a_slot_size_takes_over_no_more_than_an_even_share() -> None:
     full_of(w, 16)
     for i in range(10):
         w.put(0, 2, [b"%d" % i])
-    extents = {size: len(c.extents) for size, c in w.p.residency.tiers[0].extents.classes.items()}
+    extents = {p.slot_bytes: len(c.extents) for p, c in w.p.residency.tiers[0].extents.classes.items()}
     assert extents == {ALIGN: 2, 2 * ALIGN: 2}
     for i in range(10):
         w.put(0, 1, [b"n%02d" % i])
-    extents = {size: len(c.extents) for size, c in w.p.residency.tiers[0].extents.classes.items()}
+    extents = {p.slot_bytes: len(c.extents) for p, c in w.p.residency.tiers[0].extents.classes.items()}
     assert extents == {ALIGN: 2, 2 * ALIGN: 2}
 
 
@@ -572,7 +572,8 @@ def test_a_row_that_has_changed_hands_is_written_down_in_its_new_size() -> None:
     while w.copies:
         for copy in w.copies.values():
             sizes = {1: ALIGN, 3: 2 * ALIGN}
-            assert {sizes[n] for n in copy.identity.namespace.tolist()} == {copy.slot_bytes}
+            cut = {w.formats[extent] for extent in copy.target_where.extent.tolist()}
+            assert {sizes[n] for n in copy.identity.namespace.tolist()} == cut
         w.finish(next(iter(w.copies)), [])
     w.restart()
     assert w.lookup(1, [b"x0"]) == w.lookup(3, [b"other"]) == 1
@@ -736,7 +737,7 @@ def test_a_device_that_keeps_failing_is_left_alone_for_a_while() -> None:
         w.put(0, 1, [b"%d" % i])
         while w.copies:
             w.finish(next(iter(w.copies)), [ev.FAILED] * 8)
-    assert w.p.residency.tiers[1].closed_until > w.now
+    assert w.p.residency.tiers[1].device.writes.opened_until > w.now
     assert w.put(0, 1, [b"x"]) == 1
     assert not w.copies
     wake = w.p.next_wakeup()
@@ -749,7 +750,7 @@ def test_a_device_that_keeps_failing_is_left_alone_for_a_while() -> None:
 
 def test_dram_evicts_leaves_while_the_device_is_closed() -> None:
     w = world(dram=1, nvme=4)
-    w.p.residency.tiers[1].closed_until = 1e9
+    w.p.residency.tiers[1].device.writes.opened_until = 1e9
     assert [w.put(0, 1, [b"%d" % i]) for i in range(8)] == [1] * 8
 
 

@@ -142,7 +142,7 @@ def test_a_device_that_hangs_is_fenced_and_the_rest_goes_on() -> None:
     w.send(ev.Tick())
     assert waiting in w.answers, "its deadline has passed"
     w.finish_all()
-    assert not w.p.residency.fenced
+    assert not w.p.residency.tiers[1].device.fenced
     assert w.get(1, gone[:1]) == [payload(1, gone[0])]
     w.settle()
 
@@ -154,7 +154,7 @@ def test_a_device_that_is_slow_is_not_fenced() -> None:
         w.now += 4
         w.send(ev.Tick())
         w.finish(next(iter(w.copies)), [])
-        assert not w.p.residency.fenced
+        assert not w.p.residency.tiers[1].device.fenced
 
 
 def test_an_idle_device_is_not_waited_for() -> None:

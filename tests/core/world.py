@@ -291,7 +291,7 @@ class World:
         assert not p.ledger.probes
         assert not p.residency.pins
         assert not p.transfers.under_way
-        assert not p.transfers.writes_in_flight
+        assert not p.transfers.writing.total()
         assert not p.residency.blocks.moving.any()
         for state in p.residency.tiers:
             held = set(np.flatnonzero(state.extents.refs).tolist())
@@ -404,4 +404,5 @@ def restore(records: list[tuple[int, bytes, bytes, int, int, int, int]], tier: i
         np.array([r[4] for r in records], np.uint32),
         np.array([r[5] for r in records], np.uint64),
         np.array([r[6] for r in records], np.uint64),
+        np.full(len(records), np.inf),
     )

@@ -21,7 +21,7 @@ from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.tiers.worker import Worker
 from tests.simulation.device import Disk, SimEngine, SimSlabs, SimStore, Writer
-from tests.simulation.loop import Process
+from tests.simulation.loop import MICRO, Process
 from tests.simulation.network import Network
 
 DRAM, NVME = 0, 1
@@ -84,6 +84,7 @@ class Life:
         self.process = Process(disk.loop, f"daemon{number}")
         self.up = False
         self.stopped = False
+        self._stopping: Any = None
         self._net = net
         self._disk = disk
         dice = disk.dice
@@ -103,7 +104,7 @@ class Life:
                 self.process, writer.journal, self.slabs, self.engine, limit, lambda: disk.loop.now + skew
             )
         self.shell = Shell(setup.config(), self.process, self.dram, self.nvme, dice.getrandbits)
-        self.server = Server(self.shell)
+        self.server = Server(self.shell, _Stopwatch(disk))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.connections = _Ordered()  # type: ignore[assignment]
         self.process.create_task(self._serve())
@@ -117,7 +118,8 @@ class Life:
         """An orderly stop, as `main` does it; `stopped` when it is over."""
         self._net.listener = None
         self.up = False
-        self.process.create_task(self._stop())
+        self._stopping = self._stop()
+        self.process.create_task(self._stopping)
 
     async def _stop(self) -> None:
         await self.server.close()
@@ -136,11 +138,27 @@ class Life:
     def end(self) -> None:
         """The process is gone, now."""
         self.process.kill()
+        if self._stopping is not None:
+            self._stopping.close()
         self._net.reset_all()
         if self.nvme is not None:
             self.engine.kill()
         for extent in self.dram._extents.values():
             extent.close()
+        self.dram._owners.close()
+
+
+class _Stopwatch:
+    """Moves on with each look, as if requests took time, which they do not on the simulated clock."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._dice = random.Random(0)
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        self._ahead += self._dice.uniform(0, 200) * MICRO
+        return self._disk.loop.now + self._ahead
 
 
 class _Dram(DramTier):

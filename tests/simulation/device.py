@@ -190,7 +190,9 @@ class SimEngine:
         self._under_way: dict[_Part, None] = {}
         self._closed = False
 
-    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+    def submit(
+        self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
+    ) -> None:
         for io in ios:
             io.check()
         if self._closed:

@@ -109,13 +109,26 @@ class Transport:
         self._lost = False
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._answers = Frames(1 << 30)
+        self._unread: list[tuple[bytes, int]] | None = None
         self.out = _Pipe(link.net, link.owner, link.arrived)
         protocol.connection_made(self)
 
     def received(self, data: bytes, fd: int = -1) -> None:
-        if not self._closing:
+        if self._unread is not None:
+            self._unread.append((data, fd))
+        elif not self._closing:
             self._protocol.data_received(data)
             self._pass_descriptors()
+
+    def pause_reading(self) -> None:
+        assert self._unread is None
+        self._unread = []
+
+    def resume_reading(self) -> None:
+        assert self._unread is not None
+        unread, self._unread = self._unread, None
+        for data, fd in unread:
+            self._owner.call_soon(self.received, data, fd)
 
     def write(self, data: bytes) -> None:
         if self._lost:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.client.holds import Room
+from kvstore.daemon.tenants import Identity, Role
 from tests.simulation import audit
 from tests.simulation.clients import LAYOUTS, Engine
 from tests.simulation.daemon import DRAM, Life, Manager, Setup
@@ -286,7 +287,7 @@ class World:
             pass
         self.audit()
         self._checked("nothing is held in the end", audit.nothing_is_held, self.life)
-        self.life.server.status()
+        self.life.server.status(Identity(0, "default", Role.ADMIN, operator=True))
 
     def close(self) -> None:
         """Lets go of descriptors, memory and tasks."""

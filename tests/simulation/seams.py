@@ -22,10 +22,10 @@ def in_simulation(world: Any) -> Iterator[None]:
     now = types.SimpleNamespace(monotonic=lambda: world.loop.now)
     fill = flows._fill
 
-    def filled(room: Room, views: object, at: int) -> bytes:
+    def filled(room: Room, views: object) -> bytes:
         if not world.may_write(room):
             raise ConnectionResetError("noticed in time that the daemon is gone")
-        return fill(room, views, at)  # type: ignore[arg-type]
+        return fill(room, views)  # type: ignore[arg-type]
 
     Thread.disk = world.disk
     errors = _Errors(world._errors)

@@ -43,7 +43,7 @@ class FaultyEngine:
         self._under_way = 0
         self._closed = False
 
-    def submit(self, ios: Sequence[BlockIO], done: Done) -> None:
+    def submit(self, ios: Sequence[BlockIO], done: Done, urgent: bool = False) -> None:
         for io in ios:
             io.check()
         with self._lock:
@@ -71,7 +71,7 @@ class FaultyEngine:
             else:
                 self._finish(done, answer)
 
-        self._inner.submit([self._cut(ios[i], plan[i][0]) for i in moving], ended)
+        self._inner.submit([self._cut(ios[i], plan[i][0]) for i in moving], ended, urgent)
 
     def close(self) -> None:
         with self._lock:

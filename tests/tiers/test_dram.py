@@ -1,11 +1,11 @@
-"""Extents in memory: taken over by what the ledger says, and changing hands without a byte left behind."""
+"""Extents in memory: whose they are after a restart, and changing hands without a byte left behind."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ import pytest
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import Identity, Where
 from kvstore.errors import TierError
-from kvstore.tiers.dram import LEDGER, DramTier, Inherited
-from kvstore.tiers.ledger import Ledger
+from kvstore.tiers.dram import OWNERS, DramTier, Inherited
+from kvstore.tiers.owners import Owners
 from kvstore.types import ALIGN, LABEL_BYTES
+from tests.tiers.at_once import AtOnce
 
 MIB = 1 << 20
 EXTENTS = 3
@@ -44,17 +45,7 @@ class Keeper:
 
     @property
     def extents(self) -> list[str]:
-        return sorted(self.kept.keys() - {LEDGER})
-
-
-class AtOnce:
-    """Stands for the tier's worker: does each job when it is submitted."""
-
-    def submit(self, job: Callable[..., None], *args: Any) -> None:
-        job(*args)
-
-    def close(self) -> None:
-        pass
+        return sorted(self.kept.keys() - {OWNERS})
 
 
 @pytest.fixture
@@ -235,7 +226,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "forget": (Keeper, "forget"),
     "create": (Extent, "create"),
     "populate": (Extent, "populate"),
-    "enter": (Ledger, "add"),
+    "enter": (Owners, "add"),
     "keep": (Keeper, "keep"),
 }
 
@@ -301,33 +292,34 @@ class TestTakingOver:
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "end_cut", killed)
+            patch.setattr(Owners, "end_cut", killed)
             with pytest.raises(Killed):
                 tier.format(1, ALIGN, B)
         assert load(keeper).formats == {0: ALIGN, 2: 0}
         assert keeper.extents == ["dram-000000", "dram-000002"]
 
-    def test_extents_of_a_daemon_without_a_ledger_are_the_default_tenants(
+    def test_extents_of_a_daemon_without_owners_are_the_default_tenants(
         self, tier: DramTier, keeper: Keeper
     ) -> None:
-        keeper.forget(LEDGER)
+        keeper.forget(OWNERS)
         tier._extents[0].label["slot_bytes"] = ALIGN
+        tier._extents[1].label["slot_bytes"] = 1
         found = load(keeper)
         assert (found.formats, found.owners) == ({0: ALIGN}, {0: bytes(16)})
         assert found.headers["expires"].tolist() == [0.0]
-        assert sorted(keeper.kept) == ["dram-000000", LEDGER]
-        assert load(keeper).owners == {0: bytes(16)}, "from the ledger that was made"
+        assert sorted(keeper.kept) == ["dram-000000", OWNERS]
+        assert load(keeper).owners == {0: bytes(16)}, "from the table that was made"
 
     @pytest.mark.parametrize("how", ["magic", "size"])
-    def test_with_a_ledger_that_makes_no_sense_nothing_is_used(
+    def test_with_owners_that_make_no_sense_nothing_is_used(
         self, tier: DramTier, keeper: Keeper, how: str
     ) -> None:
         if how == "magic":
-            os.pwrite(keeper.kept[LEDGER], b"KVOWNS99", 0)
+            os.pwrite(keeper.kept[OWNERS], b"KVOWNS99", 0)
         else:
             other = Extent.create("other", 4096)
-            keeper.forget(LEDGER)
-            keeper.keep(LEDGER, other.fd)
+            keeper.forget(OWNERS)
+            keeper.keep(OWNERS, other.fd)
             other.close()
         tier._extents[0].label["slot_bytes"] = ALIGN
         assert load(keeper).formats == {}
@@ -356,25 +348,25 @@ class TestTakingOver:
             some.close()
             for name in keeper.extents:
                 keeper.forget(name)
-        rows = Ledger(os.dup(keeper.kept[LEDGER]))
+        rows = Owners(os.dup(keeper.kept[OWNERS]))
         assert len(rows.numbers()) == EXTENTS
         rows.close()
 
 
-def test_a_full_ledger_says_so() -> None:
-    ledger = Ledger.create()
+def test_a_full_table_says_so() -> None:
+    owners = Owners.create()
     for number in range(32767):
-        ledger.add(number)
+        owners.add(number)
     with pytest.raises(TierError, match=r"more than 32767 extents \(give"):
-        ledger.add(32767)
-    ledger.remove(77)
-    ledger.add(1 << 20)
-    again = Ledger(os.dup(ledger.fd))
+        owners.add(32767)
+    owners.remove(77)
+    owners.add(1 << 20)
+    again = Owners(os.dup(owners.fd))
     assert len(again.numbers()) == 32767
     assert again.usable(1 << 20)
     assert not again.usable(77)
     again.close()
-    ledger.close()
+    owners.close()
 
 
 def test_header_has_room_for_nothing_more() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import MisuseError, TierError
-from kvstore.tiers.base import BlockIO, IOEngine
+from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
 from kvstore.tiers.nvme.bounce import BouncingEngine
 from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.types import ALIGN
@@ -211,6 +211,27 @@ class IOEngineContract:
         assert waiter.outcomes() == [None]
         assert bytes(buffer) == data
 
+    @pytest.mark.parametrize("flood_is_urgent", [True, False])
+    def test_a_flood_of_one_urgency_does_not_starve_the_other(
+        self, engine: IOEngine, fd: int, flood_is_urgent: bool
+    ) -> None:
+        assert run(engine, [BlockIO(fd, 0, aligned(noise(MIB)), True)]) == [None]
+        stop, flood_ended, waiter = threading.Event(), threading.Semaphore(0), Waiter()
+
+        def again(outcomes: list[OSError | None]) -> None:
+            if stop.is_set():
+                flood_ended.release()
+                return
+            engine.submit([BlockIO(fd, 0, aligned(ALIGN), False)], again, flood_is_urgent)
+
+        for _ in range(16):
+            again([])
+        engine.submit([BlockIO(fd, 0, aligned(MIB), False)], waiter, not flood_is_urgent)
+        assert waiter.outcomes() == [None]
+        stop.set()
+        for _ in range(16):
+            assert flood_ended.acquire(timeout=WAIT_S)
+
     def test_close_waits_and_refuses_more(self, fd: int) -> None:
         engine = self.make()
         waiters = [Waiter() for _ in range(32)]
@@ -297,6 +318,55 @@ class TestPosix(IOEngineContract):
         run(engine, [BlockIO(0, at, memoryview(bytearray(3 * ALIGN)), False) for at in (0, 65536)])
         engine.close()
         assert seen == [(0, 2 * ALIGN), (2 * ALIGN, ALIGN), (65536, 2 * ALIGN), (65536 + 2 * ALIGN, ALIGN)]
+
+    def test_urgent_tasks_go_first_but_for_one_in_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, entered = threading.Event(), threading.Event()
+        seen: list[int] = []
+
+        def spy(_: int, buffers: Sequence[memoryview], offset: int) -> int:
+            entered.set()
+            gate.wait(WAIT_S)
+            seen.append(offset)
+            return len(buffers[0])
+
+        monkeypatch.setattr(os, "preadv", spy)
+        engine = PosixEngine(threads=1, task_bytes=ALIGN)
+        engine.submit([BlockIO(0, 0, aligned(ALIGN), False)], Waiter())
+        assert entered.wait(WAIT_S)
+        urgent, others = 1, 2
+        engine.submit([BlockIO(0, others, aligned(20 * ALIGN), False)], Waiter())
+        engine.submit([BlockIO(0, urgent, aligned(30 * ALIGN), False)], Waiter(), urgent=True)
+        gate.set()
+        engine.close()
+        lanes = [offset % ALIGN for offset in seen[1:]]
+        turns = ([urgent] * (OTHERS_EVERY - 1) + [others]) * 5
+        last = max(i for i, lane in enumerate(lanes) if lane == urgent) + 1
+        assert lanes[:last] == turns[:last]
+        assert lanes[last:] == [others] * (50 - last)
+        for lane in (urgent, others):
+            mine = [offset for offset in seen[1:] if offset % ALIGN == lane]
+            assert mine == sorted(mine)
+
+    def test_each_lane_has_a_bound_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate = threading.Event()
+
+        def slow(_: int, buffers: Sequence[memoryview], __: int) -> int:
+            gate.wait(WAIT_S)
+            return len(buffers[0])
+
+        monkeypatch.setattr(os, "preadv", slow)
+        engine = PosixEngine(threads=1, task_bytes=ALIGN, queue_tasks=4)
+        waiters = {lane: [Waiter() for _ in range(3)] for lane in (False, True)}
+        for urgent, mine in waiters.items():
+            for waiter in mine:
+                engine.submit([BlockIO(0, 0, aligned(3 * ALIGN), False)], waiter, urgent)
+        gate.set()
+        for mine in waiters.values():
+            # One batch may have begun to move before the second came.
+            outcomes = [waiter.outcomes() for waiter in mine]
+            assert outcomes[0] == [None]
+            assert outcomes[2] == [errno.EAGAIN]
+        engine.close()
 
     def test_several_tasks_are_at_the_device_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         together = threading.Barrier(4)

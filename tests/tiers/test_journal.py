@@ -432,14 +432,14 @@ class TestOpening:
         with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
             txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
         for _ in range(2):
-            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 3"):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2 and 3"):
                 Journal.open(tmp_path, MIB)
 
     @pytest.mark.parametrize("number", [1, 4])
     def test_formats_before_and_after_are_refused(self, tmp_path: Path, number: int) -> None:
         Journal.open(tmp_path, MIB).close()
         sign(tmp_path, number)
-        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 3"):
+        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 2 and 3"):
             Journal.open(tmp_path, MIB)
 
     def test_the_format_before_is_read_as_the_default_tenants_and_signed_anew(self, tmp_path: Path) -> None:

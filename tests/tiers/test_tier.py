@@ -29,9 +29,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Sequence[BlockIO], Callable[[list[OSError | None]], None]]] = []
+        self.urgent: list[bool] = []
 
-    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+    def submit(
+        self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
+    ) -> None:
         self.waiting.append((ios, done))
+        self.urgent.append(urgent)
 
     def move(self, *errors: OSError | None) -> None:
         """Ends the oldest batch."""
@@ -226,6 +230,18 @@ def test_a_probe_reads_aside_and_tells_bad_from_unreadable(site: Site) -> None:
     assert not any(io.write for io in ios)
     site.engine.move(None, OSError(5, "no"))
     assert told == [[CORRUPT, FAILED]]
+
+
+def test_only_what_somebody_waits_for_is_urgent(site: Site) -> None:
+    site.write((b"a", 0, 0))
+    site.tier.probe(Probe(1, 1, ALIGN, who(b"a"), where((0, 0))), {}, {}, lambda _: None)
+    copy = Copy(
+        2, 1, 0, ALIGN, who(b"a"), [b""], where((0, 0)), where((0, 0)), np.ones(1, np.uint32)
+    )  # fmt: skip
+    for urgent in ({}, {"urgent": True}, {"urgent": False}):
+        site.tier.read(copy, [memoryview(bytearray(ALIGN))], {}, {}, lambda _: None, **urgent)
+    assert site.engine.urgent == [False, False, True, True, False]
+    site.engine.waiting.clear()
 
 
 def test_a_sync_that_fails_records_nothing_and_is_made_up_for(

@@ -1,4 +1,4 @@
-"""Eviction policies: which blocks of one tier and slot size should go first.
+"""Eviction policies: which blocks of one pool of a tier should go first.
 
 A policy sees row numbers only. It owns the order; placement owns the verdict (leases, leaf first, copies).
 Every operation is a batch of distinct rows and costs amortised O(1) a row.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.core.blocks import Rows
 from kvstore.core.policy.lru import LRU
@@ -35,9 +38,12 @@ class Policy(Protocol):
     def __len__(self) -> int:
         """How many rows are known."""
 
-    def ram_bytes(self, rows: int) -> int:
-        """Bytes of state when row numbers below `rows` were in use."""
+    def ram_bytes(self) -> int:
+        """Bytes of state, the shared column of stamps not counted."""
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU}
-"""By name: from the largest number of rows to a fresh policy."""
+POLICIES: dict[str, Callable[[npt.NDArray[np.int64]], Policy]] = {"lru": LRU}
+"""By name: from a column of zeros by row, which all policies of a tier share, to a fresh policy.
+
+A row is known to one of them at a time; its stamp is 0 while it is known to none.
+"""

@@ -24,10 +24,11 @@ _TIDY = 8
 
 
 class LRU:
-    """An LRU over rows 0 to capacity - 1. Positions start at `_SEGMENT`; stamp 0 means unknown."""
+    """An LRU over rows. Positions start at `_SEGMENT`; stamp 0 means unknown."""
 
-    def __init__(self, capacity: int) -> None:
-        self._stamp = np.zeros(capacity, np.int64)
+    def __init__(self, stamps: npt.NDArray[np.int64]) -> None:
+        """`stamps`: a column of zeros by row, shared with policies that know other rows."""
+        self._stamp = stamps
         self._segments: OrderedDict[int, npt.NDArray[np.int32]] = OrderedDict()
         self._next = _SEGMENT
         self._known = 0
@@ -125,6 +126,6 @@ class LRU:
         base = key << _BITS
         self._stamp[rows] = np.arange(base + start, base + _SEGMENT)
 
-    def ram_bytes(self, rows: int) -> int:
+    def ram_bytes(self) -> int:
         """See Policy."""
-        return self._stamp.itemsize * rows + len(self._segments) * 4 * _SEGMENT
+        return len(self._segments) * 4 * _SEGMENT

@@ -51,15 +51,15 @@ class BouncingEngine:
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-seal")
         self._changed = threading.Condition()
         self._buffers = _Buffers(buffer_bytes)
-        self._waiting: deque[tuple[SealedIO, Callable[[Outcomes], None]]] = deque()
+        self._waiting: deque[tuple[SealedIO, Callable[[Outcomes], None], bool]] = deque()
         self._moving = 0
         self._closed = False
 
-    def submit(self, ios: Sequence[BlockIO], done: Callable[[Outcomes], None]) -> None:
+    def submit(self, ios: Sequence[BlockIO], done: Callable[[Outcomes], None], urgent: bool = False) -> None:
         """See `IOEngine.submit`. A read whose block does not open has a `TagError`."""
         sealed = [(i, io) for i, io in enumerate(ios) if isinstance(io, SealedIO)]
         if not sealed:
-            self._inner.submit(ios, done)
+            self._inner.submit(ios, done, urgent)
             return
         for io in ios:
             io.check()
@@ -69,8 +69,12 @@ class BouncingEngine:
             if self._closed:
                 raise TierError("the I/O engine is closed")
             if plain:
-                self._inner.submit([ios[i] for i in plain], partial(batch.end, plain))
-            self._waiting += [(io, partial(batch.end, [i])) for i, io in sealed]
+                self._inner.submit([ios[i] for i in plain], partial(batch.end, plain), urgent)
+            more = [(io, partial(batch.end, [i]), urgent) for i, io in sealed]
+            if urgent:
+                self._waiting.extendleft(reversed(more))
+            else:
+                self._waiting += more
         self._start()
 
     def close(self) -> None:
@@ -88,13 +92,13 @@ class BouncingEngine:
                 buffer = self._buffers.take(self._waiting[0][0].slot_bytes) if self._waiting else None
                 if buffer is None:
                     return
-                io, done = self._waiting.popleft()
+                io, done, urgent = self._waiting.popleft()
                 self._moving += 1
             ended = partial(self._ended, io, buffer, done)
             if io.write:
                 self._threads.submit(self._write, io, buffer, ended)
             else:
-                self._move(io, buffer, ended)
+                self._move(io, buffer, ended, urgent)
 
     def _write(self, io: SealedIO, buffer: memoryview, ended: Callable[[Outcomes], None]) -> None:
         try:
@@ -102,11 +106,13 @@ class BouncingEngine:
         except Exception as error:
             ended([OSError(errno.EINVAL, repr(error))])
         else:
-            self._move(io, buffer, ended)
+            self._move(io, buffer, ended, False)
 
-    def _move(self, io: SealedIO, buffer: memoryview, ended: Callable[[Outcomes], None]) -> None:
+    def _move(
+        self, io: SealedIO, buffer: memoryview, ended: Callable[[Outcomes], None], urgent: bool
+    ) -> None:
         try:
-            self._inner.submit([BlockIO(io.fd, io.offset, buffer, io.write)], ended)
+            self._inner.submit([BlockIO(io.fd, io.offset, buffer, io.write)], ended, urgent)
         except TierError as error:
             ended([OSError(errno.ESHUTDOWN, str(error))])
 

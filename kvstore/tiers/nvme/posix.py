@@ -1,7 +1,7 @@
 """Blocks between memory and files by `preadv` and `pwritev`, on a few threads of its own.
 
 A block is cut into tasks, so that one large block keeps several requests at the device and a small one behind
-it starts soon. System calls and device time pass with the GIL free.
+it starts soon. Tasks wait in two lanes, urgent and not. System calls and device time pass with the GIL free.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import errno
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
 from kvstore.errors import MisuseError, TierError
-from kvstore.tiers.base import BlockIO
+from kvstore.tiers.base import OTHERS_EVERY, BlockIO
 from kvstore.types import ALIGN
 
 _log = logging.getLogger(__name__)
@@ -27,12 +28,15 @@ class PosixEngine:
     name = "posix"
 
     def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
-        """Starts the threads. A batch that would leave more than `queue_tasks` tasks waiting is refused."""
+        """Starts the threads. A batch is refused if it would leave more than `queue_tasks` in its lane."""
         if threads < 1 or task_bytes < ALIGN or task_bytes % ALIGN:
             raise MisuseError(f"{threads} threads, {task_bytes} bytes a task", f"multiples of {ALIGN} bytes")
         self._task_bytes = task_bytes
         self._queue_tasks = queue_tasks
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._lanes: tuple[deque[_Task], deque[_Task]] = deque(), deque()  # the second one is urgent
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one a task, then False for each thread
+        self._choosing = threading.Lock()
+        self._passed_over = 0
         self._submitting = threading.Lock()
         self._closed = False
         self._threads = [
@@ -41,12 +45,14 @@ class PosixEngine:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+    def submit(
+        self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
+    ) -> None:
         """See `IOEngine.submit`."""
         for io in ios:
             io.check()
         step = self._task_bytes
-        batch = _Batch(len(ios), done)
+        lane, batch = self._lanes[urgent], _Batch(len(ios), done)
         tasks: list[_Task] = [
             (batch, i, io, start, min(start + step, len(io.buffer)))
             for i, io in enumerate(ios)
@@ -55,13 +61,14 @@ class PosixEngine:
         with self._submitting:
             if self._closed:
                 raise TierError("the I/O engine is closed")
-            if self._tasks.qsize() + len(tasks) > self._queue_tasks:
+            if len(lane) + len(tasks) > self._queue_tasks:
                 batch.errors = [OSError(errno.EAGAIN, "too much waits for the device") for _ in ios]
                 tasks = []
             tasks = tasks or [(batch, 0, None, 0, 0)]
             batch.tasks_left = len(tasks)
             for task in tasks:
-                self._tasks.put(task)
+                lane.append(task)
+                self._tokens.put(True)
 
     def close(self) -> None:
         """See `IOEngine.close`."""
@@ -69,12 +76,22 @@ class PosixEngine:
             if not self._closed:
                 self._closed = True
                 for _ in self._threads:
-                    self._tasks.put(None)
+                    self._tokens.put(False)
         for thread in self._threads:
             thread.join()
 
+    def _next(self) -> _Task:
+        """The task to start; a token was taken for it, so there is one."""
+        others, urgent = self._lanes
+        with self._choosing:
+            if urgent and others:
+                self._passed_over = (self._passed_over + 1) % OTHERS_EVERY
+                return urgent.popleft() if self._passed_over else others.popleft()
+            return (urgent or others).popleft()
+
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while self._tokens.get():
+            task = self._next()
             batch, index, io, start, stop = task
             if io is not None and batch.errors[index] is None:
                 try:

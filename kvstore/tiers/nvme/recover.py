@@ -150,5 +150,6 @@ def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
         blocks.index[::-1],
         blocks.version[::-1],
         blocks.checksum[::-1],
+        np.full(len(blocks), np.inf),
     )
     return everything.only(usable[::-1])

@@ -3,7 +3,7 @@
 Tables, with ids as u32 big-endian and numbers as u64 little-endian:
 
     meta          "format", "extent_bytes" -> number
-    namespaces    id -> MessagePack [tenant, layout map, fingerprint, whether sealed (absent: not)]
+    namespaces    id -> MessagePack [tenant, layout map, fingerprint, whether sealed, readers, TTL (s)]
     extents       id -> slot bytes | whose it is: the tenant's name in UTF-8
     blocks        namespace id, key -> record (`records.py`)
 
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -55,16 +55,22 @@ Changes: TypeAlias = dict[str, dict[bytes, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What a namespace id stands for. `sealed`: its blocks are encrypted under the tenant's data key."""
+    """What a namespace id stands for. `sealed`: its blocks are encrypted under the tenant's data key.
+
+    `readers` are the tenants that it is published to; blocks end `ttl_s` after they were stored (0: never).
+    """
 
     tenant: str
     layout: dict[str, Any]
     fingerprint: bytes
     sealed: bool = False
+    readers: tuple[str, ...] = ()
+    ttl_s: float = 0.0
 
     def pack(self) -> bytes:
         """The record's value."""
-        packed: bytes = msgpack.packb([self.tenant, self.layout, self.fingerprint, self.sealed])
+        columns = [self.tenant, self.layout, self.fingerprint, self.sealed, self.readers, self.ttl_s]
+        packed: bytes = msgpack.packb(columns)
         return packed
 
     @property
@@ -185,7 +191,7 @@ class RecordStore:
             return extent_bytes
         if _number(found) not in _READ_FORMATS:
             raise TierError(
-                f"{self._folder} holds format {_number(found)}, this daemon reads {FORMAT}",
+                f"{self._folder} holds format {_number(found)}, this daemon reads 2 and {FORMAT}",
                 "run the version that wrote it, or move the folder away to start empty",
             )
         if _number(found) != FORMAT and extent_bytes is not None:
@@ -207,7 +213,7 @@ def _namespace(value: bytes) -> Namespace:
     namespace = Namespace(*msgpack.unpackb(value))
     if not isinstance(namespace.layout["block_bytes"], int) or len(namespace.fingerprint) != 16:
         raise ValueError("no layout, or no fingerprint")
-    return namespace
+    return replace(namespace, readers=tuple(namespace.readers))
 
 
 def _number(value: bytes) -> int:

@@ -303,12 +303,13 @@ class NvmeTier:
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
+        urgent: bool = True,
     ) -> None:
-        """Reads blocks into slots and verifies each. Results as in CopyDone.
+        """Reads blocks into slots and verifies each; `urgent`: somebody waits. Results as in CopyDone.
 
         A sealed block that does not open is CORRUPT, and its slot holds anything.
         """
-        self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done)
+        self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done, urgent)
 
     def probe(
         self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
@@ -317,7 +318,7 @@ class NvmeTier:
         size = probe.slot_bytes
         aside = memoryview(mmap.mmap(-1, size * len(probe.identity)))
         slots = [aside[i * size : (i + 1) * size] for i in range(len(probe.identity))]
-        self._read(probe.identity, probe.where, slots, fingerprints, lengths, done)
+        self._read(probe.identity, probe.where, slots, fingerprints, lengths, done, urgent=False)
 
     def _read(
         self,
@@ -327,6 +328,7 @@ class NvmeTier:
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
+        urgent: bool,
     ) -> None:
         def finished(errors: list[OSError | None]) -> None:
             results = np.full(len(errors), FAILED, np.uint8)
@@ -341,7 +343,7 @@ class NvmeTier:
                     _log.error("read of extent %d failed: %s", where.extent[i], error)
             done(results)
 
-        self._engine.submit(self._ios(identity, where, slots, write=False), finished)
+        self._engine.submit(self._ios(identity, where, slots, write=False), finished, urgent)
 
     def _ios(self, identity: Identity, where: Where, slots: list[memoryview], write: bool) -> list[BlockIO]:
         ios = []

@@ -22,14 +22,14 @@ _FREE, _UNCUT, _CUTTING = range(3)
 """What `slot_bytes` says besides a size: no extent; one that was nobody's yet; one that is being cut."""
 
 
-class Ledger:
+class Owners:
     """A row for each extent. The first row has the magic number in place of an extent's."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over the ledger of an earlier daemon. TierError if it is none, or cannot be mapped."""
+        """Takes over the table of an earlier daemon. TierError if it is none, or cannot be mapped."""
         try:
             if os.fstat(fd).st_size != _NBYTES:
-                raise TierError("the ledger of extents has another size")
+                raise TierError("the table of owners has another size")
             self._extent = Extent(fd, _NBYTES)
         except TierError:
             os.close(fd)
@@ -37,15 +37,15 @@ class Ledger:
         rows = np.frombuffer(self._extent.view, _ROW)
         if rows["number"][0] != _MAGIC:
             self._extent.close()
-            raise TierError("another version of kvstore laid out the ledger of extents")
+            raise TierError("another version of kvstore laid out the table of owners")
         self._rows: np.ndarray[Any, Any] = rows[1:]
         used = np.flatnonzero(self._rows["slot_bytes"] != _FREE).tolist()
         self._at = {int(self._rows["number"][i]): i for i in used}
 
     @classmethod
-    def create(cls) -> Ledger:
+    def create(cls) -> Owners:
         """An empty one. TierError if there is no memory for it."""
-        extent = Extent.create("kvstore-ledger", _NBYTES)
+        extent = Extent.create("kvstore-owners", _NBYTES)
         np.frombuffer(extent.view, _ROW, count=1)["number"] = _MAGIC
         fd = os.dup(extent.fd)
         extent.close()

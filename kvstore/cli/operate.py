@@ -1,0 +1,193 @@
+"""Commands that run a daemon, look at it, and check what it needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kvstore import Client
+from kvstore import config as configuration
+from kvstore.cli.common import DEFAULT_SOCKET, ConfigOption, JsonOption, SocketOption, url_of
+from kvstore.cli.tables import pairs, tier_table
+from kvstore.config import format_size
+from kvstore.errors import MisuseError
+
+app = typer.Typer()
+config_app = typer.Typer(no_args_is_help=True, help="Check a configuration, or print one to start from.")
+app.add_typer(config_app, name="config")
+
+_MOST_FINDINGS = 1000
+_LEVELS = {"ok": "[green]ok", "warn": "[yellow]warn", "fail": "[red]fail"}
+
+
+@app.command()
+def serve(config: ConfigOption = None) -> None:
+    """Run the daemon until SIGTERM or SIGINT; SIGHUP reads the configuration again."""
+    # Here, because no other command needs the daemon's modules.
+    from kvstore.daemon.main import run  # noqa: PLC0415
+
+    raise typer.Exit(run(config))
+
+
+@app.command()
+def supervise(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")] = None,
+) -> None:
+    """Run the daemon where there is no systemd: restart it when it dies, and keep its DRAM meanwhile.
+
+    SIGHUP is passed on, SIGUSR1 restarts the daemon, SIGTERM and SIGINT end both.
+    """
+    configuration.load(config)
+    from kvstore.daemon.supervise import Supervisor  # noqa: PLC0415
+
+    raise typer.Exit(Supervisor([] if config is None else ["-c", str(config)]).run())
+
+
+@app.command()
+def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
+    """Show what a running daemon holds and has done."""
+    with Client(url_of(socket)) as client:
+        state = client.status()
+    if as_json:
+        typer.echo(json.dumps(state))
+        return
+    console = Console()
+    console.print(
+        pairs("daemon", {k: v for k, v in state.items() if k not in ("tiers", "tenants", "counters")})
+    )
+    console.print(tier_table(list(state.get("tiers", ()))))
+    console.print(pairs("counter", state.get("counters", {})))
+
+
+@app.command()
+def fsck(
+    folder: Annotated[Path | None, typer.Argument(help="The folder of an NVMe tier.")] = None,
+    *,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Instead: the TOML file that names it.")
+    ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete bad records and orphan slabs.")] = False,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="The master key, to check encrypted blocks too.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a stopped daemon's NVMe folder: every record, slab and checksum.
+
+    Exit codes: 0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired.
+    """
+    from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
+    from kvstore.tiers.nvme.keys import MasterKey  # noqa: PLC0415
+
+    limit_bytes = None
+    if (folder is None) == (config is None):
+        raise MisuseError("fsck takes one folder", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG")
+    if folder is None:
+        nvme = configuration.load(config).nvme
+        if nvme.path is None:
+            raise MisuseError(f"{config} names no nvme.path", "there is nothing to check")
+        folder, limit_bytes = nvme.path, nvme.limit
+    master = MasterKey.load(key_file)
+    with _checking(hidden=as_json and not sys.stderr.isatty()) as bar:
+        task = bar.add_task("fsck", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        report = check(folder, limit_bytes, repair, progress, master)
+    counts = report.counts()
+    found = sum(counts.values())
+    summary = {
+        "folder": str(folder),
+        "extents": report.extents,
+        "records": len(report.blocks) + len(report.damaged),
+        "checked_bytes": report.checked_bytes,
+        "encrypted_blocks_not_checked": report.unchecked,
+        "problems": found,
+        "repaired": found if report.repaired else 0,
+    }
+    if as_json:
+        some = [{**asdict(f), "key": f.key.hex()} for f in islice(report.findings(), _MOST_FINDINGS)]
+        typer.echo(json.dumps({**summary, "kinds": counts, "findings": some}))
+    else:
+        Console().print(pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
+    if found:
+        raise typer.Exit(3 if report.repaired else 1)
+
+
+@app.command()
+def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Check this machine against a configuration, and say what to do about what is not right.
+
+    Exit codes: 0 nothing fails, 1 something does, 2 no such configuration.
+    """
+    from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
+
+    lines = examine(configuration.load(config))
+    if as_json:
+        typer.echo(json.dumps({"lines": [asdict(line) for line in lines]}))
+    else:
+        table = Table("", "check", "found", "what to do", box=box.SIMPLE_HEAD)
+        for line in lines:
+            table.add_row(_LEVELS[line.level], line.name, escape(line.found), escape(line.advice))
+        Console().print(table)
+    if any(line.level == FAIL for line in lines):
+        raise typer.Exit(1)
+
+
+@config_app.command("check")
+def config_check(file: Path) -> None:
+    """Read FILE as the daemon would and say what is wrong with it."""
+    tenants = configuration.load(file).tenants
+    typer.echo(f"{file}: ok")
+    for name, tenant in tenants.items():
+        typer.echo(f"tenant {name}: {_summary(tenant)}")
+
+
+def _summary(tenant: configuration.Tenant) -> str:
+    """Who is in a tenant, and what it may have of each tier."""
+    expired = sum(token.expires is not None and token.expires <= datetime.now(UTC) for token in tenant.tokens)
+    members = f"{len(tenant.uids)} users, {len(tenant.gids)} groups, {len(tenant.tokens)} tokens"
+    parts = [members + (f" ({expired} expired)" if expired else ""), f"share {tenant.share:g}"]
+    for tier, quota in (("dram", tenant.dram), ("nvme", tenant.nvme)):
+        most = "all" if quota.limit is None else format_size(quota.limit)
+        parts.append(f"{tier} from {format_size(quota.floor)} to {most}")
+    return ", ".join(parts)
+
+
+@config_app.command("example")
+def config_example() -> None:
+    """Print a commented configuration with every key at its default."""
+    typer.echo(configuration.example(), nl=False)
+
+
+def _checking(hidden: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=hidden,
+    )

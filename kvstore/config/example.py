@@ -1,0 +1,66 @@
+"""The configuration to start from."""
+
+from __future__ import annotations
+
+_EXAMPLE = """\
+# kvstore configuration. Every key is optional; the values shown are the defaults.
+# Sizes: bytes, or text such as "512MiB", "64GiB", "100GB". Durations: seconds, or "250ms", "5s", "2m".
+
+[daemon]
+socket = "/run/kvstore/kvstore.sock"  # Unix socket that clients connect to, at most 107 bytes
+socket_mode = 0o600                   # its file mode: who may connect
+stop_timeout = "10s"                  # how long a stop waits for transfers in flight
+log_level = "info"                    # debug, info, warning or error
+
+[dram]
+limit = "1GiB"                        # hard limit of shared memory, at least 2MiB
+huge_pages = true                     # back it by huge pages where the kernel gives them
+
+[nvme]
+# path = "/var/lib/kvstore"           # folder on the device; without one there is no NVMe tier
+limit = "8GiB"                        # hard limit on the device, at least 2MiB
+write_policy = "write_through"        # write_through: with every put; on_evict: when DRAM lets go of a block
+io_threads = 4                        # reads and writes in flight
+
+[scrub]
+rate = "16MiB"                        # a second, read again in the background to find what rots; 0: nothing
+
+[limits]
+frame_bytes = "4MiB"                  # largest message in either direction
+batch_keys = 4096                     # most keys in one request
+connections = 1024                    # most clients at once
+leases_per_connection = 1024          # most leases that one client holds at once
+namespaces = 4096                     # most namespaces of the whole node, at most 65535
+namespaces_per_tenant = 1024          # most namespaces of one tenant, and open on one connection
+queued_requests = 256                 # a tenant's requests that wait for their turn, before it is told Busy
+
+[encryption]
+# key_file = "/etc/kvstore/key"       # 32 bytes as 64 hex digits; absent: the systemd credential kvstore-key
+
+# Without tenants, whoever can connect is the one tenant "default" and may do everything.
+# [tenants.team-a]                    # 1 to 64 letters, digits, "-", "_" and "."
+# uids = [1001]                       # peers with these user ids are this tenant
+# gids = []                           # and those in these groups
+# role = "write"                      # of peers known by uid or gid: read, write or admin
+# ttl = "24h"                         # blocks are misses so long after they were stored; absent: never
+# pin = "1GiB"                        # most bytes it may pin; absent: half of what it may have of DRAM
+# share = 1.0                         # its weight where tenants compete for room or bandwidth
+# bandwidth = "500MiB"                # most bytes a second between tiers; absent: no cap
+# requests = 1000                     # most requests a second; absent: no cap
+# encrypt = false                     # its blocks on NVMe, with the key of [encryption]
+# [tenants.team-a.dram]
+# floor = "0"                         # bytes that are never taken from it; all floors fit dram.limit
+# limit = "16GiB"                     # bytes that it never exceeds; absent: dram.limit
+# [tenants.team-a.nvme]
+# floor = "0"
+# limit = "64GiB"
+# [[tenants.team-a.tokens]]           # `kvstore tenant token team-a` makes one; several may be valid
+# hash = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
+# role = "write"
+# expires = 2030-01-01T00:00:00Z      # absent: never
+"""
+
+
+def example() -> str:
+    """A commented TOML file that loads to the defaults."""
+    return _EXAMPLE

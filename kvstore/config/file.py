@@ -1,0 +1,171 @@
+"""The one configuration: frozen, read from one TOML file, validated once.
+
+Not covered: whether a folder exists or a socket can be bound. The daemon finds that out when it starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from kvstore.config.sections import Daemon, Dram, Limits, Nvme, Scrub, Section
+from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
+from kvstore.errors import ConfigError, MisuseError
+
+_SOME = "NAME"
+"""Stands for a tenant's name in keys."""
+
+
+class Config(Section):
+    """Everything that can be configured. Immutable; made by `load` or `parse`."""
+
+    daemon: Daemon = Daemon()
+    dram: Dram = Dram()
+    nvme: Nvme = Nvme()
+    scrub: Scrub = Scrub()
+    limits: Limits = Limits()
+    encryption: Encryption = Encryption()
+    tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096)] = {}
+
+    @model_validator(mode="after")
+    def _tenants_fit(self) -> Config:
+        check_apart(self.tenants)
+        check_floors(self.tenants, "dram", self.dram.limit)
+        check_floors(self.tenants, "nvme", self.nvme.limit)
+        return self
+
+
+_CHANGEABLE = {
+    "daemon.stop_timeout",
+    "daemon.log_level",
+    "nvme.write_policy",
+    "scrub.rate",
+    "limits.connections",
+    "limits.leases_per_connection",
+    "limits.namespaces",
+    "limits.namespaces_per_tenant",
+    "limits.queued_requests",
+}
+"""What a running daemon takes over when it reads its configuration again, besides all of its tenants."""
+
+
+def changes(old: Config, new: Config) -> tuple[list[str], list[str]]:
+    """Which settings differ: those that can change at run time, as `key = value`, and those that cannot."""
+    changed = [f"tenants.{name} is new" for name in new.tenants if name not in old.tenants]
+    changed += [f"tenants.{name} is gone" for name in old.tenants if name not in new.tenants]
+    both = set(old.tenants) & set(new.tenants)
+    before, after = _flat(_with_tenants(old, both)), _flat(_with_tenants(new, both))
+    differ = [key for key, value in after.items() if value != before[key]]
+    fixed = [key for key in differ if key not in _CHANGEABLE and not key.startswith("tenants.")]
+    changed += [_line(key, after[key]) for key in differ if key not in fixed]
+    return changed, fixed
+
+
+def _with_tenants(config: Config, names: set[str]) -> dict[str, Any]:
+    values = config.model_dump()
+    return values | {"tenants": {name: values["tenants"][name] for name in sorted(names)}}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{key}: {len(value)}" if key.endswith(".tokens") else f"{key} = {value}"
+
+
+def parse(text: str, source: str = "config") -> Config:
+    """The configuration written in `text` (TOML). Raises ConfigError that starts with `source`."""
+    try:
+        return Config.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{source} is not TOML: {e}") from None
+    except ValidationError as e:
+        # What is missing may have been misspelt, and then that is what to say.
+        raise _explain(source, min(e.errors(), key=lambda error: error["type"] == "missing")) from None
+
+
+def load(path: Path | None) -> Config:
+    """The configuration in the file at `path`; without one, the embedded default. Raises ConfigError."""
+    if path is None:
+        return Config()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} is not TOML: byte {e.start} is not UTF-8") from None
+    except OSError as e:
+        hint = "`kvstore config example` prints one to start from" if isinstance(e, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read {path}: {e.strerror}", hint) from None
+    return parse(text, str(path))
+
+
+def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner, key = _model_in(field.annotation), prefix + name
+        yield key
+        if inner is not None:
+            yield from _known_keys(inner, f"{key}.{_SOME}." if key == "tenants" else f"{key}.")
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, by itself, in a list or by name."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _model_in(part))), None)
+
+
+def _explain(source: str, error: Mapping[str, Any]) -> ConfigError:
+    place, kind = [part for part in error["loc"] if part != "[key]"], error["type"]
+    key, value = ".".join(map(_bare, place)), error["input"]
+    named = f"{source}: {key}" if key else source
+    if kind == "extra_forbidden":
+        return ConfigError(f"{source}: unknown key {key:.120} = {_show(key, value)}", _nearest(place))
+    if kind == "missing":
+        return ConfigError(f"{named} is missing", "`kvstore config example` shows every key")
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        table = f"{key}.{_SOME}" if kind == "dict_type" else key
+        return ConfigError(f"{named} is {_show(key, value)}", f"a table, written as [{table}]")
+    cause: Any = error.get("ctx", {}).get("error")
+    if isinstance(cause, MisuseError):
+        return ConfigError(f"{named}: {cause.message}", cause.hint)
+    return ConfigError(f"{named} is {_show(key, value)}", error["msg"].replace("Input", "it"))
+
+
+def _bare(part: object) -> str:
+    """A part of a key as TOML writes it: what is not plain is quoted."""
+    return str(part) if re.fullmatch(r"[\w-]+", str(part), re.ASCII) else f"{str(part)!r:.80}"
+
+
+def _nearest(place: list[Any]) -> str:
+    tenant = str(place[1]) if place[0] == "tenants" and len(place) > 1 else _SOME
+    parts = [part for part in place if not isinstance(part, int)]
+    key = ".".join(map(str, [parts[0], _SOME, *parts[2:]] if parts[0] == "tenants" else parts))
+    parent, _, name = key.rpartition(".")
+    known = {dotted: dotted.rpartition(".")[2] for dotted in _known_keys()}
+    near = [dotted for dotted, leaf in known.items() if leaf == name and "." in dotted]
+    near.sort(key=lambda dotted: not dotted.startswith(f"{parent}."))
+    siblings = {leaf: dotted for dotted, leaf in known.items() if dotted.rpartition(".")[0] == parent}
+    near = near or [siblings[leaf] for leaf in difflib.get_close_matches(name, siblings, 1, 0.7)]
+    leaves = difflib.get_close_matches(name, known.values(), 1, 0.7)
+    near = near or [dotted for dotted, leaf in known.items() if leaf in leaves]
+    if not near:
+        return "`kvstore config example` shows every key"
+    return f"did you mean {near[0].replace(_SOME, _bare(tenant))}?"
+
+
+def _show(key: str, value: object) -> str:
+    if key == "daemon.socket_mode" and type(value) is int:
+        return f"{value:#o}"
+    # A token that was put in the wrong place must not end up in a log.
+    return f"{re.sub(r'kvs_[A-Za-z0-9_-]*', 'kvs_...', repr(value)):.80}"

@@ -1,0 +1,106 @@
+"""Sections of the configuration, one frozen class each; tenants have a file of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+
+from kvstore.config.units import GIB, KIB, MIB, Duration, Size, at_least, format_size
+from kvstore.errors import MisuseError
+from kvstore.types import MAX_KEY_BYTES
+
+SOCKET_PATH_BYTES = 107
+"""The longest Unix socket path that the kernel takes, in bytes."""
+
+
+def as_path(value: object) -> Path:
+    """The path that a string names. Raises MisuseError for what names none."""
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise MisuseError(f"{value!r:.80} is not a path", "a string that names a file or folder")
+    return Path(value)
+
+
+def _socket_path(path: Path) -> Path:
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES:
+        raise MisuseError(
+            f"the path is {length} bytes long: {str(path)!r:.160}",
+            f"the kernel takes at most {SOCKET_PATH_BYTES} bytes for a socket: use a shorter folder",
+        )
+    return path
+
+
+class Section(BaseModel):
+    """A table of the configuration: frozen, and strict about names and types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class Daemon(Section):
+    """The process: its socket, how long a stop may take (seconds), how much it logs."""
+
+    socket: Annotated[Path, BeforeValidator(as_path), AfterValidator(_socket_path)] = Path(
+        "/run/kvstore/kvstore.sock"
+    )
+    socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
+    stop_timeout: Annotated[Duration, Field(gt=0)] = 10.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Dram(Section):
+    """The shared-memory tier: its hard limit in bytes, headers and rounding included."""
+
+    limit: Annotated[Size, at_least(2 * MIB)] = GIB
+    huge_pages: bool = True
+
+
+class Nvme(Section):
+    """The disk tier: a folder (None = no such tier), its hard limit in bytes, when blocks go there."""
+
+    path: Annotated[Path, BeforeValidator(as_path)] | None = None
+    limit: Annotated[Size, at_least(2 * MIB)] = 8 * GIB
+    write_policy: Literal["write_through", "on_evict"] = "write_through"
+    io_threads: Annotated[int, Field(ge=1, le=256)] = 4
+
+
+class Scrub(Section):
+    """How many bytes a second are read again to see whether they are still right; 0: none."""
+
+    rate: Size = 16 * MIB
+
+
+class Limits(Section):
+    """What one peer, and all of them together, may ask of the daemon."""
+
+    frame_bytes: Annotated[Size, at_least(64 * KIB), Field(le=GIB)] = 4 * MIB
+    batch_keys: Annotated[int, Field(ge=16)] = 4096
+    connections: Annotated[int, Field(ge=1, le=65536)] = 1024
+    leases_per_connection: Annotated[int, Field(ge=1)] = 1024
+    namespaces: Annotated[int, Field(ge=1, le=65535)] = 4096
+    namespaces_per_tenant: Annotated[int, Field(ge=1, le=65535)] = 1024
+    queued_requests: Annotated[int, Field(ge=1)] = 256
+
+    @field_validator("batch_keys")
+    @classmethod
+    def _fits_a_frame(cls, batch_keys: int, info: ValidationInfo) -> int:
+        # A batch within the limit must never be refused for the size of its frame. Twice the longest
+        # key leaves room for what travels beside each key.
+        need = 2 * MAX_KEY_BYTES * batch_keys
+        frame_bytes = info.data.get("frame_bytes", need)
+        if need > frame_bytes:
+            raise MisuseError(
+                f"{batch_keys} keys do not fit a frame of {format_size(frame_bytes)}",
+                f"raise limits.frame_bytes to {need}, or ask for {frame_bytes // (2 * MAX_KEY_BYTES)} keys",
+            )
+        return batch_keys

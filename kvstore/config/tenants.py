@@ -1,0 +1,127 @@
+"""Tenants as configured: who they are, what they may have, and what no two of them may share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from kvstore.config.sections import Section, as_path
+from kvstore.config.units import Duration, Size, format_size
+from kvstore.errors import MisuseError
+from kvstore.types import check_tenant
+
+Role = Literal["read", "write", "admin"]
+TenantName = Annotated[str, AfterValidator(check_tenant)]
+
+
+def _hash(value: object) -> str:
+    # Never shown: somebody may have put the token itself here.
+    if not isinstance(value, str) or not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", value):
+        raise MisuseError(
+            "this is not sha256: and 64 hexadecimal digits", "`kvstore tenant token NAME` prints both"
+        )
+    return value.lower()
+
+
+def _moment(value: object) -> datetime:
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        raise MisuseError(f"{value!s:.40} is no moment", "a date, a time and an offset: 2027-01-01T00:00:00Z")
+    return value
+
+
+def _above_0(size: int) -> int:
+    if not size:
+        raise MisuseError("0B a second is too little", "leave it out for no cap")
+    return size
+
+
+_Number = Annotated[int, Field(ge=0, lt=(1 << 32) - 1)]
+_Numbers = Annotated[tuple[_Number, ...], Field(strict=False)]
+
+
+class Token(Section):
+    """A token by its SHA-256, what its holders may do, and until when (None: for ever)."""
+
+    hash: Annotated[str, BeforeValidator(_hash)]
+    role: Role = "write"
+    expires: Annotated[datetime, BeforeValidator(_moment)] | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """The 32 bytes of the hash."""
+        return bytes.fromhex(self.hash.removeprefix("sha256:"))
+
+
+class TierQuota(Section):
+    """A tenant's part of a tier, in bytes: `floor` is never taken from it, `limit` it never exceeds."""
+
+    floor: Size = 0
+    limit: Size | None = None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> TierQuota:
+        if self.limit is not None and self.floor > self.limit:
+            raise MisuseError(
+                f"a floor of {format_size(self.floor)} is above the limit of {format_size(self.limit)}",
+                "lower the floor, or raise the limit",
+            )
+        return self
+
+
+class Tenant(Section):
+    """One tenant: its members, its part of every tier, of bandwidth (bytes/s) and of requests (1/s)."""
+
+    uids: _Numbers = ()
+    gids: _Numbers = ()
+    role: Role = "write"
+    ttl: Annotated[Duration, Field(gt=0)] | None = None
+    pin: Size | None = None
+    share: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    bandwidth: Annotated[Size, AfterValidator(_above_0)] | None = None
+    requests: Annotated[int, Field(ge=1)] | None = None
+    encrypt: bool = False
+    dram: TierQuota = TierQuota()
+    nvme: TierQuota = TierQuota()
+    tokens: Annotated[tuple[Token, ...], Field(strict=False)] = ()
+
+
+class Encryption(Section):
+    """Where the key of encrypted tenants is; without a file, the systemd credential `kvstore-key`."""
+
+    key_file: Annotated[Path, BeforeValidator(as_path)] | None = None
+
+
+def check_apart(tenants: Mapping[str, Tenant]) -> None:
+    """Raises MisuseError if a peer could be two tenants."""
+    for kind in ("uid", "gid", "token"):
+        owners: dict[object, str] = {}
+        for name, tenant in tenants.items():
+            for member in _members(tenant, kind):
+                if member in owners:
+                    raise MisuseError(
+                        f"{kind} {member} is given twice: to tenants.{owners[member]} and to tenants.{name}",
+                        "a peer is one tenant: take it out of one of the two places",
+                    )
+                owners[member] = name
+
+
+def _members(tenant: Tenant, kind: str) -> Iterable[object]:
+    if kind == "token":
+        return [token.hash for token in tenant.tokens]
+    return set(tenant.uids if kind == "uid" else tenant.gids)
+
+
+def check_floors(tenants: Mapping[str, Tenant], tier: str, limit_bytes: int) -> None:
+    """Raises MisuseError if the floors of a tier can't all be kept."""
+    total = sum((tenant.dram if tier == "dram" else tenant.nvme).floor for tenant in tenants.values())
+    if total > limit_bytes:
+        raise MisuseError(
+            f"the floors of all tenants in {tier} add up to {format_size(total)} ({total} bytes), "
+            f"{tier}.limit is {format_size(limit_bytes)} ({limit_bytes} bytes)",
+            f"lower tenants.NAME.{tier}.floor, or raise {tier}.limit",
+        )

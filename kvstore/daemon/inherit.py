@@ -1,0 +1,96 @@
+"""What an earlier daemon left, on NVMe and in memory: comes to the core, as whose it is, or is let go of."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core import events as ev
+from kvstore.daemon.namespaces import Space, in_memory
+from kvstore.tiers.dram import DramTier, Inherited
+from kvstore.tiers.nvme.tier import NvmeTier
+
+if TYPE_CHECKING:
+    from kvstore.daemon.shell import Shell
+
+_log = logging.getLogger(__name__)
+
+DRAM, NVME = 0, 1
+
+
+def restore_nvme(shell: Shell, nvme: NvmeTier) -> None:
+    """Takes in what is on record."""
+    found, tenancy = nvme.load(), shell.tenancy
+    for extent, size in sorted(found.formats.items()):
+        tenant = tenancy.known(found.owners[extent])
+        shell.handle(ev.ExtentReady(NVME, extent, size, tenant=tenant, domain=tenant))
+    used = np.unique(found.restore.namespace).tolist()
+    # One that has no blocks needs no number, unless others may read it.
+    for number in [n for n, space in found.namespaces.items() if n in used or space.readers]:
+        tenancy.restore(tenancy.found(number, found.namespaces[number]))
+    known = np.isin(found.restore.namespace, list(tenancy.namespaces.fingerprints))
+    if not known.all():
+        _log.warning("%d blocks on NVMe are forgotten: dram.limit is too small for them", (~known).sum())
+        nvme.forget(found.restore.only(~known))
+    ttl_s = {space.number: space.ttl_s for space in tenancy.namespaces}
+    lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])
+    since = found.stored_at - shell.clock() + shell.now()
+    found.restore.ends = np.where(lives > 0, since + lives, np.inf)
+    shell.handle(found.restore.only(known))
+    if known.any():
+        _log.info("%d blocks are back from NVMe", known.sum())
+
+
+def restore_dram(shell: Shell, dram: DramTier) -> None:
+    """Takes in what the extents hold that were handed over; has those made anew that are nobody's."""
+    found = dram.load()
+    owner_of = {}
+    for extent, size in sorted(found.formats.items()):
+        owner = shell.tenancy.domains.by_tag(found.owners[extent]) if size else (0, 0)
+        if owner is None:
+            _log.warning("extent %d of the daemon before is used by no tenant that is known", extent)
+            _renew(shell, dram, extent)
+            continue
+        owner_of[extent] = owner[0]
+        versions = found.versions.get(extent)
+        shell.extent_ready(ev.ExtentReady(DRAM, extent, size, versions, *owner))
+    restore = in_memory(found, owner_of, _Numbers(shell).number_of, _ends(shell, found))
+    shell.handle(restore)
+    if found.formats:
+        _log.info("%d blocks are back from %d extents of DRAM", len(restore.index), len(found.formats))
+
+
+def _ends(shell: Shell, found: Inherited) -> npt.NDArray[np.float64]:
+    at = found.headers["expires"]
+    # A writer can reach the header: what is no time is over.
+    ends: npt.NDArray[np.float64] = np.where(at == 0, np.inf, at - shell.clock() + shell.now())
+    return np.where(np.isfinite(at), ends, 0.0)
+
+
+def _renew(shell: Shell, dram: DramTier, extent: int) -> None:
+    def ready(number: int) -> None:
+        shell.soon(shell.extent_ready, ev.ExtentReady(DRAM, number))
+
+    dram.renew(extent, ready, lambda error: _log.error("%s", error))
+
+
+class _Numbers:
+    """Numbers of namespaces that are found in memory."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._tenancy = shell.tenancy
+
+    def number_of(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
+        """The number of a tenant's namespace, 0 if it can have none."""
+        tenancy = self._tenancy
+        space = tenancy.namespaces.find(tenant, fingerprint)
+        if space is None:
+            space = Space(0, fingerprint, tenant, block_bytes)
+            space.domain = tenancy.domains.of(tenant, tenancy.registry.name(tenant), frozenset())
+            if not tenancy.restore(space):
+                return 0
+            tenancy.record(space)
+        return space.number if space.block_bytes == block_bytes else 0

@@ -1,0 +1,267 @@
+"""What a peer may ask, and what it becomes: messages in, events to the shell. One object a connection.
+
+Numbers of namespaces are the connection's own. Whether a namespace or an extent of another tenant is there at
+all is told only to those that may read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvstore.core import actions as ac
+from kvstore.core import events as ev
+from kvstore.core.keys import Keys
+from kvstore.daemon.namespaces import Space
+from kvstore.daemon.shell import Asker, Shell
+from kvstore.daemon.tenants import Identity, Role
+from kvstore.errors import MisuseError, RemoteProtocolError
+from kvstore.types import MAX_KEY_BYTES, Layout, check_tenant
+from kvstore.wire import messages as m
+
+_LONGEST_S = 86400.0
+_ABSENT = "there is no such namespace, or it is not published to this tenant"
+_ABSENT_HINT = "its owner publishes it; then open it again"
+
+
+class Wire(Asker, Protocol):
+    """The connection that requests come from."""
+
+    number: int
+    who: Identity
+
+    def send(self, message: Any) -> None:
+        """Sends an answer."""
+
+    def send_descriptor(self, request: int, extent: int, writable: bool) -> None:
+        """Answers with an extent's descriptor. Raises KeyError if there is no such extent."""
+
+    def status(self) -> dict[str, Any]:
+        """What this peer may see of the daemon's state."""
+
+
+class Requests:
+    """The requests of one connection, and the namespaces that it has opened."""
+
+    def __init__(self, wire: Wire, shell: Shell) -> None:
+        self._wire = wire
+        self._shell = shell
+        self._spaces: dict[int, Space] = {}
+        self._run_by_type: dict[type, tuple[Role, Callable[[Any], None]]] = {
+            m.Ping: (Role.READ, lambda q: self._wire.send(m.Value(q.id, 0))),
+            m.Status: (Role.READ, lambda q: self._wire.send(m.Report(q.id, self._wire.status()))),
+            m.Open: (Role.READ, self._open),
+            m.Lookup: (Role.READ, self._lookup),
+            m.Acquire: (Role.READ, self._acquire),
+            m.Release: (Role.READ, lambda q: self._shell.handle(ev.Release(self._wire.number, q.lease))),
+            m.Abort: (Role.READ, lambda q: self._shell.handle(ev.Abort(self._wire.number, q.lease))),
+            m.Prefetch: (Role.READ, self._prefetch),
+            m.Suspect: (Role.READ, self._suspect),
+            m.Map: (Role.READ, self._map),
+            m.Reserve: (Role.WRITE, self._reserve),
+            m.Commit: (Role.WRITE, self._commit),
+            m.Pin: (Role.WRITE, self._pin),
+            m.Unpin: (Role.WRITE, self._unpin),
+            m.Invalidate: (Role.WRITE, self._invalidate),
+            m.Publish: (Role.ADMIN, self._publish),
+            m.Forget: (Role.ADMIN, self._forget),
+            m.DeleteTenant: (Role.ADMIN, self._delete_tenant),
+        }
+
+    def run(self, message: Any) -> None:
+        """Runs one message of the peer's. Raises RemoteProtocolError if it is none that peers send."""
+        known = self._run_by_type.get(type(message))
+        if known is None:
+            raise RemoteProtocolError(f"{type(message).__name__} is not for the daemon")
+        role, run = known
+        if self._wire.who.role >= role:
+            run(message)
+        elif hasattr(message, "id"):
+            self._lacks(message.id, role)
+
+    # -- namespaces
+
+    def _open(self, q: m.Open) -> None:
+        who, config = self._wire.who, self._shell.config
+        try:
+            layout = Layout(**q.layout)
+        except (MisuseError, TypeError) as error:
+            self._deny(q.id, f"the layout makes no sense: {error}")
+            return
+        owner = "" if q.owner == who.name else q.owner
+        # How long blocks live is for writers to say.
+        ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
+        space, answer = self._shell.tenancy.open(who, layout, owner, ttl_s)
+        if space is None and owner:
+            self._deny(q.id, _ABSENT, _ABSENT_HINT)
+            return
+        if space is None:
+            assert isinstance(answer, ac.Deny)
+            self._wire.answer(q.id, answer)
+            return
+        number = next((n for n, known in self._spaces.items() if known is space), 0)
+        if not number and len(self._spaces) >= config.limits.namespaces_per_tenant:
+            hint = "close the client, or raise limits.namespaces_per_tenant"
+            self._deny(q.id, f"{len(self._spaces)} namespaces are open on this connection", hint)
+            return
+        number = number or len(self._spaces) + 1
+        self._spaces[number] = space
+        self._wire.send(m.Opened(q.id, number, space.fingerprint))
+
+    def _space(self, q: Any, own: bool = False) -> Space | None:
+        """The namespace that a request names; refuses it, and returns None, if the peer may not do that."""
+        who, space = self._wire.who, self._spaces.get(q.namespace)
+        if space is None:
+            self._deny(
+                q.id, f"unknown namespace {q.namespace}", "open the namespace on this connection first"
+            )
+        elif space.tenant == who.tenant:
+            return space if space.number else self._opened_again(q, space)
+        elif not space.number or not self._shell.tenancy.may_read(who, space):
+            self._deny(q.id, _ABSENT, _ABSENT_HINT)
+        elif own:
+            self._deny(q.id, "this namespace is another tenant's", "it can be read, and not be changed")
+        else:
+            return space
+        return None
+
+    def _opened_again(self, q: Any, space: Space) -> Space | None:
+        """A namespace that has ended with all that its tenant had, made anew."""
+        assert space.layout is not None
+        again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s)
+        if again is None:
+            assert isinstance(answer, ac.Deny)
+            self._deny(q.id, answer.why, answer.hint)
+        else:
+            self._spaces[q.namespace] = again
+        return again
+
+    # -- reading
+
+    def _lookup(self, q: m.Lookup) -> None:
+        space = self._space(q)
+        if space is not None:
+            until = self._deadline(q.timeout_s) if q.recompute_s else math.inf
+            who = self._wire.who.tenant
+            self._ask(q, ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s))
+
+    def _acquire(self, q: m.Acquire) -> None:
+        space = self._space(q)
+        if space is not None:
+            until, who = self._deadline(q.timeout_s), self._wire.who.tenant
+            keys, client = self._keys(q), self._wire.number
+            self._ask(q, ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s))
+
+    def _prefetch(self, q: m.Prefetch) -> None:
+        space = self._space(q)
+        if space is not None:
+            self._ask(q, ev.Prefetch(0, space.number, self._keys(q), self._wire.who.tenant))
+
+    def _suspect(self, q: m.Suspect) -> None:
+        space = self._space(q)
+        if space is not None:
+            event = ev.Suspect(0, space.number, self._keys(q))
+            if q.id:
+                self._ask(q, event)
+            else:
+                self._shell.handle(event)
+
+    def _map(self, q: m.Map) -> None:
+        if q.writable and self._wire.who.role < Role.WRITE:
+            self._lacks(q.id, Role.WRITE)
+            return
+        try:
+            if not self._shell.tenancy.may_map(self._wire.who, q.extent, q.writable):
+                raise KeyError(q.extent)
+            self._wire.send_descriptor(q.id, q.extent, q.writable)
+        except KeyError:
+            self._deny(q.id, f"there is no extent {q.extent}")
+
+    # -- writing
+
+    def _reserve(self, q: m.Reserve) -> None:
+        if len(q.parent) > MAX_KEY_BYTES:
+            raise RemoteProtocolError(f"a parent key of {len(q.parent)} bytes")
+        space = self._space(q, own=True)
+        if space is not None:
+            until, client = self._deadline(q.timeout_s), self._wire.number
+            self._ask(q, ev.Reserve(0, client, space.number, self._keys(q), q.parent, until))
+
+    def _commit(self, q: m.Commit) -> None:
+        sums = np.frombuffer(q.checksums, "<u8")
+        written = np.frombuffer(q.written, np.uint8) != 0
+        self._ask(q, ev.Commit(0, self._wire.number, q.lease, sums, written))
+
+    def _pin(self, q: m.Pin) -> None:
+        space = self._space(q, own=True)
+        if space is not None:
+            self._ask(q, ev.Pin(0, space.number, self._keys(q), self._deadline(q.ttl_s)))
+
+    def _unpin(self, q: m.Unpin) -> None:
+        space = self._space(q, own=True)
+        if space is not None:
+            self._ask(q, ev.Unpin(0, space.number, self._keys(q)))
+
+    def _invalidate(self, q: m.Invalidate) -> None:
+        space = self._space(q, own=True)
+        if space is not None:
+            event = ev.Invalidate(0, space.number, self._keys(q))
+            self._shell.ask_durably(self._wire, q.id, event)
+
+    # -- administration
+
+    def _publish(self, q: m.Publish) -> None:
+        space = self._space(q, own=not self._wire.who.operator)
+        if space is None:
+            return
+        try:
+            readers = [check_tenant(name) for name in q.tenants]
+        except MisuseError as error:
+            self._deny(q.id, error.message, error.hint)
+            return
+        self._shell.tenancy.publish(self._wire, q.id, space, readers)
+
+    def _forget(self, q: m.Forget) -> None:
+        who = self._wire.who
+        if q.namespace:
+            space = self._space(q, own=not who.operator)
+            spaces = [space] if space is not None else None
+        else:
+            spaces = self._shell.namespaces.of(who.tenant, q.revision, q.model)
+        if spaces:
+            self._shell.tenancy.forget(self._wire, q.id, spaces)
+        elif spaces is not None:
+            self._wire.send(m.Value(q.id, 0))
+
+    def _delete_tenant(self, q: m.DeleteTenant) -> None:
+        who = self._wire.who
+        if q.name != who.name and not who.operator:
+            self._deny(q.id, "only operators delete other tenants", "ask whoever runs the daemon")
+        elif self._shell.tenancy.registry.number(q.name) is None:
+            self._deny(q.id, f"there is no tenant {q.name!r}", "`kvstore tenant list` names them")
+        else:
+            self._shell.tenancy.delete(self._wire, q.id, q.name)
+
+    # -- shared
+
+    def _ask(self, q: Any, event: Any) -> None:
+        self._shell.ask(self._wire, q.id, event)
+
+    def _keys(self, q: Any) -> Keys:
+        return Keys(q.keys, q.key_bytes)
+
+    def _deadline(self, timeout_s: float) -> float:
+        return self._shell.now() + min(max(timeout_s, 0.0), _LONGEST_S)
+
+    def _lacks(self, request: int, role: Role) -> None:
+        mine = self._wire.who.role.name.lower()
+        why = f"this peer's role is {mine}, this needs {role.name.lower()}"
+        self._deny(request, why, "ask whoever runs the daemon for another role")
+
+    def _deny(self, request: int, why: str, hint: str = "") -> None:
+        # What asks for no answer gets none.
+        if request:
+            self._wire.send(m.Denied(request, why, hint))

@@ -1,0 +1,252 @@
+"""What tenants have and do as such: namespaces opened, published, forgotten; quotas; a tenant's end.
+
+Who may do what with the blocks of whom is decided here and in `requests`; the core only knows numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.config import Config, Tenant
+from kvstore.core import actions as ac
+from kvstore.core import events as ev
+from kvstore.core.tenants import UNLIMITED, Quota
+from kvstore.daemon.namespaces import Domains, Namespaces, Space
+from kvstore.daemon.tenants import Identity, Registry
+from kvstore.errors import ConfigError, TierError
+from kvstore.tiers.nvme.journal import Namespace
+from kvstore.types import SEAL_BYTES, Layout, Tier
+
+if TYPE_CHECKING:
+    from kvstore.daemon.shell import Asker, Shell
+
+_log = logging.getLogger(__name__)
+
+_LEFT_OVER = 0.001
+"""The share of a tenant that is not configured any more: the first to give way, but not without need."""
+_BURST_S = 1.0
+_MOST_READERS = 64
+
+
+class Tenancy:
+    """All tenants of one daemon and their namespaces."""
+
+    def __init__(self, config: Config, shell: Shell) -> None:
+        self.registry = Registry(config)
+        self.namespaces = Namespaces()
+        self.domains = Domains()
+        self._shell = shell
+
+    # -- what each may have
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError if floors, in whole extents, are more than a tier has."""
+        for state in self._shell.placement.residency.tiers:
+            name, size = state.spec.tier.name.lower(), state.spec.extent_bytes
+            floors = sum(-(-_quota(t, state.spec.tier).floor // size) for t in config.tenants.values())
+            there = state.spec.limit_bytes // size
+            if floors > there:
+                raise ConfigError(
+                    f"floors of {name} take {floors} extents of {size} bytes each, the tier has {there}",
+                    "lower floors, or raise the tier's limit",
+                )
+
+    def apply(self, config: Config) -> None:
+        """Takes over members and quotas; who is no longer configured keeps what it has, for now."""
+        self.registry.reload(config)
+        for name in self.registry.names():
+            self._set(name, config)
+            self.domains.of(self.registry.add(name), name, frozenset())
+        for name, tenant in config.tenants.items():
+            self._encrypt(name, tenant.encrypt)
+
+    def _encrypt(self, name: str, wanted: bool) -> None:
+        """A tenant that has come with a reload, and has nothing yet, is encrypted from now on."""
+        nvme, number = self._shell.nvme, self.registry.add(name)
+        if nvme is None or nvme.encrypts(name) == wanted:
+            return
+        if wanted and not self.namespaces.of(number):
+            nvme.encrypt(name)
+        else:
+            _log.warning("needs a restart: tenants.%s.encrypt", name)
+
+    def _set(self, name: str, config: Config) -> None:
+        tiers = [state.spec.tier for state in self._shell.placement.residency.tiers]
+        number = self.registry.add(name)
+        tenant = config.tenants.get(name)
+        if tenant is not None:
+            quotas = tuple(_quota(tenant, tier) for tier in tiers)
+            rate = float(tenant.bandwidth or 0)
+            pin = UNLIMITED if tenant.pin is None else tenant.pin
+            event = ev.SetTenant(number, quotas, tenant.share, pin, rate, rate * _BURST_S)
+        else:
+            share = 1.0 if not config.tenants else _LEFT_OVER
+            event = ev.SetTenant(number, tuple(Quota(share=share) for _ in tiers))
+        self._shell.handle(event)
+
+    def known(self, name: str) -> int:
+        """The number of a tenant of which something was found, a new one if it is not configured."""
+        number = self.registry.number(name)
+        if number is None:
+            number = self.registry.add(name)
+            self._set(name, self._shell.config)
+            self.domains.of(number, name, frozenset())
+        return number
+
+    # -- namespaces
+
+    def open(
+        self, who: Identity, layout: Layout, owner: str = "", ttl_s: float = 0.0
+    ) -> tuple[Space | None, ac.Answer | ac.Deny]:
+        """A namespace of one's own, made if absent, or one that its owner has published.
+
+        `ttl_s` above 0 changes how long blocks live that are stored from now on; else the default counts.
+        """
+        if owner:
+            number = self.registry.number(owner)
+            space = self.namespaces.find(number, layout.fingerprint(owner)) if number is not None else None
+            if space is not None and self.may_read(who, space):
+                return space, ac.Answer(0, space.number)
+            return None, ac.Deny(0, "not published")
+        fingerprint = layout.fingerprint(who.name)
+        space = self.namespaces.find(who.tenant, fingerprint)
+        named = space is not None and space.layout is not None and space.number > 0
+        configured = self._shell.config.tenants.get(who.name)
+        default = (configured.ttl if configured is not None else None) or 0.0
+        if space is None:
+            space = Space(0, fingerprint, who.tenant, layout.block_bytes, ttl_s=ttl_s or default)
+            space.domain = self.domains.of(who.tenant, who.name, frozenset())
+        space.layout = layout
+        if named and ttl_s in (0.0, space.ttl_s):
+            return space, ac.Answer(0, space.number)
+        space.ttl_s = ttl_s or space.ttl_s
+        return self._open(space)
+
+    def _open(self, space: Space) -> tuple[Space | None, ac.Answer | ac.Deny]:
+        number = space.number or self.namespaces.new_number()
+        answer = self._shell.call(self._event(space, number))
+        if isinstance(answer, ac.Deny):
+            return None, answer
+        space.number = number
+        self.namespaces.add(space)
+        self.record(space)
+        return space, answer
+
+    def _event(self, space: Space, number: int) -> ev.OpenNamespace:
+        nvme, name = self._shell.nvme, self.registry.name(space.tenant)
+        extra = SEAL_BYTES if nvme is not None and nvme.encrypts(name) else 0
+        return ev.OpenNamespace(0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra)
+
+    def restore(self, space: Space) -> bool:
+        """A namespace of which something was found, under its number if it has one; False: no room for it."""
+        number = space.number or self.namespaces.new_number()
+        if isinstance(self._shell.call(self._event(space, number)), ac.Deny):
+            return False
+        space.number = number
+        self.namespaces.add(space)
+        return True
+
+    def record(self, space: Space) -> None:
+        """Puts a namespace on record, before any block of it."""
+        if self._shell.nvme is not None:
+            layout = space.layout.to_map() if space.layout is not None else {"block_bytes": space.block_bytes}
+            name = self.registry.name(space.tenant)
+            readers = tuple(sorted(space.readers))
+            record = Namespace(name, layout, space.fingerprint, readers=readers, ttl_s=space.ttl_s)
+            self._shell.nvme.put_namespace(space.number, record)
+
+    def found(self, number: int, record: Namespace) -> Space:
+        """The namespace that is on record under a number."""
+        tenant = self.known(record.tenant)
+        readers = frozenset(record.readers)
+        layout = Layout(**record.layout) if "model" in record.layout else None
+        block_bytes = int(record.layout["block_bytes"])
+        domain = self.domains.of(tenant, record.tenant, readers)
+        return Space(number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s)
+
+    # -- who may see what
+
+    def may_read(self, who: Identity, space: Space) -> bool:
+        """Whether a tenant may read a namespace now."""
+        return space.tenant == who.tenant or who.name in space.readers
+
+    def may_map(self, who: Identity, extent: int, writable: bool) -> bool:
+        """Whether a tenant may map an extent of DRAM now."""
+        pool = self._shell.placement.residency.tiers[0].extents.pool_at(extent)
+        if pool is None:
+            return False
+        if pool.tenant == who.tenant:
+            return True
+        return not writable and any(
+            s.domain == pool.domain and who.name in s.readers for s in self.namespaces
+        )
+
+    def publish(self, asker: Asker, request: int, space: Space, readers: Sequence[str]) -> None:
+        """From now on these tenants, and no others, may read a namespace; answered when that is durable."""
+        names = frozenset(readers) - {self.registry.name(space.tenant)}
+        if len(names) > _MOST_READERS:
+            why = f"a namespace published to {len(names)} tenants"
+            asker.answer(request, ac.Deny(request, why, f"at most {_MOST_READERS}"))
+            return
+        space.readers = names
+        space.domain = self.domains.of(space.tenant, self.registry.name(space.tenant), names)
+        self.record(space)
+        self._shell.ask_durably(asker, request, ev.Publish(0, space.number, space.domain))
+
+    # -- ends
+
+    def forget(self, asker: Asker, request: int, spaces: Sequence[Space]) -> None:
+        """These namespaces are empty from now on; answered when nothing is left of what they had, durably."""
+        numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
+        self._shell.ask_durably(_Then(asker, lambda: self._gone(numbers)), request, ev.Forget(0, numbers))
+        for space in spaces:
+            self._open(space)
+
+    def delete(self, asker: Asker, request: int, name: str) -> None:
+        """Nothing is left of a tenant, on any tier; answered when that is durable. Members stay members."""
+        tenant = self.registry.number(name)
+        assert tenant is not None
+        spaces = self.namespaces.of(tenant)
+        numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
+        for space in spaces:
+            self.namespaces.remove(space)
+
+        def gone() -> None:
+            self._gone(numbers)
+            self._set(name, self._shell.config)
+            if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
+                self._shell.nvme.erase_key(name)
+                # Those that have been opened again meanwhile get a seal by the next key.
+                for space in self.namespaces.of(tenant):
+                    self.record(space)
+
+        self._shell.ask_durably(_Then(asker, gone), request, ev.ForgetTenant(0, tenant))
+
+    def _gone(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.namespaces.forgotten(number)
+            if self._shell.nvme is not None:
+                self._shell.nvme.forget_namespace(number)
+
+
+class _Then:
+    """Does something before an answer goes on."""
+
+    def __init__(self, asker: Asker, then: Callable[[], None]) -> None:
+        self._asker = asker
+        self._then = then
+
+    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
+        """See Asker."""
+        try:
+            self._then()
+        except TierError as error:
+            action = ac.Deny(request, error.message, error.hint)
+        self._asker.answer(request, action)
+
+
+def _quota(tenant: Tenant, tier: Tier) -> Quota:
+    part = tenant.dram if tier == Tier.DRAM else tenant.nvme
+    return Quota(part.floor, UNLIMITED if part.limit is None else part.limit, tenant.share)

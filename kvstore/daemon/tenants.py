@@ -1,0 +1,146 @@
+"""Who a peer is: tenants by name and number, their members by uid, gid and token, and what each may do.
+
+Not covered: what a tenant may have (the core), and which of its blocks others may read (the shell).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import os
+from base64 import urlsafe_b64encode
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from kvstore.config import Config, Tenant
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.types import check_tenant
+
+DEFAULT = "default"
+_MOST_TENANTS = 1 << 16
+_UNKNOWN = "this peer is known by neither token, user nor group"
+_UNKNOWN_HINT = "pass a valid token (KVSTORE_TOKEN), or ask whoever runs the daemon for access"
+
+
+class Role(IntEnum):
+    """What a peer may do, each with all before it: read blocks, write them, publish and delete namespaces."""
+
+    READ = 0
+    WRITE = 1
+    ADMIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a peer is until `expires` (Unix time, s). An `operator` may use admin messages for every tenant."""
+
+    tenant: int
+    name: str
+    role: Role
+    operator: bool
+    expires: float = math.inf
+
+
+class RefusedError(KVStoreError):
+    """A peer that is nobody here. Says nothing about which tenants there are."""
+
+
+class Registry:
+    """All tenants of one daemon. Numbers stay what they are while the process lives; "default" has 0."""
+
+    def __init__(self, config: Config, own_uid: int | None = None) -> None:
+        """`own_uid`: who runs the daemon, an operator like root; None: this process's user."""
+        self._numbers = {DEFAULT: 0}
+        self._names = [DEFAULT]
+        self._own_uid = os.getuid() if own_uid is None else own_uid
+        self._configured: dict[str, Tenant] = {}
+        self.reload(config)
+
+    def reload(self, config: Config) -> None:
+        """Takes over who is configured now. Whoever is not any more keeps its number, without members."""
+        for name in config.tenants:
+            self.add(name)
+        self._configured = dict(config.tenants)
+
+    def number(self, name: str) -> int | None:
+        """The number of a tenant, None if there is none of this name."""
+        return self._numbers.get(name)
+
+    def name(self, number: int) -> str:
+        """The name behind a number. IndexError if it is nobody's."""
+        return self._names[number]
+
+    def names(self) -> list[str]:
+        """All tenants by number: those that are configured, and those of which something was found."""
+        return list(self._names)
+
+    def add(self, name: str) -> int:
+        """The number of a tenant, a new one if it has none. Raises MisuseError for a name that can't be."""
+        number = self._numbers.get(check_tenant(name))
+        if number is None:
+            number = len(self._names)
+            if number >= _MOST_TENANTS:
+                raise ConfigError(f"no room for tenant {name}: there were {number}", "restart the daemon")
+            self._numbers[name] = number
+            self._names.append(name)
+        return number
+
+    def identify(self, uid: int, gids: Sequence[int], token: str, now: float) -> Identity:
+        """Who a peer is, by its token, else its user, else its groups, the primary one first.
+
+        `now` is Unix time (s). Raises RefusedError: the same one whatever is wrong, but to a genuine token
+        that has expired.
+        """
+        if not self._configured:
+            return Identity(0, DEFAULT, Role.ADMIN, operator=True)
+        operator = uid in (0, self._own_uid)
+        if token:
+            return self._by_token(token, now)
+        name = self._owner({uid}, "uids") or self._owner(gids[:1], "gids") or self._owner(gids[1:], "gids")
+        if name is not None:
+            return self._identity(name, self._configured[name].role, operator)
+        if operator:
+            return Identity(0, DEFAULT, Role.ADMIN, operator=True)
+        raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
+
+    def _by_token(self, token: str, now: float) -> Identity:
+        digest = hash_of(token)
+        found = None
+        # All are compared, whichever fits: how long that takes tells nothing.
+        for name, tenant in self._configured.items():
+            for known in tenant.tokens:
+                if hmac.compare_digest(known.digest, digest):
+                    found = name, known
+        if found is None:
+            raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
+        name, known = found
+        expires = math.inf if known.expires is None else known.expires.timestamp()
+        if now >= expires:
+            raise RefusedError("the token has expired", "ask whoever runs the daemon for a new one")
+        # Engines often run as root: whoever shows a token asks for no more than that gives.
+        return self._identity(name, known.role, operator=False, expires=expires)
+
+    def _owner(self, ids: Collection[int], kind: Literal["uids", "gids"]) -> str | None:
+        """The one tenant that has one of these ids. Raises RefusedError if several have."""
+        named = self._configured.items()
+        names = [name for name, tenant in named if not set(ids).isdisjoint(getattr(tenant, kind))]
+        if len(names) > 1:
+            raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
+        return names[0] if names else None
+
+    def _identity(self, name: str, role: str, operator: bool, expires: float = math.inf) -> Identity:
+        return Identity(self._numbers[name], name, Role[role.upper()], operator, expires)
+
+
+def new_token(random_bytes: bytes) -> str:
+    """A token made of 32 random bytes."""
+    assert len(random_bytes) == 32
+    return "kvs_" + urlsafe_b64encode(random_bytes).decode().rstrip("=")
+
+
+def hash_of(token: str) -> bytes:
+    """What a configuration keeps of a token: it has 256 random bits, so a plain SHA-256 gives none away."""
+    return hashlib.sha256(token.encode()).digest()
