@@ -55,8 +55,8 @@ class Server:
         self.shell = shell
         self.clock = clock
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
-        self.reconfigure()
         self.connections: set[Connection] = set()
+        self.reconfigure()
 
     def connect(self) -> Connection:
         """A protocol for one more peer."""
