@@ -386,7 +386,7 @@ def test_what_is_not_there_not_published_and_taken_back_is_told_in_the_same_word
         one.namespace(hidden).lookup(names(1))
         one.namespace(taken).publish(["two"])
         number = peer.ask(m.Open(1, taken.to_map(), "one", 0.0)).namespace
-        assert peer.ask(m.Lookup(1, number, 32, bytes(32), 0.0, 0.0)) == m.Found(1, 0, False)
+        assert peer.ask(m.Lookup(1, number, 32, bytes(32), 0.0, 0.0)).value == 0
         one.namespace(taken).publish([])
         said = [
             peer.ask(m.Lookup(1, number, 32, bytes(32), 0.0, 0.0)),

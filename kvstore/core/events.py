@@ -49,7 +49,10 @@ class SetTenant:
 
 @dataclass(slots=True)
 class Publish:
-    """From now on a namespace's blocks lie in extents of another domain: others may map these."""
+    """From now on a namespace's blocks lie in extents of another domain: others may map these.
+
+    Answered when those that are in tier 0 have been copied there.
+    """
 
     request: int
     namespace: int

@@ -79,8 +79,11 @@ class Keeping:
             r.give_up(tier, live[held[tier]])
         return len(live)
 
-    def move(self, space: Space) -> None:
-        """What a namespace has in tier 0 goes to its new pool there, or away if a lower tier has it too."""
+    def move(self, space: Space) -> set[int]:
+        """What a namespace has in tier 0 goes to its new pool there, or away if a lower tier has it too.
+
+        Returns the numbers of the copies that are on their way.
+        """
         r = self._r
         rows = np.flatnonzero((r.blocks.namespace == space.number) & (r.blocks.state == LIVE))
         self._transfers.cancel(rows)
@@ -88,7 +91,7 @@ class Keeping:
         rows = rows[r.blocks.slot[0, rows] >= 0]
         twice = (r.blocks.slot[1:, rows] >= 0).any(axis=0)
         r.give_up(0, rows[twice])
-        self._transfers.move(space, rows[~twice])
+        return self._transfers.move(space, rows[~twice])
 
     def suspect(self, event: ev.Suspect, now: float) -> None:
         if self._ledger.space(event) is None:

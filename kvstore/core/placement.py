@@ -73,6 +73,7 @@ class Placement:
         self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
         self._forgetting = Forgetting(self.ledger, keeping)
+        self._publishing: dict[int, set[int]] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: self._open,
             ev.SetTenant: self._set_tenant,
@@ -151,8 +152,8 @@ class Placement:
         lower = Pool(event.tenant, event.tenant, slot_bytes(event.block_bytes + event.extra_bytes))
         top = r.tiers[0].extents
         known = spaces.get(event.namespace)
-        if known is None and (why := self._too_many(event.tenant)):
-            self.ledger.say(Deny(event.request, why, "use fewer layouts, or raise the limit"))
+        if known is None and (full := self._too_many(event.tenant)):
+            self.ledger.say(Deny(event.request, *full))
         elif not top.geometry(upper.slot_bytes).slots:
             why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
             self.ledger.say(Deny(event.request, why, "raise dram.limit"))
@@ -164,15 +165,16 @@ class Placement:
             spaces[event.namespace] = Space(event.namespace, event.block_bytes, pools, event.ttl_s)
             self.ledger.say(Answer(event.request, event.namespace))
 
-    def _too_many(self, tenant: int) -> str:
-        spaces, limits = self.residency.spaces, self.limits
-        open_now = [s for s in spaces.values() if not s.closed]
-        if len(open_now) >= limits.namespaces:
-            return f"{len(open_now)} namespaces are open, and no more can be"
-        mine = sum(s.tenant == tenant for s in open_now)
-        if mine >= limits.namespaces_per_tenant:
-            return f"this tenant has {mine} namespaces open, and may not have more"
-        return ""
+    def _too_many(self, tenant: int) -> tuple[str, str] | None:
+        """Why no more namespaces can be open, and what to do about it."""
+        spaces = [s for s in self.residency.spaces.values() if not s.closed]
+        if len(spaces) >= self.limits.namespaces:
+            return f"{len(spaces)} namespaces are open", "use fewer layouts, or raise limits.namespaces"
+        mine = sum(s.tenant == tenant for s in spaces)
+        if mine >= self.limits.namespaces_per_tenant:
+            hint = "use fewer layouts, or raise limits.namespaces_per_tenant"
+            return f"{mine} namespaces of this tenant are open", hint
+        return None
 
     def _set_tenant(self, event: ev.SetTenant, now: float) -> None:
         r = self.residency
@@ -187,13 +189,21 @@ class Placement:
         pool = space.pools[0]._replace(domain=event.domain)
         if pool != space.pools[0]:
             space.pools, space.moved = (pool, *space.pools[1:]), True
-            self._keeping.move(space)
+            copies = self._keeping.move(space)
+            if copies:
+                self._publishing[event.request] = copies
+                return
         self.ledger.say(Answer(event.request, 0))
 
     # -- results, clients, time
 
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
         arrived = self.transfers.finish(event)
+        for request, copies in list(self._publishing.items()):
+            copies.discard(event.transfer)
+            if not copies:
+                del self._publishing[request]
+                self.ledger.say(Answer(request, 0))
         if arrived.target == 0:
             self._reads.arrived(arrived)
 

@@ -169,17 +169,22 @@ class Transfers:
                 started |= np.isin(rows, todo)
         return started
 
-    def move(self, space: Space, rows: Rows) -> None:
-        """Copies rows of tier 0 to the pool that their namespace now has there, as far as there is room."""
+    def move(self, space: Space, rows: Rows) -> set[int]:
+        """Copies rows of tier 0 to the pool that their namespace now has there, as far as there is room.
+
+        Returns the numbers of the copies.
+        """
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
         rows = rows[self._r.blocks.moving[rows] == 0]
         held = self._r.blocks.slot[0, rows].astype(np.int64)
         extents.hold(held)
         n = self.eviction.make_room(0, pool, len(rows))
+        first = self._last + 1
         if n:
             self._queue(pool.tenant, DEMAND, 0, 0, pool, rows[:n], extents.take(pool, n))
         extents.release(held)
+        return set(range(first, self._last + 1))
 
     def probe(self, probe: Probe, tenant: int) -> None:
         """Queues a look at slots of a lower tier, behind everything else."""

@@ -328,7 +328,7 @@ def test_namespaces_are_limited() -> None:
     w = world(limits=Limits(namespaces=2))
     w.open(2)
     w.ask(ev.OpenNamespace(0, 3, 100))
-    assert told(w) == [("deny", "2 namespaces are open, and no more can be")]
+    assert told(w) == [("deny", "2 namespaces are open")]
     w.open(2)
 
 
