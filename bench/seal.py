@@ -128,7 +128,7 @@ class _Tier:
         identity = Identity(ones, words, np.full(BLOCKS, 64, np.uint8), np.array(sums, np.uint64))
         where = Where(np.arange(BLOCKS, dtype=np.uint64))
         version = np.ones(BLOCKS, np.uint32)
-        self._copy = Copy(1, 0, 1, size, identity, [b""] * BLOCKS, where, where, version)
+        self._copy = Copy(1, 0, 1, identity, [b""] * BLOCKS, where, where, version, False, None)
         self._fingerprints, self._lengths = {1: fingerprint}, {1: BLOCK_BYTES}
 
     def write(self, _: int) -> float:
