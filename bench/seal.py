@@ -2,8 +2,8 @@
 
 Both tiers are the daemon's own, each in a folder of its own; a write lasts until its records are committed, a
 read until its bytes are verified. `loop_gap_us` is how long a thread that does nothing but look at the clock
-is kept from it at a time while another seals or opens, as the event loop may be: the middle one of those above
-20 us. `loop_gap_idle_us`: without the other thread.
+waits at a time while another seals or opens, as the event loop may: the middle one of the waits above 20 us.
+`loop_gap_idle_us`: without the other thread.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Tier:
         identity = Identity(ones, words, np.full(BLOCKS, 64, np.uint8), np.array(sums, np.uint64))
         where = Where(np.arange(BLOCKS, dtype=np.uint64))
         version = np.ones(BLOCKS, np.uint32)
-        self._copy = Copy(1, 0, 1, size, identity, [b""] * BLOCKS, where, where, version)
+        self._copy = Copy(1, 0, 1, identity, [b""] * BLOCKS, where, where, version, False, None)
         self._fingerprints, self._lengths = {1: fingerprint}, {1: BLOCK_BYTES}
 
     def write(self, _: int) -> float:

@@ -102,10 +102,11 @@ def fsck(
     if (folder is None) == (config is None):
         raise MisuseError("fsck takes one folder", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG")
     if folder is None:
-        nvme = configuration.load(config).nvme
-        if nvme.path is None:
+        loaded = configuration.load(config)
+        if loaded.nvme.path is None:
             raise MisuseError(f"{config} names no nvme.path", "there is nothing to check")
-        folder, limit_bytes = nvme.path, nvme.limit
+        folder, limit_bytes = loaded.nvme.path, loaded.nvme.limit
+        key_file = key_file or loaded.encryption.key_file
     master = MasterKey.load(key_file)
     with _checking(hidden=as_json and not sys.stderr.isatty()) as bar:
         task = bar.add_task("fsck", total=None)
@@ -130,6 +131,8 @@ def fsck(
         typer.echo(json.dumps({**summary, "kinds": counts, "findings": some}))
     else:
         Console().print(pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
+    if report.unchecked:
+        typer.echo(f"{report.unchecked} encrypted blocks were not checked: give --key-file", err=True)
     if found:
         raise typer.Exit(3 if report.repaired else 1)
 

@@ -71,8 +71,8 @@ class Folder:
 
     def copy(self, number: int, key: bytes, index: int) -> Copy:
         place = where((number - 1, index))
-        size = self.slot_bytes(number)
-        return Copy(1, 0, 1, size, self.identity(number, key), [b""], place, place, np.ones(1, np.uint32))
+        one = np.ones(1, np.uint32)
+        return Copy(1, 0, 1, self.identity(number, key), [b""], place, place, one, False, None)
 
     def write(self, number: int, key: bytes, index: int = 0, data: bytes = b"") -> int:
         """The outcome of writing a block, whose slot holds `data` instead of what its checksum says."""

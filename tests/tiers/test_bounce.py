@@ -41,7 +41,9 @@ class ByHand:
     def __init__(self) -> None:
         self.waiting: list[tuple[Sequence[BlockIO], Callable[[list[OSError | None]], None]]] = []
 
-    def submit(self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None]) -> None:
+    def submit(
+        self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
+    ) -> None:
         self.waiting.append((ios, done))
 
     def offsets(self) -> list[int]:

@@ -310,8 +310,11 @@ def test_without_the_key_sealed_blocks_are_not_checked_and_stay(sealed: Path, tm
     key = tmp_path / "key"
     key.write_text(MASTER.key.hex())
     key.chmod(0o600)
-    found = run("--key-file", str(key), str(sealed), code=1)
-    assert (found["kinds"], found["encrypted_blocks_not_checked"]) == ({Kind.CHECKSUM: 1}, 0)
+    config = tmp_path / "kvstore.toml"
+    config.write_text(f'[nvme]\npath = "{sealed}"\n[encryption]\nkey_file = "{key}"\n')
+    for args in (("--key-file", str(key), str(sealed)), ("-c", str(config))):
+        found = run(*args, code=1)
+        assert (found["kinds"], found["encrypted_blocks_not_checked"]) == ({Kind.CHECKSUM: 1}, 0)
 
 
 def test_the_wrong_key_finds_no_damage(sealed: Path, tmp_path: Path) -> None:
