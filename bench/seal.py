@@ -1,4 +1,4 @@
-"""seal: encrypted blocks beside plain ones: the cipher against memcpy, and 4 MiB blocks to NVMe and back.
+"""seal: encrypted blocks beside plain ones: cipher against memcpy, and 4 MiB blocks to NVMe and back.
 
 Both tiers are the daemon's own, each in a folder of its own; a write lasts until its records are committed, a
 read until its bytes are verified. `loop_gap_us` is how long a thread that does nothing but look at the clock

@@ -439,7 +439,7 @@ def test_strangers_share_one_turn(world: World) -> None:
 
 def test_requests_cost_by_their_keys() -> None:
     def lookup(keys: int) -> m.Lookup:
-        return m.Lookup(1, 1, 32, bytes(32 * keys))
+        return m.Lookup(1, 1, 32, bytes(32 * keys), 1.0, 0.0)
 
     assert [cost(lookup(n)) for n in (0, 1, 255, 256, 1024, 4096)] == [1, 1, 1, 2, 5, 17]
     assert cost(m.Ping(1)) == cost(m.Release(1)) == cost(m.Hello("", 1, "")) == 1
@@ -450,6 +450,6 @@ def test_time_in_the_queue_is_part_of_the_deadline() -> None:
     handled: list[Any] = []
     connection._handle = handled.append  # type: ignore[method-assign]
     for waited_s in (0.0, 0.25, 2.0):
-        connection.run(m.Acquire(1, 1, 1, b"", 1.0), waited_s)
+        connection.run(m.Acquire(1, 1, 1, b"", 1.0, 0.0), waited_s)
         connection.run(m.Release(1), waited_s)
     assert [message.timeout_s for message in handled[::2]] == [1.0, 0.75, 0.0]

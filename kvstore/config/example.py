@@ -32,7 +32,7 @@ connections = 1024                    # most clients at once
 leases_per_connection = 1024          # most leases that one client holds at once
 namespaces = 4096                     # most namespaces of the whole node, at most 65535
 namespaces_per_tenant = 1024          # most namespaces of one tenant, and open on one connection
-queued_requests = 256                 # a tenant's requests that wait for their turn, before it is told Busy
+queued_requests = 1024                # a tenant's requests that wait for their turn, before it is told Busy
 
 [encryption]
 # key_file = "/etc/kvstore/key"       # 32 bytes as 64 hex digits; absent: the systemd credential kvstore-key

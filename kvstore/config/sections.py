@@ -89,7 +89,7 @@ class Limits(Section):
     leases_per_connection: Annotated[int, Field(ge=1)] = 1024
     namespaces: Annotated[int, Field(ge=1, le=65535)] = 4096
     namespaces_per_tenant: Annotated[int, Field(ge=1, le=65535)] = 1024
-    queued_requests: Annotated[int, Field(ge=1)] = 256
+    queued_requests: Annotated[int, Field(ge=1)] = 1024
 
     @field_validator("batch_keys")
     @classmethod

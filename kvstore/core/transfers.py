@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore.core.actions import Copy, Drop, Identity, Probe
 from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK
-from kvstore.core.events import CORRUPT, OK, CopyDone
+from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone
 from kvstore.core.eviction import Eviction
 from kvstore.core.extents import Slots
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
@@ -342,7 +342,9 @@ class Transfers:
         failed = int((results != OK).sum())
         self._r.counters["failed_blocks"] += failed
         breaker = device.writes if t.target > t.source else device.reads
-        if len(results) and breaker.ended(now, failed, len(results)):
+        # A device that answers, if with wrong bytes, is worth asking.
+        refused = int((results == FAILED).sum())
+        if len(results) and breaker.ended(now, refused, len(results)):
             self._r.counters["tier_closed"] += 1
 
     # -- worth it

@@ -26,11 +26,16 @@ def restore_nvme(shell: Shell, nvme: NvmeTier) -> None:
     found, tenancy = nvme.load(), shell.tenancy
     for extent, size in sorted(found.formats.items()):
         tenant = tenancy.known(found.owners[extent])
+        if tenant is None:
+            _renew(shell, nvme, NVME, extent)
+            continue
         shell.handle(ev.ExtentReady(NVME, extent, size, tenant=tenant, domain=tenant))
     used = np.unique(found.restore.namespace).tolist()
     # One that has no blocks needs no number, unless others may read it.
     for number in [n for n, space in found.namespaces.items() if n in used or space.readers]:
-        tenancy.restore(tenancy.found(number, found.namespaces[number]))
+        space = tenancy.found(number, found.namespaces[number])
+        if space is not None:
+            tenancy.restore(space)
     known = np.isin(found.restore.namespace, list(tenancy.namespaces.fingerprints))
     if not known.all():
         _log.warning("%d blocks on NVMe are forgotten: dram.limit is too small for them", (~known).sum())
@@ -52,7 +57,7 @@ def restore_dram(shell: Shell, dram: DramTier) -> None:
         owner = shell.tenancy.domains.by_tag(found.owners[extent]) if size else (0, 0)
         if owner is None:
             _log.warning("extent %d of the daemon before is used by no tenant that is known", extent)
-            _renew(shell, dram, extent)
+            _renew(shell, dram, DRAM, extent)
             continue
         owner_of[extent] = owner[0]
         versions = found.versions.get(extent)
@@ -70,11 +75,11 @@ def _ends(shell: Shell, found: Inherited) -> npt.NDArray[np.float64]:
     return np.where(np.isfinite(at), ends, 0.0)
 
 
-def _renew(shell: Shell, dram: DramTier, extent: int) -> None:
-    def ready(number: int) -> None:
-        shell.soon(shell.extent_ready, ev.ExtentReady(DRAM, number))
+def _renew(shell: Shell, tier: DramTier | NvmeTier, number: int, extent: int) -> None:
+    def ready(renewed: int) -> None:
+        shell.soon(shell.extent_ready, ev.ExtentReady(number, renewed))
 
-    dram.renew(extent, ready, lambda error: _log.error("%s", error))
+    tier.renew(extent, ready, lambda error: _log.error("%s", error))
 
 
 class _Numbers:

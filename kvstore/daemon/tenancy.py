@@ -15,7 +15,7 @@ from kvstore.core import events as ev
 from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
 from kvstore.daemon.tenants import Identity, Registry
-from kvstore.errors import ConfigError, TierError
+from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.types import SEAL_BYTES, Layout, Tier
 
@@ -86,11 +86,18 @@ class Tenancy:
             event = ev.SetTenant(number, tuple(Quota(share=share) for _ in tiers))
         self._shell.handle(event)
 
-    def known(self, name: str) -> int:
-        """The number of a tenant of which something was found, a new one if it is not configured."""
+    def known(self, name: str) -> int | None:
+        """The number of a tenant of which something was found, a new one if it is not configured.
+
+        None if no tenant can have this name: then it is damage.
+        """
         number = self.registry.number(name)
         if number is None:
-            number = self.registry.add(name)
+            try:
+                number = self.registry.add(name)
+            except KVStoreError as error:
+                _log.error("what is on record of a tenant is forgotten: %s", error)
+                return None
             self._set(name, self._shell.config)
             self.domains.of(number, name, frozenset())
         return number
@@ -157,9 +164,11 @@ class Tenancy:
             record = Namespace(name, layout, space.fingerprint, readers=readers, ttl_s=space.ttl_s)
             self._shell.nvme.put_namespace(space.number, record)
 
-    def found(self, number: int, record: Namespace) -> Space:
-        """The namespace that is on record under a number."""
+    def found(self, number: int, record: Namespace) -> Space | None:
+        """The namespace that is on record under a number; None if what is on record makes no sense."""
         tenant = self.known(record.tenant)
+        if tenant is None:
+            return None
         readers = frozenset(record.readers)
         layout = Layout(**record.layout) if "model" in record.layout else None
         block_bytes = int(record.layout["block_bytes"])

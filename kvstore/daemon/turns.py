@@ -95,7 +95,7 @@ class Turns:
     """All lines of one daemon."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, stopwatch: Callable[[], float], queued_requests: int = 256
+        self, loop: asyncio.AbstractEventLoop, stopwatch: Callable[[], float], queued_requests: int = 1024
     ) -> None:
         """`stopwatch` gives seconds and moves on while requests run, as a loop's time may not.
 

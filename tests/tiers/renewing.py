@@ -56,7 +56,7 @@ def put(tier: NvmeTier, number: int) -> None:
     tenant, fingerprint = SPACES[number]
     tier.put_namespace(number, Namespace(tenant, {"block_bytes": LENGTH}, fingerprint))
     tier.format(0, ALIGN, tenant)
-    copy = Copy(1, 0, 1, ALIGN, identity(number), [b""], PLACE, PLACE, np.ones(1, np.uint32))
+    copy = Copy(1, 0, 1, identity(number), [b""], PLACE, PLACE, np.ones(1, np.uint32), False, None)
     slot = memoryview(mmap.mmap(-1, ALIGN))  # aligned, as direct I/O has it
     slot[:LENGTH] = PAYLOADS[number]
     [results] = _told(lambda done: tier.write(copy, [slot], {number: LENGTH}, done))

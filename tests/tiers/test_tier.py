@@ -73,8 +73,8 @@ class Site:
         self._last += 1
         number = self._last
         copy = Copy(
-            number, 0, 1, ALIGN, who(*(b[0] for b in blocks)), [b""] * len(blocks),
-            where(*(b[1:] for b in blocks)), where(*(b[1:] for b in blocks)), np.ones(len(blocks), np.uint32),
+            number, 0, 1, who(*(b[0] for b in blocks)), [b""] * len(blocks), where(*(b[1:] for b in blocks)),
+            where(*(b[1:] for b in blocks)), np.ones(len(blocks), np.uint32), False, None,
         )  # fmt: skip
         slots = [memoryview(bytearray(ALIGN)) for _ in blocks]
         self.tier.write(copy, slots, {1: 100}, lambda r: self.results.update({number: r.tolist()}), stored_at)
@@ -236,7 +236,7 @@ def test_only_what_somebody_waits_for_is_urgent(site: Site) -> None:
     site.write((b"a", 0, 0))
     site.tier.probe(Probe(1, 1, ALIGN, who(b"a"), where((0, 0))), {}, {}, lambda _: None)
     copy = Copy(
-        2, 1, 0, ALIGN, who(b"a"), [b""], where((0, 0)), where((0, 0)), np.ones(1, np.uint32)
+        2, 1, 0, who(b"a"), [b""], where((0, 0)), where((0, 0)), np.ones(1, np.uint32), True, None
     )  # fmt: skip
     for urgent in ({}, {"urgent": True}, {"urgent": False}):
         site.tier.read(copy, [memoryview(bytearray(ALIGN))], {}, {}, lambda _: None, **urgent)
