@@ -59,7 +59,7 @@ class Eviction:
         r.settle()
         state, size = r.tiers[tier], pool.slot_bytes
         extents, holdings = state.extents, state.extents.holdings
-        holdings.seen[pool.tenant] = r.now
+        holdings.saw(pool.tenant, r.now)
         while extents.free(pool) < n and extents.free(pool) * size < holdings.room(pool.tenant):
             extent = extents.assign(pool)
             if extent is None and not state.growing:

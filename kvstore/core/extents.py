@@ -175,6 +175,7 @@ class Extents:
         members = self.classes[pool]
         members.extents.append(extent)
         members.widen(slots)
+        self.holdings.fit(pool.tenant, slots * pool.slot_bytes)
         if extent >= len(self._class_at):
             more = np.zeros(max(extent + 1, 2 * len(self._class_at)) - len(self._class_at), np.int32)
             self._class_at = np.concatenate((self._class_at, more))
@@ -211,6 +212,7 @@ class Extents:
         self.leaving.remove(extent)
         members.extents.remove(extent)
         members.total -= len(numbers)
+        self.holdings.fit(members.pool.tenant, -len(numbers) * members.pool.slot_bytes)
         if not members.extents:
             del self.classes[members.pool], self._numbered[members.number]
         self._ranges.append((int(numbers[0]), len(numbers)))

@@ -167,7 +167,7 @@ class Residency:
             chain = self.with_ancestors(numbers)
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], space.pools[tier]
-                state.extents.holdings.seen[pool.tenant] = self.now
+                state.extents.holdings.saw(pool.tenant, self.now)
                 if pool in state.policies:
                     state.policies[pool].touch(self._in_pool(tier, pool, chain) if space.moved else chain)
         self._touched.clear()
