@@ -204,11 +204,11 @@ class Ledger:
         hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
         self.say(Deny(request, "too many leases", hint))
 
-    def room_is_coming(self, event: ev.Acquire | ev.Reserve, now: float) -> bool:
-        """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
+    def room_is_coming(self, event: ev.Acquire | ev.Reserve, tenant: int, now: float) -> bool:
+        """Whether to wait for slots of a tenant rather than do with less: not past the deadline or for nothing."""
         if event.deadline <= now:
             return False
-        moving = bool(self.transfers.under_way) and not self.residency.out_of_reach
+        moving = self.residency.copying[tenant] > 0 and not self.residency.out_of_reach
         growing = any(t.growing for t in self.residency.tiers)
         return moving or growing or self.transfers.eviction.under_way
 

@@ -119,7 +119,7 @@ class Placement:
         wake = min(
             deadlines[0][0] if deadlines else math.inf,
             self.transfers.wakes_at(r.now),
-            self.transfers.eviction.wakes_at(r.now),
+            self.transfers.eviction.wakes_at(),
             self._forgetting.wakes_at(r.now),
         )
         if r.pins:
@@ -179,7 +179,7 @@ class Placement:
         for tier, quota in enumerate(event.quotas):
             r.tiers[tier].extents.holdings.set(event.tenant, quota)
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
-            self.transfers.eviction.shrinking.add((tier, event.tenant))
+            self.transfers.eviction.shrink(tier, event.tenant)
         self._keeping.pin_bytes[event.tenant] = event.pin_bytes
 
     def _publish(self, event: ev.Publish, now: float) -> None:

@@ -135,17 +135,25 @@ class Holdings:
         """Bytes by which a tenant is over its limit, which was lowered."""
         return max(0, int(self.used[tenant] - self.limit[tenant]))
 
+    def may_grow(self, tenant: int) -> bool:
+        """Whether its limit allows a tenant another extent."""
+        self._reach(tenant)
+        return bool(self.extents[tenant] * self.extent_bytes < self.limit[tenant])
+
     def may_hold_one_more(self, tenant: int, unassigned: int) -> bool:
         """Whether one of the unassigned extents may be this tenant's: not over its limit, nor a floor's."""
-        self._reach(tenant)
-        if self.extents[tenant] * self.extent_bytes >= self.limit[tenant]:
+        if not self.may_grow(tenant):
             return False
         return bool(unassigned > self.unmet or (unassigned and self._lacks(tenant)))
 
+    def above_floor(self, tenant: int) -> int:
+        """Bytes that a tenant uses beyond its floor."""
+        self._reach(tenant)
+        return max(0, int(self.used[tenant] - self.floor[tenant] * self.extent_bytes))
+
     def giver(self, taker: int, now: float) -> int | None:
         """Who should give an extent to `taker`, who wants one: see `giver`."""
-        self._reach(taker)
-        if self.extents[taker] * self.extent_bytes >= self.limit[taker]:
+        if not self.may_grow(taker):
             return None
         idle = self.fitted - self.used >= 2 * self.extent_bytes
         idle |= self.seen + _QUIET_AFTER_S < now

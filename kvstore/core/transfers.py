@@ -139,7 +139,8 @@ class Transfers:
         rest = alike[:n][~self._write(0, alike[:n])]
         if not len(rest):
             return True
-        if below.device.takes_writes and (below.growing or below.device.moving or self.eviction.under_way):
+        coming = below.growing or self._r.copying[space.tenant] or self.eviction.under_way
+        if below.device.takes_writes and coming:
             waiting.appendleft(rest)
             return False
         self._r.counters["unwritten_blocks"] += len(rest)
@@ -215,6 +216,7 @@ class Transfers:
                 np.ones(len(part), np.bool_),
             )
             self.under_way[self._last] = transfer
+            r.copying[pool.tenant] += 1
             if flag == WRITING:
                 self.writing[pool.tenant] += 1
             if source == target:
@@ -291,6 +293,7 @@ class Transfers:
         """Takes in how a copy ended."""
         t = self.under_way.pop(event.transfer)
         r, blocks = self._r, self._r.blocks
+        r.copying[t.pool.tenant] -= 1
         writing = t.target > t.source
         if writing:
             self.writing[t.pool.tenant] -= 1
