@@ -135,7 +135,7 @@ class Limits:
 
 
 class Ledger:
-    """The book of one placement."""
+    """The book of one placement. `retried`: the stalled request that is being tried again (0: none)."""
 
     def __init__(self, residency: Residency, transfers: Transfers, limits: Limits) -> None:
         self.residency = residency
@@ -152,6 +152,7 @@ class Ledger:
         self.probes: dict[int, Probing] = {}
         self.held: dict[int, set[int]] = {}
         self.ending: list[tuple[float, int, Rows]] = []
+        self.retried = 0
         self._last = 0
 
     def say(self, action: Action) -> None:
@@ -218,10 +219,12 @@ class Ledger:
 
     def stall(self, event: ev.Acquire | ev.Reserve, tenant: int) -> None:
         """The request holds nothing, and is tried again as a whole when something has got free."""
+        again = event.request == self.retried
         if self.stalled.count(tenant) >= self.limits.waiting_per_tenant:
             hint = "fewer calls at a time, or with shorter deadlines"
             self.residency.counters["busy_requests"] += 1
             self.say(Deny(event.request, "too many requests of this tenant wait for room", hint, _RETRY_S))
             return
         self.stalled.add(tenant, event)
-        self.remind(event)
+        if not again:
+            self.remind(event)

@@ -204,10 +204,12 @@ class Placement:
             self._try_again(self.ledger.stalled.pop(request), now)
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
+        self.ledger.retried = event.request
         if isinstance(event, ev.Acquire):
             self._reads.acquire(event, now)
         else:
             self._writes.reserve(event, now)
+        self.ledger.retried = 0
 
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.ledger.waiting.items() if w.event.client == event.client]:
