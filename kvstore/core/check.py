@@ -86,11 +86,12 @@ def _check_tenants(ledger: Ledger, tier: int) -> None:
     extents = ledger.residency.tiers[tier].extents
     holdings, shrinking = extents.holdings, ledger.transfers.eviction.shrinking
     n = len(holdings.extents)
-    held, used = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    held, fitted, used = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     for pool, members in extents.classes.items():
         numbers = np.concatenate([extents.slots_of(e) for e in members.extents])
         busy = (extents.owner[numbers] >= 0) | (extents.refs[numbers] > 0)
         held[pool.tenant] += len(members.extents)
+        fitted[pool.tenant] += len(numbers) * pool.slot_bytes
         used[pool.tenant] += int(busy.sum()) * pool.slot_bytes
     for tenant, numbers_of in extents.promised.items():
         held[tenant] += len(numbers_of)
@@ -98,6 +99,7 @@ def _check_tenants(ledger: Ledger, tier: int) -> None:
         held[tenant] += tenant >= 0
     assert (held == holdings.extents).all(), "extents of tenants miscounted"
     assert (used == holdings.used).all(), "bytes of tenants miscounted"
+    assert (fitted == holdings.fitted).all(), "slots of tenants miscounted"
     lacking = np.maximum(holdings.floor - held, 0).sum()
     assert lacking == holdings.unmet, "what floors lack is miscounted"
     assert not extents.leaving & set(extents.unassigned), "an extent is leaving and has left"

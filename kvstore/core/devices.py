@@ -112,12 +112,12 @@ class Device:
             kinds += [WRITE_BACK, SCRUB]
         return kinds
 
-    def ended(self, now: float, kind: int, nbytes: int) -> None:
-        """Something that was under way is over."""
+    def ended(self, now: float, kind: int, nbytes: int, moved_bytes: int) -> None:
+        """Something that was under way is over, and this much of it went through."""
         self.moving -= 1
         self.bytes_moving[kind] -= nbytes
         self.quiet_since, self.fenced = now, False
-        self._measure(now, nbytes)
+        self._measure(now, moved_bytes)
 
     def bandwidth(self, now: float) -> float:
         """Bytes/s, measured; what was slow some time ago is thought to have got better since."""
@@ -129,7 +129,7 @@ class Device:
         self._bytes_done += nbytes
         took = now - self._busy_since
         if took >= 0.005 or not self.moving:
-            if took > 0:
+            if took > 0 and self._bytes_done:
                 # Short times say little, and count for little; a first one is better than a guess.
                 first = self._measured_at == -math.inf
                 share = 1.0 if first else min(1.0, took / _MEMORY_S)

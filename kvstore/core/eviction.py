@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Format, Renew
 from kvstore.core.blocks import Rows
+from kvstore.core.extents import SlotClass
 from kvstore.core.residency import DEMOTE, WRITING, Residency
 from kvstore.core.tenants import Pool
 
@@ -29,6 +30,8 @@ _EMPTIED_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
 _NEXT_MOVE_S = 0.05
 _NEXT_STEP_S = 0.001
+_NEXT_LOOK_S = 0.05
+_LOOK = 16
 
 
 @dataclass(slots=True)
@@ -48,6 +51,9 @@ class Eviction:
         self._demote = demote
         self._leaving: dict[int, Leaving] = {}
         self._next_move = [0.0] * len(residency.tiers)
+        self._next_ask: list[dict[int, float]] = [{} for _ in residency.tiers]
+        self._next_step = math.inf
+        self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
 
     def make_room(self, tier: int, pool: Pool, n: int, patient: bool = False) -> int:
@@ -59,14 +65,12 @@ class Eviction:
         r.settle()
         state, size = r.tiers[tier], pool.slot_bytes
         extents, holdings = state.extents, state.extents.holdings
-        holdings.seen[pool.tenant] = r.now
+        holdings.saw(pool.tenant, r.now)
         while extents.free(pool) < n and extents.free(pool) * size < holdings.room(pool.tenant):
-            extent = extents.assign(pool)
-            if extent is None and not state.growing:
-                extent = self._take_over(tier, pool)
-            if extent is None:
+            if not self._assign(tier, pool):
+                if not state.growing:
+                    self._take_over(tier, pool)
                 break
-            r.out.append(Format(tier, extent, size, pool.domain))
         short = n - extents.free(pool)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
             self._evict(tier, pool, short + min(_AHEAD, extents.classes[pool].total // 64))
@@ -78,6 +82,8 @@ class Eviction:
     def make_rows(self, n: int, tenant: int) -> None:
         """Drops blocks, from the lowest tier up, the tenant's own first, until n rows are free, if it can."""
         blocks = self._r.blocks
+        if n <= blocks.capacity - blocks.used:
+            return
         for own in (True, False):
             for tier in reversed(range(len(self._r.tiers))):
                 pools = [p for p in self._r.tiers[tier].policies if (p.tenant == tenant) is own]
@@ -87,12 +93,11 @@ class Eviction:
                     short = n - (blocks.capacity - blocks.used)
                     if short <= 0:
                         return
-                    if own or not self._is_guarded(tier, pool):
-                        self._evict(tier, pool, short)
+                    self._evict(tier, pool, short if own else min(short, self._above_floor(tier, pool)))
 
-    def _is_guarded(self, tier: int, pool: Pool) -> bool:
-        holdings = self._r.tiers[tier].extents.holdings
-        return bool(holdings.extents[pool.tenant] <= holdings.floor[pool.tenant])
+    def _above_floor(self, tier: int, pool: Pool) -> int:
+        """How many blocks others may take from a pool."""
+        return self._r.tiers[tier].extents.holdings.above_floor(pool.tenant) // pool.slot_bytes
 
     # -- one pool
 
@@ -128,7 +133,7 @@ class Eviction:
         leaving = self._demote(tier, rows)
         n = int(leaving.sum())
         stuck = rows
-        if not self._lower_tier_takes(tier, pool) or not (n or self._r.tiers[tier + 1].device.moving):
+        if not (self._lower_tier_takes(tier, pool) and self._can_wait(tier, pool, n > 0)):
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
             self._r.give_up(tier, rows[leaf])
@@ -145,6 +150,10 @@ class Eviction:
             for t in self._r.tiers[tier + 1 :]
         )
 
+    def _can_wait(self, tier: int, pool: Pool, started: bool) -> bool:
+        """Whether copies of the same tenant are under way, whose end makes room: others' make none."""
+        return started or self._r.copying[pool.tenant] > 0
+
     def _leaf_first(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of rows (coldest first) may go in this order without leaving a child behind."""
         children = self._r.blocks.children[rows].tolist()
@@ -159,25 +168,33 @@ class Eviction:
 
     # -- limits that were lowered
 
+    def shrink(self, tier: int, tenant: int) -> None:
+        """Has a tenant come down to its limit, step by step, if it is above."""
+        self.shrinking.add((tier, tenant))
+        self._step_at(self._r.now + _NEXT_STEP_S)
+
     def _shrink(self, tier: int, tenant: int, nbytes: int) -> None:
         """Evicts a tenant's blocks, of whatever size, until so many bytes are free, if it can."""
         extents = self._r.tiers[tier].extents
         goal = int(extents.holdings.used[tenant]) - nbytes
-        for pool in [p for p in extents.classes if p.tenant == tenant]:
+        for members in extents.classes_of(tenant):
             over = int(extents.holdings.used[tenant]) - goal
             if over <= 0:
                 return
-            self._evict(tier, pool, -(-over // pool.slot_bytes))
+            self._evict(tier, members.pool, -(-over // members.pool.slot_bytes))
+
+    # -- steps
 
     def at(self, now: float) -> None:
         """It is `now`: goes on with what takes several steps."""
+        if now < self._next_step:
+            return
         for tier, tenant in list(self.shrinking):
-            extents = self._r.tiers[tier].extents
-            holdings = extents.holdings
+            holdings = self._r.tiers[tier].extents.holdings
             over = holdings.over(tenant)
             if over:
                 self._shrink(tier, tenant, min(over, _EMPTIED_AT_ONCE * 4096))
-            elif holdings.extents[tenant] > -(-int(holdings.limit[tenant]) // extents.extent_bytes):
+            elif holdings.extents[tenant] > -(-int(holdings.limit[tenant]) // holdings.extent_bytes):
                 self._give_back_one(tier, tenant)
             else:
                 self.shrinking.discard((tier, tenant))
@@ -187,14 +204,24 @@ class Eviction:
                 del self._leaving[tier]
             else:
                 self._empty(tier, leaving)
+        self._next_step = math.inf
+        if self._leaving or self.shrinking:
+            # What waits for others is looked at now and then; what got on goes on.
+            done = [int(t.extents.holdings.used.sum()) for t in self._r.tiers]
+            done += [int(t.extents.holdings.extents.sum()) for t in self._r.tiers]
+            self._step_at(now + (_NEXT_LOOK_S if done == self._last_step else _NEXT_STEP_S))
+            self._last_step = done
+
+    def _step_at(self, when: float) -> None:
+        self._next_step = min(self._next_step, when)
 
     def is_emptying(self, tier: int, extent: int) -> bool:
         """Whether an extent is on its way to somebody."""
         return tier in self._leaving and self._leaving[tier].extent == extent
 
-    def wakes_at(self, now: float) -> float:
+    def wakes_at(self) -> float:
         """When there is something to go on with."""
-        return now + _NEXT_STEP_S if self._leaving or self.shrinking else math.inf
+        return self._next_step
 
     @property
     def under_way(self) -> bool:
@@ -203,32 +230,45 @@ class Eviction:
 
     # -- extents that move
 
-    def _take_over(self, tier: int, pool: Pool) -> int | None:
-        """An extent of another pool for one that has too few; None if there is none, or not yet."""
-        extents = self._r.tiers[tier].extents
+    def _assign(self, tier: int, pool: Pool, extent: int | None = None) -> bool:
+        """Gives a pool an extent that is free (this one); whether there was one."""
+        chosen = self._r.tiers[tier].extents.assign(pool, extent)
+        if chosen is not None:
+            self._r.out.append(Format(tier, chosen, pool.slot_bytes, pool.domain))
+        return chosen is not None
+
+    def _take_over(self, tier: int, pool: Pool) -> None:
+        """Has an extent of another pool leave for one that has too few, if one should."""
+        extents, now = self._r.tiers[tier].extents, self._r.now
         if tier in self._leaving:
-            self._empty(tier, self._leaving[tier])
-            return extents.assign(pool)
+            if self._leaving[tier].taker == pool:
+                self._empty(tier, self._leaving[tier])
+            return
         if extents.renewing or not extents.geometry(pool.slot_bytes).slots:
-            return None
+            return
         extent = self._own_to_spare(tier, pool)
-        if extent is None and self._r.now >= self._next_move[tier]:
-            self._next_move[tier] = self._r.now + _NEXT_MOVE_S
-            giver = extents.holdings.giver(pool.tenant, self._r.now)
-            if giver is not None and extents.promised.get(giver):
-                self._hand_over(tier, extents.promised[giver].pop(), giver, pool.tenant)
-                return None
-            extent = self._emptiest(tier, [c for c in extents.classes if c.tenant == giver])
         if extent is None:
-            return None
-        self._leave(tier, Leaving(extent, pool, self._r.now))
-        return extents.assign(pool)
+            # Whoever was told no asks again later, and keeps nobody else from asking.
+            asks = self._next_ask[tier]
+            if now < max(self._next_move[tier], asks.get(pool.tenant, 0.0)):
+                return
+            giver = extents.holdings.giver(pool.tenant, now)
+            if giver is None:
+                asks[pool.tenant] = now + _NEXT_MOVE_S
+                return
+            self._next_move[tier] = now + _NEXT_MOVE_S
+            if extents.promised.get(giver):
+                self._hand_over(tier, extents.promised[giver].pop(), giver, pool.tenant)
+                return
+            extent = self._emptiest(tier, extents.classes_of(giver))
+        if extent is not None:
+            self._leave(tier, Leaving(extent, pool, now))
 
     def _own_to_spare(self, tier: int, pool: Pool) -> int | None:
         """An extent of the same tenant that other pools of it have beyond an even share."""
-        classes = self._r.tiers[tier].extents.classes
-        mine = classes.get(pool)
-        donors = [c for p, c in classes.items() if p.tenant == pool.tenant and p != pool]
+        extents = self._r.tiers[tier].extents
+        mine = extents.classes.get(pool)
+        donors = [c for c in extents.classes_of(pool.tenant) if c.pool != pool]
         if not donors:
             return None
         all_of_them = sum(len(c.extents) for c in donors) + (len(mine.extents) if mine else 0)
@@ -236,20 +276,17 @@ class Eviction:
         donor = max(donors, key=lambda c: len(c.extents))
         if mine is not None and (len(mine.extents) >= max(even, 1) or len(donor.extents) <= even):
             return None
-        return self._emptiest(tier, [donor.pool])
+        return self._emptiest(tier, [donor])
 
-    def _emptiest(self, tier: int, pools: list[Pool]) -> int | None:
-        """Of these pools, the extent with the fewest blocks that nobody uses and no pin keeps."""
-        extents = self._r.tiers[tier].extents
-        best, fewest = None, math.inf
-        for extent in [e for p in pools for e in extents.classes[p].extents]:
-            slots = extents.slots_of(extent)
-            rows: Rows = extents.owner[slots].astype(np.int64)
-            rows = rows[rows >= 0]
-            free_to_go = not (extents.references(extent) > 0).any() and not self._r.blocks.pinned[rows].any()
-            if len(rows) < fewest and free_to_go:
-                best, fewest = extent, len(rows)
-        return best
+    def _emptiest(self, tier: int, classes: list[SlotClass]) -> int | None:
+        """Of these, the extent with the fewest blocks that nobody uses and no pin keeps."""
+        extents, pinned = self._r.tiers[tier].extents, self._r.blocks.pinned
+        members = [e for c in classes for e in c.extents if e not in extents.leaving]
+        by_rows = sorted(members, key=lambda e: np.count_nonzero(extents.owner[extents.span(e)] >= 0))
+        for extent in by_rows[:_LOOK]:
+            if not extents.is_referred(extent) and not pinned[extents.rows_of(extent)].any():
+                return extent
+        return None
 
     def _give_back_one(self, tier: int, tenant: int) -> None:
         """An extent of a tenant that has more than its limit goes to nobody."""
@@ -259,41 +296,42 @@ class Eviction:
         if extents.promised.get(tenant):
             self._hand_over(tier, extents.promised[tenant].pop(), tenant, -1)
             return
-        extent = self._emptiest(tier, [p for p in extents.classes if p.tenant == tenant])
+        extent = self._emptiest(tier, extents.classes_of(tenant))
         if extent is not None:
             self._leave(tier, Leaving(extent, None, self._r.now))
 
     def _leave(self, tier: int, leaving: Leaving) -> None:
         self._r.tiers[tier].extents.leave(leaving.extent)
         self._leaving[tier] = leaving
+        self._step_at(self._r.now + _NEXT_STEP_S)
         self._empty(tier, leaving)
 
     def _empty(self, tier: int, leaving: Leaving) -> None:
-        """Has some more blocks of an extent leave; hands it over when it is empty."""
+        """Has some more blocks of an extent leave; passes it on when it is empty."""
         r = self._r
         extents = r.tiers[tier].extents
-        slots = extents.slots_of(leaving.extent)
-        rows: Rows = extents.owner[slots].astype(np.int64)
-        rows = rows[rows >= 0][:_EMPTIED_AT_ONCE]
-        idle = rows[r.idle(tier, rows)]
+        rows = extents.rows_of(leaving.extent)
+        idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
         pool = extents.class_of(leaving.extent).pool
         only = (r.blocks.slot[:, idle] >= 0).sum(axis=0) == 1
         r.give_up(tier, idle[~only])
         alone = idle[only]
         going = self._demote(tier, alone) if len(alone) else np.zeros(0, np.bool_)
-        below = len(alone) and self._lower_tier_takes(tier, pool)
-        if not (below and (going.any() or r.tiers[tier + 1].device.moving)):
+        if not (len(alone) and self._lower_tier_takes(tier, pool) and self._can_wait(tier, pool, going.any())):
             # They make way, unless all that is below are parents of what is here.
             r.give_up(tier, alone[~going])
         if not extents.is_used(leaving.extent):
             del self._leaving[tier]
             extents.withdraw(leaving.extent)
-            same = leaving.taker is not None and leaving.taker[:2] == pool[:2]
-            if same:
-                extents.promise(leaving.extent, pool.tenant)
-            else:
-                taker = leaving.taker.tenant if leaving.taker is not None else -1
-                self._renew(tier, leaving.extent, taker)
+            self._pass_on(tier, leaving.extent, pool, leaving.taker)
+
+    def _pass_on(self, tier: int, extent: int, pool: Pool, taker: Pool | None) -> None:
+        """An extent that a pool had is another's, or nobody's; made anew, unless the same may map it."""
+        holdings = self._r.tiers[tier].extents.holdings
+        if taker is not None and taker[:2] == pool[:2] and self._assign(tier, taker, extent):
+            return
+        grows = taker is not None and holdings.may_grow(taker.tenant)
+        self._renew(tier, extent, taker.tenant if taker is not None and grows else -1)
 
     def _hand_over(self, tier: int, extent: int, giver: int, taker: int) -> None:
         """An extent that is a tenant's, but not cut, becomes another's, or nobody's (-1)."""

@@ -25,10 +25,11 @@ Slots = Rows
 
 @dataclass(slots=True)
 class SlotClass:
-    """All extents of one pool: which ones, and a stack of their free slots."""
+    """All extents of one pool: which ones, of `slots` slots each, and a stack of those that are free."""
 
     pool: Pool
     number: int
+    slots: int
     extents: list[int] = field(default_factory=list)
     total: int = 0
     free: int = 0
@@ -87,6 +88,7 @@ class Extents:
         self.leaving: set[int] = set()
         self.classes: dict[Pool, SlotClass] = {}
         self._numbered: dict[int, SlotClass] = {}
+        self._by_tenant: dict[int, list[SlotClass]] = {}
         self._class_at = np.zeros(0, np.int32)
         self._class_numbers = 0
         self.holdings = Holdings(extent_bytes)
@@ -127,10 +129,24 @@ class Extents:
         if tenant >= 0:
             self.holdings.hold(tenant, 1)
 
-    def slots_of(self, extent: int) -> Slots:
+    def span(self, extent: int) -> slice:
         """The flat numbers of an assigned extent's slots."""
         base = self._base[extent]
-        return np.arange(base, base + self.geometry(self.class_of(extent).pool.slot_bytes).slots)
+        return slice(base, base + self.class_of(extent).slots)
+
+    def slots_of(self, extent: int) -> Slots:
+        """The same, spelt out."""
+        span = self.span(extent)
+        return np.arange(span.start, span.stop)
+
+    def rows_of(self, extent: int) -> Rows:
+        """The rows that own slots of an assigned extent."""
+        owner = self.owner[self.span(extent)]
+        return owner[owner >= 0].astype(np.int64)
+
+    def classes_of(self, tenant: int) -> list[SlotClass]:
+        """The classes of a tenant's pools."""
+        return list(self._by_tenant.get(tenant, ()))
 
     def geometry(self, slot_bytes: int) -> Geometry:
         """How an extent of this tier is cut for a slot size."""
@@ -171,10 +187,13 @@ class Extents:
         self.record["tier"][numbers] = self._tier
         if pool not in self.classes:
             self._class_numbers += 1
-            self.classes[pool] = self._numbered[self._class_numbers] = SlotClass(pool, self._class_numbers)
+            members = SlotClass(pool, self._class_numbers, slots)
+            self.classes[pool] = self._numbered[self._class_numbers] = members
+            self._by_tenant.setdefault(pool.tenant, []).append(members)
         members = self.classes[pool]
         members.extents.append(extent)
         members.widen(slots)
+        self.holdings.fit(pool.tenant, slots * pool.slot_bytes)
         if extent >= len(self._class_at):
             more = np.zeros(max(extent + 1, 2 * len(self._class_at)) - len(self._class_at), np.int32)
             self._class_at = np.concatenate((self._class_at, more))
@@ -187,8 +206,8 @@ class Extents:
         """From now on no slot of this extent is handed out: it is about to be withdrawn."""
         self.leaving.add(extent)
         members = self.class_of(extent)
-        stack = members.stack[: members.free]
-        kept = stack[self.place[stack] >> np.uint64(32) != extent]
+        stack, span = members.stack[: members.free], self.span(extent)
+        kept = stack[(stack < span.start) | (stack >= span.stop)]
         members.stack[: len(kept)] = kept
         members.free = len(kept)
 
@@ -201,35 +220,41 @@ class Extents:
     def withdraw(self, extent: int) -> None:
         """Takes an extent that is leaving, and nothing of which is in use, away from its pool."""
         members = self.class_of(extent)
-        numbers = self.slots_of(extent)
-        gone = self.retired.intersection(numbers.tolist())
-        self.retired -= gone
-        self.refs[list(gone)] -= 1
-        self.holdings.use(members.pool.tenant, -len(gone) * members.pool.slot_bytes)
-        assert (self.owner[numbers] < 0).all()
-        assert not self.refs[numbers].any()
+        span, tenant = self.span(extent), members.pool.tenant
+        gone = self._retired_in(span)
+        self.retired.difference_update(gone)
+        self.refs[gone] -= 1
+        self.holdings.use(tenant, -len(gone) * members.pool.slot_bytes)
+        assert (self.owner[span] < 0).all()
+        assert not self.refs[span].any()
         self.leaving.remove(extent)
         members.extents.remove(extent)
-        members.total -= len(numbers)
+        members.total -= members.slots
+        self.holdings.fit(tenant, -members.slots * members.pool.slot_bytes)
         if not members.extents:
             del self.classes[members.pool], self._numbered[members.number]
-        self._ranges.append((int(numbers[0]), len(numbers)))
+            self._by_tenant[tenant].remove(members)
+        self._give_range_back(span.start, members.slots)
         del self._base[extent]
         self._class_at[extent] = 0
         self.unassigned.append(extent)
-        self.holdings.hold(members.pool.tenant, -1)
+        self.holdings.hold(tenant, -1)
 
-    def references(self, extent: int) -> npt.NDArray[np.int32]:
-        """References on each slot of an extent; that a slot is retired is none."""
-        numbers = self.slots_of(extent)
-        refs = self.refs[numbers]
-        if self.retired:
-            refs -= np.isin(numbers, list(self.retired))
-        return refs
+    def is_referred(self, extent: int) -> bool:
+        """Whether somebody refers to slots of an extent; that a slot is retired does not count."""
+        span = self.span(extent)
+        return int(np.count_nonzero(self.refs[span])) > self._only_retired(span)
 
     def is_used(self, extent: int) -> bool:
         """Whether rows own slots of it, or somebody refers to them."""
-        return bool((self.owner[self.slots_of(extent)] >= 0).any() or (self.references(extent) > 0).any())
+        return bool(self.owner[self.span(extent)].max() >= 0) or self.is_referred(extent)
+
+    def _retired_in(self, span: slice) -> list[int]:
+        return [slot for slot in self.retired if span.start <= slot < span.stop]
+
+    def _only_retired(self, span: slice) -> int:
+        """How many slots have no other reference than that they are retired."""
+        return int((self.refs[self._retired_in(span)] == 1).sum()) if self.retired else 0
 
     def _range(self, count: int) -> int | None:
         for i, (base, length) in enumerate(self._ranges):
@@ -244,6 +269,14 @@ class Extents:
         self._show(end)
         self.owner[base:end] = -1
         return base
+
+    def _give_range_back(self, base: int, length: int) -> None:
+        """Makes one range of those that touch it: or slots of other sizes would leave ever smaller ones."""
+        for start, count in list(self._ranges):
+            if start + count == base or base + length == start:
+                self._ranges.remove((start, count))
+                base, length = min(base, start), length + count
+        self._ranges.append((base, length))
 
     def _show(self, end: int) -> None:
         owner, refs, record = self._columns

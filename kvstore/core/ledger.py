@@ -135,7 +135,7 @@ class Limits:
 
 
 class Ledger:
-    """The book of one placement."""
+    """The book of one placement. `retried`: the stalled request that is being tried again (0: none)."""
 
     def __init__(self, residency: Residency, transfers: Transfers, limits: Limits) -> None:
         self.residency = residency
@@ -152,6 +152,7 @@ class Ledger:
         self.probes: dict[int, Probing] = {}
         self.held: dict[int, set[int]] = {}
         self.ending: list[tuple[float, int, Rows]] = []
+        self.retried = 0
         self._last = 0
 
     def say(self, action: Action) -> None:
@@ -204,11 +205,11 @@ class Ledger:
         hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
         self.say(Deny(request, "too many leases", hint))
 
-    def room_is_coming(self, event: ev.Acquire | ev.Reserve, now: float) -> bool:
-        """Whether to wait for slots rather than do with less: not past the deadline, not for nothing."""
+    def room_is_coming(self, event: ev.Acquire | ev.Reserve, tenant: int, now: float) -> bool:
+        """Whether to wait for slots of a tenant rather than do with less: not past the deadline or for nothing."""
         if event.deadline <= now:
             return False
-        moving = bool(self.transfers.under_way) and not self.residency.out_of_reach
+        moving = self.residency.copying[tenant] > 0 and not self.residency.out_of_reach
         growing = any(t.growing for t in self.residency.tiers)
         return moving or growing or self.transfers.eviction.under_way
 
@@ -218,10 +219,12 @@ class Ledger:
 
     def stall(self, event: ev.Acquire | ev.Reserve, tenant: int) -> None:
         """The request holds nothing, and is tried again as a whole when something has got free."""
+        again = event.request == self.retried
         if self.stalled.count(tenant) >= self.limits.waiting_per_tenant:
             hint = "fewer calls at a time, or with shorter deadlines"
             self.residency.counters["busy_requests"] += 1
             self.say(Deny(event.request, "too many requests of this tenant wait for room", hint, _RETRY_S))
             return
         self.stalled.add(tenant, event)
-        self.remind(event)
+        if not again:
+            self.remind(event)

@@ -120,7 +120,7 @@ class Placement:
         wake = min(
             deadlines[0][0] if deadlines else math.inf,
             self.transfers.wakes_at(r.now),
-            self.transfers.eviction.wakes_at(r.now),
+            self.transfers.eviction.wakes_at(),
             self._forgetting.wakes_at(r.now),
         )
         if r.pins:
@@ -181,7 +181,7 @@ class Placement:
         for tier, quota in enumerate(event.quotas):
             r.tiers[tier].extents.holdings.set(event.tenant, quota)
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
-            self.transfers.eviction.shrinking.add((tier, event.tenant))
+            self.transfers.eviction.shrink(tier, event.tenant)
         self._keeping.pin_bytes[event.tenant] = event.pin_bytes
 
     def _publish(self, event: ev.Publish, now: float) -> None:
@@ -214,10 +214,12 @@ class Placement:
             self._try_again(self.ledger.stalled.pop(request), now)
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
+        self.ledger.retried = event.request
         if isinstance(event, ev.Acquire):
             self._reads.acquire(event, now)
         else:
             self._writes.reserve(event, now)
+        self.ledger.retried = 0
 
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.ledger.waiting.items() if w.event.client == event.client]:

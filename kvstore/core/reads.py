@@ -91,7 +91,7 @@ class Reads:
         cut = len(rows)
         if len(wanted):
             n = self._transfers.promote(space, rows[wanted], event.tenant, patient=event.deadline > now)
-            if n < len(wanted) and self._ledger.room_is_coming(event, now):
+            if n < len(wanted) and self._ledger.room_is_coming(event, space.tenant, now):
                 r.tiers[0].extents.release(slots[slots >= 0])
                 return self._ledger.stall(event, event.tenant)
             cut = cut if n == len(wanted) else int(wanted[n])

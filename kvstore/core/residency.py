@@ -54,7 +54,10 @@ class TierState:
 
 
 class Residency:
-    """State of all tiers, tier 0 serving. `out` collects actions; `counters` counts what happened."""
+    """State of all tiers, tier 0 serving. `out` collects actions; `counters` counts what happened.
+
+    `copying`: how many copies of each tenant's blocks are queued or under way.
+    """
 
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
         self.blocks = Blocks(max_blocks, len(specs))
@@ -73,6 +76,7 @@ class Residency:
         self.holes: Counter[int] = Counter()
         self.pins: dict[int, float] = {}
         self.pinned_bytes: Counter[int] = Counter()
+        self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         self._touched: list[tuple[Picked, Space, int | None]] = []
@@ -167,7 +171,7 @@ class Residency:
             chain = self.with_ancestors(numbers)
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], space.pools[tier]
-                state.extents.holdings.seen[pool.tenant] = self.now
+                state.extents.holdings.saw(pool.tenant, self.now)
                 if pool in state.policies:
                     state.policies[pool].touch(self._in_pool(tier, pool, chain) if space.moved else chain)
         self._touched.clear()

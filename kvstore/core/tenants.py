@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 UNLIMITED = 1 << 62
 _QUIET_AFTER_S = 60.0
-_NOBODY = {"extents": 0, "used": 0, "floor": 0, "limit": UNLIMITED, "share": 1, "seen": 0}
+_NOBODY = {"extents": 0, "fitted": 0, "used": 0, "floor": 0, "limit": UNLIMITED, "share": 1, "seen": 0}
 
 
 class Pool(NamedTuple):
@@ -67,11 +67,13 @@ class Space:
 class Holdings:
     """What all tenants hold of one tier, a column each, by tenant number; extents and bytes.
 
-    `unmet` is how many extents all floors together still lack; `seen` when a tenant last did anything here.
+    `fitted` are bytes of all their slots, `used` of those in use. `unmet` is how many extents all floors
+    together still lack; `seen` when a tenant last did anything here.
     """
 
     extent_bytes: int
     extents: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    fitted: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     used: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     floor: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     limit: npt.NDArray[np.int64] = field(default_factory=lambda: np.full(1, UNLIMITED))
@@ -101,9 +103,18 @@ class Holdings:
         self.extents[tenant] += extents
         self.unmet += self._lacks(tenant)
 
+    def fit(self, tenant: int, nbytes: int) -> None:
+        """So many bytes of slots more (or less) have been cut from its extents."""
+        self.fitted[tenant] += nbytes
+
     def use(self, tenant: int, nbytes: int) -> None:
         """So many bytes of slots more (or less) are in use."""
         self.used[tenant] += nbytes
+
+    def saw(self, tenant: int, now: float) -> None:
+        """A tenant does something here."""
+        self._reach(tenant)
+        self.seen[tenant] = now
 
     def room(self, tenant: int) -> int:
         """Bytes that a tenant may use beyond what it does; never negative."""
@@ -124,19 +135,27 @@ class Holdings:
         """Bytes by which a tenant is over its limit, which was lowered."""
         return max(0, int(self.used[tenant] - self.limit[tenant]))
 
+    def may_grow(self, tenant: int) -> bool:
+        """Whether its limit allows a tenant another extent."""
+        self._reach(tenant)
+        return bool(self.extents[tenant] * self.extent_bytes < self.limit[tenant])
+
     def may_hold_one_more(self, tenant: int, unassigned: int) -> bool:
         """Whether one of the unassigned extents may be this tenant's: not over its limit, nor a floor's."""
-        self._reach(tenant)
-        if self.extents[tenant] * self.extent_bytes >= self.limit[tenant]:
+        if not self.may_grow(tenant):
             return False
         return bool(unassigned > self.unmet or (unassigned and self._lacks(tenant)))
 
+    def above_floor(self, tenant: int) -> int:
+        """Bytes that a tenant uses beyond its floor."""
+        self._reach(tenant)
+        return max(0, int(self.used[tenant] - self.floor[tenant] * self.extent_bytes))
+
     def giver(self, taker: int, now: float) -> int | None:
         """Who should give an extent to `taker`, who wants one: see `giver`."""
-        self._reach(taker)
-        if self.extents[taker] * self.extent_bytes >= self.limit[taker]:
+        if not self.may_grow(taker):
             return None
-        idle = self.extents * self.extent_bytes - self.used >= 2 * self.extent_bytes
+        idle = self.fitted - self.used >= 2 * self.extent_bytes
         idle |= self.seen + _QUIET_AFTER_S < now
         return giver(taker, self.extents, self.floor, self.share, idle)
 

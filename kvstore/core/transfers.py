@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +28,14 @@ _READ_BYTES = 4 << 20
 _WRITE_BYTES = 16 << 20
 _CHUNK_BLOCKS = 64
 _WRITES_IN_FLIGHT = 4
+_TENANTS_AT_ONCE = 16
 
 
 @dataclass(slots=True)
 class Transfer:
     """One copy, queued or under way. `alive` is False where the block was given up in the meantime."""
 
+    namespace: int
     source: int
     target: int
     kind: int
@@ -63,6 +66,7 @@ class Transfers:
         self.eviction = Eviction(residency, self.demote)
         self.under_way: dict[int, Transfer] = {}
         self.writing: Counter[int] = Counter()
+        self._writes = 0
         self.backlog: dict[int, deque[Rows]] = {}
         self._probes: dict[int, tuple[Probe, int]] = {}
         self._last = 0
@@ -76,7 +80,7 @@ class Transfers:
         """
         r, pool = self._r, space.pools[0]
         room = min((t.device.room(asker, kind) for t in r.tiers[1:]), default=0)
-        rows = rows[: room // pool.slot_bytes]
+        rows = rows[: room // max(p.slot_bytes for p in space.pools)]
         if not len(rows):
             return 0
         below = [(t, r.blocks.slot[i + 1, rows].astype(np.int64)) for i, t in enumerate(r.tiers[1:])]
@@ -88,7 +92,7 @@ class Transfers:
         for number in np.unique(source).tolist():
             some = rows[:n][source == number]
             slots = r.tiers[0].extents.take(pool, len(some))
-            self._queue(asker, kind, number, 0, space.pools[0], some, slots)
+            self._queue(asker, kind, number, 0, space, some, slots)
         for tier, slots in below:
             tier.extents.release(slots[slots >= 0])
         return n
@@ -113,7 +117,7 @@ class Transfers:
 
     def pump(self) -> None:
         """Starts writes from the backlog while fewer than the bound are in flight, tenant by tenant."""
-        for tenant in list(self.backlog):
+        for tenant in list(islice(self.backlog, _TENANTS_AT_ONCE)):
             waiting = self.backlog.pop(tenant)
             while waiting and self._write_chunks(tenant) > 0:
                 if not self._write_some(waiting):
@@ -139,7 +143,8 @@ class Transfers:
         rest = alike[:n][~self._write(0, alike[:n])]
         if not len(rest):
             return True
-        if below.device.takes_writes and (below.growing or below.device.moving or self.eviction.under_way):
+        coming = below.growing or self._r.copying[space.tenant] or self.eviction.under_way
+        if below.device.takes_writes and coming:
             waiting.appendleft(rest)
             return False
         self._r.counters["unwritten_blocks"] += len(rest)
@@ -147,7 +152,7 @@ class Transfers:
 
     def _write_chunks(self, tenant: int) -> int:
         """How many more writes of a tenant may be in flight: one always, more while all have few."""
-        free = _WRITES_IN_FLIGHT - self.writing.total()
+        free = _WRITES_IN_FLIGHT - self._writes
         return max(free, 1 - self.writing[tenant])
 
     def _write(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -158,14 +163,16 @@ class Transfers:
             return started
         for space, some in self._r.by_space(rows):
             pool = space.pools[target]
-            free = max(_WRITES_IN_FLIGHT + 2 - self.writing.total(), 1 - self.writing[pool.tenant], 0)
-            todo = some[self._r.blocks.moving[some] == 0][: free * _chunk(pool.slot_bytes, _WRITE_BYTES)]
+            free = max(_WRITES_IN_FLIGHT + 2 - self._writes, 1 - self.writing[pool.tenant], 0)
+            room = self._r.tiers[target].device.room(pool.tenant, WRITE_BACK) // pool.slot_bytes
+            most = min(room, free * _chunk(pool.slot_bytes, _WRITE_BYTES))
+            todo = some[self._r.blocks.moving[some] == 0][:most]
             if not len(todo):
                 continue
             todo = todo[: self.eviction.make_room(target, pool, len(todo), patient=True)]
             if len(todo):
                 slots = self._r.tiers[target].extents.take(pool, len(todo))
-                self._queue(pool.tenant, WRITE_BACK, tier, target, space.pools[tier], todo, slots)
+                self._queue(pool.tenant, WRITE_BACK, tier, target, space, todo, slots)
                 started |= np.isin(rows, todo)
         return started
 
@@ -182,7 +189,7 @@ class Transfers:
         n = self.eviction.make_room(0, pool, len(rows))
         first = self._last + 1
         if n:
-            self._queue(pool.tenant, DEMAND, 0, 0, pool, rows[:n], extents.take(pool, n))
+            self._queue(pool.tenant, DEMAND, 0, 0, space, rows[:n], extents.take(pool, n))
         extents.release(held)
         return set(range(first, self._last + 1))
 
@@ -195,11 +202,12 @@ class Transfers:
         assert queued, "the scrubber has one probe at a time"
 
     def _queue(
-        self, asker: int, kind: int, source: int, target: int, pool: Pool, rows: Rows, slots: Slots
+        self, asker: int, kind: int, source: int, target: int, space: Space, rows: Rows, slots: Slots
     ) -> None:
-        r = self._r
+        """Rows of one namespace; `slots` are in its pool of the target tier."""
+        r, pool = self._r, space.pools[min(source, target)]
         flag = WRITING if target > source else PROMOTING
-        size = max(pool.slot_bytes, r.spaces[int(r.blocks.namespace[rows[0]])].pools[target].slot_bytes)
+        size = max(pool.slot_bytes, space.pools[max(source, target)].slot_bytes)
         chunk = _chunk(size, _WRITE_BYTES if kind == WRITE_BACK else _READ_BYTES)
         for at in range(0, len(rows), chunk):
             part, to = rows[at : at + chunk], slots[at : at + chunk]
@@ -208,6 +216,7 @@ class Transfers:
             r.blocks.moving[part] |= flag
             self._last += 1
             transfer = Transfer(
+                space.number,
                 source,
                 target,
                 kind,
@@ -220,8 +229,10 @@ class Transfers:
                 np.ones(len(part), np.bool_),
             )
             self.under_way[self._last] = transfer
+            r.copying[pool.tenant] += 1
             if flag == WRITING:
                 self.writing[pool.tenant] += 1
+                self._writes += 1
             if source == target:
                 self._start(self._last)
             else:
@@ -274,17 +285,19 @@ class Transfers:
 
     def concern(self, namespaces: Sequence[int]) -> bool:
         """Whether copies or looks at blocks of these namespaces are under way."""
-        identities = [t.identity for t in self.under_way.values()] + [
-            p.identity for p, _ in self._probes.values()
-        ]
-        return any(np.isin(i.namespace, namespaces).any() for i in identities)
+        if any(t.namespace in namespaces for t in self.under_way.values()):
+            return True
+        return any(np.isin(p.identity.namespace, namespaces).any() for p, _ in self._probes.values())
 
     # -- ending
 
     def cancel(self, rows: Rows) -> None:
         """These rows are about to be given up: copies of them must not arrive, nor leave a record."""
         if self._r.blocks.moving[rows].any():
+            concerned = set(np.unique(self._r.blocks.namespace[rows]).tolist())
             for t in self.under_way.values():
+                if t.namespace not in concerned:
+                    continue
                 gone = t.alive & np.isin(t.rows, rows)
                 t.alive &= ~gone
                 if t.target > t.source and t.started and gone.any():
@@ -296,9 +309,11 @@ class Transfers:
         """Takes in how a copy ended."""
         t = self.under_way.pop(event.transfer)
         r, blocks = self._r, self._r.blocks
+        r.copying[t.pool.tenant] -= 1
         writing = t.target > t.source
         if writing:
             self.writing[t.pool.tenant] -= 1
+            self._writes -= 1
         arrived = t.alive & (event.results == OK)
         good, slots = t.rows[arrived], t.target_slots[arrived]
         demoted = good[(blocks.moving[good] & DEMOTE) > 0]
@@ -313,7 +328,7 @@ class Transfers:
         r.counters["written_blocks" if writing else "promoted_blocks"] += len(good)
         r.counters["written_bytes" if writing else "promoted_bytes"] += len(good) * t.pool.slot_bytes
         if t.source != t.target:
-            self._judge_device(t, event.results[t.alive])
+            self._judge_device(t, event.results)
         corrupt = t.rows[t.alive & (event.results == CORRUPT)]
         self.quarantine(t.source, corrupt)
         demoted = demoted[r.idle(t.source, demoted)]
@@ -325,7 +340,7 @@ class Transfers:
         for key, (probe, nbytes) in list(self._probes.items()):
             if probe.probe == number:
                 del self._probes[key]
-                self._r.tiers[tier].device.ended(self._r.now, SCRUB, nbytes)
+                self._r.tiers[tier].device.ended(self._r.now, SCRUB, nbytes, nbytes)
 
     def quarantine(self, tier: int, rows: Rows) -> None:
         """These copies are known to be bad: dropped, and their slots never used again."""
@@ -338,9 +353,11 @@ class Transfers:
     def _judge_device(self, t: Transfer, results: npt.NDArray[np.uint8]) -> None:
         """Lifts a fence; closes a lower tier for a while when everything keeps failing."""
         device, now = self._r.tiers[max(t.source, t.target)].device, self._r.now
-        device.ended(now, t.kind, t.nbytes)
-        failed = int((results != OK).sum())
-        self._r.counters["failed_blocks"] += failed
+        self._r.counters["failed_blocks"] += int((results[t.alive] != OK).sum())
+        # Wrong bytes are their writer's fault, and no reason to close the device for everybody.
+        results = results[t.alive | (results != FAILED)]
+        failed = int((results == FAILED).sum())
+        device.ended(now, t.kind, t.nbytes, (len(results) - failed) * t.pool.slot_bytes)
         breaker = device.writes if t.target > t.source else device.reads
         # A device that answers, if with wrong bytes, is worth asking.
         refused = int((results == FAILED).sum())

@@ -49,7 +49,7 @@ class Writes:
         if len(want) and not self._ledger.may_hold(event.client):
             return self._ledger.deny_hold(event.request)
         n = self._room_beside(space, len(want), rows, parent, patient=event.deadline > now)
-        if n < len(want) and self._ledger.room_is_coming(event, now):
+        if n < len(want) and self._ledger.room_is_coming(event, space.tenant, now):
             self._ledger.stall(event, space.tenant)
         else:
             self._give_room(event, space, rows, state, want[:n], parent)

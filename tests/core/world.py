@@ -4,6 +4,9 @@ Tiers are dictionaries from (tier, extent, index) to payload. Copies wait in a l
 order, and with the results, that the test chooses: late, failed, corrupted. After every event all invariants
 are checked, and every readable block is compared with what was put under its key. `restart` is a crash: what
 was recorded comes back, and what headers say if the extents of tier 0 were kept.
+
+Extents that change hands wait in a list too. Whoever is granted a slot must be allowed to map its extent, and
+no extent is ever cut for another domain than before unless it was made anew in between.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec
+from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.types import ALIGN, HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, Tier
 
 Place = tuple[int, int, int]
@@ -87,6 +91,11 @@ class World:
         self.cuts: dict[int, int] = {}
         self.versions: dict[Place, int] = {}
         self.namespaces: dict[int, int] = {}
+        self.opened: dict[int, ev.OpenNamespace] = {}
+        self.tenants: dict[int, ev.SetTenant] = {}
+        self.whose: dict[tuple[int, int], int] = {}
+        self.owners: dict[int, int] = {}
+        self._next_extent = dram
         self._request = 0
         self._stamp = 0.0
         self._headers = 0
@@ -103,28 +112,40 @@ class World:
         self.copies: dict[int, ac.Copy] = {}
         self.unwanted: set[Place] = set()
         self.probes: dict[int, ac.Probe] = {}
+        self.renewals: list[ac.Renew] = []
         self.answers: dict[int, ac.Action] = {}
+        self.asked: dict[int, ev.Event] = {}
         self.actions: list[ac.Action] = []
-        for namespace, block_bytes in self.namespaces.items():
-            self.send(ev.OpenNamespace(0, namespace, block_bytes))
+        for event in [*self.tenants.values(), *self.opened.values()]:
+            self.send(event)
         if self.records or self.formats:
             for extent, slot_bytes in sorted(self.formats.items()):
-                self.send(ev.ExtentReady(1, extent, slot_bytes))
+                self.send(ev.ExtentReady(1, extent, slot_bytes, None, *self._owner(1, extent)))
             self.send(self._restored())
         for extent, slot_bytes in sorted(self.cuts.items()):
             slots = self.p.residency.tiers[0].extents.geometry(slot_bytes).slots
             last = [self.versions.get((0, extent, i), 0) for i in range(slots)]
-            self.send(ev.ExtentReady(0, extent, slot_bytes, np.array(last, np.uint32)))
+            last = np.array(last, np.uint32)
+            self.send(ev.ExtentReady(0, extent, slot_bytes, last, *self._owner(0, extent)))
         if self.cuts:
             held = sorted(self.headers.items(), key=lambda item: -item[1].stamp)
             rows = [(h.namespace, h.key, h.parent, p[1], p[2], h.version, h.checksum) for p, h in held]
             self.send(restore(rows, tier=0))
         there = self.cuts, self.formats
         for tier, n in enumerate(self._extents[: len(self._specs)]):
-            for extent in range(n):
-                if extent not in there[tier]:
-                    self.send(ev.ExtentReady(tier, extent))
+            new = [extent for extent in range(n) if extent not in there[tier]]
+            for extent in new[: n - len(there[tier])]:
+                self.send(ev.ExtentReady(tier, extent))
             self.send(ev.ExtentsEnd(tier))
+
+    def _owner(self, tier: int, extent: int) -> tuple[int, int]:
+        """(tenant, domain) of an extent that was kept."""
+        domain = self.whose[tier, extent]
+        return self.owners.get(domain, domain), domain
+
+    def _new_extent(self) -> int:
+        self._next_extent += 1
+        return self._next_extent - 1
 
     def _restored(self) -> ev.Restore:
         """The records as an event, latest first; of two that name one place only the latest counts."""
@@ -144,6 +165,7 @@ class World:
         if not handover:
             self.bytes = {place: data for place, data in self.bytes.items() if place[0] == 1}
             self.headers, self.cuts, self.versions = {}, {}, {}
+            self.whose = {at: domain for at, domain in self.whose.items() if at[0] == 1}
         self._begin()
 
     # -- driving
@@ -161,6 +183,7 @@ class World:
         """Sends a request and returns its answer, or None if it waits."""
         self._request += 1
         event.request = self._request
+        self.asked[self._request] = event
         self.send(event)
         return self.answers.get(self._request)
 
@@ -173,11 +196,20 @@ class World:
             if action.request:
                 assert action.request not in self.answers, "answered twice"
                 self.answers[action.request] = action
+            if isinstance(action, ac.Grant | ac.Room) and action.lease:
+                self._check_mapping(self.asked[action.request], action)
+        elif isinstance(action, ac.Renew):
+            assert not any(p[:2] == (action.tier, action.extent) for p in self.headers), "a header stays"
+            left = [r for r in self.records.values() if r.place[:2] == (action.tier, action.extent)]
+            assert not left, "a record stays"
+            self.renewals.append(action)
         elif isinstance(action, ac.Copy):
             self.copies[action.transfer] = action
         elif isinstance(action, ac.Probe):
             self.probes[action.probe] = action
         elif isinstance(action, ac.Format):
+            before = self.whose.setdefault((action.tier, action.extent), action.domain)
+            assert before == action.domain, "an extent has changed hands as it was"
             (self.cuts, self.formats)[action.tier][action.extent] = action.slot_bytes
         elif isinstance(action, ac.Stamp):
             for i, place in enumerate(self.places(action.tier, action.where)):
@@ -200,6 +232,15 @@ class World:
                     self.unwanted |= {place} & {
                         p for c in self.copies.values() for p in self.places(c.target, c.target_where)
                     }
+
+    def _check_mapping(self, event: ev.Event, answer: ac.Grant | ac.Room) -> None:
+        """Whoever is told of a slot may map its extent: the namespace's tenant, or readers of its domain."""
+        space = self.p.residency.spaces[event.namespace]
+        for _, extent, _ in self.places(0, answer.where):
+            tenant, domain = self._owner(0, extent)
+            assert tenant == space.tenant, "a slot in an extent of somebody else"
+            if isinstance(event, ev.Acquire) and event.tenant != space.tenant:
+                assert domain == space.pools[0].domain, "a reader is led to an extent that it may not map"
 
     @staticmethod
     def places(tier: int, where: ac.Where) -> list[Place]:
@@ -259,6 +300,36 @@ class World:
         while self.copies:
             self.finish(next(iter(self.copies)), [])
 
+    def renew(self, which: int = 0, lost: bool = False) -> int:
+        """Makes an extent anew: its number in tier 0 is a new one. Returns it; -1 if it is `lost`."""
+        tier, extent = self.renewals[which].tier, self.renewals[which].extent
+        del self.renewals[which]
+        self.bytes = {p: data for p, data in self.bytes.items() if p[:2] != (tier, extent)}
+        (self.cuts, self.formats)[tier].pop(extent, None)
+        self.whose.pop((tier, extent), None)
+        if lost:
+            self._extents[tier] -= 1
+            self.send(ev.ExtentLost(tier, extent))
+            return -1
+        new = extent if tier else self._new_extent()
+        self.send(ev.ExtentReady(tier, new, replaces=extent))
+        return new
+
+    def pass_time(self, seconds: float) -> int:
+        """Ticks come when they are due, and all that is under way ends well; returns how many came."""
+        until, ticks = self.now + seconds, 0
+        while True:
+            self.finish_all()
+            while self.renewals:
+                self.renew()
+            wake = self.p.next_wakeup()
+            if wake is None or wake > until:
+                self.now = max(self.now, until)
+                return ticks
+            self.now = max(self.now, wake)
+            self.send(ev.Tick())
+            ticks += 1
+
     def probe(self, number: int) -> None:
         probe = self.probes.pop(number)
         good = [
@@ -277,12 +348,14 @@ class World:
         for client in range(clients):
             self.send(ev.ClientLost(client))
         self.now += 1000
-        while self.copies or self.probes:
+        while self.copies or self.probes or self.renewals:
             self.finish_all()
             for number in list(self.probes):
                 self.probe(number)
+            while self.renewals:
+                self.renew()
         self.send(ev.Tick())
-        self.finish_all()
+        self.pass_time(20)
         p = self.p
         assert not p.ledger.leases
         assert not p.ledger.reservations
@@ -323,11 +396,16 @@ class World:
             return 0
         return self.commit(client, room, self.fill(namespace, keys, room, salt))
 
-    def acquire(self, client: int, namespace: int, keys: list[bytes], wait: float = 1.0) -> ac.Action | None:
-        return self.ask(ev.Acquire(0, client, namespace, joined(keys), self.now + wait))
+    def acquire(
+        self, client: int, namespace: int, keys: list[bytes], wait: float = 1.0, tenant: int | None = None
+    ) -> ac.Action | None:
+        """As `tenant`; None: as the one whose namespace it is."""
+        who = self.opened[namespace].tenant if tenant is None and namespace in self.opened else tenant or 0
+        return self.ask(ev.Acquire(0, client, namespace, joined(keys), self.now + wait, who))
 
-    def lookup(self, namespace: int, keys: list[bytes]) -> int:
-        answer = self.ask(ev.Lookup(0, namespace, joined(keys)))
+    def lookup(self, namespace: int, keys: list[bytes], tenant: int | None = None) -> int:
+        who = self.opened[namespace].tenant if tenant is None and namespace in self.opened else tenant or 0
+        answer = self.ask(ev.Lookup(0, namespace, joined(keys), who))
         assert isinstance(answer, ac.Answer), answer
         return answer.value
 
@@ -336,9 +414,11 @@ class World:
         assert isinstance(answer, ac.Answer), answer
         return answer.value
 
-    def get(self, namespace: int, keys: list[bytes], client: int = 7) -> list[bytes]:
+    def get(
+        self, namespace: int, keys: list[bytes], client: int = 7, tenant: int | None = None
+    ) -> list[bytes]:
         """What a verifying reader gets who waits for everything that is under way."""
-        grant = self.acquire(client, namespace, keys)
+        grant = self.acquire(client, namespace, keys, tenant=tenant)
         if grant is None:
             request = self._request
             self.finish_all()
@@ -364,13 +444,41 @@ class World:
             assert (header.namespace, header.key, header.version, header.checksum) == told, "a header lies"
         return out
 
-    def open(self, namespace: int, block_bytes: int = 100) -> None:
-        assert isinstance(self.ask(ev.OpenNamespace(0, namespace, block_bytes)), ac.Answer)
+    def open(
+        self, namespace: int, block_bytes: int = 100, tenant: int = 0, ttl_s: float = 0.0, extra_bytes: int = 0
+    ) -> None:
+        event = ev.OpenNamespace(0, namespace, block_bytes, tenant, tenant, ttl_s, extra_bytes)
+        assert isinstance(self.ask(event), ac.Answer)
         self.namespaces[namespace] = block_bytes
+        self.opened[namespace] = ev.OpenNamespace(
+            0, namespace, block_bytes, tenant, tenant, ttl_s, extra_bytes
+        )
 
-    def used(self, tier: int = 0) -> int:
-        """Bytes in use in a tier."""
-        return self.p.residency.tiers[tier].extents.used_bytes
+    def tenant(self, number: int, *tiers: tuple[int, int | None], share: float = 1.0, **more: float) -> None:
+        """Sets a tenant's (floor, limit) of each tier, in extents (None: no limit)."""
+        quotas = tuple(
+            Quota(
+                floor * spec.extent_bytes, UNLIMITED if limit is None else limit * spec.extent_bytes, share
+            )
+            for (floor, limit), spec in zip(tiers, self._specs, strict=False)
+        )
+        self.tenants[number] = ev.SetTenant(number, quotas, weight=share, **more)
+        self.send(self.tenants[number])
+
+    def publish(self, namespace: int, domain: int) -> None:
+        """From now on its extents are of this domain."""
+        self.owners[domain] = self.opened[namespace].tenant
+        assert isinstance(self.ask(ev.Publish(0, namespace, domain)), ac.Answer)
+        self.opened[namespace].domain = domain
+
+    def used(self, tier: int = 0, tenant: int | None = None) -> int:
+        """Bytes in use in a tier, by one tenant or all."""
+        extents = self.p.residency.tiers[tier].extents
+        return extents.used_bytes if tenant is None else extents.holdings.of(tenant)[0]
+
+    def extents(self, tier: int = 0) -> list[int]:
+        """How many extents each tenant holds, by number."""
+        return self.p.residency.tiers[tier].extents.holdings.extents.tolist()
 
 
 def joined(keys: list[bytes]) -> Keys:
