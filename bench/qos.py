@@ -135,7 +135,7 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
         bench.doing("writing the blocks")
         fill(mine, my_chains)
         fill(theirs, their_chains)
-        with Client(daemon.url, token(VICTIM), deadline_s=30.0) as client:
+        with Client(daemon.url, "", deadline_s=30.0) as client:  # an operator
             wait_until(client, lambda status: not status["copies_under_way"])
         greedy = (closed, (mine, my_chains, READERS))
         alone = _rate(0.1 * bench.seconds, greedy, [])
