@@ -46,14 +46,16 @@ class Quota:
 class Space:
     """A namespace: payloads of `block_bytes`, in one pool of each tier, serving one first.
 
-    `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end. `closed`:
-    it is being forgotten, and nothing of it is readable any more.
+    `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end for what
+    comes. `mortal`: blocks of it may have an end. `closed`: it is being forgotten, and nothing of it is
+    readable any more.
     """
 
     number: int
     block_bytes: int
     pools: tuple[Pool, ...]
     ttl_s: float = 0.0
+    mortal: bool = False
     moved: bool = False
     closed: bool = False
 
