@@ -148,6 +148,11 @@ class Holdings:
             return False
         return bool(unassigned > self.unmet or (unassigned and self._lacks(tenant)))
 
+    def is_at_floor(self, tenant: int) -> bool:
+        """Whether nothing may be taken from a tenant."""
+        self._reach(tenant)
+        return bool(self.extents[tenant] <= self.floor[tenant])
+
     def above_floor(self, tenant: int) -> int:
         """Bytes that a tenant uses beyond its floor."""
         self._reach(tenant)
