@@ -92,8 +92,7 @@ class Blocks:
         self.pinned[rows] = False
         self.moving[rows] = 0
         self.children[rows] = 0
-        if self.expires[rows].any():
-            self.expires[rows] = 0
+        self.no_end(rows)
         end = self._spares + len(rows)
         self._spare[self._spares : end] = rows
         self._spares = end
@@ -119,6 +118,11 @@ class Blocks:
     def key(self, row: int) -> bytes:
         """The key that a row holds."""
         return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])
+
+    def no_end(self, rows: Rows) -> None:
+        """These may be read for good."""
+        if self.expires[rows].any():
+            self.expires[rows] = 0
 
     def expired(self, rows: Picked, now: float) -> npt.NDArray[np.bool_]:
         """Which of these may not be read any more."""

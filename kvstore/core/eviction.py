@@ -133,7 +133,7 @@ class Eviction:
         leaving = self._demote(tier, rows)
         n = int(leaving.sum())
         stuck = rows
-        if not (self._lower_tier_takes(tier, pool) and self._can_wait(tier, pool, n > 0)):
+        if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, n > 0)):
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
             self._r.give_up(tier, rows[leaf])
@@ -150,7 +150,7 @@ class Eviction:
             for t in self._r.tiers[tier + 1 :]
         )
 
-    def _can_wait(self, tier: int, pool: Pool, started: bool) -> bool:
+    def _can_wait(self, pool: Pool, started: bool) -> bool:
         """Whether copies of the same tenant are under way, whose end makes room: others' make none."""
         return started or self._r.copying[pool.tenant] > 0
 
@@ -200,8 +200,7 @@ class Eviction:
                 self.shrinking.discard((tier, tenant))
         for tier, leaving in list(self._leaving.items()):
             if now - leaving.since > _GIVE_UP_AFTER_S:
-                self._r.tiers[tier].extents.stay(leaving.extent)
-                del self._leaving[tier]
+                self._stay(tier)
             else:
                 self._empty(tier, leaving)
         self._next_step = math.inf
@@ -310,20 +309,30 @@ class Eviction:
         """Has some more blocks of an extent leave; passes it on when it is empty."""
         r = self._r
         extents = r.tiers[tier].extents
+        pool = extents.class_of(leaving.extent).pool
+        stranger = leaving.taker is None or leaving.taker.tenant != pool.tenant
+        if stranger and extents.holdings.is_at_floor(pool.tenant):
+            # Its floor was raised meanwhile.
+            return self._stay(tier)
         rows = extents.rows_of(leaving.extent)
         idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
-        pool = extents.class_of(leaving.extent).pool
         only = (r.blocks.slot[:, idle] >= 0).sum(axis=0) == 1
         r.give_up(tier, idle[~only])
         alone = idle[only]
         going = self._demote(tier, alone) if len(alone) else np.zeros(0, np.bool_)
-        if not (len(alone) and self._lower_tier_takes(tier, pool) and self._can_wait(tier, pool, going.any())):
+        below = len(alone) and self._lower_tier_takes(tier, pool)
+        if not (below and self._can_wait(pool, bool(going.any()))):
             # They make way, unless all that is below are parents of what is here.
             r.give_up(tier, alone[~going])
         if not extents.is_used(leaving.extent):
             del self._leaving[tier]
             extents.withdraw(leaving.extent)
             self._pass_on(tier, leaving.extent, pool, leaving.taker)
+        return None
+
+    def _stay(self, tier: int) -> None:
+        """The extent that is leaving does not."""
+        self._r.tiers[tier].extents.stay(self._leaving.pop(tier).extent)
 
     def _pass_on(self, tier: int, extent: int, pool: Pool, taker: Pool | None) -> None:
         """An extent that a pool had is another's, or nobody's; made anew, unless the same may map it."""

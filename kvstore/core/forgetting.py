@@ -1,139 +1,185 @@
 """What is forgotten as a whole: blocks whose time is over, namespaces, tenants. Step by step: it may be much.
 
-From the first moment nothing of it is readable; the answer comes when nothing of it is left.
+From the first moment nothing of it is readable; the answer comes when nothing of it is left. Blocks whose
+time is over are looked for row by row, at most one pass a second: no list of what ends when is kept.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
-from kvstore.core.blocks import FREE, LIVE, RESERVED
+from kvstore.core.blocks import LIVE, RESERVED
 from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import Ledger
-from kvstore.core.tenants import Quota
+from kvstore.core.reads import Reads
+from kvstore.core.tenants import Quota, Space
 
 _ROWS_AT_ONCE = 4096
+_ENDS_AT_ONCE = 1 << 15
 _BLOCKS_AT_ONCE = 512
+_EXTENTS_AT_ONCE = 4
 _NEXT_STEP_S = 0.001
+_NEXT_LOOK_S = 0.05
+_NEXT_PASS_S = 1.0
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """Namespaces that are being forgotten; with `tenant`, all that it has (-1: no tenant)."""
+    """Namespaces that are being forgotten; with `tenant`, all that it has (-1: no tenant).
+
+    `extents`: (tier, extent) of those that have still to be renewed.
+    """
 
     request: int
-    namespaces: tuple[int, ...]
+    spaces: tuple[Space, ...]
     tenant: int = -1
     row: int = 0
     blocks: int = 0
+    extents: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Forgetting:
     """TTLs, Forget, ForgetTenant."""
 
-    def __init__(self, ledger: Ledger, keeping: Keeping) -> None:
+    def __init__(self, ledger: Ledger, keeping: Keeping, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
         self._keeping = keeping
+        self._reads = reads
         self._sweeps: list[_Sweep] = []
+        self._next_step = math.inf
+        self._row = 0
+        self._next_look = 0.0
 
     def forget(self, event: ev.Forget, now: float) -> None:
-        spaces = tuple(n for n in event.namespaces if n in self._r.spaces)
+        spaces = tuple(self._r.spaces[n] for n in event.namespaces if n in self._r.spaces)
         self._begin(_Sweep(event.request, spaces))
+        self.at(now)
 
     def forget_tenant(self, event: ev.ForgetTenant, now: float) -> None:
-        spaces = tuple(n for n, space in self._r.spaces.items() if space.tenant == event.tenant)
-        for tier in self._r.tiers:
-            tier.extents.holdings.set(event.tenant, Quota(limit=0))
+        spaces = tuple(s for s in self._r.spaces.values() if s.tenant == event.tenant)
+        sweep = _Sweep(event.request, spaces, event.tenant)
+        for tier, state in enumerate(self._r.tiers):
+            state.extents.holdings.set(event.tenant, Quota(limit=0))
+            held = [e for c in state.extents.classes_of(event.tenant) for e in c.extents]
+            sweep.extents.update((tier, e) for e in held + state.extents.promised.get(event.tenant, []))
         for number, lease in list(self._ledger.leases.items()):
             slots = lease.slots
             first = slots.start if isinstance(slots, slice) else int(slots[0])
             if self._r.tiers[0].extents.pool_of(first).tenant == event.tenant:
                 self._ledger.drop_lease(number)
-        self._begin(_Sweep(event.request, spaces, event.tenant))
+        self._begin(sweep)
+        for number, reservation in list(self._ledger.reservations.items()):
+            if reservation.pool.tenant == event.tenant:
+                self._r.tiers[0].extents.release(self._ledger.drop_reservation(number).slots)
+        self.at(now)
 
     def _begin(self, sweep: _Sweep) -> None:
-        for number in sweep.namespaces:
-            self._r.spaces[number].closed = True
+        for space in sweep.spaces:
+            space.closed = True
+            self._reads.end(space)
         for reservation in self._ledger.reservations.values():
             if reservation.space.closed and reservation.alive.any():
                 lost = reservation.rows[reservation.alive]
                 reservation.alive[:] = False
                 self._r.vanish(lost)
         self._sweeps.append(sweep)
-        self._go_on(sweep)
+        self._next_step = 0.0
 
     def at(self, now: float) -> None:
         """It is `now`: blocks end, sweeps go on."""
-        blocks, ending = self._r.blocks, self._ledger.ending
-        budget = _BLOCKS_AT_ONCE
-        while ending and ending[0][0] <= now and budget > 0:
-            _, _, rows = heapq.heappop(ending)
-            rows = rows[(blocks.state[rows] != FREE) & (blocks.expires[rows] > 0)]
-            over = rows[blocks.expires[rows] <= now]
-            if len(over) > budget:
-                self._ledger.end_at(now, over[budget:])
-                over = over[:budget]
-            budget -= len(over)
-            later = rows[blocks.expires[rows] > now]
-            if len(later):
-                self._ledger.end_at(float(blocks.expires[later].min()), later)
-            self._r.counters["expired_blocks"] += self._keeping.forget(over)
-        for sweep in list(self._sweeps):
-            self._go_on(sweep)
+        if self._looks_at() <= now:
+            self._end_some(now)
+        if self._next_step <= now:
+            got_on = [self._go_on(sweep) for sweep in list(self._sweeps)]
+            # What waits for copies or for new extents is looked at now and then.
+            later = now + (_NEXT_STEP_S if any(got_on) else _NEXT_LOOK_S)
+            self._next_step = later if self._sweeps else math.inf
 
-    def wakes_at(self, now: float) -> float:
+    def wakes_at(self) -> float:
         """When there is something to go on with."""
-        ending = self._ledger.ending
-        wake = max(now, ending[0][0]) if ending else math.inf
-        return min(wake, now + _NEXT_STEP_S) if self._sweeps else wake
+        return min(self._looks_at(), self._next_step)
 
-    def _go_on(self, sweep: _Sweep) -> None:
+    # -- blocks whose time is over
+
+    def _looks_at(self) -> float:
+        return self._next_look if self._row else max(self._next_look, self._ledger.next_end)
+
+    def _end_some(self, now: float) -> None:
+        blocks, first = self._r.blocks, self._row
+        if not first:
+            self._ledger.next_end = math.inf
+        last = min(first + _ENDS_AT_ONCE, blocks.rows_touched)
+        ends = blocks.expires[first:last]
+        over = np.flatnonzero((ends > 0) & (ends <= now))
+        if len(over) > _BLOCKS_AT_ONCE:
+            over = over[:_BLOCKS_AT_ONCE]
+            last = first + int(over[-1]) + 1
+        later = ends[: last - first]
+        self._ledger.end_at(float(later[later > now].min(initial=math.inf)))
+        self._r.counters["expired_blocks"] += self._keeping.forget(first + over)
+        done = last >= blocks.rows_touched
+        self._row = 0 if done else last
+        self._next_look = now + (_NEXT_PASS_S if done else _NEXT_STEP_S)
+
+    # -- namespaces and tenants
+
+    def _go_on(self, sweep: _Sweep) -> bool:
+        """Takes one step of a sweep; whether that got it on."""
         blocks = self._r.blocks
-        budget = _BLOCKS_AT_ONCE
+        # A number may be another namespace's by now, if another sweep was first.
+        numbers = [s.number for s in sweep.spaces if self._r.spaces.get(s.number) is s]
         if sweep.row < blocks.rows_touched:
             last = min(sweep.row + _ROWS_AT_ONCE, blocks.rows_touched)
             state = blocks.state[sweep.row : last]
-            mine = np.isin(blocks.namespace[sweep.row : last], sweep.namespaces)
+            mine = np.isin(blocks.namespace[sweep.row : last], numbers)
             rows = sweep.row + np.flatnonzero(mine & ((state == LIVE) | (state == RESERVED)))
-            if len(rows) > budget:
-                rows, last = rows[:budget], int(rows[budget])
+            if len(rows) > _BLOCKS_AT_ONCE:
+                rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
             sweep.blocks += self._keeping.forget(rows)
             sweep.row = last
-        if sweep.row < blocks.rows_touched or self._ledger.transfers.concern(sweep.namespaces):
-            return
-        if sweep.tenant < 0 or self._is_bare(sweep.tenant):
-            for number in sweep.namespaces:
-                del self._r.spaces[number]
-                self._r.holes.pop(number, None)
-            self._sweeps.remove(sweep)
-            self._r.counters["forgotten_blocks"] += sweep.blocks
-            self._ledger.say(Answer(sweep.request, sweep.blocks))
+            if last < blocks.rows_touched:
+                return True
+        if self._ledger.transfers.concern(numbers):
+            return False
+        if sweep.tenant >= 0 and not self._is_bare(sweep):
+            return False
+        for number in numbers:
+            del self._r.spaces[number]
+            self._r.holes.pop(number, None)
+        self._sweeps.remove(sweep)
+        self._r.counters["forgotten_blocks"] += sweep.blocks
+        self._ledger.say(Answer(sweep.request, sweep.blocks))
+        return True
 
-    def _is_bare(self, tenant: int) -> bool:
-        """Has the extents of a tenant renewed, as far as nobody uses them; whether it has none any more."""
+    def _is_bare(self, sweep: _Sweep) -> bool:
+        """Has some extents of a tenant renewed, as far as nobody uses them; whether all have been."""
+        tenant, budget = sweep.tenant, _EXTENTS_AT_ONCE
+        eviction = self._ledger.transfers.eviction
         for tier, state in enumerate(self._r.tiers):
             extents = state.extents
-            mine = [e for p, c in extents.classes.items() if p.tenant == tenant for e in c.extents]
-            for extent in mine:
-                if extent not in extents.leaving:
+            for extent in [e for c in extents.classes_of(tenant) for e in c.extents]:
+                if budget and not eviction.is_emptying(tier, extent) and not extents.is_used(extent):
                     extents.leave(extent)
-                if not extents.is_used(extent) and not self._ledger.transfers.eviction.is_emptying(
-                    tier, extent
-                ):
                     extents.withdraw(extent)
                     self._renew(tier, extent)
+                    budget -= 1
             for extent in extents.promised.pop(tenant, []):
                 extents.holdings.hold(tenant, -1)
                 extents.unassigned.append(extent)
                 self._renew(tier, extent)
-        return not any(t.extents.holdings.extents[tenant] or t.extents.renewing for t in self._r.tiers)
+        sweep.extents = {
+            (tier, extent)
+            for tier, extent in sweep.extents
+            if extent in self._r.tiers[tier].extents.renewing
+            or ((pool := self._r.tiers[tier].extents.pool_at(extent)) is not None and pool.tenant == tenant)
+        }
+        return not sweep.extents and not any(t.extents.holdings.extents[tenant] for t in self._r.tiers)
 
     def _renew(self, tier: int, extent: int) -> None:
         self._r.tiers[tier].extents.renew(extent, -1)

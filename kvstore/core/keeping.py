@@ -1,6 +1,9 @@
-"""Requests that keep or forget: pins, invalidation, blocks under suspicion or looked at in turn."""
+"""Requests about stored blocks: pins, invalidation, publication, suspicion, blocks looked at in turn."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,15 +12,29 @@ from kvstore.core.actions import Answer, Probe
 from kvstore.core.blocks import LIVE, RESERVED, Rows
 from kvstore.core.ledger import NONE, Ledger, Probing
 from kvstore.core.reads import Reads
+from kvstore.core.residency import DEMOTE, WRITING
 from kvstore.core.tenants import UNLIMITED, Space
 from kvstore.core.transfers import Arrived
 
 _PROBES = 64
 _SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits for
+_BLOCKS_AT_ONCE = 512
+_GIVE_UP_AFTER_S = 10.0
+_NEXT_STEP_S = 0.001
+_NEXT_LOOK_S = 0.05
+
+
+@dataclass(slots=True)
+class _Move:
+    """A namespace whose blocks move to another domain: from `row` on, which is waited at `since` then."""
+
+    space: Space
+    since: float
+    row: int = 0
 
 
 class Keeping:
-    """Pin, unpin, invalidate; suspicion and scrubbing, and the probes that follow."""
+    """Pin, unpin, invalidate, move; suspicion and scrubbing, and the probes that follow."""
 
     def __init__(self, ledger: Ledger, reads: Reads) -> None:
         self._ledger = ledger
@@ -26,6 +43,8 @@ class Keeping:
         self._reads = reads
         self._scrubbed = [0] * len(self._r.tiers)
         self.pin_bytes: dict[int, int] = {}
+        self._moving: dict[int, _Move] = {}
+        self._next_step = math.inf
 
     def pin(self, event: ev.Pin, now: float) -> None:
         space = self._ledger.space(event)
@@ -79,19 +98,67 @@ class Keeping:
             r.give_up(tier, live[held[tier]])
         return len(live)
 
-    def move(self, space: Space) -> set[int]:
+    # -- publication
+
+    def move(self, space: Space, now: float) -> None:
         """What a namespace has in tier 0 goes to its new pool there, or away if a lower tier has it too.
 
-        Returns the numbers of the copies that are on their way.
+        Step by step. Readers of other tenants that wait are told that there is nothing: they may not look
+        where it is going, perhaps.
         """
-        r = self._r
-        rows = np.flatnonzero((r.blocks.namespace == space.number) & (r.blocks.state == LIVE))
-        self._transfers.cancel(rows)
-        self._reads.arrived(Arrived(0, NONE, rows))
-        rows = rows[r.blocks.slot[0, rows] >= 0]
-        twice = (r.blocks.slot[1:, rows] >= 0).any(axis=0)
+        coming = self._transfers.cancel_promotions(space.number)
+        self._reads.arrived(Arrived(0, NONE, coming))
+        self._reads.end(space, but=space.tenant)
+        self._moving[space.number] = _Move(space, now)
+        self._next_step = now
+        self.at(now)
+
+    def at(self, now: float) -> None:
+        """It is `now`: goes on with what moves."""
+        if now < self._next_step:
+            return
+        got_on = [self._move_some(move, now) for move in list(self._moving.values())]
+        later = now + (_NEXT_STEP_S if any(got_on) else _NEXT_LOOK_S)
+        self._next_step = later if self._moving else math.inf
+
+    def wakes_at(self) -> float:
+        """When there is something to go on with."""
+        return self._next_step
+
+    def has_moved(self, namespace: int) -> bool:
+        """Whether nothing of a namespace is on its way to another pool of tier 0."""
+        return namespace not in self._moving and not self._transfers.moves(namespace)
+
+    def _move_some(self, move: _Move, now: float) -> bool:
+        """Takes one step; whether that got it on."""
+        r, space, blocks = self._r, move.space, self._r.blocks
+        number, extents = space.number, r.tiers[0].extents
+        if space.pools[0] not in extents.classes:
+            # Before anything is held that would have to leave for it.
+            self._transfers.eviction.make_room(0, space.pools[0], 1)
+        last = min(move.row + _SCRUB_ROWS, blocks.rows_touched)
+        here = slice(move.row, last)
+        mine = (blocks.namespace[here] == number) & (blocks.state[here] == LIVE) & (blocks.slot[0, here] >= 0)
+        rows = move.row + np.flatnonzero(mine)
+        rows = rows[~extents.are_of(space.pools[0], blocks.slot[0, rows])]
+        if len(rows) > _BLOCKS_AT_ONCE:
+            rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
+        # What is on its way down already leaves when it is there.
+        writing = rows[(blocks.moving[rows] & WRITING) > 0]
+        blocks.moving[writing] |= DEMOTE
+        rows = rows[blocks.moving[rows] == 0]
+        twice = (blocks.slot[1:, rows] >= 0).any(axis=0)
         r.give_up(0, rows[twice])
-        return self._transfers.move(space, rows[~twice])
+        rows = rows[~twice]
+        n = self._transfers.move(space, rows)
+        if n < len(rows) and self._transfers.eviction.under_way and now - move.since < _GIVE_UP_AFTER_S:
+            return n > 0
+        move.row, move.since = last, now
+        if last >= blocks.rows_touched or space.closed:
+            del self._moving[number]
+        return True
+
+    # -- suspicion
 
     def suspect(self, event: ev.Suspect, now: float) -> None:
         if self._ledger.space(event) is None:

@@ -6,6 +6,7 @@ Shared by the parts of placement (`reads`, `writes`, `keeping`); decides nothing
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,6 +107,10 @@ class Stalled:
         """The requests of a connection."""
         return [n for mine in self._by_tenant.values() for n, e in mine.items() if e.client == client]
 
+    def of_namespace(self, namespace: int) -> list[ev.Acquire | ev.Reserve]:
+        """The requests for a namespace."""
+        return [e for mine in self._by_tenant.values() for e in mine.values() if e.namespace == namespace]
+
     def next(self, n: int) -> list[int]:
         """Up to n requests to try again: each tenant's oldest first, and the tenants in turns."""
         out: list[int] = []
@@ -135,7 +140,10 @@ class Limits:
 
 
 class Ledger:
-    """The book of one placement. `retried`: the stalled request that is being tried again (0: none)."""
+    """The book of one placement.
+
+    `retried`: the stalled request that is being tried again (0: none). `next_end`: when a block ends.
+    """
 
     def __init__(self, residency: Residency, transfers: Transfers, limits: Limits) -> None:
         self.residency = residency
@@ -151,7 +159,7 @@ class Ledger:
         self.deadlines: list[tuple[float, int]] = []
         self.probes: dict[int, Probing] = {}
         self.held: dict[int, set[int]] = {}
-        self.ending: list[tuple[float, int, Rows]] = []
+        self.next_end = math.inf
         self.retried = 0
         self._last = 0
 
@@ -177,9 +185,9 @@ class Ledger:
             return None
         return space
 
-    def end_at(self, when: float, rows: Rows) -> None:
-        """Blocks that are to be forgotten then, unless they have another end by that time."""
-        heapq.heappush(self.ending, (when, self.next_number(), rows))
+    def end_at(self, when: float) -> None:
+        """Then, blocks may not be read any more."""
+        self.next_end = min(self.next_end, when)
 
     def hold(self, client: int) -> int:
         """A new lease number for a client, or 0 beyond its limit."""
@@ -195,6 +203,13 @@ class Ledger:
         lease = self.leases.pop(number)
         self.held[lease.client].discard(number)
         self.residency.tiers[0].extents.release(lease.slots)
+
+    def drop_reservation(self, number: int) -> Reservation:
+        """A reservation ends; its slots are still held."""
+        reservation = self.reservations.pop(number)
+        self.held[reservation.client].discard(number)
+        self.writers[reservation.space.number] -= 1
+        return reservation
 
     def may_hold(self, client: int) -> bool:
         """Whether `hold` would give a number."""

@@ -72,8 +72,8 @@ class Placement:
         self._reads = Reads(self.ledger)
         self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
-        self._forgetting = Forgetting(self.ledger, keeping)
-        self._publishing: dict[int, set[int]] = {}
+        self._forgetting = Forgetting(self.ledger, keeping, self._reads)
+        self._publishing: dict[int, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: self._open,
             ev.SetTenant: self._set_tenant,
@@ -121,7 +121,8 @@ class Placement:
             deadlines[0][0] if deadlines else math.inf,
             self.transfers.wakes_at(r.now),
             self.transfers.eviction.wakes_at(),
-            self._forgetting.wakes_at(r.now),
+            self._keeping.wakes_at(),
+            self._forgetting.wakes_at(),
         )
         if r.pins:
             wake = min(wake, *r.pins.values())
@@ -157,12 +158,16 @@ class Placement:
         elif not top.geometry(upper.slot_bytes).slots:
             why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
             self.ledger.say(Deny(event.request, why, "raise dram.limit"))
+        elif known is not None and known.closed:
+            self.ledger.say(Deny(event.request, "this namespace is being forgotten", "open it again later"))
         elif known is not None:
             known.ttl_s = event.ttl_s
+            known.mortal |= event.ttl_s > 0
             self.ledger.say(Answer(event.request, event.namespace))
         else:
             pools = (upper, *[lower] * (len(r.tiers) - 1))
-            spaces[event.namespace] = Space(event.namespace, event.block_bytes, pools, event.ttl_s)
+            ends = event.ttl_s > 0
+            spaces[event.namespace] = Space(event.namespace, event.block_bytes, pools, event.ttl_s, ends)
             self.ledger.say(Answer(event.request, event.namespace))
 
     def _too_many(self, tenant: int) -> tuple[str, str] | None:
@@ -189,9 +194,9 @@ class Placement:
         pool = space.pools[0]._replace(domain=event.domain)
         if pool != space.pools[0]:
             space.pools, space.moved = (pool, *space.pools[1:]), True
-            copies = self._keeping.move(space)
-            if copies:
-                self._publishing[event.request] = copies
+            self._keeping.move(space, now)
+            if not self._keeping.has_moved(space.number):
+                self._publishing[event.request] = space.number
                 return
         self.ledger.say(Answer(event.request, 0))
 
@@ -199,17 +204,23 @@ class Placement:
 
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
         arrived = self.transfers.finish(event)
-        for request, copies in list(self._publishing.items()):
-            copies.discard(event.transfer)
-            if not copies:
-                del self._publishing[request]
-                self.ledger.say(Answer(request, 0))
         if arrived.target == 0:
             self._reads.arrived(arrived)
+            if self._writes.write_through:
+                # What moved within tier 0 was passed over when it was its turn to be written down.
+                slot = self.residency.blocks.slot
+                rows = np.concatenate((arrived.good, arrived.bad))
+                alone = (slot[0, rows] >= 0) & (slot[1:, rows] < 0).all(axis=0)
+                if alone.any():
+                    self.transfers.queue_writes(rows[alone])
 
     def _go_on(self, now: float) -> None:
-        """Something got free: writes from the backlog, and those who wait for room, oldest first."""
+        """Something got free: writes from the backlog, publications, and those who wait for room."""
         self.transfers.pump()
+        for request, namespace in list(self._publishing.items()):
+            if self._keeping.has_moved(namespace):
+                del self._publishing[request]
+                self.ledger.say(Answer(request, 0))
         for request in self.ledger.stalled.next(_RETRIES):
             self._try_again(self.ledger.stalled.pop(request), now)
 
@@ -242,6 +253,7 @@ class Placement:
                 self._try_again(self.ledger.stalled.pop(request), now)
         self.transfers.at(now)
         self.transfers.eviction.at(now)
+        self._keeping.at(now)
         self._forgetting.at(now)
         for row in [r for r, until in self.residency.pins.items() if until <= now]:
             self.residency.unpin(row)
@@ -251,9 +263,11 @@ class Placement:
     def _extent_ready(self, event: ev.ExtentReady, now: float) -> None:
         extents = self.residency.tiers[event.tier].extents
         extents.add(event.extent, event.replaces)
+        cut = None
         if event.slot_bytes:
-            extents.assign(Pool(event.tenant, event.domain, event.slot_bytes), event.extent)
-        if event.versions is not None:
+            cut = extents.assign(Pool(event.tenant, event.domain, event.slot_bytes), event.extent)
+            self.transfers.eviction.shrink(event.tier, event.tenant)
+        if event.versions is not None and cut is not None:
             extents.version[extents.slots_of(event.extent)] = event.versions
 
     def _extent_lost(self, event: ev.ExtentLost, now: float) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Found, Grant
+from kvstore.core.actions import Answer, Deny, Found, Grant
 from kvstore.core.blocks import Picked, Rows
 from kvstore.core.devices import PREFETCH
 from kvstore.core.extents import Slots
@@ -31,7 +33,7 @@ class Reads:
             return None
         r = self._r
         foreign = space.moved and event.tenant != space.tenant
-        run = None if foreign or space.ttl_s else r.resident_run(event.namespace, event.keys)
+        run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys)
         if run is not None:
             rows, slots = run
             r.touch(rows, space)
@@ -68,8 +70,8 @@ class Reads:
         # While parents may be missing or being written, every key has to be looked at.
         r = self._r
         gaps = r.holes[event.namespace] > 0 or self._ledger.writers[event.namespace] > 0 or r.out_of_reach
-        gaps = gaps or space.ttl_s > 0 or (space.moved and event.tenant != space.tenant)
-        if not gaps and not event.recompute_s:
+        gaps = gaps or space.mortal or (space.moved and event.tenant != space.tenant)
+        if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)
         else:
             rows = self._readable(event, space)
@@ -111,6 +113,8 @@ class Reads:
         """Tells those who wait for promotions."""
         slot = self._r.blocks.slot[0]
         extents = self._r.tiers[0].extents
+        if not self._ledger.wanted_by:
+            return
         done: dict[int, None] = {}
         for row, ok in [(r, True) for r in arrived.good.tolist()] + [
             (r, False) for r in arrived.bad.tolist()
@@ -141,6 +145,20 @@ class Reads:
         self._r.tiers[0].extents.release(rest[rest >= 0])
         self._r.counters["late_blocks"] += len(there) - n
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n])
+
+    def end(self, space: Space, but: int = -1) -> None:
+        """Those who wait for blocks of a namespace, except one tenant, are told at once that there are none."""
+        for request, waiter in list(self._ledger.waiting.items()):
+            if waiter.space is space and waiter.event.tenant != but:
+                del self._ledger.waiting[request]
+                self._r.tiers[0].extents.release(waiter.slots[waiter.slots >= 0])
+                waiter.slots, waiter.tiers = waiter.slots[:0], waiter.tiers[:0]
+                self.answer_waiter(waiter)
+        for event in self._ledger.stalled.of_namespace(space.number):
+            asker = event.tenant if isinstance(event, ev.Acquire) else space.tenant
+            if asker != but:
+                self._ledger.stalled.pop(event.request)
+                self._ledger.say(Deny(event.request, f"namespace {space.number} is not there any more"))
 
     def _grant(
         self, event: ev.Acquire, space: Space, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None

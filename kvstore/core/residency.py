@@ -121,7 +121,7 @@ class Residency:
         if self.out_of_reach:
             within = [i for i, t in enumerate(self.tiers) if i == 0 or t.device.readable]
             good &= (self.blocks.slot[:, rows][within] >= 0).any(axis=0)
-        if self.spaces[namespace].ttl_s:
+        if self.spaces[namespace].mortal:
             good &= ~self.blocks.expired(rows, self.now)
         _, first = np.unique(rows, return_index=True)
         if len(first) < len(rows):
@@ -265,6 +265,7 @@ class Residency:
     def keep_as_holes(self, rows: Rows) -> None:
         """These rows hold nothing, but have children."""
         self.blocks.state[rows] = HOLE
+        self.blocks.no_end(rows)
         self.count_holes(rows, 1)
 
     def _free_rows(self, rows: Rows, parents: Rows) -> Rows:

@@ -22,6 +22,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
     r = ledger.residency
     extents = r.tiers[event.tier].extents
     event = event.only(extents.has(event.extent))
+    event = event.only(_own(ledger, event))
     group = event.namespace.astype(np.int64) << 8 | event.key_bytes
     taken = np.full(len(group), -1, np.int64)
     r.index.make_room(len(group))
@@ -40,7 +41,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
             r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64))
             # From before it was published, or taken back.
             ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]
-        _end(ledger, rows, event.ends[which])
+        _end(ledger, namespace, rows, event.ends[which])
         if write_down:
             ledger.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
@@ -48,13 +49,25 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.tier.name.lower()}"] += len(group)
 
 
-def _end(ledger: Ledger, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
+def _own(ledger: Ledger, event: ev.Restore) -> npt.NDArray[np.bool_]:
+    """Which blocks lie in an extent of their namespace's tenant: whoever writes an extent may forge the rest."""
+    extents, spaces = ledger.residency.tiers[event.tier].extents, ledger.spaces
+    numbers, at = np.unique(event.namespace, return_inverse=True)
+    owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)
+    held, where = np.unique(event.extent, return_inverse=True)
+    holder = np.array([extents.class_of(e).pool.tenant for e in held.tolist()], np.int64)
+    own: npt.NDArray[np.bool_] = owner[at] == holder[where]
+    return own
+
+
+def _end(ledger: Ledger, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
     """Has blocks that have an end, in core time, end then."""
     which = np.flatnonzero(ends < np.inf)
     if len(which):
         # Never 0, which is no end.
         ledger.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
-        ledger.end_at(float(ends[which].min()), rows[which])
+        ledger.spaces[namespace].mortal = True
+        ledger.end_at(float(ends[which].min()))
 
 
 def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:

@@ -46,14 +46,16 @@ class Quota:
 class Space:
     """A namespace: payloads of `block_bytes`, in one pool of each tier, serving one first.
 
-    `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end. `closed`:
-    it is being forgotten, and nothing of it is readable any more.
+    `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end for what
+    comes. `mortal`: blocks of it may have an end. `closed`: it is being forgotten, and nothing of it is
+    readable any more.
     """
 
     number: int
     block_bytes: int
     pools: tuple[Pool, ...]
     ttl_s: float = 0.0
+    mortal: bool = False
     moved: bool = False
     closed: bool = False
 
@@ -145,6 +147,11 @@ class Holdings:
         if not self.may_grow(tenant):
             return False
         return bool(unassigned > self.unmet or (unassigned and self._lacks(tenant)))
+
+    def is_at_floor(self, tenant: int) -> bool:
+        """Whether nothing may be taken from a tenant."""
+        self._reach(tenant)
+        return bool(self.extents[tenant] <= self.floor[tenant])
 
     def above_floor(self, tenant: int) -> int:
         """Bytes that a tenant uses beyond its floor."""

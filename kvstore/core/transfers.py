@@ -176,22 +176,31 @@ class Transfers:
                 started |= np.isin(rows, todo)
         return started
 
-    def move(self, space: Space, rows: Rows) -> set[int]:
-        """Copies rows of tier 0 to the pool that their namespace now has there, as far as there is room.
-
-        Returns the numbers of the copies.
-        """
+    def move(self, space: Space, rows: Rows) -> int:
+        """Copies rows of tier 0 to the pool that their namespace now has there; how many there is room for."""
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
-        rows = rows[self._r.blocks.moving[rows] == 0]
+        if not len(rows):
+            return 0
         held = self._r.blocks.slot[0, rows].astype(np.int64)
         extents.hold(held)
         n = self.eviction.make_room(0, pool, len(rows))
-        first = self._last + 1
         if n:
             self._queue(pool.tenant, DEMAND, 0, 0, space, rows[:n], extents.take(pool, n))
         extents.release(held)
-        return set(range(first, self._last + 1))
+        return n
+
+    def moves(self, namespace: int) -> bool:
+        """Whether blocks of a namespace are being copied within tier 0."""
+        return any(t.namespace == namespace and t.source == t.target for t in self.under_way.values())
+
+    def cancel_promotions(self, namespace: int) -> Rows:
+        """Has no copy into tier 0 of blocks of a namespace arrive; which blocks were on their way."""
+        coming = [t for t in self.under_way.values() if t.namespace == namespace and t.target == 0]
+        rows = [t.rows[t.alive] for t in coming]
+        out: Rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+        self.cancel(out)
+        return out
 
     def probe(self, probe: Probe, tenant: int) -> None:
         """Queues a look at slots of a lower tier, behind everything else."""

@@ -130,7 +130,7 @@ class Writes:
         space = reservation.space
         if space.ttl_s and len(rows):
             r.blocks.expires[rows] = now + space.ttl_s
-            self._ledger.end_at(now + space.ttl_s, rows)
+            self._ledger.end_at(now + space.ttl_s)
         r.place(0, rows, slots)
         r.tiers[0].extents.release(slots)
         if len(rows):
@@ -138,6 +138,8 @@ class Writes:
             r.stamp(0, rows, slots)
             if self.write_through:
                 self._transfers.queue_writes(rows)
+            if reservation.pool != space.pools[0]:
+                self._transfers.move(space, rows)
         r.counters["stored_blocks"] += len(rows)
         self._ledger.say(Answer(event.request, len(rows)))
         self._give_up(reservation, ~ok, now)
@@ -147,9 +149,7 @@ class Writes:
         reservation = self._ledger.reservations.get(lease)
         if reservation is None or reservation.client != client:
             return None
-        self._ledger.held[client].discard(lease)
-        self._ledger.writers[reservation.space.number] -= 1
-        return self._ledger.reservations.pop(lease)
+        return self._ledger.drop_reservation(lease)
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
         """These blocks of a reservation will not be written."""

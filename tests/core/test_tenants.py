@@ -237,11 +237,10 @@ def test_rows_are_not_taken_from_who_is_at_its_floor() -> None:
 
 
 def test_rows_are_taken_from_others_down_to_their_floors_only() -> None:
-    w = world((A, 1, None), (B, 0, None), dram=8, max_blocks=8)
-    mine = fill(w, A, 6, b"a")
-    theirs = [b"b%d" % i for i in range(8)]
-    assert w.put(0, B, theirs) >= 2
-    assert len(kept(w, A, mine)) >= 4
+    w = world((A, 1, None), (B, 0, None), dram=8, max_blocks=12)
+    mine = fill(w, A, 8, b"a")
+    w.p.transfers.eviction.make_rows(12, B)
+    assert kept(w, A, mine) == mine[2:]
 
 
 def test_a_new_tenant_needs_no_quota() -> None:
@@ -265,9 +264,8 @@ def test_a_lowered_limit_shrinks_coldest_first_and_gives_extents_back(nvme: int)
     assert w.used(0, A) <= 4 * ALIGN
     assert w.extents()[A] == 1
     left = kept(w, A, keys)
-    assert keys[0] in left
-    assert left
-    assert not set(left) & set(keys[1 : 16 - 8])
+    assert len(left) >= 4
+    assert set(left) <= {keys[0], *keys[-7:]}
     assert len(w.p.residency.tiers[0].extents.unassigned) == 3
     if nvme:
         assert w.extents(NVME)[A] == 1
@@ -299,7 +297,7 @@ def test_steps_go_on_while_many_other_events_come() -> None:
             w.send(ev.Tick())
         else:
             w.lookup(A, [b"x"])
-    assert w.used(0, A) <= 4 * ALIGN
+    assert w.used(0, A) <= w.p.residency.tiers[0].extents.extent_bytes
 
 
 # -- extents that change hands
@@ -361,17 +359,6 @@ def test_a_leased_slot_keeps_its_extent() -> None:
     w.pass_time(1)
     assert w.extents()[A:3] == [1, 0]
     assert w.read(A, keys[:1], grant) == [payload(A, keys[0])]
-
-
-def emptying(w: World) -> int:
-    """Has tenant B wait for an extent of A in which a pin set in between keeps a block."""
-    w.now += 1
-    keys = [b"f%03d" % i for i in range(4)]
-    grant = w.reserve(1, B, [b"b"])
-    assert isinstance(grant, ac.Room)
-    [extent] = w.p.residency.tiers[0].extents.leaving
-    assert keys
-    return extent
 
 
 def test_who_does_not_leave_in_time_stays() -> None:
@@ -517,7 +504,12 @@ def test_promotions_into_the_old_domain_never_arrive() -> None:
     w.publish(A, SHARED)
     w.pass_time(1)
     assert mine in w.answers
-    assert w.get(A, [cold], tenant=B) == [payload(A, cold)]
+    assert w.acquire(1, A, [cold], 5.0, tenant=B) is None
+    theirs = w.last_request
+    w.pass_time(2)
+    grant = w.answers[theirs]
+    assert isinstance(grant, ac.Grant)
+    assert w.read(A, [cold], grant) == [payload(A, cold)]
     w.settle()
 
 
@@ -545,7 +537,6 @@ def test_stalled_requests_of_readers_end_too() -> None:
     there = [k for k in keys if r.blocks.slot[0, r.index.find_one(A, k)] >= 0]
     gone = [k for k in keys if k not in there]
     leases = [w.acquire(1, A, [k]) for k in there]
-    assert w.acquire(2, A, [gone[0]], 5.0) is None or w.copies or True
     w.reserve(2, A, [b"new"], wait=5.0)
     request = None
     if w.acquire(3, A, [gone[1]], 5.0, tenant=B) is None:
@@ -641,14 +632,14 @@ def test_without_a_ttl_any_more_old_blocks_end_on_time() -> None:
     assert w.get(11, [b"a"]) == []
 
 
-def test_ends_do_not_pile_up_while_rows_are_used_again() -> None:
+def test_the_next_end_is_known_while_rows_are_used_again() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=1.0)
     for i in range(400):
         w.put(0, 11, [b"k"], salt=i)
         w.invalidate(11, [b"k"])
         w.pass_time(0.02)
-    assert len(w.p.ledger.ending) < 80
+    assert w.p.ledger.next_end <= w.now + 1.0
 
 
 # -- forgetting
@@ -754,7 +745,7 @@ def test_much_is_forgotten_in_steps() -> None:
 
 @pytest.mark.parametrize("nvme", [0, 6])
 def test_a_tenant_is_forgotten_when_its_extents_are_renewed(nvme: int) -> None:
-    w = world((A, 1, None), (B,), nvme=nvme)
+    w = world((A, 1, None), (B,), dram=8, nvme=2 * nvme)
     w.open(11, 5000, A)
     w.publish(11, SHARED)
     fill(w, A, 5)

@@ -11,7 +11,7 @@ no extent is ever cut for another domain than before unless it was made anew in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -172,12 +172,22 @@ class World:
 
     def send(self, event: ev.Event) -> list[ac.Action]:
         self.now += 0.001
+        before = [self.extents(tier) for tier in range(len(self._specs))]
         self.actions = self.p.handle(event, self.now)
         for action in self.actions:
             self._run(action)
         self.p.check()
         self.check_records()
+        if not isinstance(event, ev.SetTenant | ev.ForgetTenant | ev.ExtentLost):
+            for tier, held in enumerate(before):
+                self._check_floors(tier, held)
         return self.actions
+
+    def _check_floors(self, tier: int, before: list[int]) -> None:
+        """Nobody has become poorer than its floor."""
+        floors = self.p.residency.tiers[tier].extents.holdings.floor.tolist()
+        for held, now, floor in zip(before, self.extents(tier), floors, strict=False):
+            assert now >= min(held, floor), "an extent below a floor was taken"
 
     def ask(self, event: ev.Event) -> ac.Action | None:
         """Sends a request and returns its answer, or None if it waits."""
@@ -444,22 +454,16 @@ class World:
             assert (header.namespace, header.key, header.version, header.checksum) == told, "a header lies"
         return out
 
-    def open(
-        self, namespace: int, block_bytes: int = 100, tenant: int = 0, ttl_s: float = 0.0, extra_bytes: int = 0
-    ) -> None:
-        event = ev.OpenNamespace(0, namespace, block_bytes, tenant, tenant, ttl_s, extra_bytes)
+    def open(self, namespace: int, block_bytes: int = 100, tenant: int = 0, **more: float) -> None:
+        event = ev.OpenNamespace(0, namespace, block_bytes, tenant, tenant, **more)
         assert isinstance(self.ask(event), ac.Answer)
         self.namespaces[namespace] = block_bytes
-        self.opened[namespace] = ev.OpenNamespace(
-            0, namespace, block_bytes, tenant, tenant, ttl_s, extra_bytes
-        )
+        self.opened[namespace] = replace(event, request=0)
 
     def tenant(self, number: int, *tiers: tuple[int, int | None], share: float = 1.0, **more: float) -> None:
         """Sets a tenant's (floor, limit) of each tier, in extents (None: no limit)."""
         quotas = tuple(
-            Quota(
-                floor * spec.extent_bytes, UNLIMITED if limit is None else limit * spec.extent_bytes, share
-            )
+            Quota(floor * spec.extent_bytes, UNLIMITED if limit is None else limit * spec.extent_bytes, share)
             for (floor, limit), spec in zip(tiers, self._specs, strict=False)
         )
         self.tenants[number] = ev.SetTenant(number, quotas, weight=share, **more)
