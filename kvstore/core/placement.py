@@ -166,6 +166,8 @@ class Placement:
 
     def _too_many(self, tenant: int) -> str:
         spaces, limits = self.residency.spaces, self.limits
+        if len(spaces) < min(limits.namespaces, limits.namespaces_per_tenant):
+            return ""
         open_now = [s for s in spaces.values() if not s.closed]
         if len(open_now) >= limits.namespaces:
             return f"{len(open_now)} namespaces are open, and no more can be"
