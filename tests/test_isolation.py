@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, arena
-from kvstore.errors import DeniedError, KVStoreError
+from kvstore.errors import DeniedError
 from kvstore.lab.served import ServedDaemon
 from kvstore.types import SLOT_RECORD, Geometry, Layout, slot_bytes
 from kvstore.wire import messages as m
@@ -205,7 +205,8 @@ def test_leases_of_others_stay_theirs(daemon: TenantDaemon, attacker: Peer, secr
         for number in range(held + 20):
             attacker.send(m.Release(number), m.Abort(number))
         here, nowhere = (
-            raw(attacker, m.Commit(7, number, b"\0" * 40, b"\1" * 5)) for number in (held, 10**len(str(held)) - 1)
+            raw(attacker, m.Commit(7, number, b"\0" * 40, b"\1" * 5))
+            for number in (held, 10 ** len(str(held)) - 1)
         )
         assert here.replace(str(held).encode(), b"9" * len(str(held))) == nowhere
         with Member(daemon, 0) as operator:
@@ -218,7 +219,9 @@ def test_leases_of_others_stay_theirs(daemon: TenantDaemon, attacker: Peer, secr
     assert got(secret, late) == len(late)
 
 
-def test_names_of_others_open_nothing(daemon: TenantDaemon, attacker: Peer, secret: Any, victim: Member) -> None:
+def test_names_of_others_open_nothing(
+    daemon: TenantDaemon, attacker: Peer, secret: Any, victim: Member
+) -> None:
     layout = secret.layout.to_map()
     wanted = raw(attacker, m.Open(7, new_layout().to_map(), "victim", 0.0))
 
@@ -276,7 +279,9 @@ def test_what_the_victim_sent_means_nothing_when_the_attacker_sends_it(
     sent: list[bytes] = []
     sendall = socket.socket.sendall
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "sendall", lambda self, data: (sent.append(data), sendall(self, data))[1])
+        patch.setattr(
+            socket.socket, "sendall", lambda self, data: (sent.append(data), sendall(self, data))[1]
+        )
         with Member(daemon, VICTIM) as talking:
             ns = talking.namespace(new_layout())
             ns.put(KEYS, payloads(KEYS))
@@ -312,7 +317,10 @@ def attempts_on(pid: int) -> dict[str, str]:
     def peek_at(pid: int) -> None:
         into = ctypes.create_string_buffer(8)
         part = (ctypes.c_void_p * 2)(ctypes.addressof(into), 8)
-        if libc.process_vm_readv(pid, part, ctypes.c_ulong(1), part, ctypes.c_ulong(1), ctypes.c_ulong(0)) < 0:
+        if (
+            libc.process_vm_readv(pid, part, ctypes.c_ulong(1), part, ctypes.c_ulong(1), ctypes.c_ulong(0))
+            < 0
+        ):
             raise OSError(ctypes.get_errno(), "")
 
     tries: dict[str, Callable[[], object]] = {
@@ -506,8 +514,11 @@ def test_noise_in_ones_own_headers_does_not_keep_the_daemon_from_starting() -> N
                 ns = member.namespace(new_layout())
                 assert ns.put(KEYS, payloads(KEYS)).stored == len(KEYS)
                 extent, *_ = extents_of(peer, peer.open(ns.layout).namespace)
-                with descriptor_of(peer, extent, writable=True) as (fd, nbytes), mmap.mmap(fd, nbytes) as view:
-                    head = Geometry(nbytes, BLOCK, table=True).payload_offset
+                with (
+                    descriptor_of(peer, extent, writable=True) as (fd, nbytes),
+                    mmap.mmap(fd, nbytes) as view,
+                ):
+                    head = Geometry(size, BLOCK, table=True).payload_offset
                     if noise < 2:
                         view[4096 if noise else 0 : head] = dice.bytes(head - (4096 if noise else 0))
                     else:
@@ -559,9 +570,11 @@ def test_namespaces_end_at_the_limit_and_others_do_not_notice(daemon: TenantDaem
     why = set()
     with peer_of(daemon, ATTACKER) as peer, Member(daemon, VICTIM) as member:
         for at in range(0, 100_000, 1000):
-            peer.send(b"".join(
-                pack(m.Open(7, Layout(f"n{n}", BLOCK).to_map(), "", 0.0)) for n in range(at, at + 1000)
-            ))
+            peer.send(
+                b"".join(
+                    pack(m.Open(7, Layout(f"n{n}", BLOCK).to_map(), "", 0.0)) for n in range(at, at + 1000)
+                )
+            )
             for _ in range(1000):
                 answer = peer.receive()
                 if not isinstance(answer, m.Opened):
@@ -586,35 +599,38 @@ def test_namespaces_end_at_the_limit_and_others_do_not_notice(daemon: TenantDaem
 # -- memory that changes hands
 
 
-def test_an_extent_that_changed_hands_shows_its_old_owner_nothing(daemon: TenantDaemon) -> None:
+def test_an_extent_that_changed_hands_shows_its_old_owner_nothing() -> None:
     settings = {"dram": {"limit": "6MiB", "huge_pages": False}}
-    with TenantDaemon(settings, TENANTS) as daemon:
-        with Member(daemon, ATTACKER) as member, peer_of(daemon, ATTACKER) as peer:
-            ns = member.namespace(new_layout())
-            keys = names(200, "mine")
-            for at in (0, 100):
-                ns.put(keys[at : at + 100], payloads(keys[at : at + 100], salt=9))
-            held = extents_of(peer, peer.open(ns.layout).namespace, keys)
-            assert len(held) == 2
-            views = []
-            for extent in held:
-                with descriptor_of(peer, extent, writable=True) as (fd, nbytes):
-                    views.append(mmap.mmap(fd, nbytes))
-            assert member.delete_tenant("attacker") == 200
+    with (
+        TenantDaemon(settings, TENANTS) as daemon,
+        Member(daemon, ATTACKER) as member,
+        peer_of(daemon, ATTACKER) as peer,
+    ):
+        ns = member.namespace(new_layout())
+        keys = names(200, "mine")
+        for at in (0, 100):
+            ns.put(keys[at : at + 100], payloads(keys[at : at + 100], salt=9))
+        held = extents_of(peer, peer.open(ns.layout).namespace, keys)
+        assert len(held) == 2
+        views = []
+        for extent in held:
+            with descriptor_of(peer, extent, writable=True) as (fd, nbytes):
+                views.append(mmap.mmap(fd, nbytes))
+        assert member.delete_tenant("attacker") == 200
+        for view in views:
+            assert not any(view[:])
+        with Member(daemon, VICTIM) as owner:
+            theirs = owner.namespace(new_layout())
+            many = names(300, "theirs")
+            for at in range(0, 300, 100):
+                part = many[at : at + 100]
+                assert theirs.put(part, payloads(part)).stored == 100
             for view in views:
                 assert not any(view[:])
-            with Member(daemon, VICTIM) as owner:
-                theirs = owner.namespace(new_layout())
-                many = names(300, "theirs")
-                for at in range(0, 300, 100):
-                    part = many[at : at + 100]
-                    assert theirs.put(part, payloads(part)).stored == 100
-                for view in views:
-                    assert not any(view[:])
-                    view[:] = b"\xee" * len(view)
-                assert got(theirs, many) == 300
-            for extent in range(10):
-                assert isinstance(peer.ask(m.Map(7, extent, False)), m.Denied)
+                view[:] = b"\xee" * len(view)
+            assert got(theirs, many) == 300
+        for extent in range(10):
+            assert isinstance(peer.ask(m.Map(7, extent, False)), m.Denied)
 
 
 @pytest.mark.parametrize("nvme", [False, True], ids=["dram", "dram and nvme"])
