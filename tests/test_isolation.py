@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, arena
-from kvstore.errors import DeniedError, KVStoreError
+from kvstore.errors import DeniedError
 from kvstore.lab.served import ServedDaemon
 from kvstore.types import SLOT_RECORD, Geometry, Layout, slot_bytes
 from kvstore.wire import messages as m
@@ -148,6 +148,12 @@ def lives(daemon: ServedDaemon) -> None:
         assert operator.status()["pid"] == daemon.pid
 
 
+def grown(daemon: ServedDaemon) -> None:
+    """Waits until all of DRAM is there."""
+    with Member(daemon, 0) as operator:
+        eventually(lambda: (t := tier(operator.status(), "dram"))["capacity_bytes"] == t["limit_bytes"])
+
+
 def extents_of(peer: Peer, namespace: int, keys: list[bytes] = KEYS) -> set[int]:
     """Where blocks are, as a reader is told."""
     granted = peer.ask(m.Acquire(7, namespace, len(keys[0]), b"".join(keys), 5.0, 0.0))
@@ -251,7 +257,6 @@ def test_who_may_read_may_change_nothing(daemon: TenantDaemon, secret: Any) -> N
             if not isinstance(message, m.Prefetch | m.Suspect):
                 assert isinstance(peer.ask(message), m.Denied), message
         assert peer.ask(keyed(m.Suspect, space)) == m.Value(7, 0)
-        assert peer.ask(m.Forget(7, 0, "", "")) == m.Value(7, 0) or True
     assert secret.publish([])
 
 
@@ -404,7 +409,7 @@ def test_a_readers_descriptor_is_for_reading_whatever_it_tries(daemon: TenantDae
     assert secret.publish(["friend"])
     with peer_of(daemon, FRIEND) as peer:
         space = peer.ask(m.Open(7, secret.layout.to_map(), "victim", 0.0)).namespace
-        [extent] = extents_of(peer, space)
+        extent = min(extents_of(peer, space))
         with descriptor_of(peer, extent, writable=False) as (fd, nbytes):
             told = as_user(FRIEND, lambda: misuses_of(fd, nbytes))
             assert set(told.values()) <= {"EACCES", "EPERM", "EBADF", "EINVAL"}, told
@@ -432,7 +437,7 @@ def test_filling_all_of_ones_own_extents_harms_nobody_else(daemon: TenantDaemon,
     with Member(daemon, ATTACKER) as member, peer_of(daemon, ATTACKER) as peer:
         ns = member.namespace(new_layout())
         assert ns.put(KEYS, payloads(KEYS)).stored == len(KEYS)
-        [extent] = extents_of(peer, peer.open(ns.layout).namespace)
+        extent, *_ = extents_of(peer, peer.open(ns.layout).namespace)
         with descriptor_of(peer, extent, writable=True) as (fd, nbytes), mmap.mmap(fd, nbytes) as view:
             view[:] = b"\xff" * nbytes
             assert got(secret, KEYS) == len(KEYS)
@@ -477,7 +482,7 @@ def test_headers_that_name_others_blocks_are_worth_nothing(nvme: bool) -> None:
         with Member(daemon, ATTACKER) as member, peer_of(daemon, ATTACKER) as peer:
             ns = member.namespace(layout)
             assert ns.put(KEYS, payloads(KEYS, salt=6)).stored == len(KEYS)
-            [extent] = extents_of(peer, peer.open(layout).namespace)
+            extent, *_ = extents_of(peer, peer.open(layout).namespace)
             with Member(daemon, 0) as operator:
                 eventually(lambda: idle(operator.status()))
             with descriptor_of(peer, extent, writable=True) as (fd, nbytes), mmap.mmap(fd, nbytes) as view:
@@ -508,12 +513,12 @@ def test_noise_in_ones_own_headers_does_not_keep_the_daemon_from_starting() -> N
             with Member(daemon, ATTACKER) as member, peer_of(daemon, ATTACKER) as peer:
                 ns = member.namespace(new_layout())
                 assert ns.put(KEYS, payloads(KEYS)).stored == len(KEYS)
-                [extent] = extents_of(peer, peer.open(ns.layout).namespace)
+                extent, *_ = extents_of(peer, peer.open(ns.layout).namespace)
                 with (
                     descriptor_of(peer, extent, writable=True) as (fd, nbytes),
                     mmap.mmap(fd, nbytes) as view,
                 ):
-                    head = Geometry(nbytes, BLOCK, table=True).payload_offset
+                    head = Geometry(size, BLOCK, table=True).payload_offset
                     if noise < 2:
                         view[4096 if noise else 0 : head] = dice.bytes(head - (4096 if noise else 0))
                     else:
@@ -581,7 +586,7 @@ def test_namespaces_end_at_the_limit_and_others_do_not_notice(daemon: TenantDaem
         with peer_of(daemon, ATTACKER) as other:
             assert isinstance(other.ask(m.Open(7, new_layout().to_map(), "", 0.0)), m.Denied)
         assert member.namespace(new_layout()).put(KEYS, payloads(KEYS)).stored == len(KEYS)
-        # Forgetting them all, again and again, does not use up the numbers that all share.
+        # Forgetting them all, again and again, uses up neither the numbers that all share nor the daemon.
         for _ in range(100):
             peer.send(m.Forget(7, 0, "", ""))
         for _ in range(100):
@@ -594,35 +599,38 @@ def test_namespaces_end_at_the_limit_and_others_do_not_notice(daemon: TenantDaem
 # -- memory that changes hands
 
 
-def test_an_extent_that_changed_hands_shows_its_old_owner_nothing(daemon: TenantDaemon) -> None:
+def test_an_extent_that_changed_hands_shows_its_old_owner_nothing() -> None:
     settings = {"dram": {"limit": "6MiB", "huge_pages": False}}
-    with TenantDaemon(settings, TENANTS) as daemon:
-        with Member(daemon, ATTACKER) as member, peer_of(daemon, ATTACKER) as peer:
-            ns = member.namespace(new_layout())
-            keys = names(200, "mine")
-            for at in (0, 100):
-                ns.put(keys[at : at + 100], payloads(keys[at : at + 100], salt=9))
-            held = extents_of(peer, peer.open(ns.layout).namespace, keys)
-            assert len(held) == 2
-            views = []
-            for extent in held:
-                with descriptor_of(peer, extent, writable=True) as (fd, nbytes):
-                    views.append(mmap.mmap(fd, nbytes))
-            assert member.delete_tenant("attacker") == 200
+    with (
+        TenantDaemon(settings, TENANTS) as daemon,
+        Member(daemon, ATTACKER) as member,
+        peer_of(daemon, ATTACKER) as peer,
+    ):
+        ns = member.namespace(new_layout())
+        keys = names(200, "mine")
+        for at in (0, 100):
+            ns.put(keys[at : at + 100], payloads(keys[at : at + 100], salt=9))
+        held = extents_of(peer, peer.open(ns.layout).namespace, keys)
+        assert len(held) == 2
+        views = []
+        for extent in held:
+            with descriptor_of(peer, extent, writable=True) as (fd, nbytes):
+                views.append(mmap.mmap(fd, nbytes))
+        assert member.delete_tenant("attacker") == 200
+        for view in views:
+            assert not any(view[:])
+        with Member(daemon, VICTIM) as owner:
+            theirs = owner.namespace(new_layout())
+            many = names(300, "theirs")
+            for at in range(0, 300, 100):
+                part = many[at : at + 100]
+                assert theirs.put(part, payloads(part)).stored == 100
             for view in views:
                 assert not any(view[:])
-            with Member(daemon, VICTIM) as owner:
-                theirs = owner.namespace(new_layout())
-                many = names(300, "theirs")
-                for at in range(0, 300, 100):
-                    part = many[at : at + 100]
-                    assert theirs.put(part, payloads(part)).stored == 100
-                for view in views:
-                    assert not any(view[:])
-                    view[:] = b"\xee" * len(view)
-                assert got(theirs, many) == 300
-            for extent in range(10):
-                assert isinstance(peer.ask(m.Map(7, extent, False)), m.Denied)
+                view[:] = b"\xee" * len(view)
+            assert got(theirs, many) == 300
+        for extent in range(10):
+            assert isinstance(peer.ask(m.Map(7, extent, False)), m.Denied)
 
 
 @pytest.mark.parametrize("nvme", [False, True], ids=["dram", "dram and nvme"])
@@ -630,6 +638,7 @@ def test_what_was_taken_back_is_out_of_reach(nvme: bool) -> None:
     settings = {name: section for name, section in SETTINGS.items() if nvme or name != "nvme"}
     with TenantDaemon(settings, TENANTS) as daemon, Member(daemon, VICTIM) as member:
         ns = member.namespace(new_layout())
+        grown(daemon)
         assert ns.put(KEYS, payloads(KEYS)).stored == len(KEYS)
         assert ns.publish(["friend"])
         with Member(daemon, FRIEND) as reader, peer_of(daemon, FRIEND) as peer:
@@ -661,9 +670,9 @@ def test_what_was_taken_back_is_out_of_reach(nvme: bool) -> None:
 def test_readers_of_ones_own_tenant_write_nothing(daemon: TenantDaemon, secret: Any) -> None:
     with peer_of(daemon, NOBODY, READER_TOKEN) as peer:
         space = peer.open(secret.layout).namespace
-        [extent] = extents_of(peer, space)
-        assert isinstance(peer.ask(m.Map(7, extent, True)), m.Denied)
-        assert isinstance(peer.ask(m.Map(7, extent, False)), m.Mapped)
+        for extent in extents_of(peer, space):
+            assert isinstance(peer.ask(m.Map(7, extent, True)), m.Denied)
+            assert isinstance(peer.ask(m.Map(7, extent, False)), m.Mapped)
         wanted = "this peer's role is read"
         for message in [*about(space)[2:], m.Commit(7, 1, b"\0" * 8, b"\1"), m.DeleteTenant(7, "victim")]:
             if not isinstance(message, m.Prefetch | m.Suspect):

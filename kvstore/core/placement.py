@@ -172,6 +172,8 @@ class Placement:
 
     def _too_many(self, tenant: int) -> tuple[str, str] | None:
         """Why no more namespaces can be open, and what to do about it."""
+        if len(self.residency.spaces) < min(self.limits.namespaces, self.limits.namespaces_per_tenant):
+            return None
         spaces = [s for s in self.residency.spaces.values() if not s.closed]
         if len(spaces) >= self.limits.namespaces:
             return f"{len(spaces)} namespaces are open", "use fewer layouts, or raise limits.namespaces"

@@ -6,6 +6,7 @@ Who may do what with the blocks of whom is decided here and in `requests`; the c
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ _LEFT_OVER = 0.001
 """The share of a tenant that is not configured any more: the first to give way, but not without need."""
 _BURST_S = 1.0
 _MOST_READERS = 64
+_RETRY_S = 0.1
 
 
 class Tenancy:
@@ -37,6 +39,7 @@ class Tenancy:
         self.registry = Registry(config)
         self.namespaces = Namespaces()
         self.domains = Domains()
+        self._going: Counter[int] = Counter()
         self._shell = shell
 
     # -- what each may have
@@ -207,9 +210,13 @@ class Tenancy:
     # -- ends
 
     def forget(self, asker: Asker, request: int, spaces: Sequence[Space]) -> None:
-        """These namespaces are empty from now on; answered when nothing is left of what they had, durably."""
-        numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
-        self._shell.ask_durably(_Then(asker, lambda: self._gone(numbers)), request, ev.Forget(0, numbers))
+        """These namespaces of a tenant are empty from now on; answered when nothing is left, durably."""
+        tenant = spaces[0].tenant
+        if self._has_much_going(asker, request, tenant):
+            return
+        numbers = self._close(tenant, spaces)
+        gone = _Then(asker, lambda: self._gone(tenant, numbers))
+        self._shell.ask_durably(gone, request, ev.Forget(0, numbers))
         for space in spaces:
             self._open(space)
 
@@ -217,13 +224,15 @@ class Tenancy:
         """Nothing is left of a tenant, on any tier; answered when that is durable. Members stay members."""
         tenant = self.registry.number(name)
         assert tenant is not None
+        if self._has_much_going(asker, request, tenant):
+            return
         spaces = self.namespaces.of(tenant)
-        numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
+        numbers = self._close(tenant, spaces)
         for space in spaces:
             self.namespaces.remove(space)
 
         def gone() -> None:
-            self._gone(numbers)
+            self._gone(tenant, numbers)
             self._set(name, self._shell.config)
             if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
                 self._shell.nvme.erase_key(name)
@@ -233,7 +242,20 @@ class Tenancy:
 
         self._shell.ask_durably(_Then(asker, gone), request, ev.ForgetTenant(0, tenant))
 
-    def _gone(self, numbers: Sequence[int]) -> None:
+    def _has_much_going(self, asker: Asker, request: int, tenant: int) -> bool:
+        """Whether a tenant has to wait until more of what it forgot is gone: numbers are all tenants'."""
+        if self._going[tenant] < self._shell.config.limits.namespaces_per_tenant:
+            return False
+        asker.answer(request, ac.Deny(request, "namespaces of this tenant are being forgotten", "", _RETRY_S))
+        return True
+
+    def _close(self, tenant: int, spaces: Sequence[Space]) -> tuple[int, ...]:
+        numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
+        self._going[tenant] += len(numbers)
+        return numbers
+
+    def _gone(self, tenant: int, numbers: Sequence[int]) -> None:
+        self._going[tenant] -= len(numbers)
         for number in numbers:
             self.namespaces.forgotten(number)
             if self._shell.nvme is not None:
