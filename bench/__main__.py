@@ -32,6 +32,7 @@ NAMES = (
     "core",
     "core-ram",
     "core-step",
+    "tenants",
     "start",
     "seal",
     "qos",

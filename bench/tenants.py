@@ -1,0 +1,260 @@
+"""tenants: many tenants at one `Placement`, in virtual time, without bytes.
+
+`tenants/fair`: a thousand tenants with equal quotas, some asked for far more often than others, all wanting
+more than there is. At every event nobody may be over its limit, nor below its floor by others' doing. The
+figure is Jain's index of what each holds by what it should: its weighted max-min share, given what it asked
+for lately. `tenants/admission`: what room for a chain of 8 blocks and its commit cost among a thousand
+tenants, by what they cost with one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.harness import Bench, Result, Target
+from kvstore.core import actions as ac
+from kvstore.core import events as ev
+from kvstore.core.keys import Keys
+from kvstore.core.placement import Placement
+from kvstore.core.residency import TierSpec
+from kvstore.core.tenants import Quota
+from kvstore.types import Tier
+
+TENANTS = 1000
+BLOCK_BYTES = 64 << 10
+CHAIN = 8
+_COPY_S = 0.002
+_RENEWAL_S = 0.005
+_WINDOW_S = 60.0
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """Two lines."""
+    yield _fair(bench)
+    yield _admission(bench)
+
+
+# -- fairness
+
+
+REQUEST_S = 0.004
+"""Virtual time between two requests."""
+SETTLE_S, MEASURE_S = 120.0, 20.0
+FLOOR, LIMIT, EACH, CHAINS = (1, 2), (6, 12), (3, 6), 16
+"""Extents of a chain each, in DRAM and on NVMe; what there is for each tenant; chains that each wants."""
+
+
+def _fair(bench: Bench) -> Result:
+    rng = np.random.default_rng(1)
+    weights = 1.0 / np.arange(1, TENANTS + 1)
+    quotas = [(f * _extent(t, CHAIN), n * _extent(t, CHAIN)) for t, (f, n) in enumerate(zip(FLOOR, LIMIT, strict=True))]
+    crowd = Crowd(TENANTS, [n * TENANTS for n in EACH], CHAIN, quotas)
+    crowd.watch = Watch(crowd)
+    chains = [[os.urandom(32 * CHAIN) for _ in range(CHAINS)] for _ in range(TENANTS)]
+    asked = np.full((TENANTS, CHAINS), -np.inf)
+    requests = int((SETTLE_S + MEASURE_S) / REQUEST_S)
+    who = rng.choice(TENANTS, requests, p=weights / weights.sum())
+    what = rng.integers(0, CHAINS, requests)
+    indexes: list[float] = []
+    for n, (tenant, chain) in enumerate(zip(who.tolist(), what.tolist(), strict=True)):
+        crowd.pass_time(REQUEST_S)
+        asked[tenant, chain] = crowd.now
+        crowd.serve(tenant, Keys(chains[tenant][chain], 32))
+        if n % 500 == 0:
+            bench.doing("sharing", n / requests)
+            if crowd.now > SETTLE_S:
+                wanted = (asked > crowd.now - _WINDOW_S).sum(axis=1)
+                indexes.append(min(crowd.jain(tier, wanted, FLOOR[tier], LIMIT[tier]) for tier in (0, 1)))
+    watch = crowd.watch
+    return Result(
+        "tenants/fair",
+        float(np.mean(indexes)),
+        "Jain's index",
+        1.0,
+        float(np.mean(indexes)),
+        watch.events,
+        target=Target(">=", 0.95, "value"),
+        extra={
+            "events": watch.events,
+            "violations": watch.violations,
+            "moved_extents": crowd.placement.counters["renewed_extents"],
+            "virtual_s": crowd.now,
+        },
+    )
+
+
+class Watch:
+    """What must hold at every event, for all tenants at once."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self._holdings = [t.extents.holdings for t in crowd.placement.residency.tiers]
+        self._before = [h.extents.copy() for h in self._holdings]
+        self.events = self.violations = 0
+
+    def look(self) -> None:
+        """After an event."""
+        self.events += 1
+        for i, holdings in enumerate(self._holdings):
+            over = holdings.used > holdings.limit
+            below = holdings.extents < np.minimum(self._before[i], holdings.floor)
+            self.violations += int(over.sum() + below.sum())
+            self._before[i][:] = holdings.extents
+
+
+# -- admission
+
+
+SLOTS, HELD = 64, (1, 2)
+"""Slots of an extent; extents for each tenant in DRAM and on NVMe."""
+SAMPLE = 64
+
+
+def _admission(bench: Bench) -> Result:
+    bench.doing("filling")
+    many, one = _full(TENANTS), _full(1)
+    rng = np.random.default_rng(2)
+
+    def timed(crowd: Crowd) -> float:
+        crowd.admission_s = 0.0
+        for tenant in rng.integers(0, crowd.tenants, SAMPLE).tolist():
+            assert crowd.put(tenant, Keys(os.urandom(32 * CHAIN), 32), b"") == CHAIN
+            crowd.pass_time(REQUEST_S)
+        return crowd.admission_s / SAMPLE * 1e6
+
+    rounds = bench.interleave("admission", (lambda _: timed(many), lambda _: timed(one)))
+    return rounds.result("tenants/admission", "us", Target("<=", 1.3))
+
+
+def _full(tenants: int) -> Crowd:
+    """Everything is full, and evenly held."""
+    quotas = [(n * TENANTS // tenants * _extent(t, SLOTS), 1 << 62) for t, n in enumerate(HELD)]
+    crowd = Crowd(tenants, [n * TENANTS for n in HELD], SLOTS, quotas)
+    for _ in range(HELD[1] + 1):
+        for n in range(TENANTS):
+            crowd.put(n % tenants, Keys(os.urandom(32 * SLOTS), 32), b"")
+            crowd.pass_time(REQUEST_S)
+    return crowd
+
+
+# -- driving
+
+
+class Crowd:
+    """A node with a namespace for each of so many tenants; copies and new extents take their (virtual) time."""
+
+    def __init__(self, tenants: int, extents: list[int], slots: int, quotas: list[tuple[int, int]]) -> None:
+        specs = [
+            TierSpec(Tier.DRAM, extents[0] * _extent(0, slots), _extent(0, slots), True),
+            TierSpec(Tier.NVME, extents[1] * _extent(1, slots), _extent(1, slots), False),
+        ]
+        self.tenants = tenants
+        self.placement = Placement(specs, max_blocks=4 * slots * sum(extents), seed=1)
+        self.now = 0.0
+        self.watch: Watch | None = None
+        self.admission_s = 0.0
+        self._request = 0
+        self._sequence = 0
+        self._coming: list[tuple[float, int, Any]] = []
+        self._extents = extents[0]
+        for tenant in range(tenants):
+            self._send(ev.SetTenant(tenant, tuple(Quota(floor, limit) for floor, limit in quotas)))
+            self._ask(ev.OpenNamespace(0, tenant, BLOCK_BYTES, tenant, tenant))
+        for tier, n in enumerate(extents):
+            for extent in range(n):
+                self._send(ev.ExtentReady(tier, extent))
+            self._send(ev.ExtentsEnd(tier))
+
+    def serve(self, tenant: int, keys: Keys) -> None:
+        """Gets what is stored of a chain, as far as it is there at once, and puts the rest."""
+        grant = self._ask(ev.Acquire(0, 1, tenant, keys, self.now, tenant))
+        found = len(grant.where)
+        if found < keys.n:
+            self.put(tenant, keys.take(found, keys.n), keys[found - 1] if found else b"")
+        if grant.lease:
+            self._send(ev.Release(1, grant.lease))
+
+    def put(self, tenant: int, keys: Keys, parent: bytes) -> int:
+        """Reserves and commits; how many blocks were stored."""
+        start = time.perf_counter()
+        room = self._ask(ev.Reserve(0, 1, tenant, keys, parent, self.now))
+        stored = 0
+        if isinstance(room, ac.Room) and room.lease:
+            n = len(room.where)
+            commit = ev.Commit(0, 1, room.lease, np.zeros(n, np.uint64), np.ones(n, np.bool_))
+            stored = int(self._ask(commit).value)
+        self.admission_s += time.perf_counter() - start
+        return stored
+
+    def pass_time(self, seconds: float) -> None:
+        """What is due in this time happens, in order."""
+        until = self.now + seconds
+        while True:
+            wake = self.placement.next_wakeup()
+            tick_at = until if wake is None else wake
+            if self._coming and self._coming[0][0] <= min(until, tick_at):
+                when, _, event = heapq.heappop(self._coming)
+            elif tick_at < until:
+                when, event = tick_at, ev.Tick()
+            else:
+                break
+            self.now = max(self.now, when)
+            self._send(event)
+        self.now = until
+
+    def jain(self, tier: int, wanted: npt.NDArray[np.int64], floor: int, limit: int) -> float:
+        """Jain's index of extents held by extents due."""
+        held = self.placement.residency.tiers[tier].extents.holdings.extents[: self.tenants]
+        due = _max_min(np.clip(wanted, floor, limit), floor, int(held.sum()))
+        x = held / due
+        return float(x.sum() ** 2 / (len(x) * (x * x).sum()))
+
+    def _ask(self, event: Any) -> Any:
+        self._request += 1
+        event.request = self._request
+        return self._send(event)
+
+    def _send(self, event: Any) -> Any:
+        answer = None
+        todo = deque([event])
+        while todo:
+            for action in self.placement.handle(todo.popleft(), self.now):
+                if isinstance(action, ac.Copy):
+                    self._later(_COPY_S, ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8)))
+                elif isinstance(action, ac.Renew):
+                    new = action.extent
+                    if action.tier == 0:
+                        new = self._extents
+                        self._extents += 1
+                    self._later(_RENEWAL_S, ev.ExtentReady(action.tier, new, replaces=action.extent))
+                elif getattr(action, "request", 0):
+                    answer = action
+            if self.watch is not None:
+                self.watch.look()
+        return answer
+
+    def _later(self, seconds: float, event: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._coming, (self.now + seconds, self._sequence, event))
+
+
+def _extent(tier: int, slots: int) -> int:
+    """Bytes of an extent of so many slots; in DRAM there is a table before them."""
+    return (slots + (tier == 0)) * BLOCK_BYTES
+
+
+def _max_min(wanted: npt.NDArray[np.int64], floor: int, total: int) -> npt.NDArray[np.float64]:
+    """Shares of a total: nobody gets more than wanted, nor less than the floor, and else all the same."""
+    low, high = float(floor), float(wanted.max())
+    for _ in range(50):
+        level = (low + high) / 2
+        low, high = (level, high) if np.minimum(wanted, level).sum() < total else (low, level)
+    due: npt.NDArray[np.float64] = np.maximum(np.minimum(wanted, high), floor)
+    return due
