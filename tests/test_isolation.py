@@ -518,7 +518,7 @@ def test_noise_in_ones_own_headers_does_not_keep_the_daemon_from_starting() -> N
                     descriptor_of(peer, extent, writable=True) as (fd, nbytes),
                     mmap.mmap(fd, nbytes) as view,
                 ):
-                    head = Geometry(size, BLOCK, table=True).payload_offset
+                    head = Geometry(nbytes, BLOCK, table=True).payload_offset
                     if noise < 2:
                         view[4096 if noise else 0 : head] = dice.bytes(head - (4096 if noise else 0))
                     else:

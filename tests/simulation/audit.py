@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -162,12 +162,16 @@ class Left:
 
     @classmethod
     def of(cls, life: Life, disk: Disk, handed_over: bool) -> Left:
-        spaces = life.shell.namespaces.fingerprints
+        # Those that are being forgotten, and those whose blocks end, promise nothing.
+        spaces = {s.number: s.fingerprint for s in life.shell.namespaces if s.number and not s.ttl_s}
         blocks = live(life) if handed_over else {}
         in_dram = {
-            (spaces[n], key): checksum for (n, key), (slot, _, checksum) in blocks.items() if slot >= 0
+            (spaces[n], key): checksum
+            for (n, key), (slot, _, checksum) in blocks.items()
+            if slot >= 0 and n in spaces
         }
-        return cls(records(disk), dict(spaces), in_dram)
+        on_record = {who: record for who, record in records(disk).items() if who[0] in spaces}
+        return cls(on_record, spaces, in_dram)
 
     def check(self, life: Life) -> None:
         """All of it is readable in the daemon that starts now."""
@@ -191,9 +195,39 @@ class Left:
                 assert slot >= 0, f"{who} has another checksum than its record"
         if life.nvme is not None:
             tier = life.shell.placement.residency.tiers[NVME]
-            assert tier.extents.used_bytes == used, (
+            assert tier.extents.used_bytes >= used, (
                 f"{tier.extents.used_bytes} bytes in use, {used} on record"
             )
+
+
+@dataclass
+class Quotas:
+    """What tenants had of each tier when it was last looked at, and how often one was forgotten by then."""
+
+    had: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    forgotten: int = 0
+
+    def check(self, life: Life, forgotten: int, lossy: bool) -> None:
+        """Nobody uses more than its limit, or ever more of it; nobody at its floor has lost an extent.
+
+        `lossy`: extents may fail to be made anew.
+        """
+        p: Any = life.shell.placement
+        for tier, state in enumerate(p.residency.tiers):
+            holdings = state.extents.holdings
+            for tenant in range(len(holdings.used)):
+                used, quota = holdings.of(tenant)
+                extents = int(holdings.extents[tenant])
+                before = self.had.get((tier, tenant))
+                if before is not None:
+                    most = max(quota.limit, before[0])
+                    assert used <= most, f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
+                    kept = min(before[1], quota.floor // state.extents.extent_bytes)
+                    assert extents >= kept or lossy or self.forgotten < forgotten, (
+                        f"tenant {tenant} had {before[1]} extents of tier {tier}, has {extents}, {kept} for sure"
+                    )
+                self.had[tier, tenant] = used, extents
+        self.forgotten = forgotten
 
 
 def nothing_is_held(life: Life) -> None:

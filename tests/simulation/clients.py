@@ -6,21 +6,42 @@ Everything read and verified is compared with the oracle; every call has to end 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.client.aio import AsyncClient
 from kvstore.client.holds import Lease, Room
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.types import Layout
 from kvstore.wire import messages as m
+from tests.simulation.daemon import TENANTS
 from tests.simulation.loop import Process
 
-LAYOUTS = (
-    Layout("a", 4096),
-    Layout("b", 3000),
-    Layout("c", 8192),
+class Space(NamedTuple):
+    """A namespace: whose, of which layout, and how long its blocks live (s; 0: for good)."""
+
+    owner: str
+    layout: Layout
+    ttl_s: float = 0.0
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What it is called in headers and records."""
+        return self.layout.fingerprint(self.owner)
+
+
+SPACES = (
+    Space("one", Layout("a", 4096)),
+    Space("one", Layout("b", 3000)),
+    Space("one", Layout("c", 8192)),
+    Space("one", Layout("d", 4096), ttl_s=3.0),
+    Space("two", Layout("a", 4096)),
+    Space("two", Layout("c", 8192)),
+    Space("two", Layout("d", 4000), ttl_s=0.5),
 )
+SHARED = (0, 2, 4)
+"""Those that are published to the other tenant now and then."""
 _GRACE_S = 0.065  # a copy that has begun goes on to its end, and threads take up to 20 ms to notice anything
 
 
@@ -38,14 +59,21 @@ class Engine:
         self.world = world
         self.process = Process(world.loop, f"client{number}")
         self.dice: random.Random = world.dice
+        self.tenant = tenant = TENANTS[number % len(TENANTS)]
         deadline_s = self.dice.choice((0.02, 0.5, 5.0)) if busy else 5.0
-        self.client = AsyncClient("unix:///simulated", "", deadline_s)
-        self.spaces = [self.client.namespace(layout) for layout in LAYOUTS]
-        strict = AsyncClient("unix:///simulated", "", self.client.deadline_s, strict=True)
-        self.strict = [strict.namespace(layout) for layout in LAYOUTS]
+        self.client = AsyncClient("unix:///simulated", tenant, deadline_s)
+        self.strict_client = AsyncClient("unix:///simulated", tenant, deadline_s, strict=True)
+        self.own = [i for i, space in enumerate(SPACES) if space.owner == tenant]
+        self.spaces = [self._namespace(self.client, space) for space in SPACES]
+        self.strict = [self._namespace(self.strict_client, space) for space in SPACES]
         self.pace_s = self.dice.choice((0.0005, 0.01, 1.0))
         tasks = self.dice.choice((1, 1, 2)) if busy else 0
         self.tasks = [self.process.create_task(self._live()) for _ in range(tasks)]
+
+    def _namespace(self, client: AsyncClient, space: Space) -> Any:
+        if space.owner != self.tenant:
+            return client.namespace(space.layout, owner=space.owner)
+        return client.namespace(space.layout, ttl_s=space.ttl_s)
 
     def begin(self, doing: Any) -> None:
         """One more thing to do."""
@@ -88,16 +116,17 @@ class Engine:
 
     # -- what engines do
 
-    def _some(self) -> tuple[int, Any, list[bytes]]:
-        """(layout, its namespace, keys): often what somebody has just had to do with."""
-        space, keys = self.dice.choice((0, 0, 1, 2)), chain(self.dice)
-        if self.dice.random() < 0.3:
+    def _some(self, own: bool = False) -> tuple[int, Any, list[bytes]]:
+        """(number of a namespace, it, keys): often what somebody has just had to do with."""
+        foreign = [i for i in SHARED if i not in self.own]
+        space, keys = self.dice.choice([self.own[0], *self.own, *([] if own else foreign)]), chain(self.dice)
+        if self.dice.random() < 0.3 and (self.world.recent[0] in self.own or not own):
             space, keys = self.world.recent
         self.world.recent = space, keys
         return space, self.spaces[space], keys
 
     async def put(self) -> None:
-        space, ns, keys = self._some()
+        space, ns, keys = self._some(own=True)
         await self.store(space, ns, keys)
 
     async def store(self, space: int, ns: Any, keys: list[bytes]) -> int:
@@ -110,7 +139,7 @@ class Engine:
         try:
             result = await self._timed(f"put {space} {keys[-1].decode()}", ns.put(keys, blocks, parent))
         finally:
-            self.world.oracle.put_ends(puts)
+            self.world.oracle.put_ends(puts, self._over_at(space))
         self.world.counts["stored"] += result.stored
         self.world.counts["denied"] += result.denied
         if result.why:
@@ -124,20 +153,32 @@ class Engine:
     async def fetch(self, space: int, ns: Any, keys: list[bytes], deadline_s: float | None = None) -> int:
         """Gets a chain and compares every byte; how many blocks came."""
         out = bytearray(len(keys) * ns.layout.block_bytes)
-        began = self.world.oracle.tick()
+        began, at = self.world.oracle.tick(), self.world.loop.now
         n = await self._timed(
             f"get {space} {keys[-1].decode()}", ns.get(keys, out, deadline_s=deadline_s), deadline_s
         )
         size = ns.layout.block_bytes
         for i in range(n):
-            self.world.check_block(space, keys[i], bytes(out[i * size : (i + 1) * size]), began)
+            self.check(space, keys[i], bytes(out[i * size : (i + 1) * size]), began, at)
         self.world.counts["hits"] += n
+        self.world.counts["hits of others"] += n if space not in self.own else 0
         self.world.counts["misses"] += len(keys) - n
         return int(n)
 
+    def check(self, space: int, key: bytes, data: bytes, began: int, at: float) -> None:
+        """What a get or a lease that began then has brought."""
+        if space not in self.own and not self.world.oracle.may_read(space, began):
+            self.world.fail("never mixing", f"{self.tenant} got {key!r} of {SPACES[space]}, not published")
+        self.world.check_block(space, key, data, began, at)
+
+    def _over_at(self, space: int) -> float:
+        """From when on what is stored now is over; of clocks that were set nothing is promised."""
+        ttl_s = SPACES[space].ttl_s
+        return self.world.loop.now + ttl_s if ttl_s and not self.world.disk.skewed else math.inf
+
     async def lease(self) -> None:
         space, ns, keys = self._some()
-        began = self.world.oracle.tick()
+        began, at = self.world.oracle.tick(), self.world.loop.now
         lease: Lease = await self._timed(f"acquire {space} {keys[-1].decode()}", ns.acquire(keys))
         size = ns.layout.block_bytes
         try:
@@ -152,12 +193,12 @@ class Engine:
                     n = next((i for i in range(n) if not lease.scatter(i, parts[i])), n)
                     out = bytearray(b"".join(b"".join(p) for p in parts))
                 for i in range(n):
-                    self.world.check_block(space, keys[i], bytes(out[i * size : (i + 1) * size]), began)
+                    self.check(space, keys[i], bytes(out[i * size : (i + 1) * size]), began, at)
         finally:
             lease.release()
 
     async def room(self) -> None:
-        space, ns, keys = self._some()
+        space, ns, keys = self._some(own=True)
         salt = self.world.new_salt()
         puts = self.world.oracle.put_begins(space, keys, salt)
         try:
@@ -168,7 +209,7 @@ class Engine:
                 if what < 0.7:
                     await self._timed(f"commit {space} {keys[-1].decode()}", room.commit())
         finally:
-            self.world.oracle.put_ends(puts)
+            self.world.oracle.put_ends(puts, self._over_at(space))
 
     async def _fill(self, space: int, keys: list[bytes], room: Room, salt: int) -> None:
         for i, wanted in enumerate(room.wanted):
@@ -196,16 +237,16 @@ class Engine:
         await self._timed(f"prefetch {space} {keys[-1].decode()}", ns.prefetch(keys))
 
     async def pin(self) -> None:
-        space, ns, keys = self._some()
+        space, ns, keys = self._some(own=True)
         ttl_s = self.dice.choice((0.01, 1.0, 60.0))
         await self._timed(f"pin {space} {keys[-1].decode()}", ns.pin(keys, ttl_s))
 
     async def unpin(self) -> None:
-        space, ns, keys = self._some()
+        space, ns, keys = self._some(own=True)
         await self._timed(f"unpin {space} {keys[-1].decode()}", ns.unpin(keys))
 
     async def invalidate(self) -> None:
-        space, _, keys = self._some()
+        space, _, keys = self._some(own=True)
         keys = keys[self.dice.choice((0, self.dice.randrange(len(keys)))) :]
         began = self.world.oracle.tick()
         try:
@@ -215,13 +256,49 @@ class Engine:
         else:
             self.world.oracle.invalidated(space, keys, began)
 
+    async def publish(self) -> None:
+        """Lets the other tenant read a namespace, or takes that back."""
+        space = self.dice.choice([i for i in SHARED if i in self.own])
+        given = self.dice.random() < 0.6
+        others = [name for name in TENANTS if name != self.tenant] if given else []
+        grant = self.world.oracle.publishes(space, given)
+        try:
+            await self._timed(f"publish {space} {given}", self.strict[space].publish(others))
+        except KVStoreError as error:
+            self.world.log(f"publish: {error}")
+        else:
+            grant.ended = self.world.oracle.tick()
+
+    async def forget(self) -> None:
+        """One namespace, or all of one's own, or the tenant: empty from now on."""
+        what = self.dice.choice(("space", "space", "all", "tenant"))
+        space = self.dice.choice(self.own)
+        began = self.world.oracle.tick()
+        calls = {
+            "space": lambda: self.strict[space].invalidate(),
+            "all": lambda: self.strict_client.invalidate(),
+            "tenant": lambda: self.strict_client.delete_tenant(self.tenant, self.client.deadline_s),
+        }
+        self.world.forgetting += what == "tenant"
+        try:
+            await self._timed(f"forget {what} {space}", calls[what]())
+        except KVStoreError as error:
+            self.world.log(f"forget: {error}")
+        else:
+            self.world.oracle.forgotten([space] if what == "space" else self.own, began)
+
+    async def reload(self) -> None:
+        """Quotas change."""
+        self.world.change_quotas()
+
     async def works(self) -> None:
         """A put, then a get of the same: it has to work within two minutes."""
+        space = self.own[0]
         ends = self.world.loop.now + 120
         keys = [b"last%d" % i for i in range(2)]
         while self.world.loop.now < ends:
-            stored = await self.store(0, self.spaces[0], keys)
-            if await self.fetch(0, self.spaces[0], keys) == len(keys):
+            stored = await self.store(space, self.spaces[space], keys)
+            if await self.fetch(space, self.spaces[space], keys) == len(keys):
                 return
             self.world.log(f"stored {stored}, and no hit")
             await asyncio.sleep(1)
@@ -236,11 +313,11 @@ class Engine:
                     break
                 await asyncio.sleep(1)
             else:
-                self.world.fail("what is on record is served", f"{key!r} of layout {space}")
+                self.world.fail("what is on record is served", f"{key!r} of {SPACES[space]}")
 
     async def misuse(self) -> None:
         """What only a broken client sends."""
-        _, ns, keys = self._some()
+        _, ns, keys = self._some(own=True)
         kind = self.dice.randrange(6)
         link = self.world.some_link(self.process)
         if kind == 0 and link is not None:
@@ -273,5 +350,8 @@ _WEIGHTS = {
     "pin": 1,
     "unpin": 1,
     "invalidate": 3,
+    "publish": 2,
+    "forget": 0.3,
+    "reload": 0.5,
     "misuse": 2,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from hashlib import sha256
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from tests.simulation.loop import MICRO, Process
 from tests.simulation.network import Network
 
 DRAM, NVME = 0, 1
+TENANTS = ("one", "two")
+"""Known by tokens that are their names."""
 
 
 @dataclass
@@ -37,24 +40,51 @@ class Setup:
     write_policy: str
     scrub_bytes_per_s: int
     leases: int
+    quotas: dict[str, tuple[tuple[int, int], tuple[int, int]]]
 
     @classmethod
     def draw(cls, dice: random.Random) -> Setup:
-        return cls(
-            dram_extents=dice.randint(2, 4),
+        setup = cls(
+            dram_extents=dice.randint(2, 6),
             nvme_extents=dice.choice((0, 2, 4, 6, 6)),
             extent_bytes=dice.choice((1, 1, 2)) * (64 << 10),
             write_policy=dice.choice(("write_through", "write_through", "on_evict")),
             scrub_bytes_per_s=dice.choice((0, 4 << 20, 64 << 20)),
             leases=dice.choice((4, 64)),
+            quotas={},
         )
+        if dice.random() < 0.6:
+            setup.draw_quotas(dice)
+        return setup
+
+    def draw_quotas(self, dice: random.Random) -> None:
+        """Floors and limits of every tenant in both tiers, in bytes; half of them none."""
+        self.quotas = {}
+        left = [self.dram_extents, self.nvme_extents]
+        for name in TENANTS:
+            parts = []
+            for tier, extents in ((DRAM, self.dram_extents), (NVME, self.nvme_extents)):
+                floor = dice.choice((0, 0, 1)) if left[tier] > 1 else 0
+                left[tier] -= floor
+                most = dice.uniform(max(floor, 0.2), max(extents, 1)) if dice.random() < 0.5 else extents + 1
+                parts.append((floor * self.extent_bytes, int(most * self.extent_bytes)))
+            self.quotas[name] = parts[0], parts[1]
 
     def config(self) -> Config:
+        tenants = "".join(
+            f"[tenants.{name}]\n"
+            f'tokens = [{{hash = "sha256:{sha256(name.encode()).hexdigest()}", role = "admin"}}]\n'
+            + "".join(
+                f"{tier}.floor = {floor}\n{tier}.limit = {limit}\n"
+                for tier, (floor, limit) in zip(("dram", "nvme"), self.quotas.get(name, ()), strict=False)
+            )
+            for name in TENANTS
+        )
         return parse(
             f'nvme.write_policy = "{self.write_policy}"\n'
             f"scrub.rate = {self.scrub_bytes_per_s}\n"
             f"limits.leases_per_connection = {self.leases}\n"
-            "limits.batch_keys = 16\n"
+            "limits.batch_keys = 16\n" + tenants
         )
 
 
@@ -100,11 +130,14 @@ class Life:
             writer.journal = Journal(Path("simulated"), SimStore(disk), writer.wake)
             limit = setup.nvme_extents * setup.extent_bytes
             skew = dice.choice((0.0, 0.0, -500.0))
+            disk.skewed |= skew != 0.0
             self.nvme = _Nvme(
                 self.process, writer.journal, self.slabs, self.engine, limit, lambda: disk.loop.now + skew
             )
-        self.shell = Shell(setup.config(), self.process, self.dram, self.nvme, dice.getrandbits)
-        self.server = Server(self.shell, _Stopwatch(disk))
+        self.shell = Shell(
+            setup.config(), self.process, self.dram, self.nvme, dice.getrandbits, lambda: disk.loop.now
+        )
+        self.server = Server(self.shell, lambda: disk.loop.now, _Stopwatch(disk))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.connections = _Ordered()  # type: ignore[assignment]
         self.process.create_task(self._serve())

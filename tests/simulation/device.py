@@ -73,6 +73,7 @@ class Disk:
         self.commits = 0
         self.read: Any = None
         self.read_at = -1
+        self.skewed = False
         self._pace = dice.choice((1, 1, 30, 300))
 
     @property

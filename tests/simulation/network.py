@@ -20,7 +20,7 @@ from kvstore.wire.frames import Frames
 from tests.simulation.faults import Faults
 from tests.simulation.loop import MICRO, Loop, Process
 
-_UNBOUNDED = (m.Invalidate, m.Suspect)
+_UNBOUNDED = (m.Invalidate, m.Suspect, m.Publish, m.Forget, m.DeleteTenant)
 """Requests that wait for a device, however long that takes."""
 
 

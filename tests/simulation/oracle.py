@@ -5,14 +5,16 @@ Times are numbers that count up, one a call or answer, so that no two are the sa
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
 from blake3 import blake3
 
 Who = tuple[int, bytes]
-"""(number of the layout, key)."""
+"""(number of the namespace in `spaces`, key)."""
 
 
 @lru_cache(4096)
@@ -26,6 +28,16 @@ class _Put:
     salt: int
     ended: int = 0
     removed: int = 0
+    over_at: float = math.inf
+
+
+@dataclass
+class _Grant:
+    """A publication, or with `given` False that it is taken back. `ended`: it was answered."""
+
+    given: bool
+    began: int
+    ended: float = math.inf
 
 
 class Oracle:
@@ -34,6 +46,7 @@ class Oracle:
     def __init__(self) -> None:
         self._now = 0
         self._puts: defaultdict[Who, list[_Put]] = defaultdict(list)
+        self._grants: defaultdict[int, list[_Grant]] = defaultdict(list)
 
     def tick(self) -> int:
         """The time; it is another one from now on."""
@@ -46,10 +59,28 @@ class Oracle:
             self._puts[space, key].append(put)
         return puts
 
-    def put_ends(self, puts: list[_Put]) -> None:
+    def put_ends(self, puts: list[_Put], over_at: float = math.inf) -> None:
+        """It is answered, or given up; `over_at`: from then on (simulated time) its blocks are misses."""
         now = self.tick()
         for put in puts:
-            put.ended = now
+            put.ended, put.over_at = now, over_at
+
+    def forgotten(self, spaces: Collection[int], began: int) -> None:
+        """That all of these namespaces are forgotten, which began then, has been answered."""
+        for space in spaces:
+            self.invalidated(space, [key for number, key in self._puts if number == space], began)
+
+    def publishes(self, space: int, given: bool) -> _Grant:
+        """A namespace is about to be published to the other tenant, or to be taken back."""
+        grant = _Grant(given, self.tick())
+        self._grants[space].append(grant)
+        return grant
+
+    def may_read(self, space: int, began: int) -> bool:
+        """Whether the other tenant's get that began then, and ends now, may have been let in."""
+        given = [g for g in self._grants[space] if g.given]
+        taken = [g for g in self._grants[space] if not g.given and g.ended < began]
+        return bool(given) and not any(all(g.ended < t.began for g in given) for t in taken)
 
     def invalidated(self, space: int, keys: list[bytes], began: int) -> None:
         """An invalidate that began then has been answered."""
@@ -59,12 +90,12 @@ class Oracle:
                 if put.ended and put.ended < began and not put.removed:
                     put.removed = now
 
-    def may_be(self, space: int, key: bytes, data: bytes, began: int) -> bool:
-        """Whether a get that began then, and ends now, may answer these bytes."""
+    def may_be(self, space: int, key: bytes, data: bytes, began: int, at: float = -math.inf) -> bool:
+        """Whether a get that began then (`at` in simulated time), and ends now, may answer these bytes."""
         return any(
             data == payload(space, key, put.salt, len(data))
             for put in self._puts[space, key]
-            if not put.removed or put.removed > began
+            if (not put.removed or put.removed > began) and put.over_at >= at
         )
 
     def is_forgotten(self, space: int, key: bytes, data: bytes) -> bool:

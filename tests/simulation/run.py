@@ -14,8 +14,8 @@ from typing import Any
 from kvstore.client.holds import Room
 from kvstore.daemon.tenants import Identity, Role
 from tests.simulation import audit
-from tests.simulation.clients import LAYOUTS, Engine
-from tests.simulation.daemon import DRAM, Life, Manager, Setup
+from tests.simulation.clients import SPACES, Engine
+from tests.simulation.daemon import DRAM, TENANTS, Life, Manager, Setup
 from tests.simulation.device import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Loop, Process
@@ -26,7 +26,7 @@ from tests.simulation.seams import in_simulation
 KILL, POWER, STOP = "kill", "power cut", "stop"
 _AUDIT_EVERY = 25
 _REST_S = 400.0
-_FINGERPRINTS = [layout.fingerprint() for layout in LAYOUTS]
+_FINGERPRINTS = [space.fingerprint for space in SPACES]
 
 
 class Violation(AssertionError):
@@ -64,6 +64,8 @@ class World:
         room = self.setup.nvme_extents if dice.random() < 0.8 else dice.randint(0, self.setup.nvme_extents)
         self.disk = Disk(self.loop, dice, self.faults, self.setup.extent_bytes, room)
         self.ending = False
+        self.forgetting = 0
+        self.quotas = audit.Quotas()
         self.recent = (0, [b"s0b0k00"])
         self._salt = 0
         self._lives = 0
@@ -89,11 +91,25 @@ class World:
         return self._salt
 
     def payload(self, space: int, key: bytes, salt: int) -> bytes:
-        return payload(space, key, salt, LAYOUTS[space].block_bytes)
+        return payload(space, key, salt, SPACES[space].layout.block_bytes)
 
-    def check_block(self, space: int, key: bytes, data: bytes, began: int) -> None:
-        if not self.oracle.may_be(space, key, data, began):
-            self.fail("never a wrong block", f"{key!r} of layout {space}")
+    def check_block(self, space: int, key: bytes, data: bytes, began: int, at: float) -> None:
+        if not self.oracle.may_be(space, key, data, began, at):
+            if self.oracle.may_be(space, key, data, began):
+                self.fail("blocks end", f"{key!r} of {SPACES[space]}")
+            self.fail("never a wrong block", f"{key!r} of {SPACES[space]}")
+
+    def change_quotas(self, none: bool = False) -> None:
+        """Other floors and limits, from now on, or none."""
+        if none:
+            self.setup.quotas = {}
+        else:
+            self.setup.draw_quotas(self.dice)
+        self.log(f"quotas: {self.setup.quotas}")
+        if self.life is not None and self.life.up:
+            self.life.shell.reconfigure(self.setup.config())
+            self.life.server.check()
+        self.quotas = audit.Quotas()
 
     def some_link(self, process: Process) -> Link | None:
         mine = [x for x in self.net.connections.values() if x.owner is process]
@@ -118,6 +134,7 @@ class World:
         self._lives += 1
         self.log(f"daemon {self._lives} starts")
         self.life = Life(self.setup, self._lives, self.disk, self.manager, self.net)
+        self.quotas = audit.Quotas()
         self.life.process.call_soon(self._restored)
 
     def _restored(self) -> None:
@@ -156,6 +173,8 @@ class World:
             self._checked(
                 "the daemon is sound", audit.daemon_is_sound, self.life, self.disk, self.faults.corrupted
             )
+            lossy = self.faults.no_memory or self.faults.small_disk or self.faults.commit_error
+            self._checked("quotas are kept", self.quotas.check, self.life, self.forgetting, bool(lossy))
             if not self.faults.corrupted:
                 quarantined = self.life.shell.placement.counters["quarantined_blocks"]
                 if quarantined:
@@ -167,7 +186,7 @@ class World:
             for (number, key), record in audit.records(self.disk).items():
                 space = self._space(number)
                 if self.oracle.is_forgotten(space, key, record.payload(self.disk)):
-                    self.fail("what was invalidated is off the record", f"{key!r} of layout {space}")
+                    self.fail("what was invalidated is off the record", f"{key!r} of {SPACES[space]}")
 
     def _space(self, number: int) -> int:
         """Which layout has this number on record."""
@@ -248,20 +267,24 @@ class World:
             lambda: all(t.done() for e in self.engines for t in e.tasks), _REST_S, "a call does not end"
         )
         self.audit()
+        self.change_quotas(none=True)
         if self.faults.corrupted:
             # Quarantined slots come back with a restart only.
             self.crash(KILL, memory_too=True)
         self._wait_for_daemon()
-        last = Engine(self, len(self.engines), busy=False)
-        self.engines.append(last)
-        self._wait_for(last, last.works())
+        last = {name: Engine(self, i, busy=False) for i, name in enumerate(TENANTS)}
+        self.engines += last.values()
+        for engine in last.values():
+            self._wait_for(engine, engine.works())
         self._settle()
         if self.dice.random() < 0.5:
             self.crash(self.dice.choice((KILL, POWER)), memory_too=True)
             promised = self._on_record()
             self._wait_for_daemon()
-            self._wait_for(last, last.read_back([] if self.faults.corrupted else promised))
-            self.counts["read_back"] += len(promised)
+            for name, engine in last.items():
+                mine = [(i, key) for i, key in promised if SPACES[i].owner == name and not SPACES[i].ttl_s]
+                self._wait_for(engine, engine.read_back([] if self.faults.corrupted else mine))
+                self.counts["read_back"] += len(mine)
         self.audit()
 
     def _wait_for_daemon(self) -> None:

@@ -12,8 +12,12 @@ from unittest import mock
 from kvstore.client import aio, flows, link
 from kvstore.client.holds import Room
 from kvstore.daemon import server, shell
+from kvstore.daemon.peers import Peer
 from kvstore.tiers.nvme import journal
 from tests.simulation.daemon import Thread
+
+_SOMEBODY = 61001
+"""The user that all clients are: who they are, only their tokens say."""
 
 
 @contextmanager
@@ -39,6 +43,7 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(flows, "_fill", filled))
         stack.enter_context(mock.patch.object(shell, "threading", types.SimpleNamespace(Thread=Thread)))
         stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
+        stack.enter_context(mock.patch.object(server, "peer_of", lambda _: Peer(_SOMEBODY, ())))
         stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))
         stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
         logger.addHandler(errors)
