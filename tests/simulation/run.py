@@ -108,7 +108,7 @@ class World:
         self.log(f"quotas: {self.setup.quotas}")
         if self.life is not None and self.life.up:
             self.life.shell.reconfigure(self.setup.config())
-            self.life.server.check()
+            self.life.server.reconfigure()
         self.quotas = audit.Quotas()
 
     def some_link(self, process: Process) -> Link | None:
