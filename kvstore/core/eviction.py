@@ -29,6 +29,7 @@ _AHEAD = 32
 _EMPTIED_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
 _NEXT_MOVE_S = 0.05
+_NEXT_ASK_S = 1.0
 _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 _LOOK = 16
@@ -253,7 +254,7 @@ class Eviction:
                 return
             giver = extents.holdings.giver(pool.tenant, now)
             if giver is None:
-                asks[pool.tenant] = now + _NEXT_MOVE_S
+                asks[pool.tenant] = now + _NEXT_ASK_S
                 return
             self._next_move[tier] = now + _NEXT_MOVE_S
             if extents.promised.get(giver):

@@ -359,6 +359,9 @@ class Extents:
                 yield next(iter(self.classes.values())), slots
             return
         numbers = self._class_at[(self.place[slots] >> np.uint64(32)).astype(np.int64)]
+        if len(numbers) and (numbers == numbers[0]).all():
+            yield self._numbered[int(numbers[0])], slots
+            return
         for number in np.unique(numbers).tolist():
             yield self._numbered[number], slots[numbers == number]
 
