@@ -154,6 +154,23 @@ def test_what_is_published_stays_so_after_a_restart(tmp_path: Path) -> None:
             reader.namespace(layout, owner="owner").lookup(KEYS)
 
 
+def test_what_is_published_outlives_the_daemon_in_memory() -> None:
+    with TenantDaemon(DRAM, TENANTS, supervised=True) as daemon:
+        layout = new_layout()
+        with Member(daemon, OWNER) as owner:
+            quiet(daemon)
+            ns = owner.namespace(layout)
+            assert ns.publish(["reader"])
+            assert ns.put(KEYS, payloads(KEYS)).stored == 20
+        daemon.kill()
+        daemon.start()
+        with Member(daemon, OWNER) as owner, Member(daemon, READER) as reader:
+            assert got(owner.namespace(layout), KEYS) == 20
+            # What the owner wants others to read is on record on NVMe, and there is none.
+            with pytest.raises(DeniedError, match="not published"):
+                reader.namespace(layout, owner="owner").lookup(KEYS)
+
+
 def test_published_blocks_come_up_from_nvme_for_readers() -> None:
     with TenantDaemon(BOTH, TENANTS) as daemon, Member(daemon, OWNER) as owner:
         ns = owner.namespace(new_layout())

@@ -103,36 +103,52 @@ class Namespaces:
 
 
 class Domains:
-    """Who may map which extents: numbers and tags (16 bytes, kept beside extents) of sets of tenants."""
+    """Who may map which extents: numbers and tags (16 bytes, kept beside extents) of sets of tenants.
+
+    A tag's first half says whose extents these are, its second half who else may read them.
+    """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[int, frozenset[str]], int] = {}
-        self._readers: dict[int, frozenset[str]] = {}
-        self._tags: dict[bytes, tuple[int, int]] = {bytes(16): (0, 0)}
-        self._tag_of: dict[int, bytes] = {0: bytes(16)}
+        self._last = _FIRST_SHARED - 1
+        self._tenants: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._tags: dict[int, bytes] = {}
 
     def of(self, tenant: int, name: str, readers: frozenset[str]) -> int:
         """The domain of a tenant's extents that these others may read: its own number if nobody may."""
-        number = self._numbers.get((tenant, readers))
-        if number is None:
-            number = _FIRST_SHARED + len(self._readers) if readers else tenant
-            self._numbers[tenant, readers] = number
-            if readers:
-                self._readers[number] = readers
-            names = "\0".join([name, *sorted(readers)]).encode()
-            tag = blake3(b"kvstore-domain-1" + names).digest(length=16)
-            tag = bytes(16) if name == _DEFAULT and not readers else tag
-            self._tags[tag] = tenant, number
-            self._tag_of[number] = tag
-        return number
+        owner = _half(name)
+        self._tenants[owner] = tenant
+        if readers:
+            return self._number(owner + _half(*sorted(readers)))
+        tag = bytes(16) if name == _DEFAULT else owner + bytes(8)
+        self._numbers[tag] = tenant
+        self._tags[tenant] = tag
+        return tenant
+
+    def _number(self, tag: bytes) -> int:
+        if tag not in self._numbers:
+            self._last += 1
+            self._numbers[tag] = self._last
+            self._tags[self._last] = tag
+        return self._numbers[tag]
 
     def tag(self, domain: int) -> bytes:
         """What is kept beside extents of a domain."""
-        return self._tag_of[domain]
+        return self._tags[domain]
 
     def by_tag(self, tag: bytes) -> tuple[int, int] | None:
-        """(tenant, domain) of a tag; None if nobody has it."""
-        return self._tags.get(tag)
+        """(tenant, domain) of a tag; None if no tenant has it.
+
+        Who could read extents of a tenant need not be known: none of today's namespaces are published to them.
+        """
+        if tag == bytes(16):
+            return 0, 0
+        tenant = self._tenants.get(tag[:8])
+        return None if tenant is None else (tenant, self._number(tag))
+
+
+def _half(*names: str) -> bytes:
+    return blake3(b"kvstore-domain-2" + "\0".join(names).encode()).digest(length=8)
 
 
 def in_memory(

@@ -202,17 +202,18 @@ class Left:
 
 @dataclass
 class Quotas:
-    """What tenants had of each tier when it was last looked at, and how often one was forgotten by then."""
+    """What tenants had of each tier when it was last looked at; how often one was forgotten, until when."""
 
     had: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     forgotten: int = 0
 
-    def check(self, life: Life, forgotten: int, lossy: bool) -> None:
+    def check(self, life: Life, lossy: bool) -> None:
         """Nobody uses more than its limit, or ever more of it; nobody at its floor has lost an extent.
 
         `lossy`: extents may fail to be made anew.
         """
         p: Any = life.shell.placement
+        lossy = lossy or self.forgotten < life.tenants_forgotten
         for tier, state in enumerate(p.residency.tiers):
             holdings = state.extents.holdings
             for tenant in range(len(holdings.used)):
@@ -223,11 +224,12 @@ class Quotas:
                     most = max(quota.limit, before[0])
                     assert used <= most, f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
                     kept = min(before[1], quota.floor // state.extents.extent_bytes)
-                    assert extents >= kept or lossy or self.forgotten < forgotten, (
+                    assert extents >= kept or lossy, (
                         f"tenant {tenant} had {before[1]} extents of tier {tier}, has {extents}, {kept} for sure"
                     )
                 self.had[tier, tenant] = used, extents
-        self.forgotten = forgotten
+        if not any(sweep.tenant >= 0 for sweep in p._forgetting._sweeps):
+            self.forgotten = life.tenants_forgotten
 
 
 def nothing_is_held(life: Life) -> None:

@@ -119,7 +119,7 @@ class Engine:
     def _some(self, own: bool = False) -> tuple[int, Any, list[bytes]]:
         """(number of a namespace, it, keys): often what somebody has just had to do with."""
         foreign = [i for i in SHARED if i not in self.own]
-        space, keys = self.dice.choice([self.own[0], *self.own, *([] if own else foreign)]), chain(self.dice)
+        space, keys = self.dice.choice([*self.own, *([] if own else foreign * 2)]), chain(self.dice)
         if self.dice.random() < 0.3 and (self.world.recent[0] in self.own or not own):
             space, keys = self.world.recent
         self.world.recent = space, keys
@@ -259,7 +259,7 @@ class Engine:
     async def publish(self) -> None:
         """Lets the other tenant read a namespace, or takes that back."""
         space = self.dice.choice([i for i in SHARED if i in self.own])
-        given = self.dice.random() < 0.6
+        given = self.dice.random() < 0.75
         others = [name for name in TENANTS if name != self.tenant] if given else []
         grant = self.world.oracle.publishes(space, given)
         try:
@@ -279,7 +279,6 @@ class Engine:
             "all": lambda: self.strict_client.invalidate(),
             "tenant": lambda: self.strict_client.delete_tenant(self.tenant, self.client.deadline_s),
         }
-        self.world.forgetting += what == "tenant"
         try:
             await self._timed(f"forget {what} {space}", calls[what]())
         except KVStoreError as error:
@@ -350,7 +349,7 @@ _WEIGHTS = {
     "pin": 1,
     "unpin": 1,
     "invalidate": 3,
-    "publish": 2,
+    "publish": 3,
     "forget": 0.3,
     "reload": 0.5,
     "misuse": 2,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.config import Config, parse
+from kvstore.core import events as ev
 from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
 from kvstore.errors import TierError
@@ -137,6 +138,14 @@ class Life:
         self.shell = Shell(
             setup.config(), self.process, self.dram, self.nvme, dice.getrandbits, lambda: disk.loop.now
         )
+        self.tenants_forgotten = 0
+        handle = self.shell.placement.handle
+
+        def counted(event: ev.Event, now: float) -> Any:
+            self.tenants_forgotten += type(event) is ev.ForgetTenant
+            return handle(event, now)
+
+        self.shell.placement.handle = counted  # type: ignore[method-assign]
         self.server = Server(self.shell, lambda: disk.loop.now, _Stopwatch(disk))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.connections = _Ordered()  # type: ignore[assignment]

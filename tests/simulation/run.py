@@ -64,7 +64,6 @@ class World:
         room = self.setup.nvme_extents if dice.random() < 0.8 else dice.randint(0, self.setup.nvme_extents)
         self.disk = Disk(self.loop, dice, self.faults, self.setup.extent_bytes, room)
         self.ending = False
-        self.forgetting = 0
         self.quotas = audit.Quotas()
         self.recent = (0, [b"s0b0k00"])
         self._salt = 0
@@ -174,7 +173,7 @@ class World:
                 "the daemon is sound", audit.daemon_is_sound, self.life, self.disk, self.faults.corrupted
             )
             lossy = self.faults.no_memory or self.faults.small_disk or self.faults.commit_error
-            self._checked("quotas are kept", self.quotas.check, self.life, self.forgetting, bool(lossy))
+            self._checked("quotas are kept", self.quotas.check, self.life, bool(lossy))
             if not self.faults.corrupted:
                 quarantined = self.life.shell.placement.counters["quarantined_blocks"]
                 if quarantined:
