@@ -40,6 +40,7 @@ class Tenancy:
         self.namespaces = Namespaces()
         self.domains = Domains()
         self._going: Counter[int] = Counter()
+        self._deleting: Counter[int] = Counter()
         self._shell = shell
 
     # -- what each may have
@@ -78,6 +79,8 @@ class Tenancy:
     def _set(self, name: str, config: Config) -> None:
         tiers = [state.spec.tier for state in self._shell.placement.residency.tiers]
         number = self.registry.add(name)
+        if self._deleting[number]:
+            return  # it may have nothing until nothing is left of it
         tenant = config.tenants.get(name)
         if tenant is not None:
             quotas = tuple(_quota(tenant, tier) for tier in tiers)
@@ -233,6 +236,7 @@ class Tenancy:
 
         def gone() -> None:
             self._gone(tenant, numbers)
+            self._deleting[tenant] -= 1
             self._set(name, self._shell.config)
             if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
                 self._shell.nvme.erase_key(name)
@@ -240,6 +244,7 @@ class Tenancy:
                 for space in self.namespaces.of(tenant):
                     self.record(space)
 
+        self._deleting[tenant] += 1
         self._shell.ask_durably(_Then(asker, gone), request, ev.ForgetTenant(0, tenant))
 
     def _has_much_going(self, asker: Asker, request: int, tenant: int) -> bool:
