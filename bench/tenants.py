@@ -227,7 +227,9 @@ class Crowd:
         while todo:
             for action in self.placement.handle(todo.popleft(), self.now):
                 if isinstance(action, ac.Copy):
-                    self._later(_COPY_S, ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8)))
+                    self._later(
+                        _COPY_S, ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8))
+                    )
                 elif isinstance(action, ac.Renew):
                     new = action.extent
                     if action.tier == 0:

@@ -25,9 +25,9 @@ from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.tenants import Pool, Space
 
 _READ_BYTES = 4 << 20
-_WRITE_BYTES = 16 << 20
+_WRITE_BYTES = 4 << 20
 _CHUNK_BLOCKS = 64
-_WRITES_IN_FLIGHT = 4
+_WRITES_IN_FLIGHT = 16
 _TENANTS_AT_ONCE = 16
 
 
@@ -177,7 +177,7 @@ class Transfers:
         return started
 
     def move(self, space: Space, rows: Rows) -> int:
-        """Copies rows of tier 0 to the pool that their namespace now has there; how many there is room for."""
+        """Copies rows of tier 0 to the pool that their namespace has there now; how many there is room for."""
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
         if not len(rows):

@@ -18,6 +18,7 @@ from kvstore.wire import messages as m
 from tests.simulation.daemon import TENANTS
 from tests.simulation.loop import Process
 
+
 class Space(NamedTuple):
     """A namespace: whose, of which layout, and how long its blocks live (s; 0: for good)."""
 
