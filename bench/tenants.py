@@ -44,9 +44,9 @@ def run(bench: Bench) -> Iterator[Result]:
 # -- fairness
 
 
-REQUEST_S = 0.004
+REQUEST_S = 0.002
 """Virtual time between two requests."""
-SETTLE_S, MEASURE_S = 160.0, 20.0
+SETTLE_S, MEASURE_S = 110.0, 10.0
 FLOOR, LIMIT, EACH, CHAINS = (1, 1), (6, 6), (3, 4), 12
 """Extents of a chain each, in DRAM and on NVMe; what there is for each tenant; chains that each wants."""
 

@@ -74,7 +74,7 @@ class Eviction:
                 break
         short = n - extents.free(pool)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
-            self._evict(tier, pool, short + min(_AHEAD, extents.classes[pool].total // 64))
+            self._evict(tier, pool, short + min(_AHEAD, extents.classes[pool].total // 16))
         beyond = n * size - holdings.room(pool.tenant)
         if beyond > 0:
             self._shrink(tier, pool.tenant, beyond)
