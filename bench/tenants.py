@@ -148,7 +148,7 @@ def _full(tenants: int) -> Crowd:
 
 
 class Crowd:
-    """A node with a namespace for each of so many tenants; copies and new extents take their (virtual) time."""
+    """A node with a namespace for each of so many tenants; copies and new extents take virtual time."""
 
     def __init__(self, tenants: int, extents: list[int], slots: int, quotas: list[tuple[int, int]]) -> None:
         specs = [
@@ -227,9 +227,8 @@ class Crowd:
         while todo:
             for action in self.placement.handle(todo.popleft(), self.now):
                 if isinstance(action, ac.Copy):
-                    self._later(
-                        _COPY_S, ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8))
-                    )
+                    results = np.zeros(len(action.identity), np.uint8)
+                    self._later(_COPY_S, ev.CopyDone(action.transfer, results))
                 elif isinstance(action, ac.Renew):
                     new = action.extent
                     if action.tier == 0:

@@ -221,7 +221,7 @@ class Ledger:
         self.say(Deny(request, "too many leases", hint))
 
     def room_is_coming(self, event: ev.Acquire | ev.Reserve, tenant: int, now: float) -> bool:
-        """Whether to wait for a tenant's slots rather than do with less: not past the deadline, or for nothing."""
+        """Whether to wait for slots of a tenant: not past the deadline, and not for nothing."""
         if event.deadline <= now:
             return False
         moving = self.residency.copying[tenant] > 0 and not self.residency.out_of_reach

@@ -147,7 +147,7 @@ class Reads:
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n])
 
     def end(self, space: Space, but: int = -1) -> None:
-        """Those who wait for blocks of a namespace, but for one tenant, are told at once that there are none."""
+        """Those who wait for blocks of a namespace, but for one tenant, are told now that there are none."""
         for request, waiter in list(self._ledger.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
                 del self._ledger.waiting[request]

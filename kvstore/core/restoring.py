@@ -50,7 +50,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
 
 
 def _own(ledger: Ledger, event: ev.Restore) -> npt.NDArray[np.bool_]:
-    """Which blocks lie in an extent of their namespace's tenant: who writes an extent may forge the rest."""
+    """Which blocks lie in an extent of their namespace's tenant: others could have forged them there."""
     extents, spaces = ledger.residency.tiers[event.tier].extents, ledger.spaces
     numbers, at = np.unique(event.namespace, return_inverse=True)
     owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)

@@ -1,4 +1,4 @@
-"""Several tenants against the same plain dictionary: quotas change, extents change hands, others read too."""
+"""Several tenants against the same plain dictionary: quotas change, extents change hands, others read."""
 
 from __future__ import annotations
 
