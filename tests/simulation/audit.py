@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 
 from kvstore import arena
+from kvstore.client.session import Maps
 from kvstore.core.blocks import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
@@ -137,6 +138,17 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
             seed = arena.seed(spaces.fingerprints[number], key, length)
             good = arena.checksum(view[:length], seed) == int(r.blocks.checksum[row])
             assert good, f"block {key!r} has other bytes in DRAM than were committed"
+
+
+def old_memory_is_empty(life: Life, maps: list[Maps]) -> None:
+    """Who still maps an extent that was made anew sees zeros there."""
+    for each in maps:
+        if each.instance == life.shell.instance:
+            for (number, _), mapped in each._mapped.items():
+                if number in life.dram.renewed:
+                    assert not np.frombuffer(mapped.mapping.view, np.uint8).any(), (
+                        f"extent {number} has changed hands, and shows what was in it"
+                    )
 
 
 def _nvme_is_on_record(life: Life, disk: Disk) -> None:
