@@ -37,6 +37,7 @@ class Tenancy:
         self.namespaces = Namespaces()
         self.domains = Domains()
         self._going: Counter[int] = Counter()
+        self._deleting: set[int] = set()
         self._shell = shell
 
     # -- what each may have
@@ -63,6 +64,9 @@ class Tenancy:
     def _set(self, name: str, config: Config) -> None:
         tiers = [state.spec.tier for state in self._shell.placement.residency.tiers]
         number = self.registry.add(name)
+        if number in self._deleting:
+            # It may have nothing until all is gone.
+            return
         tenant = config.tenants.get(name)
         if tenant is not None:
             quotas = tuple(_quota(tenant, tier) for tier in tiers)
@@ -208,6 +212,7 @@ class Tenancy:
         assert tenant is not None
         if self._has_much_going(asker, request, tenant):
             return
+        self._deleting.add(tenant)
         spaces = self.namespaces.of(tenant)
         numbers = self._close(tenant, spaces)
         for space in spaces:
@@ -215,6 +220,7 @@ class Tenancy:
 
         def gone() -> None:
             self._gone(tenant, numbers)
+            self._deleting.discard(tenant)
             self._set(name, self._shell.config)
             if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
                 self._shell.nvme.erase(name)
@@ -226,7 +232,8 @@ class Tenancy:
 
     def _has_much_going(self, asker: Asker, request: int, tenant: int) -> bool:
         """Whether a tenant has to wait until more of what it forgot is gone: numbers are all tenants'."""
-        if self._going[tenant] < self._shell.config.limits.namespaces_per_tenant:
+        most = self._shell.config.limits.namespaces_per_tenant
+        if self._going[tenant] < most and tenant not in self._deleting:
             return False
         asker.answer(request, ac.Deny(request, "namespaces of this tenant are being forgotten", "", _RETRY_S))
         return True
