@@ -369,13 +369,11 @@ class Shell:
             self.nvme.probe(probe, fingerprints, lengths, done)
             return
         slots = self.dram.slots(probe.where)
+        # Looked up now: by then a namespace may have been forgotten.
+        spaces = [(fingerprints[n], lengths[n]) for n in probe.identity.namespace.tolist()]
 
         def look() -> None:
-            numbers = probe.identity.namespace.tolist()
-            good = [
-                verify(probe.identity, i, slots[i], fingerprints[n], lengths[n])
-                for i, n in enumerate(numbers)
-            ]
+            good = [verify(probe.identity, i, slots[i], *space) for i, space in enumerate(spaces)]
             done(np.where(good, ev.OK, ev.CORRUPT).astype(np.uint8))
 
         self.loop.run_in_executor(None, look)

@@ -249,7 +249,8 @@ class Tenancy:
 
     def _has_much_going(self, asker: Asker, request: int, tenant: int) -> bool:
         """Whether a tenant has to wait until more of what it forgot is gone: numbers are all tenants'."""
-        if self._going[tenant] < self._shell.config.limits.namespaces_per_tenant:
+        most = self._shell.config.limits.namespaces_per_tenant
+        if self._going[tenant] < most and not self._deleting[tenant]:
             return False
         asker.answer(request, ac.Deny(request, "namespaces of this tenant are being forgotten", "", _RETRY_S))
         return True

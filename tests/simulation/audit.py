@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 
 from kvstore import arena
+from kvstore.client.session import Maps
 from kvstore.core.blocks import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
@@ -139,6 +140,17 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
             assert good, f"block {key!r} has other bytes in DRAM than were committed"
 
 
+def old_memory_is_empty(life: Life, maps: list[Maps]) -> None:
+    """Who still maps an extent that was made anew sees zeros there."""
+    for each in maps:
+        if each.instance == life.shell.instance:
+            for (number, _), mapped in each._mapped.items():
+                if number in life.dram.renewed:
+                    assert not np.frombuffer(mapped.mapping.view, np.uint8).any(), (
+                        f"extent {number} has changed hands, and shows what was in it"
+                    )
+
+
 def _nvme_is_on_record(life: Life, disk: Disk) -> None:
     r = life.shell.placement.residency
     found = records(disk)
@@ -213,7 +225,7 @@ class Quotas:
         `lossy`: extents may fail to be made anew.
         """
         p: Any = life.shell.placement
-        lossy = lossy or self.forgotten < life.tenants_forgotten
+        forgetting = self.forgotten < life.tenants_forgotten
         for tier, state in enumerate(p.residency.tiers):
             holdings = state.extents.holdings
             for tenant in range(len(holdings.used)):
@@ -222,9 +234,11 @@ class Quotas:
                 before = self.had.get((tier, tenant))
                 if before is not None:
                     most = max(quota.limit, before[0])
-                    assert used <= most, f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
+                    assert used <= most or forgetting, (
+                        f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
+                    )
                     kept = min(before[1], quota.floor // state.extents.extent_bytes)
-                    assert extents >= kept or lossy, (
+                    assert extents >= kept or lossy or forgetting, (
                         f"tenant {tenant} had {before[1]} extents of tier {tier}, has {extents}, {kept} for sure"
                     )
                 self.had[tier, tenant] = used, extents

@@ -38,10 +38,10 @@ SPACES = (
     Space("one", Layout("c", 8192)),
     Space("one", Layout("d", 4096), ttl_s=3.0),
     Space("two", Layout("a", 4096)),
-    Space("two", Layout("c", 8192)),
+    Space("two", Layout("c", 3000)),
     Space("two", Layout("d", 4000), ttl_s=0.5),
 )
-SHARED = (0, 2, 4)
+SHARED = (0, 1, 4)
 """Those that are published to the other tenant now and then."""
 _GRACE_S = 0.065  # a copy that has begun goes on to its end, and threads take up to 20 ms to notice anything
 
@@ -350,7 +350,7 @@ _WEIGHTS = {
     "pin": 1,
     "unpin": 1,
     "invalidate": 3,
-    "publish": 3,
+    "publish": 5,
     "forget": 0.3,
     "reload": 0.5,
     "misuse": 2,

@@ -46,7 +46,7 @@ class Setup:
     @classmethod
     def draw(cls, dice: random.Random) -> Setup:
         setup = cls(
-            dram_extents=dice.randint(2, 6),
+            dram_extents=dice.randint(2, 8),
             nvme_extents=dice.choice((0, 2, 4, 6, 6)),
             extent_bytes=dice.choice((1, 1, 2)) * (64 << 10),
             write_policy=dice.choice(("write_through", "write_through", "on_evict")),
@@ -210,6 +210,11 @@ class _Dram(DramTier):
         super().__init__(limit, size, False, manager, given)
         self._disk = disk
         self._worker = _Worker(process)
+        self.renewed: set[int] = set()
+
+    def _renew(self, number: int, *rest: Any) -> None:
+        super()._renew(number, *rest)
+        self.renewed.add(number)
 
     def _new(self) -> int:
         if self._extents and self._disk.faults.hits(self._disk.dice, "no_memory"):

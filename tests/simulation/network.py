@@ -14,7 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvstore.client.session import Maps, Session
+from kvstore.types import SLOT_RECORD
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames
 from tests.simulation.faults import Faults
@@ -139,9 +142,19 @@ class Transport:
     def _send(self, data: bytes, fd: int = -1) -> None:
         for message in self._answers.feed(data):
             number = getattr(message, "id", None)
+            if isinstance(message, m.Granted):
+                self._may_look(message)
             if number is not None:
                 self._link.answered(number, type(message).__name__)
         self.out.send(data, fd)
+
+    def _may_look(self, granted: m.Granted) -> None:
+        """Nobody is granted slots in memory that it may not map."""
+        connection = self._protocol
+        places = np.frombuffer(granted.slots, SLOT_RECORD)["place"]
+        for extent in np.unique(places >> np.uint64(32)).tolist():
+            if not connection._shell.tenancy.may_map(connection.who, extent, writable=False):
+                self._link.net.fail("never mixing", f"{connection.who.name} is granted slots in {extent}")
 
     def _pass_descriptors(self) -> None:
         """What was sent past the transport, with a descriptor, takes its place among the bytes."""

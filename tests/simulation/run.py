@@ -172,6 +172,9 @@ class World:
             self._checked(
                 "the daemon is sound", audit.daemon_is_sound, self.life, self.disk, self.faults.corrupted
             )
+            if not {"stray", "liar"} & self.faults.drawn:
+                maps = [e.client._maps for e in self.engines] + [e.strict_client._maps for e in self.engines]
+                self._checked("never mixing", audit.old_memory_is_empty, self.life, maps)
             lossy = self.faults.no_memory or self.faults.small_disk or self.faults.commit_error
             self._checked("quotas are kept", self.quotas.check, self.life, bool(lossy))
             if not self.faults.corrupted:

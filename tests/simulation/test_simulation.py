@@ -15,16 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.arena import Extent
 from kvstore.client import aio
 from kvstore.client.holds import Lease
+from kvstore.core.blocks import Blocks
+from kvstore.core.eviction import Eviction
 from kvstore.core.extents import Extents
+from kvstore.core.forgetting import Forgetting
 from kvstore.core.ledger import Ledger
+from kvstore.core.reads import Reads
 from kvstore.core.residency import Residency
+from kvstore.core.tenants import UNLIMITED, Holdings
 from kvstore.core.transfers import Transfers
 from kvstore.core.writes import Writes
-from kvstore.daemon import shell
+from kvstore.daemon import inherit
 from kvstore.daemon.server import Connection
 from kvstore.daemon.shell import Shell
+from kvstore.daemon.tenancy import Tenancy
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import recover, tier
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
@@ -146,8 +153,8 @@ def leases_for_ever(patch: Patch) -> None:
 
 def forgetful_handover(patch: Patch) -> None:
     """What was in memory is not taken in."""
-    in_memory = shell.in_memory
-    patch.setattr(shell, "in_memory", lambda found, number: _without_first(in_memory(found, number)))
+    in_memory = inherit.in_memory
+    patch.setattr(inherit, "in_memory", lambda *found: _without_first(in_memory(*found)))
 
 
 def forgetful_recovery(patch: Patch) -> None:
@@ -168,7 +175,7 @@ def early_reading(patch: Patch) -> None:
     def given(self: Writes, event: Any, *rest: Any) -> None:
         give_room(self, event, *rest)
         for reservation in self._ledger.reservations.values():
-            self._r.stamp(0, reservation.slot_bytes, reservation.rows, reservation.slots)
+            self._r.stamp(0, reservation.rows, reservation.slots)
 
     patch.setattr(Writes, "_give_room", given)
 
@@ -178,10 +185,50 @@ def abandoned_copies(patch: Patch) -> None:
     patch.setattr(aio, "_in_thread", asyncio.to_thread)
 
 
+def everybody_reads(patch: Patch) -> None:
+    """Whatever its readers are, any tenant may read a namespace."""
+    patch.setattr(Tenancy, "may_read", lambda self, who, space: True)
+    patch.setattr(Tenancy, "may_map", lambda self, who, extent, writable: True)
+
+
+def everything_is_granted(patch: Patch) -> None:
+    """Readers are granted blocks from before publication, where they lie."""
+    prefix = Residency.prefix
+    patch.setattr(Reads, "_readable", lambda self, event, space: prefix(self._r, event.namespace, event.keys))
+
+
+def full_hands(patch: Patch) -> None:
+    """An extent changes hands with what is in it."""
+    patch.setattr(Extent, "punch", lambda self: None)
+
+
+def no_limits(patch: Patch) -> None:
+    """A tenant has room beyond its limit."""
+    patch.setattr(Holdings, "room", lambda self, tenant: UNLIMITED)
+    patch.setattr(Holdings, "may_hold_one_more", lambda self, tenant, unassigned: unassigned > 0)
+
+
+def taken_floors(patch: Patch) -> None:
+    """Who wants an extent takes it from whoever has one."""
+
+    def giver(self: Holdings, taker: int, now: float) -> int | None:
+        others = [t for t in range(len(self.extents)) if t != taker and self.extents[t]]
+        return others[0] if others else None
+
+    patch.setattr(Holdings, "giver", giver)
+
+
+def blocks_for_ever(patch: Patch) -> None:
+    """Nothing looks at the ends of blocks."""
+    at = Forgetting.at
+    patch.setattr(Forgetting, "at", lambda self, now: (self._ledger.ending.clear(), at(self, now)))
+    patch.setattr(Blocks, "expired", lambda self, rows, now: np.zeros(len(rows), np.bool_))
+
+
 def endless_fence(patch: Patch) -> None:
     """A failing device stays closed for writing for ever, and nothing leaves memory."""
     patch.setattr(Transfers, "pump", lambda self: None)
-    patch.setattr(Residency, "_leaf_first", lambda self, rows: np.zeros(len(rows), np.bool_))
+    patch.setattr(Eviction, "_leaf_first", lambda self, rows: np.zeros(len(rows), np.bool_))
 
 
 def _calling(method: Callable[..., Any], first: Callable[[Any], None]) -> Callable[..., Any]:
@@ -200,6 +247,8 @@ RECORDS = "records prove their slots"
 SOUND = "the daemon is sound"
 LOST = "nothing promised is lost"
 WRONG = "never a wrong block"
+MIXED = "never mixing"
+QUOTAS = "quotas are kept"
 FORGOTTEN = "what was invalidated is off the record"
 
 CAUGHT_AS = {
@@ -218,6 +267,12 @@ CAUGHT_AS = {
     free_while_read: (SOUND,),
     early_reading: (SOUND,),
     abandoned_copies: ("nobody fails unseen",),
+    everybody_reads: (MIXED,),
+    everything_is_granted: (MIXED,),
+    full_hands: (MIXED,),
+    no_limits: (QUOTAS, SOUND),
+    taken_floors: (QUOTAS, SOUND),
+    blocks_for_ever: ("blocks end",),
     endless_fence: ("it works again when faults end",),
 }
 
