@@ -146,7 +146,7 @@ class Eviction:
         """Whether blocks of this pool can go down at all, if perhaps not at once."""
         return any(
             t.device.takes_writes
-            and (t.growing or (t.extents.ready and t.extents.geometry(pool.slot_bytes).slots))
+            and (t.growing or (t.extents.ready and t.extents.slots_in(pool.slot_bytes)))
             and t.extents.holdings.may_ever_use(pool.tenant, pool.slot_bytes)
             for t in self._r.tiers[tier + 1 :]
         )
@@ -244,7 +244,7 @@ class Eviction:
             if self._leaving[tier].taker == pool:
                 self._empty(tier, self._leaving[tier])
             return
-        if extents.renewing or not extents.geometry(pool.slot_bytes).slots:
+        if extents.renewing or not extents.slots_in(pool.slot_bytes):
             return
         extent = self._own_to_spare(tier, pool)
         if extent is None:

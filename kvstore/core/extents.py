@@ -62,7 +62,9 @@ class Extents:
     `promised` has extents that are a tenant's, but not cut yet; `renewing` those that are being made anew,
     and for whom (-1: nobody); from those that are `leaving` nothing is handed out.
     `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
-    `slotless` counts how often an extent could not be cut for want of columns: blocks far below 16 KiB.
+    No extent has more slots than its part of the columns, so that tiny blocks of one tenant do not keep others
+    from cutting theirs. `slotless` counts how often one could not be cut all the same: numbers of slots come
+    in runs, and those left were too short.
     """
 
     def __init__(self, limit_bytes: int, extent_bytes: int, table: bool, max_slots: int, tier: int) -> None:
@@ -77,6 +79,7 @@ class Extents:
             np.zeros(max_slots, SLOT_RECORD),
         )
         self._max_slots = max_slots
+        self._most_in_one = max(1, max_slots // max(1, limit_bytes // extent_bytes))
         self._show(0)
         self._tier = tier
         self._base: dict[int, int] = {}
@@ -152,9 +155,13 @@ class Extents:
         """How an extent of this tier is cut for a slot size."""
         return Geometry(self.extent_bytes, slot_bytes, self.table)
 
+    def slots_in(self, slot_bytes: int) -> int:
+        """How many slots of a size one extent has; 0 if not even one fits."""
+        return min(self.geometry(slot_bytes).slots, self._most_in_one)
+
     def most_slots(self, slot_bytes: int) -> int:
         """How many slots of a size there are if all extents are given to it."""
-        return self.limit_bytes // self.extent_bytes * self.geometry(slot_bytes).slots
+        return self.limit_bytes // self.extent_bytes * self.slots_in(slot_bytes)
 
     def class_of(self, extent: int) -> SlotClass:
         """The class of an extent that has one."""
@@ -166,7 +173,7 @@ class Extents:
 
     def assign(self, pool: Pool, extent: int | None = None) -> int | None:
         """Gives an extent that the pool's tenant may have (or the one named) to a pool; None if none."""
-        slots = self.geometry(pool.slot_bytes).slots
+        slots = self.slots_in(pool.slot_bytes)
         own = self.promised.get(pool.tenant, [])
         if extent is None:
             if not slots or not (own or self.holdings.may_hold_one_more(pool.tenant, len(self.unassigned))):
@@ -379,9 +386,13 @@ class Extents:
         same: npt.NDArray[np.bool_] = self._class_at[extents] == self.classes[pool].number
         return same
 
-    def has(self, extents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Which of these extents are assigned to a slot size."""
-        return np.isin(extents, list(self._base))
+    def has(self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Which of these are slots of extents that belong to a pool."""
+        last = np.zeros(max(self._base, default=0) + 1, np.int64)
+        last[list(self._base)] = [self.class_of(extent).slots for extent in self._base]
+        inside = np.minimum(extents, len(last) - 1)
+        there: npt.NDArray[np.bool_] = (extents < len(last)) & (indexes < last[inside])
+        return there
 
     def slots_at(self, extents: Slots, indexes: Slots) -> Slots:
         """The flat numbers of slots, from extents that are assigned and indexes within them."""

@@ -270,7 +270,8 @@ class Placement:
             cut = extents.assign(Pool(event.tenant, event.domain, event.slot_bytes), event.extent)
             self.transfers.eviction.shrink(event.tier, event.tenant)
         if event.versions is not None and cut is not None:
-            extents.version[extents.slots_of(event.extent)] = event.versions
+            slots = extents.slots_of(event.extent)
+            extents.version[slots] = event.versions[: len(slots)]
 
     def _extent_lost(self, event: ev.ExtentLost, now: float) -> None:
         self.residency.tiers[event.tier].extents.lose(event.extent)

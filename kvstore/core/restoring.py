@@ -21,7 +21,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
     """
     r = ledger.residency
     extents = r.tiers[event.tier].extents
-    event = event.only(extents.has(event.extent))
+    event = event.only(extents.has(event.extent, event.index))
     event = event.only(_own(ledger, event))
     group = event.namespace.astype(np.int64) << 8 | event.key_bytes
     taken = np.full(len(group), -1, np.int64)

@@ -37,8 +37,10 @@ def restore_nvme(shell: Shell, nvme: NvmeTier) -> None:
         if space is not None:
             tenancy.restore(space)
     known = np.isin(found.restore.namespace, list(tenancy.namespaces.fingerprints))
+    extents = shell.placement.residency.tiers[NVME].extents
+    known &= extents.has(found.restore.extent, found.restore.index)
     if not known.all():
-        _log.warning("%d blocks on NVMe are forgotten: dram.limit is too small for them", (~known).sum())
+        _log.warning("%d blocks on NVMe are forgotten: the limits are too small for them", (~known).sum())
         nvme.forget(found.restore.only(~known))
     ttl_s = {space.number: space.ttl_s for space in tenancy.namespaces}
     lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])

@@ -132,11 +132,16 @@ def test_a_block_larger_than_an_extent_gets_none() -> None:
     assert e.assign(Pool(0, 0, EXTENT)) == 0
 
 
-def test_slots_are_bounded() -> None:
+def test_slots_are_bounded_and_every_extent_has_its_part() -> None:
     e = make(4, max_slots=20)
-    assert e.assign(SMALL) == 0
-    assert e.assign(SMALL) is None
-    assert e.assign(LARGE) == 1
+    assert [e.assign(SMALL), e.assign(SMALL), e.assign(SMALL), e.assign(LARGE)] == [0, 1, 2, 3]
+    assert (e.free(SMALL), e.free(LARGE)) == (15, 4)
+    assert e.has(np.array([0, 0, 3, 9], np.uint32), np.array([4, 5, 3, 0], np.uint32)).tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_start_up_claims_slots_where_they_are() -> None:
