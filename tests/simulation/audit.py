@@ -234,7 +234,9 @@ class Quotas:
                 before = self.had.get((tier, tenant))
                 if before is not None:
                     most = max(quota.limit, before[0])
-                    assert used <= most or forgetting, f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
+                    assert used <= most or forgetting, (
+                        f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
+                    )
                     kept = min(before[1], quota.floor // state.extents.extent_bytes)
                     assert extents >= kept or lossy or forgetting, (
                         f"tenant {tenant} had {before[1]} extents of tier {tier}, has {extents}, {kept} for sure"

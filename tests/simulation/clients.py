@@ -18,6 +18,7 @@ from kvstore.wire import messages as m
 from tests.simulation.daemon import TENANTS
 from tests.simulation.loop import Process
 
+
 class Space(NamedTuple):
     """A namespace: whose, of which layout, and how long its blocks live (s; 0: for good)."""
 
@@ -275,8 +276,8 @@ class Engine:
         space = self.dice.choice(self.own)
         began = self.world.oracle.tick()
         calls = {
-            "space": lambda: self.strict[space].invalidate(),
-            "all": lambda: self.strict_client.invalidate(),
+            "space": self.strict[space].invalidate,
+            "all": self.strict_client.invalidate,
             "tenant": lambda: self.strict_client.delete_tenant(self.tenant, self.client.deadline_s),
         }
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from hashlib import sha256
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
