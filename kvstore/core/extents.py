@@ -62,7 +62,7 @@ class Extents:
     `promised` has extents that are a tenant's, but not cut yet; `renewing` those that are being made anew,
     and for whom (-1: nobody); from those that are `leaving` nothing is handed out.
     `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
-    No extent has more slots than its part of the columns, so that tiny blocks of one tenant do not keep others
+    No extent has more slots than its part of the columns, so that one tenant's tiny blocks do not keep others
     from cutting theirs. `slotless` counts how often one could not be cut all the same: numbers of slots come
     in runs, and those left were too short.
     """

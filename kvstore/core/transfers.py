@@ -177,7 +177,7 @@ class Transfers:
         return started
 
     def move(self, space: Space, rows: Rows) -> int:
-        """Copies rows of tier 0 to the pool that their namespace has there now; for how many there is room."""
+        """Copies rows of tier 0 to their namespace's pool there; for how many of them there is room."""
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
         if not len(rows):

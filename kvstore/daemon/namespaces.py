@@ -139,7 +139,7 @@ class Domains:
     def by_tag(self, tag: bytes) -> tuple[int, int] | None:
         """(tenant, domain) of a tag; None if no tenant has it.
 
-        Who could read a tenant's extents need not be known: none of today's namespaces is published to them.
+        Who could read its extents need not be known: nothing is published to them any more.
         """
         if tag == bytes(16):
             return 0, 0

@@ -233,13 +233,11 @@ class Quotas:
                 extents = int(holdings.extents[tenant])
                 before = self.had.get((tier, tenant))
                 if before is not None:
-                    most = max(quota.limit, before[0])
-                    assert used <= most or forgetting, (
-                        f"tenant {tenant} uses {used} bytes of tier {tier}, may use {most}"
-                    )
+                    most, who = max(quota.limit, before[0]), f"tenant {tenant} in tier {tier}"
+                    assert used <= most or forgetting, f"{who} uses {used} bytes, may use {most}"
                     kept = min(before[1], quota.floor // state.extents.extent_bytes)
                     assert extents >= kept or lossy or forgetting, (
-                        f"tenant {tenant} had {before[1]} extents of tier {tier}, has {extents}, {kept} for sure"
+                        f"{who} had {before[1]} extents, has {extents}, {kept} for sure"
                     )
                 self.had[tier, tenant] = used, extents
         if not any(sweep.tenant >= 0 for sweep in p._forgetting._sweeps):

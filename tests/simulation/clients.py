@@ -276,8 +276,8 @@ class Engine:
         space = self.dice.choice(self.own)
         began = self.world.oracle.tick()
         calls = {
-            "space": lambda: self.strict[space].invalidate(),
-            "all": lambda: self.strict_client.invalidate(),
+            "space": self.strict[space].invalidate,
+            "all": self.strict_client.invalidate,
             "tenant": lambda: self.strict_client.delete_tenant(self.tenant, self.client.deadline_s),
         }
         try:

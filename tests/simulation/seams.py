@@ -43,7 +43,7 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(flows, "_fill", filled))
         stack.enter_context(mock.patch.object(shell, "threading", types.SimpleNamespace(Thread=Thread)))
         stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
-        stack.enter_context(mock.patch.object(server, "peer_of", lambda _: Peer(_SOMEBODY, ())))
+        stack.enter_context(mock.patch.object(server, "peer_of", return_value=Peer(_SOMEBODY, ())))
         stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))
         stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
         logger.addHandler(errors)
