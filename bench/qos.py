@@ -138,7 +138,7 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
         with Client(daemon.url, "", deadline_s=30.0) as client:  # an operator
             wait_until(client, lambda status: not status["copies_under_way"])
         greedy = (closed, (mine, my_chains, READERS))
-        alone = _rate(0.1 * bench.seconds, greedy, [])
+        alone = _rate(0.25 * bench.seconds, greedy, [])
         pace_s = 1.0 / (0.45 * alone)
         kinds: dict[str, dict[str, list[Aggressor]]] = {
             "reads": {
@@ -152,24 +152,29 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
         }
         for kind, loads in kinds.items():
             victim = (paced, (mine, my_chains, pace_s))
-            everything = {
+            everything: dict[str, list[Aggressor]] = {
                 "alone": [],
+                "beside-burners": [("burn", burn, ())] * FLOODS,
                 "beside-flood": loads["scheduled"],
-                "unscheduled": loads["unscheduled"],
             }
-            p99 = _p99(bench, f"nvme beside {kind}", everything, victim, 0.1)
-            yield _line(f"qos/nvme-p99/beside-{kind}", p99, "beside-flood", "alone", Target("<=", _TIMES))
-            chains_s = {name: _rate(0.1 * bench.seconds, greedy, others) for name, others in loads.items()}
+            p99 = _p99(bench, f"nvme beside {kind}", everything, victim, 0.25)
+            scheduled = _rate(0.25 * bench.seconds, greedy, loads["scheduled"])
+            # Last: one tenant's puts are at the expense of its own blocks.
+            p99 |= _p99(bench, f"nvme beside {kind}", {"unscheduled": loads["unscheduled"]}, victim, 0.25)
+            unscheduled = _rate(0.25 * bench.seconds, greedy, loads["unscheduled"])
+            for reference, target in (("alone", Target("<=", _TIMES)), ("beside-burners", None)):
+                name = f"qos/nvme-p99-beside-{kind}/against-{reference}"
+                yield _line(name, p99, "beside-flood", reference, target)
             gib = DEVICE_CHAIN * LAYOUT.block_bytes / GIB
             yield Result(
                 f"qos/nvme-throughput/beside-{kind}",
-                chains_s["scheduled"] * gib,
+                scheduled * gib,
                 "GiB/s",
                 alone * gib,
-                chains_s["scheduled"] / alone,
+                scheduled / alone,
                 1,
                 target=Target(">=", _SHARE),
-                extra={"unscheduled": chains_s["unscheduled"] * gib, "unscheduled_is": "one tenant's token"},
+                extra={"unscheduled": unscheduled * gib, "unscheduled_is": "one tenant's token"},
             )
 
 

@@ -161,23 +161,27 @@ class Transfers:
         target = tier + 1
         if target >= len(self._r.tiers) or not self._r.tiers[target].device.takes_writes:
             return started
+        at = np.arange(len(rows))
         for space, some in self._r.by_space(rows):
             pool = space.pools[target]
+            if len(some) < len(rows):
+                at = np.flatnonzero(self._r.blocks.namespace[rows] == space.number)
             free = max(_WRITES_IN_FLIGHT + 2 - self._writes, 1 - self.writing[pool.tenant], 0)
             room = self._r.tiers[target].device.room(pool.tenant, WRITE_BACK) // pool.slot_bytes
             most = min(room, free * _chunk(pool.slot_bytes, _WRITE_BYTES))
-            todo = some[self._r.blocks.moving[some] == 0][:most]
-            if not len(todo):
+            idle = np.flatnonzero(self._r.blocks.moving[some] == 0)[:most]
+            if not len(idle):
                 continue
-            todo = todo[: self.eviction.make_room(target, pool, len(todo), patient=True)]
-            if len(todo):
+            idle = idle[: self.eviction.make_room(target, pool, len(idle), patient=True)]
+            if len(idle):
+                todo = some[idle]
                 slots = self._r.tiers[target].extents.take(pool, len(todo))
                 self._queue(pool.tenant, WRITE_BACK, tier, target, space, todo, slots)
-                started |= np.isin(rows, todo)
+                started[at[idle]] = True
         return started
 
     def move(self, space: Space, rows: Rows) -> int:
-        """Copies rows of tier 0 to their namespace's pool there; for how many of them there is room."""
+        """Copies rows of tier 0 to the pool that their namespace has there now; how many have room."""
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
         if not len(rows):
