@@ -87,7 +87,7 @@ class Device:
 
     def next(self, now: float) -> Iterator[tuple[int, int, int]]:
         """What may start now: (number, class, bytes), counted as under way."""
-        if self.fenced or not any(map(self.queue.waiting, (DEMAND, PREFETCH, WRITE_BACK, SCRUB))):
+        if self.fenced:
             return
         while kinds := self._open_kinds():
             chosen = self.queue.take(now, kinds)

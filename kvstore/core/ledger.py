@@ -114,6 +114,8 @@ class Stalled:
     def next(self, n: int) -> list[int]:
         """Up to n requests to try again: each tenant's oldest first, and the tenants in turns."""
         out: list[int] = []
+        if not self._tenant_of:
+            return out
         for tenant in list(self._by_tenant)[:n]:
             mine = self._by_tenant.pop(tenant)
             self._by_tenant[tenant] = mine

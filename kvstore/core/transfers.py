@@ -69,6 +69,7 @@ class Transfers:
         self._writes = 0
         self.backlog: dict[int, deque[Rows]] = {}
         self._probes: dict[int, tuple[Probe, int]] = {}
+        self._queued = 0
         self._last = 0
 
     # -- starting
@@ -213,6 +214,7 @@ class Transfers:
         self._probes[self._last] = probe, nbytes
         queued = self._r.tiers[probe.tier].device.queue.put(tenant, SCRUB, nbytes, self._last)
         assert queued, "the scrubber has one probe at a time"
+        self._queued += 1
 
     def _queue(
         self, asker: int, kind: int, source: int, target: int, space: Space, rows: Rows, slots: Slots
@@ -252,11 +254,15 @@ class Transfers:
                 device = r.tiers[max(source, target)].device
                 queued = device.queue.put(asker, kind, transfer.nbytes, self._last)
                 assert queued, "beyond what fits the queue"
+                self._queued += 1
 
     def start(self) -> None:
         """Starts what its device has room for now."""
+        if not self._queued:
+            return
         for state in self._r.tiers[1:]:
             for number, _, _ in state.device.next(self._r.now):
+                self._queued -= 1
                 if number in self._probes:
                     self._r.out.append(self._probes[number][0])
                 else:
