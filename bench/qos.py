@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench.harness import GIB, MIB, Bench, Result, Target, quantile
-from bench.served import wait_until
+from bench.served import complete, wait_until
 from bench.tenant_load import (
     Load,
     Site,
@@ -80,6 +80,9 @@ def settings(nvme: Path | None = None, nvme_bytes: int = NVME_BYTES) -> dict[str
 @contextmanager
 def _served(made: Settings) -> Iterator[ServedDaemon]:
     with ServedDaemon(made) as daemon:
+        # While extents are still being made, a core is busy with that.
+        with Client(daemon.url, "", deadline_s=30.0) as client:
+            wait_until(client, complete)
         yield daemon
 
 

@@ -25,7 +25,7 @@ def serve(dram_bytes: int, nvme: tuple[Path, int] | None = None) -> Iterator[tup
         ServedDaemon(settings) as daemon,
         Client(daemon.url, deadline_s=30.0, strict=True) as client,
     ):
-        wait_until(client, _complete)
+        wait_until(client, complete)
         yield client, daemon
 
 
@@ -38,7 +38,7 @@ def wait_until(client: Client, done: Callable[[dict[str, Any]], bool], pause_s: 
         time.sleep(pause_s)
 
 
-def _complete(status: dict[str, Any]) -> bool:
+def complete(status: dict[str, Any]) -> bool:
     return all(
         tier["capacity_bytes"] > tier["limit_bytes"] - extent_bytes(tier["limit_bytes"])
         for tier in status["tiers"]

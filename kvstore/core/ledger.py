@@ -111,19 +111,16 @@ class Stalled:
         """The requests for a namespace."""
         return [e for mine in self._by_tenant.values() for e in mine.values() if e.namespace == namespace]
 
-    def next(self, n: int) -> list[int]:
-        """Up to n requests to try again: each tenant's oldest first, and the tenants in turns."""
-        out: list[int] = []
-        if not self._tenant_of:
-            return out
-        for tenant in list(self._by_tenant)[:n]:
-            mine = self._by_tenant.pop(tenant)
-            self._by_tenant[tenant] = mine
-            out.append(next(iter(mine)))
-        if len(out) < n:
-            rest = (r for mine in self._by_tenant.values() for r in list(mine)[1 : n + 1])
-            out += [r for r, _ in zip(rest, range(n - len(out)), strict=False)]
-        return out
+    def tenants(self) -> list[int]:
+        """Those that have some, and whose turn it is first; the next call begins with another."""
+        order = list(self._by_tenant)
+        if len(order) > 1:
+            self._by_tenant[order[0]] = self._by_tenant.pop(order[0])
+        return order
+
+    def oldest(self, tenant: int) -> int:
+        """A tenant's request that has been here longest since it was last tried; 0: it has none."""
+        return next(iter(self._by_tenant.get(tenant, ())), 0)
 
 
 @dataclass(slots=True)

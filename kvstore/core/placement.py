@@ -107,9 +107,10 @@ class Placement:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
         self.residency.settle()
         self.residency.now = now
+        copied = self.transfers.under_way.get(event.transfer) if isinstance(event, ev.CopyDone) else None
         self._handlers[type(event)](event, now)
         if type(event) in _FREES:
-            self._go_on(now)
+            self._go_on(now, copied.pool.tenant if copied is not None else None)
         self.transfers.start()
         actions, self.residency.out = self.residency.out, []
         return actions
@@ -216,15 +217,24 @@ class Placement:
                 if alone.any():
                     self.transfers.queue_writes(rows[alone])
 
-    def _go_on(self, now: float) -> None:
-        """Something got free: writes from the backlog, publications, and those who wait for room."""
+    def _go_on(self, now: float, only: int | None = None) -> None:
+        """Something got free: writes from the backlog, publications, those who wait for room.
+
+        `only`: nothing but room of this tenant.
+        """
         self.transfers.pump()
         for request, namespace in list(self._publishing.items()):
             if self._keeping.has_moved(namespace):
                 del self._publishing[request]
                 self.ledger.say(Answer(request, 0))
-        for request in self.ledger.stalled.next(_RETRIES):
-            self._try_again(self.ledger.stalled.pop(request), now)
+        stalled, budget = self.ledger.stalled, _RETRIES
+        for tenant in stalled.tenants() if only is None else (only,):
+            # Tenants wait for room of their own: where the oldest finds none, those behind it need not try.
+            while budget and (request := stalled.oldest(tenant)):
+                budget -= 1
+                self._try_again(stalled.pop(request), now)
+                if request in stalled:
+                    break
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
         self.ledger.retried = event.request

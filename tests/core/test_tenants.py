@@ -1074,8 +1074,10 @@ def test_stalled_requests_of_tenants_take_turns() -> None:
     for i in range(20):
         stalled.add(A, ev.Reserve(100 + i, 0, A, joined([b"a%d" % i]), b"", 1e9))
     stalled.add(B, ev.Reserve(200, 0, B, joined([b"b"]), b"", 1e9))
-    assert stalled.next(4)[:2] == [100, 200]
-    assert set(stalled.next(4)) == {100, 200, 101, 102}
+    assert [stalled.oldest(tenant) for tenant in stalled.tenants()] == [100, 200]
+    assert [stalled.oldest(tenant) for tenant in stalled.tenants()] == [200, 100]
+    stalled.add(A, stalled.pop(100))
+    assert stalled.oldest(A) == 101
     assert stalled.count(A) == 20
     for n in [*range(100, 120), 200]:
         stalled.pop(n)
