@@ -154,7 +154,7 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
             },
         }
         for kind, loads in kinds.items():
-            victim = (paced, (mine, my_chains, pace_s))
+            victim = (paced, (mine, my_chains, pace_s, READERS))
             everything: dict[str, list[Aggressor]] = {
                 "alone": [],
                 "beside-burners": [("burn", burn, ())] * FLOODS,

@@ -80,23 +80,30 @@ def burn(stop: Any) -> list[float]:
     return []
 
 
-def paced(stop: Any, site: Site, chains: list[list[bytes]], interval_s: float) -> list[float]:
-    """Acquires and releases a chain every so often. Seconds from when each was due to when it had come.
+def paced(
+    stop: Any, site: Site, chains: list[list[bytes]], interval_s: float, askers: int = 1
+) -> list[float]:
+    """Acquires and releases a chain every so often, up to `askers` at a time, however long each takes.
 
-    Not a number where less than the chain came.
+    Seconds from when each was due to when it had come; not a number where less than the chain came.
     """
     took: list[float] = []
+    turn, lock = cycle(chains), threading.Lock()
     with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
         space = client.namespace(site.layout)
         space.acquire(chains[-1]).release()  # connects, and maps what it will look at
-        due = time.perf_counter()
-        for keys in cycle(chains):
-            if stop.is_set():
-                return took
-            due += interval_s
-            time.sleep(max(0.0, due - time.perf_counter()))
-            with space.acquire(keys) as lease:
-                took.append(time.perf_counter() - due if len(lease) == len(keys) else math.nan)
+        due = [time.perf_counter()]
+
+        def ask() -> None:
+            while not stop.is_set():
+                with lock:
+                    due[0] += interval_s
+                    mine, keys = due[0], next(turn)
+                time.sleep(max(0.0, mine - time.perf_counter()))
+                with space.acquire(keys) as lease:
+                    took.append(time.perf_counter() - mine if len(lease) == len(keys) else math.nan)
+
+        _in_threads(ask, askers)
     return took
 
 

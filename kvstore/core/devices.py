@@ -18,6 +18,8 @@ _WEIGHTS = (16.0, 4.0, 4.0, 1.0)
 _QUANTUM_BYTES = 4 << 20
 _WAITING_BYTES = 512 << 20
 _READING_BYTES = 8 << 20
+_READING_ALONE_BYTES = 32 << 20
+_ALONE_AFTER_S = 1.0
 _WRITING_BYTES = 64 << 20
 _ASIDE_BYTES = 4 << 20
 _FAILURES_TO_OPEN = 8
@@ -61,6 +63,8 @@ class Device:
         self.bytes_moving = [0, 0, 0, 0]
         self.fenced = False
         self.quiet_since = 0.0
+        self._asker = -1
+        self._shared_until = 0.0
         self.writes, self.reads = Breaker(), Breaker()
         self._bandwidth = self._best = _FIRST_GUESS
         self._measured_at = -math.inf
@@ -85,11 +89,17 @@ class Device:
         """Bytes that may still be queued by a tenant in a class."""
         return max(0, _WAITING_BYTES - self.queue.waiting(kind, tenant))
 
+    def put(self, now: float, tenant: int, kind: int, nbytes: int, number: int) -> bool:
+        """Queues a copy; False if its tenant has too many bytes queued in this class."""
+        if kind == DEMAND and tenant != self._asker:
+            self._asker, self._shared_until = tenant, now + _ALONE_AFTER_S
+        return self.queue.put(tenant, kind, nbytes, number)
+
     def next(self, now: float) -> Iterator[tuple[int, int, int]]:
         """What may start now: (number, class, bytes), counted as under way."""
         if self.fenced:
             return
-        while kinds := self._open_kinds():
+        while kinds := self._open_kinds(now):
             chosen = self.queue.take(now, kinds)
             if chosen is None:
                 return
@@ -101,11 +111,12 @@ class Device:
             self.bytes_moving[kind] += nbytes
             yield number, kind, nbytes
 
-    def _open_kinds(self) -> list[int]:
+    def _open_kinds(self, now: float) -> list[int]:
         """Classes of which more may be under way; the others hold back while somebody waits."""
         demand, prefetch, writing, scrub = self.bytes_moving
         kinds = []
-        if demand + prefetch < _READING_BYTES:
+        # Who reads alone need not come back here after every few pieces.
+        if demand + prefetch < (_READING_BYTES if now < self._shared_until else _READING_ALONE_BYTES):
             kinds = [DEMAND, PREFETCH]
         hurry = demand or self.queue.waiting(DEMAND)
         if writing + scrub < (_ASIDE_BYTES if hurry else _WRITING_BYTES):

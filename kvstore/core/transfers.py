@@ -25,9 +25,9 @@ from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.tenants import Pool, Space
 
 _READ_BYTES = 4 << 20
-_WRITE_BYTES = 4 << 20
+_WRITE_BYTES = 16 << 20
 _CHUNK_BLOCKS = 64
-_WRITES_IN_FLIGHT = 16
+_WRITES_IN_FLIGHT = 4
 _TENANTS_AT_ONCE = 16
 
 
@@ -212,7 +212,7 @@ class Transfers:
         nbytes = probe.slot_bytes * len(probe.identity)
         self._last += 1
         self._probes[self._last] = probe, nbytes
-        queued = self._r.tiers[probe.tier].device.queue.put(tenant, SCRUB, nbytes, self._last)
+        queued = self._r.tiers[probe.tier].device.put(self._r.now, tenant, SCRUB, nbytes, self._last)
         assert queued, "the scrubber has one probe at a time"
         self._queued += 1
 
@@ -252,7 +252,7 @@ class Transfers:
                 self._start(self._last)
             else:
                 device = r.tiers[max(source, target)].device
-                queued = device.queue.put(asker, kind, transfer.nbytes, self._last)
+                queued = device.put(r.now, asker, kind, transfer.nbytes, self._last)
                 assert queued, "beyond what fits the queue"
                 self._queued += 1
 
