@@ -35,7 +35,7 @@ class InProcess:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
-        space, _ = shell.open_namespace(Identity(0, "default", Role.ADMIN, operator=True), layout)
+        space, _ = shell.tenancy.open(Identity(0, "default", Role.ADMIN, operator=True), layout)
         assert space is not None
         self.namespace = space.number
 
