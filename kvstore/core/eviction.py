@@ -26,6 +26,7 @@ Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 
 _SCAN_MIN = 64
 _AHEAD = 32
+_AHEAD_FROM = 64
 _EMPTIED_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
 _NEXT_MOVE_S = 0.05
@@ -74,7 +75,9 @@ class Eviction:
                 break
         short = n - extents.free(pool)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
-            self._evict(tier, pool, short + min(_AHEAD, extents.classes[pool].total // 16))
+            # Ahead of need, where that costs little room: evicting one by one costs much time.
+            total = extents.classes[pool].total
+            self._evict(tier, pool, short + min(_AHEAD, total // 16 if total >= _AHEAD_FROM else 0))
         beyond = n * size - holdings.room(pool.tenant)
         if beyond > 0:
             self._shrink(tier, pool.tenant, beyond)

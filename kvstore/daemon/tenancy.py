@@ -258,16 +258,14 @@ class Tenancy:
     def _close(self, tenant: int, spaces: Sequence[Space]) -> tuple[int, ...]:
         numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
         self._going[tenant] += len(numbers)
-        if self._shell.nvme is not None:
-            for number in numbers:
-                # First, so that after a crash what is left of it is nobody's.
-                self._shell.nvme.forget_namespace(number)
         return numbers
 
     def _gone(self, tenant: int, numbers: Sequence[int]) -> None:
         self._going[tenant] -= len(numbers)
         for number in numbers:
             self.namespaces.forgotten(number)
+            if self._shell.nvme is not None:
+                self._shell.nvme.forget_namespace(number)
 
 
 class _Then:

@@ -149,7 +149,8 @@ class Life:
         self.server = Server(self.shell, lambda: disk.loop.now, _Stopwatch(disk))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.connections = _Ordered()  # type: ignore[assignment]
-        self.process.create_task(self._serve())
+        self._serving = self._serve()
+        self.process.create_task(self._serving)
 
     async def _serve(self) -> None:
         await self.shell.start()
@@ -180,6 +181,7 @@ class Life:
     def end(self) -> None:
         """The process is gone, now."""
         self.process.kill()
+        self._serving.close()
         if self._stopping is not None:
             self._stopping.close()
         self._net.reset_all()
