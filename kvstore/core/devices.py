@@ -28,6 +28,7 @@ _QUIET_FOR_S = 5.0
 _MEMORY_S = 1.0
 _FORGIVEN_S = 5.0
 _FIRST_GUESS = 1e9
+MEASURED_BYTES = 4 << 20
 
 
 class Breaker:
@@ -139,8 +140,10 @@ class Device:
         """What went through while the device was busy, the last second counting most."""
         self._bytes_done += nbytes
         took = now - self._busy_since
-        if took >= 0.005 or not self.moving:
-            if took > 0 and self._bytes_done:
+        enough = took > 0 and self._bytes_done >= MEASURED_BYTES
+        if (took >= 0.005 and enough) or not self.moving:
+            # Of a few small blocks one learns how long a start takes, not how fast the device is.
+            if enough:
                 # Short times say little, and count for little; a first one is better than a guess.
                 first = self._measured_at == -math.inf
                 share = 1.0 if first else min(1.0, took / _MEMORY_S)

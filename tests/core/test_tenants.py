@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvstore.core import actions as ac
+from kvstore.core import devices
 from kvstore.core import events as ev
 from kvstore.core.devices import DEMAND, WRITE_BACK, Device
 from kvstore.core.placement import Limits
@@ -20,6 +21,12 @@ from tests.core.world import World, joined, payload
 A, B, C = 1, 2, 3
 SHARED = 70_000
 DRAM, NVME = 0, 1
+
+
+@pytest.fixture(autouse=True)
+def _tiny_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are of one page here."""
+    monkeypatch.setattr(devices, "MEASURED_BYTES", 1)
 
 
 def world(*tenants: tuple[int, ...], dram: int = 4, nvme: int = 0, **more: object) -> World:
