@@ -184,7 +184,7 @@ class NvmeTier:
             else:
                 failed(TierError(f"extent {extent} cannot be renewed: {error}"))
 
-        del self._formats[extent]
+        self._formats.pop(extent, None)  # it may be uncut
         self._journal.delete_extent(extent)
         self._journal.when_durable(forgotten)
 
