@@ -59,12 +59,12 @@ def settled(client: Client) -> dict[str, object]:
 
 
 def fill(client: Client, n: int, block_bytes: int = BLOCK) -> None:
-    """Puts n blocks that nobody asks for again."""
+    """Stores n blocks that nobody asks for again, however long the disk takes."""
     ns = client.namespace(new_layout(block_bytes))
     keys = names(n, "filler")
     for at in range(0, n, 128):
         part = keys[at : at + 128]
-        ns.put(part, payloads(part, block_bytes))
+        eventually(lambda part=part: not ns.put(part, payloads(part, block_bytes)).denied, 60.0)
 
 
 # -- keeping

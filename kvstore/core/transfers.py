@@ -196,8 +196,13 @@ class Transfers:
         return n
 
     def moves(self, namespace: int) -> bool:
-        """Whether blocks of a namespace are being copied within tier 0."""
-        return any(t.namespace == namespace and t.source == t.target for t in self.under_way.values())
+        """Whether blocks of a namespace are being copied within tier 0, or leave it when they are written."""
+        moving = self._r.blocks.moving
+        return any(
+            t.source == t.target or (t.source == 0 and bool((moving[t.rows[t.alive]] & DEMOTE).any()))
+            for t in self.under_way.values()
+            if t.namespace == namespace
+        )
 
     def cancel_promotions(self, namespace: int) -> Rows:
         """Has no copy into tier 0 of blocks of a namespace arrive; which blocks were on their way."""

@@ -563,6 +563,29 @@ def test_a_write_that_was_under_way_is_not_lost() -> None:
     assert all((A, b"k%d" % i) in w.records for i in range(6))
 
 
+def test_publication_is_answered_when_what_was_being_written_can_be_read() -> None:
+    w = world((A,), (B,), nvme=8)
+    keys = [b"k%d" % i for i in range(3)]
+    for key in keys:
+        assert w.put(0, A, [key]) == 1
+    assert {(c.source, c.target) for c in w.copies.values()} == {(0, 1)}
+    w.publish(A, SHARED)
+    published = w.last_request
+    for _ in range(20):
+        w.now += 0.05
+        w.send(ev.Tick())
+        assert published not in w.answers
+    w.pass_time(1)
+    assert published in w.answers
+    for key in keys:
+        assert w.acquire(1, A, [key], 5.0, tenant=B) is None
+        theirs = w.last_request
+        w.pass_time(1)
+        grant = w.answers[theirs]
+        assert isinstance(grant, ac.Grant)
+        assert w.read(A, [key], grant) == [payload(A, key)]
+
+
 def test_what_is_committed_into_the_old_domain_moves_on() -> None:
     w = world((A,), (B,))
     room = w.reserve(0, A, [b"a"])

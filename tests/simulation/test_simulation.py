@@ -216,13 +216,14 @@ def no_limits(patch: Patch) -> None:
 
 
 def taken_floors(patch: Patch) -> None:
-    """Who wants an extent takes it from whoever has one."""
+    """Who wants an extent takes it from whoever has one, and nobody looks again."""
 
     def giver(self: Holdings, taker: int, now: float) -> int | None:
         others = [t for t in range(len(self.extents)) if t != taker and self.extents[t]]
         return others[0] if others else None
 
     patch.setattr(Holdings, "giver", giver)
+    patch.setattr(Holdings, "is_at_floor", lambda self, tenant: False)
 
 
 def blocks_for_ever(patch: Patch) -> None:
