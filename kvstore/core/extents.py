@@ -10,6 +10,7 @@ Not covered: what the bytes are, and where they physically are; the shell knows 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -57,33 +58,34 @@ class SlotClass:
 
 
 class Extents:
-    """Extents of `extent_bytes` up to `limit_bytes`. `max_slots` bounds the columns.
+    """Extents of `extent_bytes` up to `limit_bytes`, which have no more than `max_slots` slots together.
 
     `promised` has extents that are a tenant's, but not cut yet; `renewing` those that are being made anew,
     and for whom (-1: nobody); from those that are `leaving` nothing is handed out.
     `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
-    No extent has more slots than its part of the columns, so that one tenant's tiny blocks do not keep others
-    from cutting theirs. `slotless` counts how often one could not be cut all the same: numbers of slots come
-    in runs, and those left were too short.
+    No extent has more slots than its part of them, so that one tenant's tiny blocks do not keep others from
+    cutting theirs.
     """
 
     def __init__(self, limit_bytes: int, extent_bytes: int, table: bool, max_slots: int, tier: int) -> None:
         self.limit_bytes = limit_bytes
         self.extent_bytes = extent_bytes
         self.table = table
+        extents = max(1, limit_bytes // extent_bytes)
+        self._most_in_one = max(1, max_slots // extents)
         # Zero pages at full length, of which `owner`, `refs` and `record` show what is in use: nothing is
-        # ever copied to make room for more.
+        # ever copied to make room for more. Twice what can be in use: then the n gaps between n - 1 extents
+        # are more than n extents long in all, and one of them has room for one more.
+        length = 2 * extents * self._most_in_one
         self._columns = (
-            np.zeros(max_slots, np.int32),
-            np.zeros(max_slots, np.int32),
-            np.zeros(max_slots, SLOT_RECORD),
+            np.zeros(length, np.int32),
+            np.zeros(length, np.int32),
+            np.zeros(length, SLOT_RECORD),
         )
-        self._max_slots = max_slots
-        self._most_in_one = max(1, max_slots // max(1, limit_bytes // extent_bytes))
         self._show(0)
         self._tier = tier
         self._base: dict[int, int] = {}
-        self._ranges: list[tuple[int, int]] = []
+        self._gaps: list[tuple[int, int]] = [(0, length)]
         self.unassigned: list[int] = []
         self.promised: dict[int, list[int]] = {}
         self.ready: set[int] = set()
@@ -96,7 +98,6 @@ class Extents:
         self._class_numbers = 0
         self.holdings = Holdings(extent_bytes)
         self.retired: set[int] = set()
-        self.slotless = 0
 
     # -- extents
 
@@ -179,10 +180,7 @@ class Extents:
             if not slots or not (own or self.holdings.may_hold_one_more(pool.tenant, len(self.unassigned))):
                 return None
             extent = own[-1] if own else self.unassigned[-1]
-        base = self._range(slots)
-        if base is None:
-            self.slotless += 1
-            return None
+        base = self._take_range(slots)
         if extent in own:
             own.remove(extent)
         else:
@@ -263,27 +261,25 @@ class Extents:
         """How many slots have no other reference than that they are retired."""
         return int((self.refs[self._retired_in(span)] == 1).sum()) if self.retired else 0
 
-    def _range(self, count: int) -> int | None:
-        for i, (base, length) in enumerate(self._ranges):
-            if length >= count:
-                del self._ranges[i]
-                if length > count:
-                    self._ranges.append((base + count, length - count))
-                return base
-        base, end = len(self.owner), len(self.owner) + count
-        if end > self._max_slots:
-            return None
-        self._show(end)
-        self.owner[base:end] = -1
+    def _take_range(self, count: int) -> int:
+        """The first flat number of so many in a row, the lowest that are free."""
+        i = next(i for i, (_, length) in enumerate(self._gaps) if length >= count)
+        base, length = self._gaps.pop(i)
+        if length > count:
+            self._gaps.insert(i, (base + count, length - count))
+        shown, end = len(self.owner), base + count
+        if end > shown:
+            self._show(end)
+            self.owner[shown:] = -1
         return base
 
     def _give_range_back(self, base: int, length: int) -> None:
-        """Makes one range of those that touch it: or slots of other sizes would leave ever smaller ones."""
-        for start, count in list(self._ranges):
+        """Makes one gap of those that touch it."""
+        for start, count in list(self._gaps):
             if start + count == base or base + length == start:
-                self._ranges.remove((start, count))
+                self._gaps.remove((start, count))
                 base, length = min(base, start), length + count
-        self._ranges.append((base, length))
+        bisect.insort(self._gaps, (base, length))
 
     def _show(self, end: int) -> None:
         owner, refs, record = self._columns

@@ -414,7 +414,6 @@ class Shell:
             "blocks": sum(len(p) for p in state.policies.values()),
             "extents": _by_size(e),
             "retired_slots": len(e.retired),
-            "extents_not_cut": e.slotless,
             "bandwidth_bytes_per_s": round(state.device.bandwidth(self.now())),
             "writable": state.device.takes_writes,
             "readable": state.device.readable,

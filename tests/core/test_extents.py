@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -19,8 +19,7 @@ EXTENT = 12 * ALIGN
 
 
 def make(extents: int = 4, table: bool = False, max_slots: int = 1 << 12) -> Extents:
-    more = {"tier": 1} if "tier" in inspect.signature(Extents).parameters else {}
-    made = Extents(extents * EXTENT, EXTENT, table, max_slots, **more)
+    made = Extents(extents * EXTENT, EXTENT, table, max_slots, tier=1)
     for number in range(extents):
         made.add(number)
     return made
@@ -35,8 +34,7 @@ def checksums(n: int) -> np.ndarray:
 
 
 def own(extents: Extents, numbers: np.ndarray, rows: np.ndarray) -> None:
-    more = (checksums(len(rows)),) if len(inspect.signature(extents.own).parameters) > 2 else ()
-    extents.own(numbers, rows, *more)
+    extents.own(numbers, rows, checksums(len(rows)))
 
 
 def place(extents: Extents, number: int) -> tuple[int, int]:
@@ -142,6 +140,18 @@ def test_slots_are_bounded_and_every_extent_has_its_part() -> None:
         True,
         False,
     ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 5, 7, 12])), max_size=60))
+def test_an_extent_can_always_be_cut_whatever_was_cut_before(steps: list[tuple[int, int]]) -> None:
+    e = make(4, max_slots=24)
+    for extent, pages in steps:
+        if extent not in e.unassigned:
+            e.leave(extent)
+            e.withdraw(extent)
+        assert e.assign(Pool(0, 0, pages * ALIGN), extent) == extent
+        spans = sorted((e.span(i).start, e.span(i).stop) for i in range(4) if i not in e.unassigned)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_start_up_claims_slots_where_they_are() -> None:

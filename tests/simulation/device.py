@@ -189,6 +189,7 @@ class SimEngine:
         self._disk = disk
         self._process = process
         self._under_way: dict[_Part, None] = {}
+        self._refused: list[_Batch] = []
         self._closed = False
 
     def submit(
@@ -202,7 +203,8 @@ class SimEngine:
         batch = _Batch(list(ios), done, [None] * len(ios), 0)
         if not ios or disk.faults.hits(disk.dice, "queue_full"):
             batch.errors = [OSError(errno.EAGAIN, "too much waits for the device") for _ in ios]
-            self._process.call_later(disk.delay(), self._end, batch)
+            self._refused.append(batch)
+            self._process.call_later(disk.delay(), self._refuse, batch)
             return
         for i, io in enumerate(ios):
             fault = self._draw(io)
@@ -265,6 +267,11 @@ class SimEngine:
                 data[self._disk.dice.randrange(len(data))] ^= 1 << self._disk.dice.randrange(8)
             io.buffer[part.start : stop] = data
 
+    def _refuse(self, batch: _Batch) -> None:
+        if batch in self._refused:
+            self._refused.remove(batch)
+            self._end(batch)
+
     def _end(self, batch: _Batch) -> None:
         batch.done(batch.errors)
 
@@ -282,6 +289,8 @@ class SimEngine:
         self._disk.stalled_until = 0.0
         while self._under_way:
             self._move(next(iter(self._under_way)))
+        while self._refused:
+            self._refuse(self._refused[0])
 
 
 class SimStore:

@@ -54,6 +54,7 @@ FOUND = {
     521: "a look at a block in memory failed when its namespace was forgotten meanwhile",
     1118: "quotas that were read again gave room to a tenant that was being deleted: that never ended",
     9259: "an extent of NVMe changed hands before it had been cut",
+    21796: "a tenant's extent could not be cut: no numbers for its slots were left in a row",
 }
 
 
