@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -142,6 +142,7 @@ def test_slots_are_bounded_and_every_extent_has_its_part() -> None:
     ]
 
 
+@example([(0, 4), (1, 2), (2, 2), (3, 2), (0, 2)])  # three slots are free at each end, and six are wanted
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 5, 7, 12])), max_size=60))
 def test_an_extent_can_always_be_cut_whatever_was_cut_before(steps: list[tuple[int, int]]) -> None:
     e = make(4, max_slots=24)
