@@ -20,7 +20,8 @@ _WAITING_BYTES = 512 << 20
 _READING_BYTES = 8 << 20
 _READING_ALONE_BYTES = 32 << 20
 _ALONE_AFTER_S = 1.0
-_WRITING_BYTES = 64 << 20
+_WRITING_BYTES = 8 << 20
+_WRITING_ALONE_BYTES = 64 << 20
 _ASIDE_BYTES = 4 << 20
 _FAILURES_TO_OPEN = 8
 _OPEN_FOR_S = 30.0
@@ -65,7 +66,7 @@ class Device:
         self.fenced = False
         self.quiet_since = 0.0
         self._asker = -1
-        self._shared_until = 0.0
+        self._shared_until = self._asked_until = 0.0
         self.writes, self.reads = Breaker(), Breaker()
         self._bandwidth = self._best = _FIRST_GUESS
         self._measured_at = -math.inf
@@ -92,8 +93,10 @@ class Device:
 
     def put(self, now: float, tenant: int, kind: int, nbytes: int, number: int) -> bool:
         """Queues a copy; False if its tenant has too many bytes queued in this class."""
-        if kind == DEMAND and tenant != self._asker:
-            self._asker, self._shared_until = tenant, now + _ALONE_AFTER_S
+        if kind == DEMAND:
+            self._asked_until = now + _ALONE_AFTER_S
+            if tenant != self._asker:
+                self._asker, self._shared_until = tenant, now + _ALONE_AFTER_S
         return self.queue.put(tenant, kind, nbytes, number)
 
     def next(self, now: float) -> Iterator[tuple[int, int, int]]:
@@ -119,8 +122,12 @@ class Device:
         # Who reads alone need not come back here after every few pieces.
         if demand + prefetch < (_READING_BYTES if now < self._shared_until else _READING_ALONE_BYTES):
             kinds = [DEMAND, PREFETCH]
-        hurry = demand or self.queue.waiting(DEMAND)
-        if writing + scrub < (_ASIDE_BYTES if hurry else _WRITING_BYTES):
+        if demand or self.queue.waiting(DEMAND):
+            most_aside = _ASIDE_BYTES
+        else:
+            # Whoever asks next waits for all of it.
+            most_aside = _WRITING_BYTES if now < self._asked_until else _WRITING_ALONE_BYTES
+        if writing + scrub < most_aside:
             kinds += [WRITE_BACK, SCRUB]
         return kinds
 

@@ -109,7 +109,7 @@ class Eviction:
         r, policy = self._r, self._r.policy(tier, pool)
         budget = 4 * n + _SCAN_MIN
         while n > 0 and budget > 0:
-            rows = policy.coldest(min(max(n, 16), budget))
+            rows = policy.coldest(min(max(n, _SCAN_MIN), budget))
             if not len(rows):
                 return
             budget -= len(rows)
@@ -123,7 +123,7 @@ class Eviction:
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
-            writing = busy[(r.blocks.moving[busy] & WRITING) > 0]
+            writing = busy[(r.blocks.moving[busy] & WRITING) > 0][: max(n, 0)]
             r.blocks.moving[writing] |= DEMOTE
             policy.defer(busy)
             n -= len(writing)

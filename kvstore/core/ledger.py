@@ -29,9 +29,10 @@ _RETRY_S = 0.05
 
 @dataclass(slots=True)
 class Lease:
-    """Slots of tier 0 that a reader may look at."""
+    """Slots of tier 0 that a reader may look at, and whose they are."""
 
     client: int
+    tenant: int
     slots: Picked
 
 

@@ -50,6 +50,7 @@ _FREES = {
     ev.Tick,
 }
 """Events after which somebody who waits may go on."""
+_NOBODY = -1
 
 
 class Placement:
@@ -107,13 +108,30 @@ class Placement:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
         self.residency.settle()
         self.residency.now = now
-        copied = self.transfers.under_way.get(event.transfer) if isinstance(event, ev.CopyDone) else None
+        frees = type(event) in _FREES
+        whose = self._whose_room(event) if frees else None
         self._handlers[type(event)](event, now)
-        if type(event) in _FREES:
-            self._go_on(now, copied.pool.tenant if copied is not None else None)
+        if frees:
+            self._go_on(now, whose)
         self.transfers.start()
         actions, self.residency.out = self.residency.out, []
         return actions
+
+    def _whose_room(self, event: ev.Event) -> int | None:
+        """The only tenant for whom an event, about to be handled, may make room; None: it may be anybody."""
+        if isinstance(event, ev.CopyDone):
+            copied = self.transfers.under_way.get(event.transfer)
+            return copied.pool.tenant if copied is not None else None
+        if isinstance(event, ev.Release):
+            lease = self.ledger.leases.get(event.lease)
+            return lease.tenant if lease is not None else _NOBODY
+        if isinstance(event, ev.Commit) and event.written.all():
+            # All that was reserved stays in use.
+            return _NOBODY
+        if isinstance(event, ev.Commit | ev.Abort):
+            reservation = self.ledger.reservations.get(event.lease)
+            return reservation.pool.tenant if reservation is not None else _NOBODY
+        return None
 
     def next_wakeup(self) -> float | None:
         """When a Tick is due at the latest, or None."""

@@ -171,7 +171,7 @@ class Reads:
             extents.release(slots)
             return self._ledger.deny_hold(event.request)
         if lease:
-            self._ledger.leases[lease] = Lease(event.client, slots)
+            self._ledger.leases[lease] = Lease(event.client, space.tenant, slots)
         slots_told = extents.record[slots].copy()
         if tiers is None:
             r.counters[self._hit_names[0]] += n
