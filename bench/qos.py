@@ -1,16 +1,20 @@
 """qos: what a tenant notices of another one that asks for all it can get, and of a device that hangs.
 
-Each figure of the victim is taken beside what it is without the aggressor. Without the scheduler: both use
-one tenant's token, so that their requests and copies wait in one queue, first come, first served.
+Each figure of the victim is taken beside what it is without the aggressor, in several rounds: the ratio is
+the middle one of theirs. Without the scheduler: both use one tenant's token, so that their requests and
+copies wait in one queue, first come, first served.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.harness import GIB, MIB, Bench, Result, Target, quantile
@@ -39,12 +43,34 @@ LAYOUT = Layout(model="bench", block_bytes=MIB)
 SMALL = Layout(model="bench-small", block_bytes=64 << 10)
 PACE_S = 0.002
 CALLS, CALLERS = 2000, 16
+ROUNDS = 5
 _WARM_UP_S = 1.0
 _TIMES = 1.5
 _SHARE = 0.9 / 2
+_ASKED = 0.9
 
 Aggressor = tuple[str, Load, tuple[object, ...]]
 """What it is called, what it runs, with what (the first argument, its site, comes before)."""
+
+
+@dataclass(slots=True)
+class Latencies:
+    """The victim's calls that got all they asked for, in µs, by load, a dictionary a round."""
+
+    rounds: list[dict[str, list[float]]]
+    incomplete: Counter[str] = field(default_factory=Counter)
+
+    def median(self, load: str, share: float) -> float:
+        """The middle round's quantile."""
+        return statistics.median(_quantile(figures[load], share) for figures in self.rounds)
+
+    def ratios(self, load: str, reference: str, share: float) -> list[float]:
+        """Each round's quantile under one load over that under another."""
+        return [_quantile(f[load], share) / _quantile(f[reference], share) for f in self.rounds]
+
+
+def _quantile(figures: list[float], share: float) -> float:
+    return quantile(figures, share) if figures else math.nan
 
 
 def run(bench: Bench) -> Iterator[Result]:
@@ -116,20 +142,20 @@ def _requests(bench: Bench) -> Iterator[Result]:
         chains, batch = new_chains(8, CHAIN), new_chains(1, 1024)[0]
         fill(mine, chains)
         victim = (paced, (mine, chains, PACE_S))
-        alone: list[Aggressor] = []
-        loads = {
-            "alone": alone,
+        loads: dict[str, list[Aggressor]] = {
+            "alone": [],
             "beside-burners": [("burn", burn, ())] * FLOODS,
             "beside-flood": [("flood", flood, (theirs, batch, 64))] * FLOODS,
-            "unscheduled": [("flood", flood, (mine, batch, 64))] * FLOODS,
         }
-        p99 = _p99(bench, "zero-copy", loads, victim, 0.25)
+        ours = _victim(bench, "zero-copy", loads, victim)
+        loads = {"unscheduled": [("flood", flood, (mine, batch, 64))] * FLOODS}
+        one = _victim(bench, "zero-copy", loads, victim, 1)
     for reference, target in (("alone", Target("<=", _TIMES)), ("beside-burners", None)):
-        yield _line(f"qos/zero-copy-p99/against-{reference}", p99, "beside-flood", reference, target)
+        yield _line(f"qos/zero-copy-p99/against-{reference}", ours, reference, target, one)
 
 
 def _device(bench: Bench, folder: Path) -> Iterator[Result]:
-    """Chains that are on NVMe only, at just under half of what the device gives, then as fast as it goes."""
+    """Chains that are on NVMe only, as fast as it goes, then at just under the victim's share."""
     # More than DRAM holds, and in turn, so that each is on NVMe only when it is asked for.
     n = NVME_BYTES * 3 // 10 // MIB // DEVICE_CHAIN
     with _served(settings(folder)) as daemon:
@@ -141,8 +167,6 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
         with Client(daemon.url, "", deadline_s=30.0) as client:  # an operator
             wait_until(client, lambda status: not status["copies_under_way"])
         greedy = (closed, (mine, my_chains, READERS))
-        alone = _rate(0.25 * bench.seconds, greedy, [])
-        pace_s = 1.0 / (0.45 * alone)
         kinds: dict[str, dict[str, list[Aggressor]]] = {
             "reads": {
                 "scheduled": [("closed", closed, (theirs, their_chains, 2 * READERS))],
@@ -154,28 +178,35 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
             },
         }
         for kind, loads in kinds.items():
+            rates: list[tuple[float, float]] = []
+            for number in range(ROUNDS):
+                bench.doing(f"throughput beside {kind}, round {number + 1} of {ROUNDS}")
+                alone = _rate(0.25 * bench.seconds, greedy, [])
+                rates.append((_rate(0.25 * bench.seconds, greedy, loads["scheduled"]), alone))
+            scheduled, alone = (statistics.median(each) for each in zip(*rates, strict=True))
+            # Its share is half, of what there is when both are at work: beyond that everybody's queue grows.
+            pace_s = 1.0 / (_ASKED * min(alone / 2, scheduled))
             victim = (paced, (mine, my_chains, pace_s, READERS))
             everything: dict[str, list[Aggressor]] = {
                 "alone": [],
                 "beside-burners": [("burn", burn, ())] * FLOODS,
                 "beside-flood": loads["scheduled"],
             }
-            p99 = _p99(bench, f"nvme beside {kind}", everything, victim, 0.25)
-            scheduled = _rate(0.25 * bench.seconds, greedy, loads["scheduled"])
+            ours = _victim(bench, f"nvme beside {kind}", everything, victim)
             # Last: one tenant's puts are at the expense of its own blocks.
-            p99 |= _p99(bench, f"nvme beside {kind}", {"unscheduled": loads["unscheduled"]}, victim, 0.25)
+            one = _victim(bench, f"nvme beside {kind}", {"unscheduled": loads["unscheduled"]}, victim, 1)
             unscheduled = _rate(0.25 * bench.seconds, greedy, loads["unscheduled"])
             for reference, target in (("alone", Target("<=", _TIMES)), ("beside-burners", None)):
                 name = f"qos/nvme-p99-beside-{kind}/against-{reference}"
-                yield _line(name, p99, "beside-flood", reference, target)
+                yield _line(name, ours, reference, target, one)
             gib = DEVICE_CHAIN * LAYOUT.block_bytes / GIB
             yield Result(
                 f"qos/nvme-throughput/beside-{kind}",
                 scheduled * gib,
                 "GiB/s",
                 alone * gib,
-                scheduled / alone,
-                1,
+                statistics.median(ours / theirs for ours, theirs in rates),
+                ROUNDS,
                 target=Target(">=", _SHARE),
                 extra={"unscheduled": unscheduled * gib, "unscheduled_is": "one tenant's token"},
             )
@@ -209,37 +240,45 @@ def _stalled(bench: Bench, folder: Path) -> Iterator[Result]:
     )
 
 
-def _p99(
+def _victim(
     bench: Bench,
     what: str,
     loads: dict[str, list[Aggressor]],
     victim: tuple[Load, tuple[object, ...]],
-    share: float,
-) -> dict[str, float]:
-    """The victim's 99th percentile in µs under each load."""
-    p99 = {}
-    for name, others in loads.items():
-        bench.doing(f"{what}, {name}")
-        took, _ = _measured(share * bench.seconds / 2 + 0.5, victim, others)
-        whole = [1e6 * s for s in took if not math.isnan(s)]
-        p99[name] = quantile(whole, 0.99) if whole else math.nan
-        p99[f"{name}, incomplete"] = len(took) - len(whole)
-    return p99
+    rounds: int = ROUNDS,
+) -> Latencies:
+    """The victim's latencies under each load, in each round."""
+    latencies = Latencies([])
+    for number in range(rounds):
+        latencies.rounds.append({})
+        for name, others in loads.items():
+            bench.doing(f"{what}, {name}, round {number + 1} of {rounds}")
+            took, _ = _measured(0.25 * bench.seconds + 0.5, victim, others)
+            whole = [1e6 * s for s in took if not math.isnan(s)]
+            latencies.rounds[-1][name] = whole
+            latencies.incomplete[name] += len(took) - len(whole)
+    return latencies
 
 
-def _line(name: str, p99: dict[str, float], ours: str, reference: str, target: Target | None) -> Result:
+def _line(name: str, ours: Latencies, reference: str, target: Target | None, one: Latencies) -> Result:
+    """`one`: the latencies when both are one tenant."""
+    ratios = ours.ratios("beside-flood", reference, 0.99)
     return Result(
         name,
-        p99[ours],
+        ours.median("beside-flood", 0.99),
         "µs",
-        p99[reference],
-        p99[ours] / p99[reference],
-        1,
+        ours.median(reference, 0.99),
+        statistics.median(ratios),
+        len(ratios),
         target=target,
         extra={
-            "incomplete": p99[f"{ours}, incomplete"],
-            "unscheduled": p99["unscheduled"],
-            "unscheduled_incomplete": p99["unscheduled, incomplete"],
+            "lowest_ratio": min(ratios),
+            "highest_ratio": max(ratios),
+            "ratio_p50": statistics.median(ours.ratios("beside-flood", reference, 0.5)),
+            "ratio_p90": statistics.median(ours.ratios("beside-flood", reference, 0.9)),
+            "incomplete": ours.incomplete["beside-flood"],
+            "unscheduled": one.median("unscheduled", 0.99),
+            "unscheduled_incomplete": one.incomplete["unscheduled"],
             "unscheduled_is": "one tenant's token",
         },
     )

@@ -16,6 +16,7 @@ DEMAND, PREFETCH, WRITE_BACK, SCRUB = range(4)
 
 _WEIGHTS = (16.0, 4.0, 4.0, 1.0)
 _QUANTUM_BYTES = 4 << 20
+_SAVED_BYTES = 32 << 20
 _WAITING_BYTES = 512 << 20
 _READING_BYTES = 8 << 20
 _READING_ALONE_BYTES = 32 << 20
@@ -60,7 +61,7 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.queue: Fair[int] = Fair(_WEIGHTS, _QUANTUM_BYTES, _WAITING_BYTES)
+        self.queue: Fair[int] = Fair(_WEIGHTS, _QUANTUM_BYTES, _WAITING_BYTES, _SAVED_BYTES)
         self.moving = 0
         self.bytes_moving = [0, 0, 0, 0]
         self.fenced = False

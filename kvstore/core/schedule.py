@@ -1,15 +1,17 @@
 """Who goes next: fair turns of tenants within a class of work, and of the classes among each other.
 
 Tenants share a class by deficit round robin, weighted (Shreedhar and Varghese, "Efficient Fair Queuing using
-Deficit Round Robin", 1995), and one that comes with an empty queue goes first, once, as in FQ-CoDel
-(RFC 8290, section 4.2). Classes share by start-time fair queuing (Goyal, Vin and Cheng, 1996), which is exact
-to one item and looks at all of them: there are few.
+Deficit Round Robin", 1995). One that comes with an empty queue goes before the round, as in FQ-CoDel (RFC
+8290, section 4.2), until it has made up for what it left to the others lately: so bursts of a tenant that
+uses no more than its share hardly wait. Classes share by start-time fair queuing (Goyal, Vin and Cheng,
+1996), which is exact to one item and looks at all of them: there are few.
 
-With q = `quantum` x weight, c = the cost of the dearest item, while something is always queued:
+With q = `quantum` x weight, s = `saved` x weight, c = the cost of the dearest item, while something is always
+queued:
 
     shares      what two tenants of the round get, by weight, differs by at most quantum + c/weight + c/weight
-    sparse      a newcomer waits for no tenant of the round, only for q + c of every newcomer before it
-    round       for its next q, anyone waits at most for 2 (q + c) of every other tenant
+    sparse      a newcomer waits for no tenant of the round, only for q + c of every other newcomer at a time
+    round       for its next q, anyone waits at most for 2 (q + c) + s + c of every other tenant
     classes     what two classes get, by weight, differs by at most c/weight + c/weight
     cap         over any time t a tenant gets at most rate x t + max(burst, c)
 
@@ -52,11 +54,15 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
-    """What a tenant has queued in a class. It exists while it is in a list of its class, or parked."""
+    """What a tenant has queued in a class. It exists while it is in a list of its class, or parked.
+
+    `got`: what it has got, by weight, on the scale of the class's `level`; kept while it is fresh.
+    """
 
     number: int
     tenant: _Tenant
     deficit: float
+    got: float
     items: deque[tuple[int, T]] = field(default_factory=deque)
     waiting: int = 0
     parked: bool = False
@@ -66,16 +72,21 @@ class _Flow(Generic[T]):
 class _Class(Generic[T]):
     """`fresh` flows go before those of the `round`. `start` is its virtual time, in cost by weight.
 
-    `backlog` counts flows that have something queued, `active` is the sum of their weights.
+    `level` is what tenants of the round have got, by weight. `gone` says the same of those that left lately;
+    who is not there has all that can be saved. `backlog` counts flows that have something queued, `active` is
+    the sum of their weights.
     """
 
     kind: int
     weight: float
+    saved: float
     start: float = 0.0
+    level: float = 0.0
     waiting: int = 0
     backlog: int = 0
     active: float = 0.0
     flows: dict[int, _Flow[T]] = field(default_factory=dict)
+    gone: dict[int, float] = field(default_factory=dict)
     fresh: deque[_Flow[T]] = field(default_factory=deque)
     round: deque[_Flow[T]] = field(default_factory=deque)
 
@@ -87,22 +98,40 @@ class _Class(Generic[T]):
         self.backlog -= 1
         self.active -= flow.tenant.weight
         if not self.backlog:
-            # Nobody waits, so there is nobody to be fair to.
             self.active = 0.0
-            for each in itertools.chain(self.fresh, self.round):
-                del self.flows[each.number]
-            self.fresh.clear()
-            self.round.clear()
+            for flows in (self.fresh, self.round):
+                while flows:
+                    self.leave(flows)
+
+    def come(self, number: int, tenant: _Tenant, quantum: float) -> _Flow[T]:
+        """A tenant has something queued that had nothing in any list."""
+        got = max(self.gone.pop(number, -math.inf), self.level - self.saved)
+        flow = self.flows[number] = _Flow(number, tenant, quantum, got)
+        (self.fresh if got < self.level else self.round).append(flow)
+        return flow
+
+    def leave(self, flows: deque[_Flow[T]]) -> None:
+        """The flow at the head of a list has nothing queued any more."""
+        flow = flows.popleft()
+        del self.flows[flow.number]
+        left = self.level - flow.deficit / flow.tenant.weight
+        self.gone[flow.number] = flow.got if flows is self.fresh else left
+        for number, got in list(itertools.islice(self.gone.items(), 2)):
+            if got <= self.level - self.saved:
+                del self.gone[number]
 
 
 class Fair(Generic[T]):
     """Queues of items with costs, by tenant and class (`kind`, counted from 0)."""
 
-    def __init__(self, class_weights: Sequence[float], quantum: int, limit: int) -> None:
-        """A tenant of weight 1 gets `quantum` a round, and may have `limit` queued in each class."""
+    def __init__(self, class_weights: Sequence[float], quantum: int, limit: int, saved: int) -> None:
+        """A tenant of weight 1 gets `quantum` a round, and may have `limit` queued in each class.
+
+        Of what it leaves to others while it has nothing queued, it gets up to `saved` when it comes back.
+        """
         self._quantum = quantum
         self._limit = limit
-        self._classes: list[_Class[T]] = [_Class(kind, w) for kind, w in enumerate(class_weights)]
+        self._classes: list[_Class[T]] = [_Class(kind, w, saved) for kind, w in enumerate(class_weights)]
         self._tenants: dict[int, _Tenant] = {}
         self._parked: list[tuple[float, int, _Class[T], _Flow[T]]] = []
         self._sequence = itertools.count()
@@ -136,8 +165,7 @@ class Fair(Generic[T]):
         flow = c.flows.get(tenant)
         if flow is None:
             who = self._tenants.get(tenant) or _Tenant()
-            flow = c.flows[tenant] = _Flow(tenant, who, self._quantum * who.weight)
-            c.fresh.append(flow)
+            flow = c.come(tenant, who, self._quantum * who.weight)
         elif flow.items and flow.waiting + cost > self._limit:
             return False
         if not flow.items:
@@ -171,6 +199,10 @@ class Fair(Generic[T]):
             c.start = max(c.start, chosen.start)
         flow = (chosen.fresh or chosen.round)[0]
         cost, item = flow.items.popleft()
+        if chosen.fresh:
+            flow.got += cost / flow.tenant.weight
+        else:
+            chosen.level += cost / chosen.active
         chosen.start += cost / chosen.weight
         chosen.waiting -= cost
         flow.waiting -= cost
@@ -184,20 +216,20 @@ class Fair(Generic[T]):
         """Whether somebody of a class may go now; then it is at the head of `fresh`, or else of `round`."""
         while flows := c.fresh or c.round:
             flow = flows[0]
-            if flow.deficit <= 0:
-                flow.deficit += self._quantum * flow.tenant.weight
+            if flows is c.fresh and flow.items and flow.got >= c.level:
                 c.round.append(flows.popleft())
+            elif flow.deficit <= 0 and (flow.items or flows is c.round):
+                # Who was dear pays before it leaves the round.
+                flow.deficit += self._quantum * flow.tenant.weight
+                flows.rotate(-1)
             elif flow.items:
                 at = flow.tenant.may_go_at(flow.items[0][0])
                 if at <= now:
                     return True
                 flow.parked = True
                 heapq.heappush(self._parked, (at, next(self._sequence), c, flows.popleft()))
-            elif flows is c.fresh:
-                # Only who has been through the round comes first again.
-                c.round.append(flows.popleft())
             else:
-                del c.flows[flows.popleft().number]
+                c.leave(flows)
         return False
 
     def _unpark(self, c: _Class[T], flow: _Flow[T]) -> None:

@@ -28,8 +28,10 @@ kinds = st.integers(0, 2)
 randoms = st.integers(0, 1 << 32).map(Random)
 
 
-def fair(classes: tuple[float, ...] = (1.0,), limit: int = PLENTY, quantum: int = QUANTUM) -> Fair[Any]:
-    return Fair(classes, quantum, limit)
+def fair(
+    classes: tuple[float, ...] = (1.0,), limit: int = PLENTY, quantum: int = QUANTUM, saved: int = 16
+) -> Fair[Any]:
+    return Fair(classes, quantum, limit, saved)
 
 
 @given(st.lists(st.tuples(st.booleans(), tenants, kinds, costs), max_size=200), st.integers(20, 60))
@@ -157,6 +159,65 @@ def test_a_tenant_is_a_newcomer_only_after_it_was_through_the_round() -> None:
         last = taken[0]
         got[last] += 1
     assert got[9] <= got[0] + 4 + 2 * 1
+
+
+def test_who_left_its_share_to_others_gets_it_at_once_when_it_comes_back() -> None:
+    f = fair(quantum=4, saved=40)
+    for _ in range(200):
+        f.put(0, 0, 1, None)
+    f.put(1, 0, 1, None)
+    assert f.take(0.0) is not None
+    served(f, 100, lambda *_: 1)
+    while f.waiting(0, 1):
+        f.take(0.0)
+    for _ in range(30):
+        assert f.take(0.0) is not None
+    for _ in range(60):
+        f.put(1, 0, 1, None)
+    order = [taken[0] for _ in range(60) if (taken := f.take(0.0))]
+    # What the other got meanwhile, and then turns of a quantum.
+    assert order[:30] == [1] * 30
+    assert 0 in order[30:40]
+    assert abs(order[40:].count(0) - order[40:].count(1)) <= 8
+
+
+def test_no_more_is_saved_than_the_bound() -> None:
+    f = fair(quantum=4, saved=40)
+    for _ in range(2000):
+        f.put(0, 0, 1, None)
+    for _ in range(1000):
+        f.take(0.0)
+    for _ in range(100):
+        f.put(1, 0, 1, None)
+    order = [taken[0] for _ in range(60) if (taken := f.take(0.0))]
+    assert order[:40] == [1] * 40
+    assert 0 in order[40:48]
+
+
+@given(st.integers(2, 6), randoms)
+def test_many_that_come_and_go_leave_who_always_asks_its_share(n: int, random: Random) -> None:
+    """Their savings do not add up to more than there was."""
+    f = fair(quantum=4, saved=40)
+    got: Counter[int] = Counter()
+    for _ in range(3000):
+        f.put(0, 0, 1, None)
+    for _ in range(3000):
+        for tenant in range(1, n):
+            if not f.waiting(0, tenant) and random.random() < 0.7:
+                f.put(tenant, 0, 1, None)
+        taken = f.take(0.0)
+        assert taken is not None
+        got[taken[0]] += taken[2]
+    assert got[0] >= 3000 / n - 40 * n
+
+
+def test_newcomers_take_turns_among_themselves() -> None:
+    f = fair(quantum=4, saved=40)
+    for tenant in (0, 1):
+        for _ in range(40):
+            f.put(tenant, 0, 1, None)
+    order = [taken[0] for _ in range(16) if (taken := f.take(0.0))]
+    assert order.count(0) == order.count(1) == 8
 
 
 def test_what_was_dearer_than_the_quantum_is_paid_before_the_next_turn() -> None:
