@@ -121,7 +121,6 @@ class Transport:
             self._unread.append((data, fd))
         elif not self._closing:
             self._protocol.data_received(data)
-            self._pass_descriptors()
 
     def pause_reading(self) -> None:
         assert self._unread is None
@@ -204,6 +203,9 @@ class Transport:
         if self._sockets is None:
             self._sockets = socket.socketpair()
             self._sockets[1].setblocking(False)
+        else:
+            # Whatever is about to be sent past the transport.
+            self._owner.call_soon(self._pass_descriptors)
         return self._sockets[0]
 
 
