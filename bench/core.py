@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def run(bench: Bench) -> Iterator[Result]:
     )
 
 
-class _Side:
+class _Side(ABC):
     """Counts every block of an acquire, a release, a reserve and a commit as one operation."""
 
     def __init__(self) -> None:
@@ -74,8 +75,9 @@ class _Side:
             self.asked += len(keys)
             self.found += found
 
+    @abstractmethod
     def _serve(self, keys: list[bytes]) -> tuple[int, int]:
-        raise NotImplementedError
+        """Gets one prompt's stored prefix and puts the rest; how many were found, and stored."""
 
 
 class _Ours(_Side):

@@ -142,9 +142,8 @@ class Placement:
             self.transfers.eviction.wakes_at(),
             self._keeping.wakes_at(),
             self._forgetting.wakes_at(),
+            r.next_unpin,
         )
-        if r.pins:
-            wake = min(wake, *r.pins.values())
         return None if wake == math.inf else wake
 
     def reconfigure(
@@ -285,8 +284,7 @@ class Placement:
         self.transfers.eviction.at(now)
         self._keeping.at(now)
         self._forgetting.at(now)
-        for row in [r for r, until in self.residency.pins.items() if until <= now]:
-            self.residency.unpin(row)
+        self.residency.at(now)
 
     # -- start and stop
 

@@ -5,6 +5,7 @@ Residency knows no client, and decides nothing: who goes to make room is `evicti
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Residency:
         self.spaces: dict[int, Space] = {}
         self.holes: Counter[int] = Counter()
         self.pins: dict[int, float] = {}
+        self.next_unpin = math.inf
         self.pinned_bytes: Counter[int] = Counter()
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
@@ -304,12 +306,23 @@ class Residency:
             self.pinned_bytes[self._pool(row).tenant] += self._pool(row).slot_bytes
         self.blocks.pinned[row] = True
         self.pins[row] = until
+        self.next_unpin = min(self.next_unpin, until)
 
     def unpin(self, row: int) -> None:
         """Undoes pin."""
         self.blocks.pinned[row] = False
         if self.pins.pop(row, None) is not None:
             self.pinned_bytes[self._pool(row).tenant] -= self._pool(row).slot_bytes
+        if not self.pins:
+            self.next_unpin = math.inf
+
+    def at(self, now: float) -> None:
+        """It is `now`: pins whose time is over end. `next_unpin` is no later than the first one does."""
+        if now < self.next_unpin:
+            return
+        for row in [r for r, until in self.pins.items() if until <= now]:
+            self.unpin(row)
+        self.next_unpin = min(self.pins.values(), default=math.inf)
 
     def _pool(self, row: int) -> Pool:
         return self.spaces[int(self.blocks.namespace[row])].pools[0]

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -64,11 +65,12 @@ def run(engine: IOEngine, ios: Sequence[BlockIO]) -> list[int | None]:
     return waiter.outcomes()
 
 
-class IOEngineContract:
+class IOEngineContract(ABC):
     """Run by every engine: a subclass makes one."""
 
+    @abstractmethod
     def make(self) -> IOEngine:
-        raise NotImplementedError
+        """The engine to test."""
 
     @pytest.fixture
     def engine(self) -> Iterator[IOEngine]:
