@@ -56,20 +56,17 @@ class Keeping:
         most = [t.extents.holdings.most(pool.tenant) for t in r.tiers] + [slots * pool.slot_bytes]
         bound = min(min(most) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))
         rows = r.prefix(event.namespace, event.keys)
-        n = 0
-        for row in rows.tolist():
-            if row not in r.pins and r.pinned_bytes[pool.tenant] + pool.slot_bytes > bound:
-                break
-            r.pin(row, max(event.until, r.pins.get(row, 0.0)))
-            n += 1
-        self._ledger.say(Answer(event.request, n))
+        room = max(0, bound - r.pinned_bytes[pool.tenant]) // pool.slot_bytes
+        fits = np.cumsum(~r.blocks.pinned[rows]) <= room
+        rows = rows if fits.all() else rows[: int(fits.argmin())]
+        r.pin(space, rows, event.until)
+        self._ledger.say(Answer(event.request, len(rows)))
 
     def unpin(self, event: ev.Unpin, now: float) -> None:
         if self._ledger.space(event) is not None:
             rows = self._r.prefix(event.namespace, event.keys)
-            pinned = rows[self._r.blocks.pinned[rows]].tolist()
-            for row in pinned:
-                self._r.unpin(row)
+            pinned = rows[self._r.blocks.pinned[rows]]
+            self._r.unpin(pinned)
             self._ledger.say(Answer(event.request, len(pinned)))
 
     def invalidate(self, event: ev.Invalidate, now: float) -> None:

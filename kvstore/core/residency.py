@@ -27,6 +27,8 @@ PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
 
 _LONGEST_CHAIN = 1 << 17
+_UNPINNED_AT_ONCE = 4096
+_NEXT_UNPIN_S = 0.05
 
 
 @dataclass(slots=True)
@@ -139,10 +141,6 @@ class Residency:
         """Whether some tier is, for now."""
         return any(not t.device.readable for t in self.tiers[1:])
 
-    def count_prefix(self, namespace: int, keys: Keys) -> int:
-        """Length of the readable prefix, every key looked at."""
-        return len(self.prefix(namespace, keys))
-
     def search_prefix(self, namespace: int, keys: Keys) -> int:
         """Length of the readable prefix by binary search, log2(n) probes: right if no parent is missing."""
         low, high = 0, keys.n
@@ -243,8 +241,7 @@ class Residency:
     def vanish(self, rows: Rows) -> None:
         """Rows without any copy leave; those with children stay as holes until the children are gone."""
         blocks = self.blocks
-        for row in rows[blocks.pinned[rows]].tolist():
-            self.unpin(row)
+        self.unpin(rows[blocks.pinned[rows]])
         self.count_holes(rows[blocks.state[rows] == HOLE], -1)
         blocks.state[rows] = RESERVED
         while len(rows):
@@ -300,32 +297,37 @@ class Residency:
         self.blocks.parent[rows] = parents
         np.add.at(self.blocks.children, parents[parents >= 0], 1)
 
-    def pin(self, row: int, until: float) -> None:
-        """Keeps a block from eviction."""
-        if row not in self.pins:
-            self.pinned_bytes[self._pool(row).tenant] += self._pool(row).slot_bytes
-        self.blocks.pinned[row] = True
-        self.pins[row] = until
-        self.next_unpin = min(self.next_unpin, until)
+    def pin(self, space: Space, rows: Rows, until: float) -> None:
+        """Keeps blocks of a namespace from eviction until then, or for as long as they are kept already."""
+        pool, pins = space.pools[0], self.pins
+        new = len(rows) - int(np.count_nonzero(self.blocks.pinned[rows]))
+        self.pinned_bytes[pool.tenant] += new * pool.slot_bytes
+        self.blocks.pinned[rows] = True
+        pins.update((row, max(until, pins.get(row, until))) for row in rows.tolist())
+        if len(rows):
+            self.next_unpin = min(self.next_unpin, until)
 
-    def unpin(self, row: int) -> None:
+    def unpin(self, rows: Rows) -> None:
         """Undoes pin."""
-        self.blocks.pinned[row] = False
-        if self.pins.pop(row, None) is not None:
-            self.pinned_bytes[self._pool(row).tenant] -= self._pool(row).slot_bytes
+        if not len(rows):
+            return
+        for space, some in self.by_space(rows):
+            pool = space.pools[0]
+            self.pinned_bytes[pool.tenant] -= len(some) * pool.slot_bytes
+        self.blocks.pinned[rows] = False
+        for row in rows.tolist():
+            del self.pins[row]
         if not self.pins:
             self.next_unpin = math.inf
 
     def at(self, now: float) -> None:
-        """It is `now`: pins whose time is over end. `next_unpin` is no later than the first one does."""
+        """It is `now`: pins whose time is over end, or a little later, so that all are seldom looked at."""
         if now < self.next_unpin:
             return
-        for row in [r for r, until in self.pins.items() if until <= now]:
-            self.unpin(row)
-        self.next_unpin = min(self.pins.values(), default=math.inf)
-
-    def _pool(self, row: int) -> Pool:
-        return self.spaces[int(self.blocks.namespace[row])].pools[0]
+        over = [row for row, until in self.pins.items() if until <= now]
+        self.unpin(np.array(over[:_UNPINNED_AT_ONCE], np.int64))
+        first = min(self.pins.values(), default=math.inf)
+        self.next_unpin = max(first, now + _NEXT_UNPIN_S)
 
     def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Whether nobody uses these rows' copies in a tier, and no pin keeps them."""

@@ -429,6 +429,7 @@ def test_a_pin_can_be_undone_and_lasts_as_long_as_the_longest_asked() -> None:
     keys = full_of(w, 4)
     w.ask(ev.Pin(0, 1, joined(keys[:1]), w.now + 100))
     w.ask(ev.Pin(0, 1, joined(keys[:1]), w.now + 1))
+    w.pass_time(2)
     assert w.p.next_wakeup() == pytest.approx(100, abs=1)
     assert answer_of(w.ask(ev.Unpin(0, 1, joined(keys[:1])))) == 1
     assert answer_of(w.ask(ev.Unpin(0, 1, joined(keys[:1])))) == 0
@@ -441,6 +442,25 @@ def test_pins_leave_half_the_tier_free_to_move() -> None:
     pinned = sum(answer_of(w.ask(ev.Pin(0, 1, joined([k]), w.now + 99))) for k in keys)
     assert 1 <= pinned <= 5
     assert w.put(0, 1, [b"x", b"y"]) == 2
+
+
+def test_pins_end_when_they_were_said_to_in_steps_that_others_hardly_notice() -> None:
+    w = world(dram=2, nvme=8)
+    keys = [b"k%d" % i for i in range(8)]
+    for key in keys:
+        assert w.put(0, 1, [key]) == 1
+    for i, key in enumerate(keys):
+        w.ask(ev.Pin(0, 1, joined([key]), w.now + 1 + i / 1000))
+    r = w.p.residency
+    pinned = len(r.pins)
+    assert pinned > 1
+    ticks = w.pass_time(0.9)
+    assert len(r.pins) == pinned
+    ticks = w.pass_time(0.3)
+    assert not r.pins
+    assert not r.pinned_bytes[0]
+    assert ticks <= 3
+    assert w.p.next_wakeup() is None
 
 
 def test_pinned_blocks_can_be_invalidated() -> None:
