@@ -184,8 +184,8 @@ def _device(bench: Bench, folder: Path) -> Iterator[Result]:
                 alone = _rate(0.25 * bench.seconds, greedy, [])
                 rates.append((_rate(0.25 * bench.seconds, greedy, loads["scheduled"]), alone))
             scheduled, alone = (statistics.median(each) for each in zip(*rates, strict=True))
-            # Its share is half, of what there is when both are at work: beyond that, queues grow. Devices drift,
-            # so what is asked stays away from that.
+            # Its share is half of what there is when both are at work: beyond that, queues grow. Devices
+            # drift, so what is asked stays away from that.
             pace_s = 1.0 / (_ASKED * min(alone / 2, scheduled))
             victim = (paced, (mine, my_chains, pace_s, READERS))
             everything: dict[str, list[Aggressor]] = {
