@@ -384,8 +384,7 @@ class Transfers:
         device.ended(now, t.kind, t.nbytes, (len(results) - failed) * t.pool.slot_bytes)
         breaker = device.writes if t.target > t.source else device.reads
         # A device that answers, if with wrong bytes, is worth asking.
-        refused = int((results == FAILED).sum())
-        if len(results) and breaker.ended(now, refused, len(results)):
+        if len(results) and breaker.ended(now, failed, len(results)):
             self._r.counters["tier_closed"] += 1
 
     # -- worth it
