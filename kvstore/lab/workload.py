@@ -1,0 +1,174 @@
+"""A trace as flat arrays: what is asked for when, a number a block instead of a key.
+
+Built once, kept in a folder and mapped by whoever replays it. Equal numbers mean equal prefixes: a block is
+named by its last id and by the block before it. Every block of a prompt is another one.
+
+Not covered: who sends which request when in traces of conversations (`users`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import KVStoreError, MisuseError
+from kvstore.lab.traces import Session, Trace
+
+Blocks = npt.NDArray[np.int32]
+Names = npt.NDArray[np.uint64]
+_COLUMNS = ("times_s", "input_tokens", "starts", "blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order of their times. Request i asks for `blocks[starts[i]:starts[i + 1]]`.
+
+    Blocks have the numbers below `unique_blocks`, in the order of their first use by any session.
+    """
+
+    block_tokens: int
+    unique_blocks: int
+    times_s: npt.NDArray[np.float64]
+    input_tokens: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    blocks: Blocks
+
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return len(self.times_s)
+
+    @property
+    def accesses(self) -> int:
+        """Blocks that all requests ask for."""
+        return len(self.blocks)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first request to the last."""
+        return float(self.times_s[-1] - self.times_s[0]) if len(self.times_s) else 0.0
+
+    def digest(self) -> str:
+        """Names the contents: 32 hex digits."""
+        state = xxhash.xxh3_128(f"{self.block_tokens} {self.unique_blocks}".encode())
+        for name in _COLUMNS:
+            state.update(np.ascontiguousarray(getattr(self, name)))
+        return state.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Writes the arrays into a folder."""
+        for name in _COLUMNS:
+            np.save(folder / f"{name}.npy", getattr(self, name))
+        np.save(folder / "scalars.npy", np.array([self.block_tokens, self.unique_blocks]))
+
+    @classmethod
+    def load(cls, folder: Path) -> Workload:
+        """Maps what `save` wrote, read-only."""
+        block_tokens, unique_blocks = np.load(folder / "scalars.npy").tolist()
+        columns = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS]
+        return cls(block_tokens, unique_blocks, *columns)
+
+
+class Numbering:
+    """Gives the blocks of prompts their numbers. `block_tokens` is a multiple of the trace's block.
+
+    Ids mean the same in all sessions if they do not have a clock of their own, else within their session.
+    """
+
+    def __init__(self, block_tokens: int, trace_tokens: int) -> None:
+        if block_tokens < 1 or block_tokens % trace_tokens:
+            raise MisuseError(
+                f"blocks of {block_tokens} tokens cannot be made of the trace's {trace_tokens}",
+                f"a multiple, such as {4 * trace_tokens}",
+            )
+        self.block_tokens = block_tokens
+        self.unique = 0
+        self._ids_a_block = block_tokens // trace_tokens
+        self._shared: list[int] = []
+        self._known: dict[tuple[int, int], int] = {}
+
+    def prompts(self, session: Session, shared: float) -> list[Blocks]:
+        """The blocks of each prompt. A share of what its main prompts start with is all sessions'."""
+        if session.own_clock:
+            self._known = {}
+        common = int(shared * session.preamble_tokens) // self.block_tokens
+        models: dict[str, int] = {}
+        latest: dict[tuple[str, bool], tuple[Names, Blocks]] = {}
+        out = []
+        for call in session.calls:
+            salt = models.setdefault(call.model, len(models))
+            step = self._ids_a_block
+            end = call.tokens_in // self.block_tokens * step
+            names = np.array(call.hash_ids[step - 1 : end : step], np.uint64)
+            before = latest.get((call.model, call.main))
+            start = _shared(before[0], names) if before else 0
+            blocks = np.empty(len(names), np.int32)
+            if before:
+                blocks[:start] = before[1][:start]
+            parent = int(blocks[start - 1]) if start else -1 - salt
+            blocks[start:] = self._chain(parent, names[start:].tolist(), start, common if call.main else 0)
+            latest[call.model, call.main] = names, blocks
+            out.append(blocks)
+        return out
+
+    def _chain(self, parent: int, names: list[int], start: int, common: int) -> list[int]:
+        """Numbers of the blocks that follow `parent`, the first of which is the prompt's `start`-th."""
+        out = []
+        for i, name in enumerate(names, start):
+            if i < common:
+                if i == len(self._shared):
+                    self._shared.append(self._next())
+                parent = self._shared[i]
+            else:
+                key = parent, name
+                if key not in self._known:
+                    self._known[key] = self._next()
+                parent = self._known[key]
+            out.append(parent)
+        return out
+
+    def _next(self) -> int:
+        self.unique += 1
+        return self.unique - 1
+
+
+def _shared(a: Names, b: Names) -> int:
+    """How many leading names are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def of_chats(trace: Trace, block_tokens: int) -> Workload:
+    """What a trace of single requests asks for, by its own clock."""
+    numbering = Numbering(block_tokens, trace.block_tokens)
+    prompts, times_s, tokens = [], [], []
+    for session in trace.sessions():
+        prompts += numbering.prompts(session, 0.0)
+        times_s += [call.t for call in session.calls]
+        tokens += [call.tokens_in for call in session.calls]
+    return assemble(numbering, prompts, times_s, tokens)
+
+
+def assemble(
+    numbering: Numbering, prompts: Sequence[Blocks], times_s: Sequence[float], tokens: Sequence[int]
+) -> Workload:
+    """A workload of these prompts, each sent at its time (s), in the order of the times."""
+    if not prompts:
+        raise KVStoreError("the trace holds no requests", "are all of its lines bad?")
+    order = np.argsort(np.array(times_s), kind="stable")
+    sorted_prompts = [prompts[i] for i in order.tolist()]
+    starts = np.concatenate(([0], np.cumsum([len(blocks) for blocks in sorted_prompts]))).astype(np.int64)
+    return Workload(
+        numbering.block_tokens,
+        numbering.unique,
+        np.array(times_s, np.float64)[order],
+        np.array(tokens, np.int64)[order],
+        starts,
+        np.concatenate(sorted_prompts),
+    )
