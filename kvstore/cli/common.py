@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from kvstore.config import Config
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, MisuseError
+
+_T = TypeVar("_T")
 
 
 class Group(TyperGroup):
@@ -35,3 +38,11 @@ DEFAULT_SOCKET = str(Config().daemon.socket)
 def url_of(socket: str) -> str:
     """The URL of a socket that was given as one, or as a path."""
     return socket if "://" in socket else f"unix://{Path(socket).absolute()}"
+
+
+def named(option: str, parse: Callable[[str], _T], text: str) -> _T:
+    """What an option's text means; MisuseError names the option."""
+    try:
+        return parse(text)
+    except MisuseError as e:
+        raise MisuseError(f"{option}: {e.message}", e.hint) from None

@@ -1,26 +1,23 @@
-"""Commands that show and measure: the demo, and the replay of traces."""
+"""Commands that drive a live daemon: the demo, and the replay of traces with real bytes."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvstore import Client
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
 from kvstore.cli.tables import pairs
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
-
-_T = TypeVar("_T")
 
 app = typer.Typer()
 
@@ -64,8 +61,8 @@ def replay(
 
     if not serve and (dram or nvme or data):
         raise MisuseError("--dram, --nvme and --data are for a daemon of the replay's own", "add --serve")
-    options = lab.Options(requests, concurrency, speed, _named("--block-bytes", parse_size, block_bytes))
-    deadline_s = _named("--deadline", parse_duration, deadline)
+    options = lab.Options(requests, concurrency, speed, named("--block-bytes", parse_size, block_bytes))
+    deadline_s = named("--deadline", parse_duration, deadline)
     reader = Trace(trace)
     with ExitStack() as stack:
         url = url_of(socket)
@@ -92,9 +89,9 @@ def replay(
 def _settings(dram: str, nvme: str, data: Path | None) -> dict[str, dict[str, object]]:
     settings: dict[str, dict[str, object]] = {"dram": {}, "nvme": {}}
     if dram:
-        settings["dram"]["limit"] = _named("--dram", parse_size, dram)
+        settings["dram"]["limit"] = named("--dram", parse_size, dram)
     if nvme:
-        settings["nvme"]["limit"] = _named("--nvme", parse_size, nvme)
+        settings["nvme"]["limit"] = named("--nvme", parse_size, nvme)
     if data:
         settings["nvme"]["path"] = data.absolute()
     if settings["nvme"].get("limit") == 0:
@@ -102,13 +99,6 @@ def _settings(dram: str, nvme: str, data: Path | None) -> dict[str, dict[str, ob
             raise MisuseError("--nvme 0 leaves out the tier that --data is for", "drop one of the two")
         del settings["nvme"]
     return settings
-
-
-def _named(option: str, parse: Callable[[object], _T], text: str) -> _T:
-    try:
-        return parse(text)
-    except MisuseError as e:
-        raise MisuseError(f"{option}: {e.message}", e.hint) from None
 
 
 def _unwind_on_sigterm() -> None:

@@ -1,13 +1,15 @@
 """The most that any policy can serve: Belady's rule with bypass, exact for prefix hits.
 
-Of all that was used so far, those blocks are kept whose next use comes soonest. A block's next use never comes
-after its children's, so what is kept of a prompt is always its start, and only numbers count: how many blocks
-are kept for which later request. A request costs a few steps for each run of blocks with the same next use.
+Of all that was used so far, those blocks are kept whose next use comes soonest. A block's next use never
+comes after its children's, so what is kept of a prompt is always its start, and only numbers count: how many
+blocks are kept for which later request. A request costs a few steps for each run of blocks with the same next
+use.
 """
 
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +54,7 @@ def _runs(workload: Workload) -> list[list[tuple[int, int]]]:
     later = next_uses(workload)
     starts = workload.starts.tolist()
     out = []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         requests, counts = np.unique(later[start:end], return_counts=True)
         out.append([(r, n) for r, n in zip(requests.tolist(), counts.tolist(), strict=True) if r != _NEVER])
     return out

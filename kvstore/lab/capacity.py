@@ -46,17 +46,18 @@ Capacities = tuple[Capacity, ...]
 
 
 def parse_capacities(text: str, unique_blocks: int, block_bytes: int) -> Capacities:
-    """The tiers meant by `5%`, `64GiB` or `5%+1TiB`. Raises MisuseError for what is no capacity, or too small."""
+    """The tiers meant by `5%`, `64GiB` or `5%+1TiB`. Raises MisuseError for all else, and too small ones."""
     parts = text.split("+")
     if len(parts) > len(TIERS):
         raise MisuseError(f"{text!r:.80} names {len(parts)} tiers", "there are two: DRAM+NVMe")
     return tuple(
-        _parse_tier(part.strip(), tier, unique_blocks, block_bytes)
+        parse_tier(part.strip(), tier, unique_blocks, block_bytes)
         for part, tier in zip(parts, TIERS, strict=False)
     )
 
 
-def _parse_tier(text: str, tier: Tier, unique_blocks: int, block_bytes: int) -> Capacity:
+def parse_tier(text: str, tier: Tier, unique_blocks: int, block_bytes: int) -> Capacity:
+    """One tier meant by `5%` or `64GiB`."""
     if m := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%", text):
         percent = float(m[1])
         if not 0 < percent <= 100:

@@ -9,12 +9,13 @@ from pathlib import Path
 from kvstore.core.policy import POLICIES
 from kvstore.errors import MisuseError
 from kvstore.lab.belady import Bound
-from kvstore.lab.capacity import Capacities, parse_capacities
+from kvstore.lab.capacity import Capacities, parse_capacities, parse_tier
 from kvstore.lab.grid import Progress, Task, run
 from kvstore.lab.report import BoundPoint, Point, Report, Settings, TraceInfo
 from kvstore.lab.traces import Trace
 from kvstore.lab.users import Crowd, of_conversations
-from kvstore.lab.workload import Workload, of_chats
+from kvstore.lab.workload import of_chats
+from kvstore.types import Tier
 
 AGENT_BLOCK_TOKENS = 256
 _CHECKED_OPTIONS = {"write_policy": ("write_through", "on_evict")}
@@ -36,7 +37,10 @@ class Options:
 
 
 class Study:
-    """Reads the trace. Raises KVStoreError for one that cannot be read, MisuseError for options that don't fit."""
+    """Reads the trace.
+
+    Raises KVStoreError for one that cannot be read, MisuseError for options that do not fit it.
+    """
 
     def __init__(self, path: Path, options: Options) -> None:
         for name, allowed in _CHECKED_OPTIONS.items():
@@ -44,7 +48,9 @@ class Study:
                 raise MisuseError(
                     f"unknown {name} {options.placement[name]!r}", f"one of {', '.join(allowed)}"
                 )
-        self._options = options
+        self.block_bytes = options.block_bytes
+        self.processes = options.processes
+        self._placement = dict(options.placement)
         trace = Trace(path, options.skip_bad)
         self._crowd: Crowd | None = None
         if trace.kind == "conversations":
@@ -65,9 +71,17 @@ class Study:
     ) -> Report:
         """Replays every policy with every capacity. Raises MisuseError for unknown ones of either."""
         parsed = [(text, self.parse(text)) for text in capacities]
-        tasks = [self.task(policy, text, tiers) for policy in policies for text, tiers in parsed]
-        points = run(self.workload, tasks, self._options.processes, progress)
-        return self.summary(points, parsed)
+        return self.summary(self.replay(policies, parsed, progress), parsed)
+
+    def replay(
+        self,
+        policies: Sequence[str],
+        capacities: Sequence[tuple[str, Capacities]],
+        progress: Progress | None = None,
+    ) -> list[Point]:
+        """A point for every policy with every capacity, in this order."""
+        tasks = [self._task(policy, text, tiers) for policy in policies for text, tiers in capacities]
+        return run(self.workload, tasks, self.processes, progress)
 
     def summary(self, points: list[Point], parsed: Sequence[tuple[str, Capacities]]) -> Report:
         """A report of points, with the bound at each capacity."""
@@ -76,17 +90,20 @@ class Study:
 
     def parse(self, capacity: str) -> Capacities:
         """What a capacity means for this trace."""
-        return parse_capacities(capacity, self.workload.unique_blocks, self._options.block_bytes)
+        return parse_capacities(capacity, self.workload.unique_blocks, self.block_bytes)
 
-    def task(self, policy: str, capacity: str, tiers: Capacities) -> Task:
-        """One replay."""
+    def parse_nvme(self, size: str) -> Capacities:
+        """The same for NVMe alone."""
+        return (parse_tier(size, Tier.NVME, self.workload.unique_blocks, self.block_bytes),)
+
+    def _task(self, policy: str, capacity: str, tiers: Capacities) -> Task:
         if policy not in POLICIES:
             raise MisuseError(f"unknown policy {policy!r:.80}", f"one of {', '.join(POLICIES)}")
-        return Task(policy, capacity, tiers, self._options.block_bytes, dict(self._options.placement))
+        return Task(policy, capacity, tiers, self.block_bytes, self._placement)
 
     def bound_at(self, capacity: str, tiers: Capacities) -> BoundPoint:
         """Belady's bound for all tiers together."""
-        blocks = sum(tier.blocks(self._options.block_bytes) for tier in tiers)
+        blocks = sum(tier.blocks(self.block_bytes) for tier in tiers)
         return BoundPoint(capacity, blocks, self.ratio(self.bound.hits(blocks)))
 
     def ratio(self, blocks: int) -> float:
@@ -118,4 +135,4 @@ class Study:
         """How."""
         crowd = asdict(self._crowd) if self._crowd else {}
         block_tokens = self.workload.block_tokens
-        return Settings(block_tokens, self._options.block_bytes, dict(self._options.placement), **crowd)
+        return Settings(block_tokens, self.block_bytes, self._placement, **crowd)

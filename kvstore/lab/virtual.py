@@ -1,7 +1,7 @@
-"""The production `Placement` without bytes, in virtual time: what an engine and a shell do with it, at once.
+"""The production `Placement` without bytes, in virtual time, driven as an engine and a shell do.
 
-An engine looks a prompt up, takes what is stored of it, and puts the rest. The shell's part is that extents are
-there from the start and that every copy ends well as soon as it is asked for, so nobody ever waits.
+An engine looks a prompt up, takes what is stored of it, and puts the rest. The shell's part is that extents
+are there from the start and that every copy ends well as soon as it is asked for, so nobody ever waits.
 
 Not covered: how long copies take, bytes that go bad, tenants.
 """
@@ -80,7 +80,7 @@ class Node:
         return found
 
     def _get(self, keys: Keys, found: int) -> int:
-        """A lease may come short where DRAM has no room for all of it at once: so only none ends the prefix."""
+        # A lease comes short where DRAM has no room for all of it at once: only an empty one ends the prefix.
         have, batch = 0, self.placement.limits.batch_keys
         while have < found:
             part = keys.take(have, min(have + batch, found))
@@ -121,20 +121,15 @@ class Node:
         todo = deque((event,))
         while todo:
             for action in self.placement.handle(todo.popleft(), self._now):
-                kind = type(action)
-                if kind is ac.Copy:
-                    done = np.zeros(len(action.identity), np.uint8)
-                    todo.append(ev.CopyDone(action.transfer, done))
-                elif kind is ac.Probe:
+                if isinstance(action, ac.Copy):
+                    todo.append(ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8)))
+                elif isinstance(action, ac.Probe):
                     todo.append(ev.ProbeDone(action.probe, np.zeros(len(action.identity), np.uint8)))
-                elif kind is ac.Renew:
+                elif isinstance(action, ac.Renew):
                     todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
-                elif kind in _ANSWERS and action.request:
+                elif isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Deny) and action.request:
                     answer = action
         return answer
-
-
-_ANSWERS = {ac.Grant, ac.Room, ac.Answer, ac.Found, ac.Deny}
 
 
 def keys_of(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint64]:

@@ -49,6 +49,11 @@ class Workload:
         return len(self.blocks)
 
     @property
+    def longest(self) -> int:
+        """The blocks of the longest prompt."""
+        return int(np.diff(self.starts).max(initial=0))
+
+    @property
     def duration_s(self) -> float:
         """From the first request to the last."""
         return float(self.times_s[-1] - self.times_s[0]) if len(self.times_s) else 0.0
@@ -57,7 +62,7 @@ class Workload:
         """Names the contents: 32 hex digits."""
         state = xxhash.xxh3_128(f"{self.block_tokens} {self.unique_blocks}".encode())
         for name in _COLUMNS:
-            state.update(np.ascontiguousarray(getattr(self, name)))
+            state.update(np.ascontiguousarray(getattr(self, name)).data)
         return state.hexdigest()
 
     def save(self, folder: Path) -> None:
