@@ -104,8 +104,8 @@ def _capacity_axis(axes: Any, report: Report) -> None:
     places = _places(report)
     axes.set_xticks(list(places.values()), list(places), rotation=30 if len(places) > 6 else 0)
     axes.set_xlabel("capacity" if not _two_tiers(report) else "capacity, DRAM + NVMe")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.04)
+    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.set_ylim(0, 1.12 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
 
 
 def _two_tiers(report: Report) -> bool:
@@ -153,20 +153,14 @@ def _shares(axes: Any, report: Report) -> None:
             axes.bar(at, height, 0.9 * width, bottom=bottom, color=_TIER_COLOURS[tier], linewidth=0)
             bottom += height
         if len(policies) > 1:
-            axes.annotate(
-                p.policy,
-                (at, bottom),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=7.5,
-            )
+            turned = 90 if len(policies) > 2 else 0
+            where = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+            axes.annotate(p.policy, (at, bottom), **where, fontsize=7.5, rotation=turned)
     _capacity_axis(axes, report)
     for tier, colour in _TIER_COLOURS.items():
         axes.bar(0, 0, color=colour, label={"dram": "from DRAM", "nvme": "from NVMe"}[tier])
     axes.set_title("Where they lay, % of all tokens")
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", ncols=2)
 
 
 def _written(axes: Any, report: Report) -> None:

@@ -72,18 +72,18 @@ class _Tried:
 
     def run(self, nodes: Iterable[Capacities]) -> list[Point]:
         """The points of these capacities, replayed where they were not yet."""
-        names = {self._name(tiers): tiers for tiers in nodes}
-        todo = {name: tiers for name, tiers in names.items() if name not in self._points}
+        named = [(self._name(tiers), tiers) for tiers in nodes]
+        todo = {name: tiers for name, tiers in named if name not in self._points}
         if todo:
             self._doing("; ".join(todo))
             self._named |= todo
             points = self._study.replay([self._policy], list(todo.items()))
             self._points |= dict(zip(todo, points, strict=True))
-        return [self._points[name] for name in names]
+        return [self._points[name] for name, _ in named]
 
     def _name(self, tiers: Capacities) -> str:
-        nbytes = self._study.block_bytes
-        return " + ".join(f"{t.tier.name} {format_size(t.blocks(nbytes) * nbytes)}" for t in tiers)
+        blocks = (tier.blocks(self._study.block_bytes) for tier in tiers)
+        return f"{'+'.join(f'{n:,}' for n in blocks)} blocks"
 
     def sizing(self, searched: str, answer: Point, prices: Prices | None) -> Sizing:
         """The result, with all points as its report."""
@@ -116,7 +116,7 @@ def for_hit_ratio(study: Study, policy: str, wanted: float, nvme: Capacities, do
     low = _least(study, wanted) - sum(tier.blocks(study.block_bytes) for tier in nvme)
     low = min(high, max(low, study.workload.longest))
     searched = f"DRAM from {low:,} to {high:,} blocks, to 2 %"
-    first, best = replay((low, high)) if low < high else replay((high, high)) * 2
+    first, best = replay((low, high))
     if best.hit_ratio < wanted:
         raise KVStoreError(
             f"{policy} does not serve {100 * wanted:.1f} % of the tokens with room for everything",

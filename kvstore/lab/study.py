@@ -15,7 +15,7 @@ from kvstore.lab.report import BoundPoint, Point, Report, Settings, TraceInfo
 from kvstore.lab.traces import Trace
 from kvstore.lab.users import Crowd, of_conversations
 from kvstore.lab.workload import of_chats
-from kvstore.types import Tier
+from kvstore.types import MAX_BLOCK_BYTES, Tier
 
 AGENT_BLOCK_TOKENS = 256
 _CHECKED_OPTIONS = {"write_policy": ("write_through", "on_evict")}
@@ -43,6 +43,8 @@ class Study:
     """
 
     def __init__(self, path: Path, options: Options) -> None:
+        if not 1 <= options.block_bytes <= MAX_BLOCK_BYTES:
+            raise MisuseError(f"block_bytes is {options.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
         for name, allowed in _CHECKED_OPTIONS.items():
             if options.placement.get(name, allowed[0]) not in allowed:
                 raise MisuseError(

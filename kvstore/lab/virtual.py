@@ -48,7 +48,7 @@ class Node:
         self._request = 0
         self._nothing = np.zeros(self.placement.limits.reserve_keys, np.uint64)
         self._written = np.ones(self.placement.limits.reserve_keys, np.bool_)
-        self._send(ev.OpenNamespace(0, _NAMESPACE, block_bytes))
+        self._ask(ev.OpenNamespace(0, _NAMESPACE, block_bytes))
         for tier, spec in enumerate(specs):
             for extent in range(spec.limit_bytes // spec.extent_bytes):
                 self._send(ev.ExtentReady(tier, extent))

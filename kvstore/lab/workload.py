@@ -82,7 +82,8 @@ class Workload:
 class Numbering:
     """Gives the blocks of prompts their numbers. `block_tokens` is a multiple of the trace's block.
 
-    Ids mean the same in all sessions if they do not have a clock of their own, else within their session.
+    Ids mean the same in all sessions if they do not have a clock of their own, else within their session. Two
+    models never share a block.
     """
 
     def __init__(self, block_tokens: int, trace_tokens: int) -> None:
@@ -94,46 +95,51 @@ class Numbering:
         self.block_tokens = block_tokens
         self.unique = 0
         self._ids_a_block = block_tokens // trace_tokens
-        self._shared: list[int] = []
-        self._known: dict[tuple[int, int], int] = {}
+        self._roots: dict[str, int] = {}
+        self._common: dict[int, list[int]] = {}
+        self._known: dict[tuple[int, int, int], int] = {}
 
     def prompts(self, session: Session, shared: float) -> list[Blocks]:
         """The blocks of each prompt. A share of what its main prompts start with is all sessions'."""
         if session.own_clock:
             self._known = {}
         common = int(shared * session.preamble_tokens) // self.block_tokens
-        models: dict[str, int] = {}
         latest: dict[tuple[str, bool], tuple[Names, Blocks]] = {}
         out = []
+        step = self._ids_a_block
         for call in session.calls:
-            salt = models.setdefault(call.model, len(models))
-            step = self._ids_a_block
             end = call.tokens_in // self.block_tokens * step
             names = np.array(call.hash_ids[step - 1 : end : step], np.uint64)
+            blocks = np.empty(len(names), np.int32)
             before = latest.get((call.model, call.main))
             start = _shared(before[0], names) if before else 0
-            blocks = np.empty(len(names), np.int32)
             if before:
                 blocks[:start] = before[1][:start]
-            parent = int(blocks[start - 1]) if start else -1 - salt
-            blocks[start:] = self._chain(parent, names[start:].tolist(), start, common if call.main else 0)
+            root = self._roots.setdefault(call.model, -1 - len(self._roots))
+            head = self._head(root, min(common, len(names)) if call.main else 0)[start:]
+            blocks[start : start + len(head)] = head
+            start += len(head)
+            parent = int(blocks[start - 1]) if start else root
+            blocks[start:] = self._chain(root, parent, names[start:].tolist())
             latest[call.model, call.main] = names, blocks
             out.append(blocks)
         return out
 
-    def _chain(self, parent: int, names: list[int], start: int, common: int) -> list[int]:
-        """Numbers of the blocks that follow `parent`, the first of which is the prompt's `start`-th."""
-        out = []
-        for i, name in enumerate(names, start):
-            if i < common:
-                if i == len(self._shared):
-                    self._shared.append(self._next())
-                parent = self._shared[i]
-            else:
-                key = parent, name
-                if key not in self._known:
-                    self._known[key] = self._next()
-                parent = self._known[key]
+    def _head(self, root: int, n: int) -> list[int]:
+        """Numbers of the first n blocks that all main prompts to a model have in common."""
+        common = self._common.setdefault(root, [])
+        while len(common) < n:
+            common.append(self._next())
+        return common[:n]
+
+    def _chain(self, root: int, parent: int, names: list[int]) -> list[int]:
+        """Numbers of the blocks of these names that follow `parent`."""
+        out, known = [], self._known
+        for name in names:
+            key = root, parent, name
+            if key not in known:
+                known[key] = self._next()
+            parent = known[key]
             out.append(parent)
         return out
 
