@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,4 +65,4 @@ def workload(prompts: Iterable[Sequence[int]]) -> Workload:
 def prompts_of(load: Workload) -> list[list[int]]:
     """The numbers of each prompt's blocks."""
     starts = load.starts.tolist()
-    return [load.blocks[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    return [load.blocks[a:b].tolist() for a, b in pairwise(starts)]

@@ -154,7 +154,11 @@ def test_compare(trace: Path, talks: Path, tmp_path: Path) -> None:
     assert load(a).to_map() == json.loads(a.read_text()), "what is written is read"
     both = json.loads(run("compare", a, b, "--json").stdout)
     assert both["differing"] == {}
-    assert [(p["capacity"], p["points"]) for p in both["pairs"]] == [("10%", 0.0), ("5%", None), ("20%", None)]
+    assert [(p["capacity"], p["points"]) for p in both["pairs"]] == [
+        ("10%", 0.0),
+        ("5%", None),
+        ("20%", None),
+    ]
     other = run("compare", a, c).stdout
     assert "trace.name differs: trace.jsonl, talks.jsonl" in other
     assert "settings.users differs: None, 64" in other
@@ -231,7 +235,10 @@ def test_capacities() -> None:
         (["replay", "--block-bytes", "big"], "--block-bytes: 'big' is not a size"),
         (["replay", "--block-bytes", "0"], "block_bytes is 0"),
         (["replay", "--block-tokens", "300"], "blocks of 300 tokens cannot be made of the trace's 512"),
-        (["replay", "--write-policy", "never"], "unknown write_policy 'never' (one of write_through, on_evict)"),
+        (
+            ["replay", "--write-policy", "never"],
+            "unknown write_policy 'never' (one of write_through, on_evict)",
+        ),
         (["replay", "--users", "4"], "--users, --gap-cap, --shared and --seed are for conversations"),
         (["replay", "--gap-cap", "soon"], "--gap-cap: 'soon' is not a duration"),
         (["replay", "--plot", "a.pdf"], "a name that ends in .png or .svg"),

@@ -59,7 +59,7 @@ def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **crowd: float) ->
 
 
 def test_what_conversations_share(tmp_path: Path) -> None:
-    """Half of 256 tokens: the first two blocks of main prompts to a model; other blocks are each one's own."""
+    """Half of 256 tokens: the first two blocks of main prompts to a model; others are each one's own."""
     load = of(tmp_path, shared=0.5)
     mains = [p for p in prompts_of(load) if len(p) >= 4]
     short = [p for p in prompts_of(load) if len(p) == 3]
