@@ -139,7 +139,7 @@ def _hits(axes: Any, report: Report) -> None:
     axes.fill_between([x for x, _ in bound], [y for _, y in bound], color=_GRID, alpha=0.35, linewidth=0)
     _lines(axes, report, lambda p: 100 * p.hit_ratio)
     axes.set_title("Tokens served, %")
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
 
 
 def _shares(axes: Any, report: Report) -> None:
