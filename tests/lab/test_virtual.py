@@ -76,6 +76,15 @@ def test_two_tiers_serve_what_they_have(write_policy: str, prompts: list[list[in
         assert point.written_bytes_by_tier == {"nvme": BLOCK * load.unique_blocks}
 
 
+def test_on_evict_writes_what_dram_lets_go_of() -> None:
+    point = play(workload([range(4), range(10, 14), range(4)]), slots(4, 64), write_policy="on_evict")
+    assert point.hits_by_tier == {"dram": 0, "nvme": 4}
+    assert point.stored_blocks == 8
+    assert point.written_bytes_by_tier == {"nvme": 8 * BLOCK}
+    point = play(workload([range(4), range(10, 14)]), slots(4, 64), write_policy="on_evict")
+    assert point.written_bytes_by_tier == {"nvme": 4 * BLOCK}
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
     study = Study(chats(tmp_path / "t", 150), Options(block_bytes=BLOCK))
