@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -46,3 +48,12 @@ def named(option: str, parse: Callable[[str], _T], text: str) -> _T:
         return parse(text)
     except MisuseError as e:
         raise MisuseError(f"{option}: {e.message}", e.hint) from None
+
+
+def unwind_on_sigterm() -> None:
+    """Ends by an exception, so that processes and folders of our own go too."""
+
+    def end(_number: int, _frame: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)

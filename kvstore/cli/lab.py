@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.cli import reports
-from kvstore.cli.common import JsonOption, named
+from kvstore.cli.common import JsonOption, named, unwind_on_sigterm
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
 
@@ -176,6 +176,7 @@ def _study(
     from kvstore.lab.study import Options, Study  # noqa: PLC0415
     from kvstore.lab.users import Crowd  # noqa: PLC0415
 
+    unwind_on_sigterm()
     given = {name: value for name, value in crowd.items() if value is not None}
     if "gap_cap" in given:
         given["gap_cap_s"] = named("--gap-cap", parse_duration, given.pop("gap_cap"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvstore import Client
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
+from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, unwind_on_sigterm, url_of
 from kvstore.cli.tables import pairs
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
@@ -27,7 +26,7 @@ def demo() -> None:
     """Start a daemon, chat with it, kill it midway, and show what was served from where."""
     from kvstore.lab.demo import run  # noqa: PLC0415
 
-    _unwind_on_sigterm()
+    unwind_on_sigterm()
     if not run(Console()):
         raise typer.Exit(1)
 
@@ -67,7 +66,7 @@ def replay(
     with ExitStack() as stack:
         url = url_of(socket)
         if serve:
-            _unwind_on_sigterm()
+            unwind_on_sigterm()
             url = stack.enter_context(ServedDaemon(_settings(dram, nvme, data))).url
         client = stack.enter_context(Client(url, deadline_s=deadline_s))
         bar = stack.enter_context(_progress(hidden=as_json and not sys.stderr.isatty()))
@@ -99,15 +98,6 @@ def _settings(dram: str, nvme: str, data: Path | None) -> dict[str, dict[str, ob
             raise MisuseError("--nvme 0 leaves out the tier that --data is for", "drop one of the two")
         del settings["nvme"]
     return settings
-
-
-def _unwind_on_sigterm() -> None:
-    """Ends by an exception, so that a daemon of our own and its folder go too."""
-
-    def end(_number: int, _frame: object) -> None:
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def _progress(hidden: bool) -> Progress:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from kvstore.config import format_size
@@ -65,21 +66,22 @@ def sizing_table(found: Sizing) -> Group:
 def comparison_table(both: Comparison, a: str, b: str) -> Group:
     """A row a pair, after what is not the same."""
     table = Table("policy", "capacity", box=box.SIMPLE_HEAD)
-    for name in (a, b, "points"):
+    for name in (escape(a), escape(b), "points"):
         table.add_column(name, justify="right")
     for pair in both.pairs:
         ratios = [_percent(_ratio(pair.a)), _percent(_ratio(pair.b))]
         points = "-" if pair.points is None else f"{pair.points:+.2f}"
         table.add_row(pair.policy, pair.capacity, *ratios, points)
-    differing = [f"{name} differs: {x}, {y}" for name, (x, y) in both.differing.items()]
+    differing = [escape(f"{name} differs: {x}, {y}") for name, (x, y) in both.differing.items()]
     return Group(*differing, table)
 
 
 def _head(report: Report) -> list[str]:
     trace, settings = report.trace, report.settings
     lines = [
-        f"{trace.name}: {trace.requests:,} requests, {trace.accesses:,} accesses to {trace.unique_blocks:,} "
-        f"blocks of {settings.block_tokens} tokens; at best {_percent(trace.best_hit_ratio)} of the tokens"
+        f"{escape(trace.name)}: {trace.requests:,} requests, {trace.accesses:,} accesses to "
+        f"{trace.unique_blocks:,} blocks of {settings.block_tokens} tokens; "
+        f"at best {_percent(trace.best_hit_ratio)} of the tokens"
     ]
     if trace.skipped_lines:
         lines.append(f"[yellow]{trace.skipped_lines} bad lines left out[/yellow]")

@@ -1,13 +1,15 @@
 """Many replays of one workload, policies by capacities, over several processes.
 
-The workload is written once and mapped by every process; how far each replay is stands in a file that all of
-them map, too.
+The workload is written once and mapped by every process. So is a file in which stands how far each replay is,
+and, behind that, whether all should stop.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -58,14 +60,15 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kvstore-lab-") as name:
         folder = Path(name)
         workload.save(folder)
-        np.save(folder / "done.npy", np.zeros(len(tasks), np.int64))
-        done = np.load(folder / "done.npy", mmap_mode="r")
+        np.save(folder / "done.npy", np.zeros(len(tasks) + 1, np.int64))
+        done = np.load(folder / "done.npy", mmap_mode="r+")
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(processes, len(tasks)), context) as pool:
-            futures = [pool.submit(_run_there, folder, i, task) for i, task in enumerate(tasks)]
+        with ProcessPoolExecutor(min(processes, len(tasks)), context, _end_with_parent) as pool:
             try:
-                return _collect(futures, done, progress)
+                futures = [pool.submit(_run_there, folder, i, task) for i, task in enumerate(tasks)]
+                return _collect(futures, done[:-1], progress)
             finally:
+                done[-1] = 1
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -97,11 +100,25 @@ def _after(before: int, progress: Progress) -> Progress:
     return lambda done: progress(before + done)
 
 
+def _end_with_parent() -> None:
+    """However the parent ends, this process does not stay."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="kvstore-lab-parent", daemon=True).start()
+
+
 def _run_there(folder: Path, number: int, task: Task) -> Point:
     done = np.load(folder / "done.npy", mmap_mode="r+")
 
     def tell(accesses: int) -> None:
         done[number] = accesses
+        if done[-1]:
+            raise KVStoreError("stopped: another replay failed, or the lab was told to end")
 
     return replay(Workload.load(folder), task, tell)
 

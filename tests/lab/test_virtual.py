@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +154,18 @@ def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     task = Task("lru", "", slots(9), BLOCK, {"policy_that_dies": Dying()})
     with pytest.raises(KVStoreError, match="a process of the lab died"):
         grid.run(study.workload, [task, task], 2)
+
+
+def test_replays_stop_when_they_are_told(tmp_path: Path) -> None:
+    load = workload([[1, 2], [1, 3]])
+    load.save(tmp_path)
+    task = Task("lru", "", slots(9), BLOCK)
+    np.save(tmp_path / "done.npy", np.zeros(2, np.int64))
+    assert grid._run_there(tmp_path, 0, task).hits_by_tier == {"dram": 1}
+    assert np.load(tmp_path / "done.npy").tolist() == [4, 0]
+    np.save(tmp_path / "done.npy", np.ones(2, np.int64))
+    with pytest.raises(KVStoreError, match="stopped"):
+        grid._run_there(tmp_path, 0, task)
 
 
 class Dying:
