@@ -57,14 +57,16 @@ class Study:
         self._crowd: Crowd | None = None
         if trace.kind == "conversations":
             self._crowd = options.crowd or Crowd()
-            self.workload = of_conversations(trace, options.block_tokens or AGENT_BLOCK_TOKENS, self._crowd)
+            self.workload = of_conversations(
+                trace, _or(options.block_tokens, AGENT_BLOCK_TOKENS), self._crowd
+            )
         elif options.crowd is not None:
             raise MisuseError(
                 f"{path} holds single requests, which have a clock of their own",
                 "--users, --gap-cap, --shared and --seed are for conversations",
             )
         else:
-            self.workload = of_chats(trace, options.block_tokens or trace.block_tokens)
+            self.workload = of_chats(trace, _or(options.block_tokens, trace.block_tokens))
         self.bound = Bound(self.workload)
         self._trace = trace
 
@@ -138,3 +140,7 @@ class Study:
         crowd = asdict(self._crowd) if self._crowd else {}
         block_tokens = self.workload.block_tokens
         return Settings(block_tokens, self.block_bytes, self._placement, **crowd)
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
