@@ -109,7 +109,7 @@ class Eviction:
         r, policy = self._r, self._r.policy(tier, pool)
         budget = 4 * n + _SCAN_MIN
         while n > 0 and budget > 0:
-            rows = policy.coldest(min(max(n, _SCAN_MIN), budget))
+            rows = policy.coldest(min(max(n, _SCAN_MIN), budget), r.now)
             if not len(rows):
                 return
             budget -= len(rows)

@@ -38,7 +38,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
         versions = event.version[which].astype(np.int64)
         extents.claim(slots, rows, versions, event.checksum[which])
         for members, some in extents.by_class(slots):
-            r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64))
+            r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.
             ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]
         _end(ledger, namespace, rows, event.ends[which])

@@ -134,7 +134,7 @@ class Writes:
         r.place(0, rows, slots)
         r.tiers[0].extents.release(slots)
         if len(rows):
-            r.touch(rows, space)
+            r.refresh(rows, space)
             r.stamp(0, rows, slots)
             if self.write_through:
                 self._transfers.queue_writes(rows)
