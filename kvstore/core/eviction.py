@@ -132,18 +132,36 @@ class Eviction:
 
     def _evict_last_copies(self, tier: int, pool: Pool, rows: Rows) -> int:
         """Sends only copies down, or drops leaves where there is no room below; how many slots that frees."""
+        refused = self._drop_refused(tier, pool, rows)
+        n = int(refused.sum())
+        rows = rows[~refused]
         if not len(rows):
-            return 0
+            return n
         leaving = self._demote(tier, rows)
-        n = int(leaving.sum())
+        n += int(leaving.sum())
         stuck = rows
-        if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, n > 0)):
+        if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, bool(leaving.any()))):
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
             self._r.give_up(tier, rows[leaf])
-            n, stuck = int(leaf.sum()), rows[~leaf]
+            n, stuck = n + int(leaf.sum()), rows[~leaf]
         self._r.policy(tier, pool).defer(stuck)
         return n
+
+    def _drop_refused(self, tier: int, pool: Pool, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Drops leaves that are not worth writing down; which of the rows those were.
+
+        What has children goes down with them: without it they would be lost too.
+        """
+        gone = np.zeros(len(rows), np.bool_)
+        if len(rows) and tier + 1 < len(self._r.tiers):
+            refused = np.flatnonzero(
+                ~self._r.tiers[tier + 1].admission.admits(rows, pool.tenant, self._r.now)
+            )
+            gone[refused[self._leaf_first(rows[refused])]] = True
+            self._r.counters["refused_blocks"] += int(gone.sum())
+            self._r.give_up(tier, rows[gone])
+        return gone
 
     def _lower_tier_takes(self, tier: int, pool: Pool) -> bool:
         """Whether blocks of this pool can go down at all, if perhaps not at once."""

@@ -14,15 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
+from kvstore.core.admission import Admission, Rule
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots
+from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
 from kvstore.core.policy import Policy, find
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
+from kvstore.core.reuse import Reuse
 from kvstore.core.tenants import Pool, Space
 from kvstore.types import Tier
 
@@ -30,18 +32,23 @@ PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
 
 _LONGEST_CHAIN = 1 << 17
+_LEAST_GHOSTS = 1 << 18
 _UNPINNED_AT_ONCE = 4096
 _NEXT_UNPIN_S = 0.05
 
 
 @dataclass(slots=True)
 class TierSpec:
-    """A tier as configured. `table`: its extents start with slot headers (shared memory)."""
+    """A tier as configured. `table`: its extents start with slot headers (shared memory).
+
+    `admission`: what is written to it from the tier above.
+    """
 
     tier: Tier
     limit_bytes: int
     extent_bytes: int
     table: bool
+    admission: Rule = field(default_factory=Rule)
 
 
 @dataclass(slots=True)
@@ -54,6 +61,7 @@ class TierState:
     spec: TierSpec
     extents: Extents
     segments: Segments
+    admission: Admission
     policies: dict[Pool, Policy] = field(default_factory=dict)
     growing: bool = True
     device: Device = field(default_factory=Device)
@@ -69,11 +77,13 @@ class Residency:
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
         self.blocks = Blocks(max_blocks, len(specs))
         self.index = Index(self.blocks, seed)
+        self.reuse = Reuse(self.blocks, max(max_blocks, _LEAST_GHOSTS), seed)
         self.tiers = [
             TierState(
                 s,
                 Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier),
                 Segments(np.zeros(max_blocks, np.int32)),
+                Admission(s.admission, self.reuse),
             )
             for s in specs
         ]
@@ -89,7 +99,7 @@ class Residency:
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
-        self._touched: list[tuple[Picked, Space, int | None, bool]] = []
+        self._touched: list[tuple[Picked, Space, int | None, bool, float]] = []
         self._parent_of = self.blocks.parent.data
 
     def policy(self, tier: int, pool: Pool) -> Policy:
@@ -105,7 +115,15 @@ class Residency:
 
             made = sum(len(t.policies) for t in self.tiers)
             state.policies[pool] = self._make_policy(
-                Shelf(state.segments, self.blocks, ghosts, self._seed + made, pool.tenant, self.recompute_s)
+                Shelf(
+                    state.segments,
+                    self.blocks,
+                    ghosts,
+                    self._seed + made,
+                    pool.tenant,
+                    self.recompute_s,
+                    self.reuse,
+                )
             )
         return state.policies[pool]
 
@@ -180,16 +198,18 @@ class Residency:
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""
-        self._touched.append((rows, space, None, True))
+        self._touched.append((rows, space, None, True, self.now))
 
     def refresh(self, rows: Picked, space: Space, tier: int | None = None) -> None:
         """A chain has new blocks, in one tier or in every one: its start is to stay as long as they do."""
-        self._touched.append((rows, space, tier, False))
+        self._touched.append((rows, space, tier, False, self.now))
 
     def settle(self) -> None:
         """Tells the policies what was used: at the next event, when the answer is already on its way."""
-        for rows, space, only, used in self._touched:
+        for rows, space, only, used, at in self._touched:
             numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            if used:
+                self.reuse.used(numbers, space.tenant, at)
             chain = self.with_ancestors(numbers)
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], space.pools[tier]
@@ -197,9 +217,9 @@ class Residency:
                 if pool in state.policies:
                     some = self._in_pool(tier, pool, chain) if space.moved else chain
                     if used:
-                        state.policies[pool].touch(some, self.now)
+                        state.policies[pool].touch(some, at)
                     else:
-                        state.policies[pool].defer(some[::-1])
+                        state.policies[pool].refresh(some)
         self._touched.clear()
 
     def _in_pool(self, tier: int, pool: Pool, rows: Rows) -> Rows:
@@ -297,6 +317,7 @@ class Residency:
         """Frees childless rows; returns the holes above them that have become childless."""
         blocks = self.blocks
         self.index.remove(rows)
+        self.reuse.gone(rows)
         blocks.give_back(rows)
         above: Rows = np.unique(parents[parents >= 0])
         above = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]

@@ -131,6 +131,7 @@ class Writes:
         if space.ttl_s and len(rows):
             r.blocks.expires[rows] = now + space.ttl_s
             self._ledger.end_at(now + space.ttl_s)
+        r.reuse.stored(rows, space.tenant, now)
         r.place(0, rows, slots)
         r.tiers[0].extents.release(slots)
         if len(rows):

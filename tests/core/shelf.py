@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks import Blocks
+from kvstore.core.ghosts import Ghosts
 from kvstore.core.keys import Keys
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
+from kvstore.core.reuse import Reuse
 
 
 class Tier:
@@ -23,8 +24,11 @@ class Tier:
         self.segments = Segments(np.zeros(capacity, np.int32))
         self.recompute_s = np.zeros(1 << 16, np.float32)
         self.ghosts = Ghosts(ghosts)
+        self.reuse = Reuse(self.blocks, ghosts, 1)
         self._shelves = 0
 
     def shelf(self) -> Shelf:
         self._shelves += 1
-        return Shelf(self.segments, self.blocks, lambda: self.ghosts, self._shelves, 0, self.recompute_s)
+        return Shelf(
+            self.segments, self.blocks, lambda: self.ghosts, self._shelves, 0, self.recompute_s, self.reuse
+        )

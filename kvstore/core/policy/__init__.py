@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.core.blocks import Rows
+from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
 from kvstore.core.policy.shelf import Shelf
 from kvstore.errors import MisuseError
@@ -28,6 +29,9 @@ class Policy(Protocol):
 
     def touch(self, rows: Rows, now: float) -> None:
         """Blocks that were used. Rows that were never inserted are ignored."""
+
+    def refresh(self, rows: Rows) -> None:
+        """A chain, parents first, has got new blocks: it is to stay as long as they do. No use of it."""
 
     def remove(self, rows: Rows) -> None:
         """Blocks that have left the tier, or are about to. Unknown rows are ignored."""
@@ -53,7 +57,7 @@ class Policy(Protocol):
 
 Factory = Callable[[Shelf], Policy]
 
-POLICIES: dict[str, Factory] = {"lru": LRU}
+POLICIES: dict[str, Factory] = {"lru": LRU, "hazard": Hazard}
 """By name."""
 
 

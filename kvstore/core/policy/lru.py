@@ -29,6 +29,10 @@ class LRU:
         """See Policy."""
         self._queue.append(self._segments.known(rows)[::-1])
 
+    def refresh(self, rows: Rows) -> None:
+        """See Policy."""
+        self.defer(rows[::-1])
+
     def remove(self, rows: Rows) -> None:
         """See Policy."""
         self._segments.forget(rows)

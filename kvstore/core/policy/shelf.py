@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks
-from kvstore.core.policy.ghosts import Ghosts
+from kvstore.core.ghosts import Ghosts
 from kvstore.core.policy.queue import Segments
+from kvstore.core.reuse import Reuse
 
 
 @dataclass(slots=True)
@@ -18,7 +19,7 @@ class Shelf:
     """`segments` and `ghosts()`, made when first asked for, are the tier's, `blocks` the node's.
 
     No two have the same `seed`. `recompute_s` is what computing one block anew takes, in seconds, by
-    namespace; 0: nobody said.
+    namespace; 0: nobody said. `reuse` is what is known of every block's past.
     """
 
     segments: Segments
@@ -27,3 +28,4 @@ class Shelf:
     seed: int
     tenant: int
     recompute_s: npt.NDArray[np.float32]
+    reuse: Reuse

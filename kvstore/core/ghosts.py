@@ -6,13 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.index import splitmix
 
 Fingerprints = npt.NDArray[np.uint64]
 
 _WAYS = 8
 _VALUE_BITS = 41
 _VALUE = np.uint64((1 << _VALUE_BITS) - 1)
-_MIX = np.random.default_rng(0x9E3779B9).integers(1 << 63, 1 << 64, 16, np.uint64) | np.uint64(1)
+_MIX = np.array(splitmix(1, 16), np.uint64) | np.uint64(1)
 
 
 class Ghosts:
