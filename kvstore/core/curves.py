@@ -18,6 +18,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 SPANS = 40
+TICKS_A_S = 8
 _FIRST_S, _RATIO = 1.0, 1.35
 _EDGES = np.concatenate(([0.0], _FIRST_S * _RATIO ** np.arange(SPANS)))
 _WIDTHS = np.diff(_EDGES)
@@ -28,6 +29,11 @@ _BLUR = 0.15
 _HALF_LIFE = 1 << 17
 _AT_ONCE = 12
 _PRIOR, _WEIGHT, _SMOOTH, _SURE = 0.1, 30.0, 0.5, 0.98
+
+
+def tick(now: float) -> float:
+    """Time as it is kept: whole eighths of a second."""
+    return int(now * TICKS_A_S) / TICKS_A_S
 
 
 def span_of(age_s: Floats) -> Ints:
@@ -79,7 +85,7 @@ class Curves:
 
     def used(self, classes: Ints, since: Floats, now: float) -> None:
         """Blocks that had been in these classes since then were used."""
-        self._step(now)
+        now = self._step(now)
         spans = span_of(now - since)
         np.add.at(self._used, (classes, spans), 1)
         cohorts = self._leave(classes, since)
@@ -101,9 +107,11 @@ class Curves:
 
     # -- cohorts
 
-    def _step(self, now: float) -> None:
+    def _step(self, now: float) -> float:
+        """Lets cohorts grow older; returns the tick that it is, so that who joins belongs to the last one."""
+        now = tick(now)
         if now < self._next_step_s and self._cohorts:
-            return
+            return now
         self._next_step_s = now + _FIRST_S
         self._grow_older(now)
         if not self._cohorts or now - self._start[self._cohorts - 1] >= _COHORT_S:
@@ -112,6 +120,7 @@ class Curves:
             self._at_span[self._cohorts] = 0
             self._waiting[self._cohorts] = 0
             self._cohorts += 1
+        return now
 
     def _ends(self, now: float) -> Floats:
         return np.append(self._start[1 : self._cohorts], now)

@@ -32,6 +32,7 @@ PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
 
 _LONGEST_CHAIN = 1 << 17
+_RUN = 256
 _LEAST_GHOSTS = 1 << 18
 _UNPINNED_AT_ONCE = 4096
 _NEXT_UNPIN_S = 0.05
@@ -189,12 +190,19 @@ class Residency:
 
     def with_ancestors(self, rows: Rows) -> Rows:
         """The chain from its root down to and including `rows` (a chain itself, in order)."""
-        up: list[int] = []
+        above: list[Rows] = [rows]
         row = self._parent_of[int(rows[0])] if len(rows) and rows[0] >= 0 else -1
-        while row >= 0 and len(up) < _LONGEST_CHAIN:
-            up.append(row)
-            row = self._parent_of[row]
-        return np.concatenate((np.array(up[::-1], np.int64), rows)) if up else rows
+        done = 0
+        while row >= 0 and done < _LONGEST_CHAIN:
+            # Most chains lie in ascending rows, as they were stored.
+            first = max(0, row - _RUN)
+            behind = self.blocks.parent[first + 1 : row + 1] == np.arange(first, row)
+            breaks = np.flatnonzero(~behind)
+            start = first + 1 + int(breaks[-1]) if len(breaks) else first
+            above.append(np.arange(start, row + 1))
+            done += row + 1 - start
+            row = self._parent_of[start]
+        return np.concatenate(above[::-1]) if len(above) > 1 else rows
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""
@@ -327,6 +335,8 @@ class Residency:
 
     def count_holes(self, rows: Rows, sign: int) -> None:
         """Keeps the number of holes of each namespace."""
+        if not len(rows):
+            return
         for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
             self.holes[int(namespace)] += sign * int(n)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.curves import Curves, Floats, Ints, span_of
+from kvstore.core.curves import TICKS_A_S, Curves, Floats, Ints, span_of, tick
 from kvstore.core.ghosts import Ghosts, fingerprints
 
 _COUNTS, _INTERVALS, _AMOUNTS = 4, 6, 3
@@ -21,7 +21,6 @@ _TOLD = _COUNTS
 _MOST_USES = 15
 _INTERVAL_EDGES_S = (4.0, 10.0, 25.0, 62.5)
 _TOLD_EDGES_S = (10.0, 60.0, 300.0, 1800.0, 7200.0)
-_TICKS_A_S = 8
 _MEAN_OVER = 100
 _LEARN_FIRST, _LEARN_AFTER = 64, 1024
 HIGH, _CLASS = 128, 127
@@ -86,7 +85,7 @@ class Reuse:
         curves.used(kinds, since, now)
         uses = np.minimum(self._uses[rows].astype(np.int64) + 1, _MOST_USES)
         counts = np.minimum(np.log2(uses).astype(np.int64), _COUNTS - 1)
-        intervals = 1 + np.searchsorted(_INTERVAL_EDGES_S, now - since, "left")
+        intervals = 1 + np.searchsorted(_INTERVAL_EDGES_S, tick(now) - since, "left")
         amounts = np.where(kinds // (_INTERVALS * _AMOUNTS) == _TOLD, 1, kinds % _AMOUNTS)
         self._enter(rows, (counts * _INTERVALS + intervals) * _AMOUNTS + amounts, uses, tenant, now)
 
@@ -111,10 +110,9 @@ class Reuse:
     def _enter(self, rows: Rows, kinds: Ints, uses: npt.NDArray[np.generic], tenant: int, now: float) -> None:
         self._kind[rows] = self._kind[rows] & HIGH | kinds.astype(np.uint8)
         self._uses[rows] = uses
-        tick = int(now * _TICKS_A_S)
-        self._used[rows] = tick + 1
+        self._used[rows] = int(now * TICKS_A_S) + 1
         curves = self._of(tenant)
-        curves.joined(kinds, tick / _TICKS_A_S)
+        curves.joined(kinds, now)
         news = self._news.get(tenant, 0) + len(rows)
         if news >= min(_LEARN_AFTER, _LEARN_FIRST + curves.joins // _LEARN_FIRST):
             curves.learn()
@@ -138,7 +136,7 @@ class Reuse:
         return kind // _AMOUNTS % _INTERVALS if kind < _TOLD * _INTERVALS * _AMOUNTS else 0
 
     def _since(self, rows: Rows) -> Floats:
-        return (self._used[rows].astype(np.float64) - 1) / _TICKS_A_S
+        return (self._used[rows].astype(np.float64) - 1) / TICKS_A_S
 
     # -- ghosts
 

@@ -20,7 +20,7 @@ _SPAN_S = 1.0
 _SAME_S = 0.2
 _BLUR = 0.15
 _TIDY_AFTER = 64
-_BACK_AFTER_S = 0.25
+_BACK_AFTER_S, _PARENTS_BACK_AFTER_S = 0.25, 10.0
 _BACK_AT_ONCE = 256
 
 
@@ -37,18 +37,20 @@ class Hazard:
         self._queues: list[Queue | None] = [None] * _TIDY_AFTER
         self._free = list(range(_TIDY_AFTER))
         self._latest: dict[int, int] = {}
-        self._cold, self._aside = Queue(self._segments), Queue(self._segments)
+        self._cold, self._parents, self._busy = (Queue(self._segments) for _ in range(3))
         self._orphaned: list[Rows] = []
-        self._back_s = 0.0
+        self._back_s = self._parents_back_s = 0.0
         self._tidy_at = _TIDY_AFTER
 
     def __len__(self) -> int:
-        return sum(len(q) for q in self._queues if q is not None) + len(self._aside) + len(self._cold)
+        return sum(len(q) for q in self._all())
 
     def ram_bytes(self) -> int:
         """See Policy."""
-        queues = (q for q in (*self._queues, self._cold, self._aside) if q is not None)
-        return self._kind.nbytes + self._since.nbytes + sum(q.ram_bytes() for q in queues)
+        return self._kind.nbytes + self._since.nbytes + sum(q.ram_bytes() for q in self._all())
+
+    def _all(self) -> list[Queue]:
+        return [q for q in (*self._queues, self._cold, self._parents, self._busy) if q is not None]
 
     # -- what is where
 
@@ -67,12 +69,15 @@ class Hazard:
     def remove(self, rows: Rows) -> None:
         """See Policy."""
         self._segments.forget(rows)
-        if len(self._aside):
+        if len(self._parents):
             self._orphaned.append(self._parent[rows].astype(np.int64))
 
     def defer(self, rows: Rows) -> None:
         """See Policy."""
-        self._aside.append(self._segments.known(rows))
+        rows = self._segments.known(rows)
+        parents = self._children[rows] > 0
+        self._parents.append(rows[parents])
+        self._busy.append(rows[~parents])
 
     def cool(self, rows: Rows) -> None:
         """See Policy."""
@@ -107,8 +112,9 @@ class Hazard:
             self._tidy(now)
         self._take_back(now)
         found = self._lowest(n, now)
-        if not len(found) and len(self._aside):
-            self._file(self._aside.head(_BACK_AT_ONCE), now)
+        if not len(found):
+            self._file(self._busy.head(_BACK_AT_ONCE), now)
+            self._file(self._parents.head(_BACK_AT_ONCE), now)
             found = self._lowest(n, now)
         return found
 
@@ -134,16 +140,19 @@ class Hazard:
         return order
 
     def _take_back(self, now: float) -> None:
-        """Blocks that were set aside and have lost their last child; now and then some of the others."""
+        """Blocks that were set aside: those that have lost their last child here; others now and then."""
         if self._orphaned:
             rows = np.unique(np.concatenate(self._orphaned))
             self._orphaned.clear()
             rows = rows[rows >= 0]
-            rows = rows[(self._children[rows] == 0) & (self._segments.queues_of(rows) == self._aside.number)]
+            rows = rows[(self._children[rows] == 0) & (self._segments.queues_of(rows) == self._parents.number)]
             self._file(rows, now)
-        if now >= self._back_s and len(self._aside):
+        if now >= self._back_s and len(self._busy):
             self._back_s = now + _BACK_AFTER_S
-            self._file(self._aside.head(_BACK_AT_ONCE), now)
+            self._file(self._busy.head(_BACK_AT_ONCE), now)
+        if now >= self._parents_back_s and len(self._parents):
+            self._parents_back_s = now + _PARENTS_BACK_AFTER_S
+            self._file(self._parents.head(_BACK_AT_ONCE), now)
 
     def explain(self, rows: Rows, now: float) -> list[str]:
         """What is expected of each row."""
