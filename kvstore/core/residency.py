@@ -199,7 +199,7 @@ class Residency:
                     if used:
                         state.policies[pool].touch(some, self.now)
                     else:
-                        state.policies[pool].defer(some[::-1])
+                        state.policies[pool].refresh(some)
         self._touched.clear()
 
     def _in_pool(self, tier: int, pool: Pool, rows: Rows) -> Rows:

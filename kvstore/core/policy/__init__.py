@@ -12,8 +12,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.core.blocks import Rows
+from kvstore.core.policy.arc import ARC
+from kvstore.core.policy.gdsf import GDSF
+from kvstore.core.policy.lfuda import LFUDA
 from kvstore.core.policy.lru import LRU
+from kvstore.core.policy.s3fifo import S3FIFO
 from kvstore.core.policy.shelf import Shelf
+from kvstore.core.policy.sieve import SIEVE
 from kvstore.errors import MisuseError
 
 
@@ -36,9 +41,15 @@ class Policy(Protocol):
         """Up to n rows to evict next, the first to go first. Changes nothing but internal bookkeeping."""
 
     def defer(self, rows: Rows) -> None:
-        """These are not to be offered again soon: they cannot go now, or a child came. No use of them.
+        """These cannot go now (in use, or not a leaf): do not offer them again soon.
 
-        They keep the order given, that of `coldest`. Unknown rows are ignored.
+        They come in the order of `coldest`. Unknown rows are ignored.
+        """
+
+    def refresh(self, rows: Rows) -> None:
+        """Chains that got new blocks: they are to stay as long as those, but this is no use of them.
+
+        Unknown rows are ignored.
         """
 
     def cool(self, rows: Rows) -> None:
@@ -53,7 +64,14 @@ class Policy(Protocol):
 
 Factory = Callable[[Shelf], Policy]
 
-POLICIES: dict[str, Factory] = {"lru": LRU}
+POLICIES: dict[str, Factory] = {
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "lfuda": LFUDA,
+    "gdsf": GDSF,
+    "sieve": SIEVE,
+}
 """By name."""
 
 

@@ -37,6 +37,10 @@ class LRU:
         """See Policy."""
         self._queue.append(self._segments.known(rows))
 
+    def refresh(self, rows: Rows) -> None:
+        """See Policy."""
+        self._queue.append(self._segments.known(rows)[::-1])
+
     def cool(self, rows: Rows) -> None:
         """See Policy."""
         self._queue.prepend(self._segments.known(rows)[::-1])
