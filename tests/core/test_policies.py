@@ -210,11 +210,11 @@ class TestEveryPolicy:
             policy.insert(np.arange(start, min(start + batch, n)), 0.0)
         for start in range(0, n // 2, batch):
             policy.touch(np.arange(start, start + batch), 1.0)
-        for i in range(300):
+        for _ in range(300):
             rows = np.sort(dice.choice(n, batch, replace=False))
             calls = (
-                lambda: policy.coldest(batch, float(i)),
-                lambda rows=rows: policy.touch(rows, float(i)),
+                lambda: policy.coldest(batch, 2.0),
+                lambda rows=rows: policy.touch(rows, 2.0),
                 lambda rows=rows: policy.defer(rows),
             )
             for call in calls:
