@@ -49,7 +49,7 @@ class LFUDA(Ranked):
 
     def _forward(self, rows: Rows) -> None:
         worth = self._worth(rows)
-        for more in np.unique(worth).tolist():
+        for more in np.flatnonzero(np.bincount(worth)).tolist():
             self._queue(self._age + more).append(rows[worth == more])
 
     def _queue(self, priority: int) -> Queue:
