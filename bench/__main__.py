@@ -32,6 +32,7 @@ NAMES = (
     "core",
     "core-ram",
     "core-step",
+    "evict",
     "tenants",
     "start",
     "seal",

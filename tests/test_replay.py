@@ -411,6 +411,12 @@ def test_config_commands(tmp_path: Path) -> None:
     file.write_text(example.replace("\n[encryption]\n", "\nlease = 1\n[encryption]\n"))
     result = run("config", "check", file, code=2)
     assert result.stderr.startswith(f"error: {file}: unknown key limits.lease = 1 (")
+    for wrong in ("fifo", "no.such.module:Policy"):
+        file.write_text(f'[policy]\neviction = "{wrong}"\n')
+        for command in (("config", "check", file), ("serve", "-c", file)):
+            result = run(*command, code=2)
+            assert result.stderr.startswith(f"error: {file}: policy.eviction: no eviction policy '{wrong}'")
+            assert "lru, arc, s3fifo" in result.stderr
 
 
 def test_serve_with_a_bad_configuration(tmp_path: Path) -> None:

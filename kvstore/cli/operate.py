@@ -160,7 +160,9 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 @config_app.command("check")
 def config_check(file: Path) -> None:
     """Read FILE as the daemon would and say what is wrong with it."""
-    tenants = configuration.load(file).tenants
+    from kvstore.daemon.main import load_all  # noqa: PLC0415
+
+    tenants = load_all(file).tenants
     typer.echo(f"{file}: ok")
     for name, tenant in tenants.items():
         typer.echo(f"tenant {name}: {_summary(tenant)}")

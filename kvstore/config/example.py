@@ -22,6 +22,9 @@ limit = "8GiB"                        # hard limit on the device, at least 2MiB
 write_policy = "write_through"        # write_through: with every put; on_evict: when DRAM lets go of a block
 io_threads = 4                        # reads and writes in flight
 
+[policy]
+eviction = "hazard"                   # who leaves first; or lru, arc, s3fifo, lfuda, gdsf, sieve, module:Class
+
 [scrub]
 rate = "16MiB"                        # a second, read again in the background to find what rots; 0: nothing
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from kvstore.config.sections import Daemon, Dram, Limits, Nvme, Scrub, Section
+from kvstore.config.sections import Daemon, Dram, Limits, Nvme, Policy, Scrub, Section
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
 
@@ -29,6 +29,7 @@ class Config(Section):
     daemon: Daemon = Daemon()
     dram: Dram = Dram()
     nvme: Nvme = Nvme()
+    policy: Policy = Policy()
     scrub: Scrub = Scrub()
     limits: Limits = Limits()
     encryption: Encryption = Encryption()

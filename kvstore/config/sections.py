@@ -74,6 +74,12 @@ class Nvme(Section):
     io_threads: Annotated[int, Field(ge=1, le=256)] = 4
 
 
+class Policy(Section):
+    """Who leaves a tier first: the name of an eviction policy, or `module:Class` of one from elsewhere."""
+
+    eviction: str = "hazard"
+
+
 class Scrub(Section):
     """How many bytes a second are read again to see whether they are still right; 0: none."""
 

@@ -19,7 +19,8 @@ _MIX = np.array(splitmix(1, 16), np.uint64) | np.uint64(1)
 class Ghosts:
     """Room for about `entries` values of 41 bits by fingerprint. One in 10**5 answers is about another block.
 
-    A bucket that is full forgets its lowest value: let those that matter longest be the highest.
+    A bucket that is full forgets its lowest value: let those that matter longest be the highest. Room that is
+    free counts as a value of 0.
     """
 
     def __init__(self, entries: int) -> None:
@@ -29,12 +30,11 @@ class Ghosts:
     def put(self, fingerprints: Fingerprints, values: npt.NDArray[np.uint64]) -> None:
         """Notes a value below 2**41 for each fingerprint, instead of what was noted for it."""
         at, tags = self._split(fingerprints)
-        words = tags << np.uint64(_VALUE_BITS) | values
+        words = tags | values
         while len(at):
-            bucket = self._table[at]
-            keep = (bucket & _VALUE).astype(np.int64) + (bucket > 0)
-            keep[bucket >> np.uint64(_VALUE_BITS) == tags[:, None]] = -1
-            way = keep.argmin(axis=1)
+            bucket = self._table.take(at, axis=0)
+            same = (bucket ^ tags[:, None]) <= _VALUE
+            way = np.where(same.any(axis=1), same.argmax(axis=1), (bucket & _VALUE).argmin(axis=1))
             self._table[at, way] = words
             # Of those that took the same place only the last got it.
             lost = self._table[at, way] != words
@@ -56,26 +56,23 @@ class Ghosts:
         return self._table.nbytes
 
     def _split(self, fingerprints: Fingerprints) -> tuple[Rows, Fingerprints]:
-        """Which bucket, and a tag that is never 0."""
+        """Which bucket, and a tag that is never 0, in the bits above a value."""
         at = (fingerprints >> np.uint64(32)) * np.uint64(self._buckets) >> np.uint64(32)
-        tags = fingerprints & np.uint64((1 << (64 - _VALUE_BITS)) - 1)
-        return at.astype(np.int64), np.maximum(tags, np.uint64(1))
+        tags = fingerprints << np.uint64(_VALUE_BITS)
+        return at.view(np.int64), np.maximum(tags, _VALUE + np.uint64(1))
 
     def _find(self, fingerprints: Fingerprints) -> tuple[Rows, Rows, npt.NDArray[np.int64]]:
         at, tags = self._split(fingerprints)
-        bucket = self._table[at]
-        same = bucket >> np.uint64(_VALUE_BITS) == tags[:, None]
-        way = same.argmax(axis=1)
-        each = np.arange(len(at))
-        values = (bucket[each, way] & _VALUE).astype(np.int64)
-        values[~same[each, way]] = -1
-        return at, way, values
+        bucket = self._table.take(at, axis=0)
+        way = ((bucket ^ tags[:, None]) <= _VALUE).argmax(axis=1)
+        values = bucket[np.arange(len(at)), way] ^ tags
+        return at, way, np.where(values <= _VALUE, values.view(np.int64), -1)
 
 
 def fingerprints(blocks: Blocks, rows: Rows, seed: int) -> Fingerprints:
     """64 bits of each row's key and namespace, other ones for another seed."""
-    words = blocks.words[rows]
-    mixed: Fingerprints = (words * _MIX[: words.shape[1]]).sum(axis=1, dtype=np.uint64)
+    words = blocks.words.take(rows, axis=0)
+    mixed: Fingerprints = words @ _MIX[: words.shape[1]]
     mixed ^= blocks.namespace[rows].astype(np.uint64) * _MIX[14] + np.uint64(seed % (1 << 64))
     mixed ^= mixed >> np.uint64(31)
     mixed *= _MIX[15]

@@ -32,6 +32,8 @@ class Reads:
         if space is None:
             return None
         r = self._r
+        if event.recompute_s:
+            r.recompute_s[event.namespace] = event.recompute_s
         foreign = space.moved and event.tenant != space.tenant
         run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys)
         if run is not None:

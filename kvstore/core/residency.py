@@ -218,16 +218,20 @@ class Residency:
             numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             if used:
                 self.reuse.used(numbers, space.tenant, at)
-            chain = self.with_ancestors(numbers)
+            chain = None
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], space.pools[tier]
                 state.extents.holdings.saw(pool.tenant, self.now)
-                if pool in state.policies:
-                    some = self._in_pool(tier, pool, chain) if space.moved else chain
-                    if used:
-                        state.policies[pool].touch(some, at)
-                    else:
-                        state.policies[pool].refresh(some)
+                policy = state.policies.get(pool)
+                if policy is None or not (used or policy.follows_children):
+                    continue
+                if chain is None:
+                    chain = self.with_ancestors(numbers) if policy.follows_children else numbers
+                some = self._in_pool(tier, pool, chain) if space.moved else chain
+                if used:
+                    policy.touch(some, at)
+                else:
+                    policy.refresh(some)
         self._touched.clear()
 
     def _in_pool(self, tier: int, pool: Pool, rows: Rows) -> Rows:

@@ -135,7 +135,6 @@ class Writes:
         r.place(0, rows, slots)
         r.tiers[0].extents.release(slots)
         if len(rows):
-            r.refresh(rows, space)
             r.stamp(0, rows, slots)
             if self.write_through:
                 self._transfers.queue_writes(rows)

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.config import Config, changes, load
+from kvstore.core.policy import find
 from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
 from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
-from kvstore.errors import KVStoreError, TierError
+from kvstore.errors import ConfigError, KVStoreError, MisuseError, TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.posix import PosixEngine
@@ -37,7 +38,7 @@ def run(path: Path | None) -> int:
 
     Returns the exit code. Raises KVStoreError if it cannot start.
     """
-    config = load(path)
+    config = load_all(path)
     logging.basicConfig(
         level=config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
     )
@@ -51,6 +52,16 @@ def run(path: Path | None) -> int:
         runner = asyncio.Runner()
     with runner:
         return runner.run(_serve(config, path))
+
+
+def load_all(path: Path | None) -> Config:
+    """The configuration at `path`, and what it names is there. Raises ConfigError."""
+    config = load(path)
+    try:
+        find(config.policy.eviction)
+    except MisuseError as e:
+        raise ConfigError(f"{path}: policy.eviction: {e.message}", e.hint) from e
+    return config
 
 
 async def _serve(config: Config, path: Path | None) -> int:

@@ -103,6 +103,7 @@ class Shell:
             specs,
             max_blocks=min(max(total // _MIN_BLOCK_BYTES, _MIN_ROWS), _MAX_ROWS),
             seed=seed,
+            policy=self.config.policy.eviction,
             write_policy=self.config.nvme.write_policy,
             limits=Limits(
                 batch_keys=self.config.limits.batch_keys,

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN
 from tests.core.world import World, granted_of, hash_of, joined, payload
 
@@ -249,10 +250,12 @@ class Faulty(Machine):
         nvme=st.sampled_from([0, 1, 4]),
         missing=st.sampled_from([0, 0, 1]),
         slots=st.sampled_from([2, 4, 7]),
-        policy=st.sampled_from(["write_through", "on_evict"]),
+        write_policy=st.sampled_from(["write_through", "on_evict"]),
+        policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, dram: int, nvme: int, missing: int, slots: int, policy: str) -> None:
-        self.build(World(dram, nvme, slots=slots, write_policy=policy, nvme_gets=max(nvme - missing, 0)))
+    def start(self, dram: int, nvme: int, missing: int, slots: int, write_policy: str, policy: str) -> None:
+        gets = max(nvme - missing, 0)
+        self.build(World(dram, nvme, slots=slots, policy=policy, write_policy=write_policy, nvme_gets=gets))
 
     @precondition(lambda self: self.w.copies)
     @rule(which=some, results=st.lists(st.sampled_from([ev.OK, ev.CORRUPT, ev.FAILED]), max_size=8))
@@ -352,10 +355,11 @@ class Crowded(Machine):
         dram=st.integers(1, 2),
         nvme=st.sampled_from([0, 1, 2]),
         slots=st.sampled_from([4, 7]),
-        policy=st.sampled_from(["write_through", "on_evict"]),
+        write_policy=st.sampled_from(["write_through", "on_evict"]),
+        policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, dram: int, nvme: int, slots: int, policy: str) -> None:
-        self.build(World(dram, nvme, slots=slots, write_policy=policy))
+    def start(self, dram: int, nvme: int, slots: int, write_policy: str, policy: str) -> None:
+        self.build(World(dram, nvme, slots=slots, write_policy=write_policy, policy=policy))
 
     @invariant()
     def pinned_blocks_stay(self) -> None:
@@ -368,9 +372,14 @@ class Crowded(Machine):
 class Peaceful(Machine):
     """No faults, room for everything in the lowest tier: whatever was stored stays stored."""
 
-    @initialize(nvme=st.booleans(), policy=st.sampled_from(["write_through", "on_evict"]))
-    def start(self, nvme: bool, policy: str) -> None:
-        self.build(World(2, 30, slots=7, write_policy=policy) if nvme else World(30, 0, slots=7))
+    @initialize(
+        nvme=st.booleans(),
+        write_policy=st.sampled_from(["write_through", "on_evict"]),
+        policy=st.sampled_from(list(POLICIES)),
+    )
+    def start(self, nvme: bool, write_policy: str, policy: str) -> None:
+        dram, lower = (2, 30) if nvme else (30, 0)
+        self.build(World(dram, lower, slots=7, policy=policy, write_policy=write_policy))
 
     @invariant()
     def nothing_is_forgotten(self) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvstore.core import events as ev
+from kvstore.core.policy import POLICIES
 from tests.core.test_model import BLOCK_BYTES, WAITS, Asked, Faulty, chains, clients, some
 from tests.core.world import World
 
@@ -23,10 +24,11 @@ class Tenants(Faulty):
         dram=st.integers(2, 5),
         nvme=st.sampled_from([0, 2, 5]),
         slots=st.sampled_from([2, 4, 7]),
-        policy=st.sampled_from(["write_through", "on_evict"]),
+        write_policy=st.sampled_from(["write_through", "on_evict"]),
+        policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, dram: int, nvme: int, slots: int, policy: str) -> None:  # type: ignore[override]
-        self.w = World(dram, nvme, slots=slots, write_policy=policy)
+    def start(self, dram: int, nvme: int, slots: int, write_policy: str, policy: str) -> None:  # type: ignore[override]
+        self.w = World(dram, nvme, slots=slots, write_policy=write_policy, policy=policy)
         self.domains = SHARED
         for namespace in BLOCK_BYTES:
             self.open(namespace)

@@ -66,6 +66,7 @@ class World:
         dram: int = 2,
         nvme: int = 4,
         *,
+        policy: str = "lru",
         write_policy: str = "write_through",
         slots: int = 4,
         max_blocks: int = 512,
@@ -80,6 +81,7 @@ class World:
             self._specs.append(TierSpec(Tier.NVME, nvme * size, size, False))
         self._extents = [dram, nvme if nvme_gets is None else nvme_gets]
         self.max_blocks = max_blocks
+        self._policy = policy
         self._write_policy = write_policy
         self._limits = limits or Limits(leases_per_client=8)
         self.now = 0.0
@@ -106,6 +108,7 @@ class World:
             self._specs,
             max_blocks=self.max_blocks,
             seed=7,
+            policy=self._policy,
             write_policy=self._write_policy,
             limits=self._limits,
         )

@@ -12,9 +12,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.core.blocks import Rows
+from kvstore.core.policy.arc import ARC
+from kvstore.core.policy.gdsf import GDSF
 from kvstore.core.policy.hazard import Hazard
+from kvstore.core.policy.lfuda import LFUDA
 from kvstore.core.policy.lru import LRU
+from kvstore.core.policy.s3fifo import S3FIFO
 from kvstore.core.policy.shelf import Shelf
+from kvstore.core.policy.sieve import SIEVE
 from kvstore.errors import MisuseError
 
 
@@ -24,14 +29,13 @@ class Policy(Protocol):
     `now` is in seconds and never goes back.
     """
 
+    follows_children: bool
+
     def insert(self, rows: Rows, now: float) -> None:
         """Blocks that this tier now holds."""
 
     def touch(self, rows: Rows, now: float) -> None:
         """Blocks that were used. Rows that were never inserted are ignored."""
-
-    def refresh(self, rows: Rows) -> None:
-        """A chain, parents first, has got new blocks: it is to stay as long as they do. No use of it."""
 
     def remove(self, rows: Rows) -> None:
         """Blocks that have left the tier, or are about to. Unknown rows are ignored."""
@@ -40,9 +44,15 @@ class Policy(Protocol):
         """Up to n rows to evict next, the first to go first. Changes nothing but internal bookkeeping."""
 
     def defer(self, rows: Rows) -> None:
-        """These are not to be offered again soon: they cannot go now, or a child came. No use of them.
+        """These cannot go now (in use, or not a leaf): do not offer them again soon.
 
-        They keep the order given, that of `coldest`. Unknown rows are ignored.
+        They come in the order of `coldest`. Unknown rows are ignored.
+        """
+
+    def refresh(self, rows: Rows) -> None:
+        """Chains that got new blocks: they are to stay as long as those, but this is no use of them.
+
+        Unknown rows are ignored. Only called if `follows_children`: it costs a walk up the chain.
         """
 
     def cool(self, rows: Rows) -> None:
@@ -57,7 +67,15 @@ class Policy(Protocol):
 
 Factory = Callable[[Shelf], Policy]
 
-POLICIES: dict[str, Factory] = {"lru": LRU, "hazard": Hazard}
+POLICIES: dict[str, Factory] = {
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "lfuda": LFUDA,
+    "gdsf": GDSF,
+    "sieve": SIEVE,
+    "hazard": Hazard,
+}
 """By name."""
 
 

@@ -27,6 +27,8 @@ _BACK_AT_ONCE = 256
 class Hazard:
     """The slices of one pool, in columns by number: kind (-1: none), start, queue (kept for the next one)."""
 
+    follows_children = False
+
     def __init__(self, shelf: Shelf) -> None:
         assert shelf.reuse is not None, "what is learned here comes from there"
         self._reuse, self._tenant = shelf.reuse, shelf.tenant
@@ -64,7 +66,7 @@ class Hazard:
         self._file(rows[self._reuse.last_used(rows) >= now - _SAME_S][::-1], now)
 
     def refresh(self, rows: Rows) -> None:
-        """See Policy: blocks stay where they are, they were not asked for."""
+        """Not called."""
 
     def remove(self, rows: Rows) -> None:
         """See Policy."""
@@ -81,7 +83,7 @@ class Hazard:
 
     def cool(self, rows: Rows) -> None:
         """See Policy."""
-        self._cold.append(self._segments.known(rows))
+        self._cold.prepend(self._segments.known(rows)[::-1])
 
     def _file(self, rows: Rows, now: float) -> None:
         """Puts rows at the recent ends of the slices where they belong."""
@@ -145,8 +147,8 @@ class Hazard:
             rows = np.unique(np.concatenate(self._orphaned))
             self._orphaned.clear()
             rows = rows[rows >= 0]
-            rows = rows[(self._children[rows] == 0) & (self._segments.queues_of(rows) == self._parents.number)]
-            self._file(rows, now)
+            rows = rows[self._children[rows] == 0]
+            self._file(rows[self._segments.queues_of(rows) == self._parents.number], now)
         if now >= self._back_s and len(self._busy):
             self._back_s = now + _BACK_AFTER_S
             self._file(self._busy.head(_BACK_AT_ONCE), now)

@@ -14,6 +14,8 @@ from kvstore.core.policy.shelf import Shelf
 class LRU:
     """One queue."""
 
+    follows_children = True
+
     def __init__(self, shelf: Shelf) -> None:
         self._segments = shelf.segments
         self._queue = Queue(shelf.segments)
@@ -29,10 +31,6 @@ class LRU:
         """See Policy."""
         self._queue.append(self._segments.known(rows)[::-1])
 
-    def refresh(self, rows: Rows) -> None:
-        """See Policy."""
-        self.defer(rows[::-1])
-
     def remove(self, rows: Rows) -> None:
         """See Policy."""
         self._segments.forget(rows)
@@ -40,6 +38,10 @@ class LRU:
     def defer(self, rows: Rows) -> None:
         """See Policy."""
         self._queue.append(self._segments.known(rows))
+
+    def refresh(self, rows: Rows) -> None:
+        """See Policy."""
+        self._queue.append(self._segments.known(rows)[::-1])
 
     def cool(self, rows: Rows) -> None:
         """See Policy."""

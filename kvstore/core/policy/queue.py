@@ -81,12 +81,12 @@ class Segments:
 
     def known(self, rows: Rows) -> Rows:
         """Those of rows that are in a queue."""
-        inside = self.stamps[rows] > 0
+        inside = self.stamps.take(rows) > 0
         return rows if inside.all() else rows[inside]
 
     def queues_of(self, rows: Rows) -> npt.NDArray[np.int32]:
         """The number of the queue that each row is in; 0: in none."""
-        numbers: npt.NDArray[np.int32] = self._owner[self.stamps[rows] >> _BITS]
+        numbers: npt.NDArray[np.int32] = self._owner.take(self.stamps.take(rows) >> _BITS)
         return numbers
 
     def lengths(self, numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -138,17 +138,17 @@ class Segments:
 
     def _leave(self, rows: Rows) -> None:
         """The latest entries of rows are about to become stale."""
-        stamps = self.stamps[rows]
+        stamps = self.stamps.take(rows)
         known = int(np.count_nonzero(stamps))
         if not known:
             return
         numbers = stamps >> _BITS
         np.subtract.at(self._live, numbers, _ONE)
-        np.subtract.at(self._lengths, self._owner[numbers], 1)
+        np.subtract.at(self._lengths, self._owner.take(numbers), 1)
         # Number 0 is where unknown rows are counted.
         self._live[0] = self._lengths[0] = 0
         self._known -= known
-        left = self._live[numbers]
+        left = self._live.take(numbers)
         if not left.all():
             for number in set(numbers[left == 0].tolist()) - {0}:
                 segment = self._all[number]
@@ -159,7 +159,7 @@ class Segments:
         """The entries of a segment that are not stale, coldest first."""
         at, end = segment.start, segment.end
         entries = segment.entries[at:end]
-        alive: Entries = entries[self.stamps[entries] == _OFFSETS[at:end] + (segment.number << _BITS)]
+        alive: Entries = entries[self.stamps.take(entries) == _OFFSETS[at:end] + (segment.number << _BITS)]
         return alive
 
     def _give_back(self, segment: Segment) -> None:
@@ -271,7 +271,7 @@ class Queue:
             while at < segment.end and n > 0 and (windows < _WINDOWS or not out):
                 end = min(at + _WINDOW, segment.end)
                 entries = segment.entries[at:end]
-                live = segments.stamps[entries] == _OFFSETS[at:end] + base
+                live = segments.stamps.take(entries) == _OFFSETS[at:end] + base
                 if at == segment.start:
                     segment.start += int(live.argmax()) if live.any() else end - at
                 some = entries[live][:n]

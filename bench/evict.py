@@ -1,0 +1,111 @@
+"""evict: microseconds that a block's coming and going costs an eviction policy, at 10 M rows against 100 k.
+
+Batches of 128 come (insert) and others leave for them (coldest, remove), while 128 that are there are used.
+The figures are CPU time; `longest_ms` is the longest single call of any kind at 10 M rows, filling included.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from bench.harness import Bench, Result, Target
+from kvstore.config.sections import Policy
+from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.ghosts import Ghosts
+from kvstore.core.keys import Keys
+from kvstore.core.policy import POLICIES, make
+from kvstore.core.policy.queue import Segments
+from kvstore.core.policy.shelf import Shelf
+
+FEW, MANY = 100_000, 10_000_000
+BATCH = 128
+STEPS = 100
+"""A sample."""
+
+BOUND = Target("<=", 2.0)
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """A line a policy; the bound is for the default one."""
+    small, large = _blocks(FEW), _blocks(MANY)
+    gc.freeze()  # as the daemon does
+    for name in POLICIES:
+        bench.doing(f"{name}: filling")
+        many, few = _Filled(name, large), _Filled(name, small)
+        gc.collect()
+        rounds = bench.interleave(name, (many.sample, few.sample), 1 / len(POLICIES))
+        target = BOUND if name == Policy().eviction else None
+        yield rounds.result(
+            f"evict/{name}",
+            "us/block",
+            target,
+            longest_ms=1e3 * many.longest_s,
+            bytes_a_row=many.bytes_a_row(),
+        )
+
+
+def _blocks(n: int) -> Blocks:
+    blocks = Blocks(n, 1)
+    for start in range(0, n, 1 << 16):
+        keys = np.arange(start, min(start + (1 << 16), n), dtype=np.uint64)
+        blocks.take(1, Keys(keys.tobytes(), 8), np.arange(len(keys)))
+    return blocks
+
+
+class _Filled:
+    """A policy that knows every row, in chains of BATCH; used ones are picked with a heavy tail."""
+
+    def __init__(self, name: str, blocks: Blocks) -> None:
+        self._blocks, n = blocks, blocks.capacity
+        self._segments = Segments(np.zeros(n, np.int32))
+        self._ghosts: Ghosts | None = None
+        costs = np.zeros(1 << 16, np.float32)
+        self._policy = make(name, Shelf(self._segments, blocks, self._make_ghosts, 1, 0, costs))
+        self._dice = np.random.default_rng(1)
+        self._chains = n // BATCH
+        self._next_key = n
+        self.longest_s = 0.0
+        for start in range(0, self._chains * BATCH, BATCH):
+            rows = np.arange(start, start + BATCH)
+            self._timed(lambda rows=rows: self._policy.insert(rows, 0.0))
+        for _ in range(self._chains // 2):
+            self._use()
+
+    def _make_ghosts(self) -> Ghosts:
+        if self._ghosts is None:
+            self._ghosts = Ghosts(self._blocks.capacity)
+        return self._ghosts
+
+    def sample(self, number: int) -> float:
+        """Microseconds a block."""
+        took_s, now = 0.0, float(number)
+        for _ in range(STEPS):
+            gone, spent_s = self._timed(lambda: self._policy.coldest(BATCH, now))
+            took_s += spent_s
+            took_s += self._timed(lambda gone=gone: self._policy.remove(gone))[1]
+            self._blocks.words[gone, 0] = np.arange(self._next_key, self._next_key + len(gone))
+            self._next_key += len(gone)
+            took_s += self._timed(lambda gone=gone: self._policy.insert(gone, now))[1]
+            self._use()
+        return 1e6 * took_s / STEPS / BATCH
+
+    def _use(self) -> None:
+        chain = int(self._dice.zipf(1.1)) * 7919 % self._chains
+        rows = np.arange(chain * BATCH, (chain + 1) * BATCH)
+        self._timed(lambda: self._policy.touch(rows, 0.0))
+
+    def _timed(self, call: Callable[[], Rows | None]) -> tuple[Rows | None, float]:
+        start_s = time.thread_time()
+        out = call()
+        took_s = time.thread_time() - start_s
+        self.longest_s = max(self.longest_s, took_s)
+        return out, took_s
+
+    def bytes_a_row(self) -> float:
+        """All of its state, ghosts and columns included."""
+        held = self._policy.ram_bytes() + (self._ghosts.ram_bytes() if self._ghosts else 0)
+        return self._segments.bytes_a_row + held / self._blocks.capacity

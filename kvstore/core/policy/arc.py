@@ -1,0 +1,67 @@
+"""ARC (Megiddo and Modha, 2003): blocks used once and blocks used again in an LRU queue each.
+
+How many of the first kind stay follows the ghosts: a block that comes back soon after it left wants more room
+for its kind. What differs from the paper: placement owns the capacity, so that it is the rows known now; room
+is made before it is known who comes; a batch moves the target by one step size; and a ghost that has come
+back takes its place in the list until that has aged.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.core.blocks import Rows
+from kvstore.core.policy.past import Past
+from kvstore.core.policy.queue import Queue
+from kvstore.core.policy.ranked import Ranked
+from kvstore.core.policy.shelf import Shelf
+
+ONCE, OFTEN = 0, 1
+
+
+class ARC(Ranked):
+    """The paper's T1 and T2 are `_once` and `_often`, p is `_target`, B1 and B2 are in `_past`."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__(shelf)
+        self._once, self._often = Queue(shelf.segments), Queue(shelf.segments)
+        self._past = Past(shelf)
+        self._target = 0.0
+
+    def _queues(self) -> tuple[Queue, Queue]:
+        return self._once, self._often
+
+    def _enter(self, rows: Rows) -> None:
+        capacity = len(self)
+        once = min(self._past.gone[ONCE], max(capacity - len(self._once), 0))
+        often = min(self._past.gone[OFTEN], capacity - once)
+        came_from = self._past.recall(rows, (once, often))
+        n_once, n_often = int(np.count_nonzero(came_from == ONCE)), int(np.count_nonzero(came_from == OFTEN))
+        if n_once:
+            self._target = min(self._target + n_once * max(1.0, often / once), capacity)
+        if n_often:
+            self._target = max(self._target - n_often * max(1.0, once / often), 0.0)
+        self._once.append(rows[came_from < 0][::-1])
+        self._often.append(rows[came_from >= 0][::-1])
+
+    def touch(self, rows: Rows, now: float) -> None:
+        """See Policy."""
+        self._often.append(self._segments.known(rows)[::-1])
+
+    def remove(self, rows: Rows) -> None:
+        """See Policy."""
+        self._past.note(ONCE, rows[self._of(self._once, rows)])
+        self._past.note(OFTEN, rows[self._of(self._often, rows)])
+        super().remove(rows)
+
+    def _forward(self, rows: Rows) -> None:
+        often = self._of(self._often, rows)
+        self._often.append(rows[often])
+        self._once.append(rows[~often])
+
+    def _rank(self, n: int) -> Rows:
+        beyond = max(len(self._once) - int(self._target), 0)
+        first = self._once.head(n // 2 if self._stuck else min(n, beyond))
+        others = self._often.head(n - len(first))
+        rest = self._once.head(n - len(others))[len(first) :]
+        return np.concatenate((first, others, rest))

@@ -1,0 +1,63 @@
+"""SIEVE (Zhang et al., 2024): blocks in the order in which they came, and a hand that passes over them.
+
+What was used since the hand last came by stays where it is; what was not is evicted. New blocks join where
+the hand comes last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.core.blocks import Rows
+from kvstore.core.policy.queue import Queue
+from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
+from kvstore.core.policy.shelf import Shelf
+
+
+class SIEVE(Ranked):
+    """The hand lies between two queues: what it has passed in this round, and what is ahead of it."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__(shelf)
+        self._ahead, self._passed = Queue(shelf.segments), Queue(shelf.segments)
+        self._uses = shelf.segments.column("uses")
+
+    def _queues(self) -> tuple[Queue, Queue]:
+        return self._ahead, self._passed
+
+    def _enter(self, rows: Rows) -> None:
+        self._uses[rows] = 0
+        self._forward(rows[::-1])
+
+    def touch(self, rows: Rows, now: float) -> None:
+        """See Policy."""
+        rows = self._segments.known(rows)
+        self._uses[rows] = 1
+        if len(self._cool):
+            self._forward(rows[self._of(self._cool, rows)][::-1])
+
+    def defer(self, rows: Rows) -> None:
+        """See Policy: the hand passes over them."""
+        self._passed.append(self._segments.known(rows))
+
+    def _turn(self) -> None:
+        """At the end of a round the hand goes back to what came first."""
+        if not len(self._ahead):
+            self._ahead, self._passed = self._passed, self._ahead
+
+    def _forward(self, rows: Rows) -> None:
+        self._turn()
+        self._ahead.append(rows)
+
+    def _rank(self, n: int) -> Rows:
+        cold = np.empty(0, np.int64)
+        for _ in range(ROUNDS):
+            self._turn()
+            cold, used = unused(self._ahead, self._uses, n, len(self._ahead))
+            if not len(used):
+                break
+            self._uses[used] = 0
+            self._passed.append(used)
+        if len(cold):
+            return cold
+        return self._ahead.head(n) if len(self._ahead) else self._passed.head(n)
