@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Format, Renew
 from kvstore.core.blocks import Rows
+from kvstore.core.decisions import What
 from kvstore.core.extents import SlotClass
 from kvstore.core.residency import DEMOTE, WRITING, Residency
 from kvstore.core.tenants import Pool
@@ -120,6 +121,7 @@ class Eviction:
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n
             spare = rows[idle & ~only][:n]
+            r.decisions.record(What.EVICTED, tier, spare, r.now, policy)
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
@@ -140,6 +142,8 @@ class Eviction:
         if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, n > 0)):
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
+            policy = self._r.policy(tier, pool)
+            self._r.decisions.record(What.DROPPED, tier, rows[leaf], self._r.now, policy)
             self._r.give_up(tier, rows[leaf])
             n, stuck = int(leaf.sum()), rows[~leaf]
         self._r.policy(tier, pool).defer(stuck)
@@ -321,12 +325,14 @@ class Eviction:
         rows = extents.rows_of(leaving.extent)
         idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
         only = (r.blocks.slot[:, idle] >= 0).sum(axis=0) == 1
+        r.decisions.record(What.EVICTED, tier, idle[~only], r.now)
         r.give_up(tier, idle[~only])
         alone = idle[only]
         going = self._demote(tier, alone) if len(alone) else np.zeros(0, np.bool_)
         below = len(alone) and self._lower_tier_takes(tier, pool)
         if not (below and self._can_wait(pool, bool(going.any()))):
             # They make way, unless all that is below are parents of what is here.
+            r.decisions.record(What.DROPPED, tier, alone[~going], r.now)
             r.give_up(tier, alone[~going])
         if not extents.is_used(leaving.extent):
             del self._leaving[tier]

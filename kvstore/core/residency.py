@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
+from kvstore.core.decisions import Decisions
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.index import Index
@@ -65,6 +66,7 @@ class Residency:
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
         self.blocks = Blocks(max_blocks, len(specs))
         self.index = Index(self.blocks, seed)
+        self.decisions = Decisions(self.blocks, self.index)
         self.tiers = [
             TierState(
                 s,
@@ -341,4 +343,5 @@ class Residency:
         policies = sum(p.ram_bytes() for t in self.tiers for p in t.policies.values())
         policies += sum(t.stamps.itemsize for t in self.tiers) * self.blocks.rows_touched
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
-        return self.blocks.ram_bytes() + self.index.ram_bytes() + policies + extents
+        blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
+        return blocks + policies + extents + self.decisions.ram_bytes()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Copy, Drop, Identity, Probe
 from kvstore.core.blocks import LIVE, Rows
+from kvstore.core.decisions import What
 from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone
 from kvstore.core.eviction import Eviction
@@ -149,6 +150,7 @@ class Transfers:
             waiting.appendleft(rest)
             return False
         self._r.counters["unwritten_blocks"] += len(rest)
+        self._r.decisions.record(What.UNWRITTEN, 1, rest, self._r.now)
         return True
 
     def _write_chunks(self, tenant: int) -> int:
@@ -356,6 +358,7 @@ class Transfers:
         corrupt = t.rows[t.alive & (event.results == CORRUPT)]
         self.quarantine(t.source, corrupt)
         demoted = demoted[r.idle(t.source, demoted)]
+        r.decisions.record(What.DEMOTED, t.source, demoted, r.now, r.tiers[t.source].policies.get(t.pool))
         r.give_up(t.source, demoted)
         return Arrived(t.target, good, t.rows[t.alive & ~arrived])
 
@@ -371,6 +374,7 @@ class Transfers:
         rows = rows[self._r.blocks.slot[tier, rows] >= 0]
         if len(rows):
             self._r.counters["quarantined_blocks"] += len(rows)
+            self._r.decisions.record(What.QUARANTINED, tier, rows, self._r.now)
             self.cancel(rows)
             self._r.give_up(tier, rows, retire=True)
 

@@ -202,7 +202,7 @@ class World:
         return self._request
 
     def _run(self, action: ac.Action) -> None:
-        if isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Deny):
+        if isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Explained | ac.Deny):
             if action.request:
                 assert action.request not in self.answers, "answered twice"
                 self.answers[action.request] = action
