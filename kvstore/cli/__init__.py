@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import typer
 
-from kvstore.cli import lab, operate, tenant
+from kvstore.cli import lab, operate, record, tenant, why
 from kvstore.cli.common import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(operate.app)
 app.add_typer(tenant.app, name="tenant")
 app.add_typer(lab.app)
+app.add_typer(why.app)
+app.command()(record.record)
 
 
 @app.callback()

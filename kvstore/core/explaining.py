@@ -15,8 +15,8 @@ from kvstore.core.blocks import HOLE, LIVE, RESERVED
 from kvstore.core.decisions import Decision
 from kvstore.core.ledger import Ledger
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
+from kvstore.types import EXPLAIN_KEYS
 
-MOST_KEYS = 16
 MOST_NAMESPACES = 256
 """More at a time would hold up everybody else's requests."""
 
@@ -28,9 +28,9 @@ _ABSENT = "not stored"
 def explain(ledger: Ledger, event: ev.Explain, now: float) -> None:
     """Answers with what is known; keys of which nothing is are left out."""
     spaces = event.namespaces
-    if event.keys.n > MOST_KEYS or len(spaces) > MOST_NAMESPACES:
+    if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
         why = f"{event.keys.n} keys in {len(spaces)} namespaces"
-        hint = f"at most {MOST_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
+        hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
         ledger.say(Deny(event.request, why, hint))
         return
     r = ledger.residency
@@ -88,7 +88,7 @@ def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
 
 
 def _said(who: Any, row: int, now: float) -> str:
-    """What a policy, or what was learnt about reuse, has to say of a row: "" if it does not explain itself."""
+    """What a policy, or what was learnt about reuse, has to say of a row; "" if it does not explain."""
     explains = getattr(who, "explain", None)
     said = explains(np.array([row]), now) if explains is not None else None
     return said[0] if said else ""

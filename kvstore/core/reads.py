@@ -202,7 +202,7 @@ class Reads:
         self._ledger.say(Answer(event.request, len(rows) - dropped))
 
     def _bring(self, space: Space, rows: Rows, asker: int) -> tuple[int, int]:
-        """Promotes those of a chain that only lower tiers have, as far as there is room: (started, dropped)."""
+        """Promotes those of a chain that only lower tiers have, while there is room: (started, dropped)."""
         r = self._r
         absent = rows[(r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)]
         there = rows[r.blocks.slot[0, rows] >= 0]
@@ -219,7 +219,7 @@ class Reads:
     def _look_ahead(self, event: ev.Acquire, space: Space, last: int) -> None:
         """What follows a chain that is being promoted comes too, as far as only one way leads on.
 
-        Looked for in the rows behind `last`, where what was stored at one go lies: no list of children is kept.
+        Looked for in the rows behind `last`, where what was stored at one go lies: no children are listed.
         """
         r, blocks = self._r, self._r.blocks
         rows = np.arange(last + 1, min(last + 1 + self.prefetch_blocks, blocks.rows_touched))

@@ -12,11 +12,12 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks import Blocks
 from kvstore.core.decisions import CAPACITY, EVERY_TIER, Decision, Decisions, What
-from kvstore.core.explaining import MOST_KEYS, MOST_NAMESPACES
+from kvstore.core.explaining import MOST_NAMESPACES
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
 from kvstore.core.ledger import Limits
 from kvstore.core.policy.lru import LRU
+from kvstore.types import EXPLAIN_KEYS
 from tests.core.world import World, joined
 
 
@@ -51,7 +52,10 @@ def test_a_live_block_says_where_it_is_and_what_hangs_on_it() -> None:
     w.finish_all()
     a, b = one(w, b"a"), one(w, b"b")
     assert (a["key"], a["namespace"], a["state"]) == (b"a", 1, "live")
-    assert [(c["tier"], c["users"], c["policy"]) for c in a["copies"]] == [("dram", 0, "lru"), ("nvme", 0, "lru")]
+    assert [(c["tier"], c["users"], c["policy"]) for c in a["copies"]] == [
+        ("dram", 0, "lru"),
+        ("nvme", 0, "lru"),
+    ]
     places = [(i, c["extent"], c["slot"]) for i, c in enumerate(a["copies"])]
     assert places == [(0, *w_place(w, 0, b"a")), (1, *w_place(w, 1, b"a"))]
     assert (a["parent"], a["parent_state"], a["children"]) == (b"", "", 1)
@@ -105,7 +109,7 @@ def test_what_nobody_knows_is_left_out_and_other_namespaces_say_nothing_of_it() 
 
 def test_too_much_at_a_time_is_refused() -> None:
     w = world()
-    many = [b"%03d" % i for i in range(MOST_KEYS + 1)]
+    many = [b"%03d" % i for i in range(EXPLAIN_KEYS + 1)]
     assert explained(w, many[:-1]) == []
     for keys, namespaces in ((many, (1,)), (many[:1], tuple(range(MOST_NAMESPACES + 1)))):
         denied = w.ask(ev.Explain(0, namespaces, joined(keys)))

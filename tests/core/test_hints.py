@@ -1,4 +1,4 @@
-"""Hints change who goes first, and only where nobody else's chain goes; look-ahead loads what surely follows."""
+"""Hints change who goes first, where nobody else's chain goes; look-ahead loads what surely follows."""
 
 from __future__ import annotations
 
