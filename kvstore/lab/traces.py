@@ -1,9 +1,10 @@
 """Readers of recorded request traces, as JSON lines, plain or compressed by zstd.
 
 Two formats. `requests`, published by the Mooncake project: each line one chat request (`timestamp` in ms,
-`input_length`, `output_length`, `hash_ids` of 512-token blocks). `conversations`, published by the
-kv-cache-tester project: each line one conversation of a coding agent (`block_size`, `requests` with `t`,
-`in`, `out`, `hash_ids`), in which sub-agents are nested and count their time from their own start.
+`input_length`, `output_length`, `hash_ids` of blocks of 512 tokens, or of `block_tokens` where it is given).
+`conversations`, published by the kv-cache-tester project: each line one conversation of a coding agent
+(`block_size`, `requests` with `t`, `in`, `out`, `hash_ids`), in which sub-agents are nested and count their
+time from their own start.
 
 Only full blocks get keys: the last, partial block of a prompt is left out. Not covered: tokens themselves,
 which these traces do not have.
@@ -63,6 +64,7 @@ class _Chat(_Row):
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Id]
+    block_tokens: Annotated[int, Field(ge=1)] = CHAT_BLOCK_TOKENS
 
 
 class _Call(_Row):
@@ -154,9 +156,10 @@ class Trace:
         if not line:
             raise KVStoreError(f"{path} holds no requests", _FORMATS_HINT)
         self.kind = _kind(where, line)
-        self.block_tokens = CHAT_BLOCK_TOKENS
         if self.kind == "conversations":
             self.block_tokens = _parse(_Conversation, where, line).block_size
+        else:
+            self.block_tokens = _parse(_Chat, where, line).block_tokens
 
     def __iter__(self) -> Iterator[Request]:
         return chain.from_iterable(self.sessions())
@@ -180,6 +183,7 @@ class Trace:
         start_ms = None
         for number, (where, line) in enumerate(self._lines()):
             row = _parse(_Chat, where, line)
+            self._check_size(where, "block_tokens", row.block_tokens)
             start_ms = row.timestamp if start_ms is None else start_ms
             call = _Call.model_construct(
                 t=(row.timestamp - start_ms) / 1000,
@@ -192,13 +196,16 @@ class Trace:
     def _conversations(self) -> Iterator[Session]:
         for number, (where, line) in enumerate(self._lines()):
             row = _parse(_Conversation, where, line)
-            if row.block_size != self.block_tokens:
-                raise KVStoreError(
-                    f"{where}: block_size is {row.block_size}, the first line has {self.block_tokens}",
-                    "one replay has one block size: split the trace",
-                )
+            self._check_size(where, "block_size", row.block_size)
             calls = sorted(_flatten(row.requests, 0.0), key=lambda call: call.t)
             yield Session(number, self.block_tokens, calls, own_clock=True)
+
+    def _check_size(self, where: str, field: str, tokens: int) -> None:
+        if tokens != self.block_tokens:
+            raise KVStoreError(
+                f"{where}: {field} is {tokens}, the first line has {self.block_tokens}",
+                "one replay has one block size: split the trace",
+            )
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         """Every line that is not blank, with the words that say where it stands."""
