@@ -85,7 +85,7 @@ async def _write(
     url: str, out: Path, seconds: float, most: int, count: _Count, progress: Callable[[Part], None]
 ) -> None:
     """Writes the lines of a recording as they come, up to `most` bytes. Raises MisuseError if it can't."""
-    beyond = 0
+    beyond = block_tokens = 0
     async with aclosing(parts_of(url, seconds, most)) as parts:
         # The daemon has agreed: a refusal leaves no file behind.
         progress(await anext(parts))
@@ -93,7 +93,9 @@ async def _write(
             async with aiofiles.open(out, "xb") as file:
                 async for part in parts:
                     for asked in part.requests:
-                        line = _line(asked)
+                        # A trace has one block size, and a layout may leave it out: then blocks are counted.
+                        block_tokens = block_tokens or asked.block_tokens or 1
+                        line = _line(asked, block_tokens)
                         if count.file_bytes + len(line) > most:
                             beyond += 1
                             continue
@@ -110,10 +112,8 @@ async def _write(
             raise KVStoreError(f"cannot write {out}: {error.strerror}") from None
 
 
-def _line(asked: Asked) -> bytes:
+def _line(asked: Asked, block_tokens: int) -> bytes:
     """A request as a line of a trace."""
-    # A layout may leave out how many tokens a block has: then the trace counts blocks.
-    block_tokens = asked.block_tokens or 1
     row = {
         "timestamp": round(1000 * asked.time_s, 3),
         "input_length": block_tokens * len(asked.hashes),
