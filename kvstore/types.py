@@ -27,7 +27,7 @@ ALIGN = 4096
 """Slots start and end at multiples of this, so that direct I/O and GPU copies reach them."""
 
 
-EXPLAIN_KEYS = 16
+EXPLAIN_KEYS = 8
 """Most keys that are explained at a time: it takes the daemon long, and others wait meanwhile."""
 
 

@@ -26,6 +26,9 @@ CAPACITY = 1 << 16
 EVERY_TIER = 0xFF
 NO_CLASS = 0xFF
 
+_MOST_SHOWN = 256
+_MOST_SHOWN_OF_ONE = 8
+
 
 class What(IntEnum):
     """What was decided, and why."""
@@ -120,13 +123,17 @@ class Decisions:
             column[: len(values) - head] = values[head:]
         self._written += len(marks)
 
-    def of(self, namespace: int, mark: int, most: int) -> list[Decision]:
-        """The latest decisions about a key of this fingerprint in a namespace, newest first, up to `most`."""
+    def of(self, mark: int) -> dict[int, list[Decision]]:
+        """The latest decisions about keys of this fingerprint, newest first, by namespace."""
         at = np.flatnonzero(self._who[: len(self)] == np.uint64(mark))
-        at = at[self._records["namespace"][at] == namespace]
         # Where the ring goes on is where its oldest record is.
         age = (self._written - 1 - at) % len(self._who)
-        return [_plain(self._records[i]) for i in at[np.argsort(age)][:most].tolist()]
+        found: dict[int, list[Decision]] = {}
+        for record in self._records[at[np.argsort(age)][:_MOST_SHOWN]]:
+            decided = found.setdefault(int(record["namespace"]), [])
+            if len(decided) < _MOST_SHOWN_OF_ONE:
+                decided.append(_plain(record))
+        return found
 
     def ram_bytes(self) -> int:
         """Bytes of the records so far."""

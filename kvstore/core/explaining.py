@@ -17,10 +17,9 @@ from kvstore.core.ledger import Ledger
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.types import EXPLAIN_KEYS
 
-MOST_NAMESPACES = 256
+MOST_NAMESPACES = 64
 """More at a time would hold up everybody else's requests."""
 
-_MOST_DECISIONS = 8
 _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
@@ -40,9 +39,9 @@ def explain(ledger: Ledger, event: ev.Explain, now: float) -> None:
     rows = [r.index.find(n, event.keys).tolist() for n in known]
     blocks = []
     for i, mark in enumerate(marks):
+        decisions = r.decisions.of(mark)
         for j, number in enumerate(known):
-            row = rows[j][i]
-            decided = r.decisions.of(number, mark, _MOST_DECISIONS)
+            row, decided = rows[j][i], decisions.get(number, [])
             if row >= 0 or decided:
                 block = {"key": event.keys[i], "namespace": number, "state": _ABSENT}
                 block |= _stored(r, row, now) if row >= 0 else {}

@@ -27,7 +27,7 @@ LEAST_BYTES, MOST_BYTES = 1 << 16, 1 << 30
 _TOGETHER_S = 1.0
 _ENTRY_BYTES = 512  # what an entry takes besides its hashes, about
 _ALIKE = 64  # look-ups with the same start that an acquire is compared with
-_READ_BYTES = 1 << 20
+_READ_BYTES, _READ_REQUESTS = 256 << 10, 256  # more at a time would hold up what others ask for
 _HASH_BYTES = 8
 
 
@@ -188,9 +188,11 @@ class Recorder:
 
     def read(self) -> tuple[bytes, int, bool]:
         """(requests to which nothing more can come, how many were dropped, whether that was all)."""
-        now, out, size = self._now(), [], 0
+        now, out, size = self._now(), list[bytes](), 0
         over = now >= self._ends
-        while self._asked and size < _READ_BYTES and (over or now - self._asked[0].at > _TOGETHER_S):
+        while self._asked and size < _READ_BYTES and len(out) < 2 * _READ_REQUESTS:
+            if not over and now - self._asked[0].at <= _TOGETHER_S:
+                break
             asked = self._asked.popleft()
             self._remove(asked)
             head = REQUEST_RECORD.pack(

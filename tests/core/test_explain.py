@@ -224,15 +224,14 @@ def test_the_newest_decisions_come_first_and_the_oldest_make_way() -> None:
     for now in range(5):
         ring.record(What.EVICTED if now % 2 else What.DEMOTED, 0, rows[:4], float(now))
     assert len(ring) == 16
-    assert [(d.what, d.at) for d in ring.of(3, marks[0], 9)] == [
+    assert [(d.what, d.at) for d in ring.of(marks[0]).get(3, [])] == [
         (What.DEMOTED, 4.0), (What.EVICTED, 3.0), (What.DEMOTED, 2.0), (What.EVICTED, 1.0),
     ]  # fmt: skip
-    assert [d.at for d in ring.of(3, marks[0], 2)] == [4.0, 3.0]
-    assert ring.of(4, marks[0], 9) == []
+    assert list(ring.of(marks[0])) == [3]
     ring.record(What.EXPIRED, EVERY_TIER, rows, 9.0)
     ring.record(What.EXPIRED, EVERY_TIER, rows[:7], 10.0)
-    assert [d.at for d in ring.of(3, marks[0], 9)] == [10.0, 9.0]
-    assert ring.of(3, marks[7], 9) == [Decision(What.EXPIRED, None, 9.0, None, None)]
+    assert [d.at for d in ring.of(marks[0]).get(3, [])] == [10.0, 9.0]
+    assert ring.of(marks[7]).get(3, []) == [Decision(What.EXPIRED, None, 9.0, None, None)]
 
 
 def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
@@ -240,7 +239,7 @@ def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
     marks = index.fingerprints_of(keys).tolist()
     ring.record(What.DROPPED, 0, rows[:5], 1.0)
     ring.record(What.DROPPED, 0, rows, 2.0)
-    assert [i for i in range(40) if ring.of(3, marks[i], 9)] == list(range(24, 40))
+    assert [i for i in range(40) if ring.of(marks[i]).get(3, [])] == list(range(24, 40))
 
 
 def test_keys_and_rows_have_the_same_fingerprint_whatever_their_length() -> None:
@@ -265,7 +264,7 @@ def test_a_full_ring_is_small_and_looked_through_at_once() -> None:
     mark, took = int(index.fingerprints(rows[:1])[0]), []
     for _ in range(20):
         start = time.perf_counter()
-        assert len(ring.of(3, mark, 8)) == 8
+        assert len(ring.of(mark)[3]) == 8
         took.append(time.perf_counter() - start)
     assert min(took) < 0.001
 
