@@ -90,7 +90,7 @@ def test_a_recording_has_what_was_asked_and_replays(daemon: ServedDaemon, tmp_pa
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < 4000
     size = out.stat().st_size
-    told = {"file": str(out), "requests": 6, "blocks": 53, "dropped_requests": 0, "file_bytes": size}
+    told = {"file": str(out), "requests": 6, "blocks": 53, "dropped_requests": 0, "written_bytes": size}
     assert result == told
     # No key in any form.
     text = out.read_text()

@@ -73,7 +73,7 @@ def record(
         "requests": count.requests,
         "blocks": count.blocks,
         "dropped_requests": count.dropped,
-        "file_bytes": count.file_bytes,
+        "written_bytes": count.file_bytes,
     }
     if as_json:
         typer.echo(json.dumps(shown))
