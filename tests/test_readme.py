@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from kvstore import Client, Layout, config
+from kvstore.cli import app
 from kvstore.daemon.tenants import hash_of, new_token
 from kvstore.errors import UnavailableError
 from kvstore.lab.served import ServedDaemon
+from tests.lab.small import chats
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,6 +82,27 @@ def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
         assert [tenant["name"] for tenant in chat.status()["tenants"]] == ["chat"]
         with Client(daemon.url, "wrong", strict=True) as nobody, pytest.raises(UnavailableError):
             nobody.namespace(layout).lookup(keys)
+
+
+def test_the_lab_is_as_described(tmp_path: Path) -> None:
+    section = README.split("## Size a cache")[1].split("\n## ")[0]
+    lab = get_command(app).commands["lab"].commands  # type: ignore[attr-defined]
+    options = {o.opts[0]: o for name in ("replay", "size") for o in lab[name].params if o.opts[0][:2] == "--"}
+    rows = re.findall(r"^\| ((?:`--[a-z-]+`(?:, )?)+) \| (?:`(.+?)`)?", section, re.MULTILINE)
+    shown = {name: default for names, default in rows for name in re.findall(r"`(.+?)`", names)}
+    in_commands = " ".join(re.findall(r"^\| `size (.+) \|", section, re.MULTILINE))
+    assert {*shown, *re.findall(r"--[a-z-]+", in_commands)} == set(options)
+    for name, default in shown.items():
+        said = options[name].show_default if isinstance(options[name].show_default, str) else None
+        assert default in ("", said or str(options[name].default)), name
+    assert set(lab) == set(re.findall(r"^\| `([a-z]+) [A-Z]", section, re.MULTILINE))
+    [command] = re.findall(r"```\nkvstore (.*?)\n```", section)
+    trace = chats(tmp_path / "trace", 50)
+    args = command.replace("mooncake_conversation_trace.jsonl.zst", str(trace)).split()
+    assert args[-2] == "--plot", "which the tests of plots cover"
+    ran = CliRunner().invoke(app, [*args[:-2], "--processes", "1"])
+    assert ran.exit_code == 0, ran.output
+    assert "5%+10%" in ran.output
 
 
 def test_the_places_that_architecture_names_are_there() -> None:

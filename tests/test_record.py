@@ -40,7 +40,7 @@ def daemon() -> Iterator[ServedDaemon]:
 @contextmanager
 def recording(daemon: ServedDaemon, out: Path, seconds: float, *more: str) -> Iterator[dict[str, Any]]:
     """Records what is asked for in the block; what came of it is in the map then."""
-    command = [sys.executable, "-m", "kvstore", "record", "--out", str(out), "--for", f"{seconds}s"]
+    command = [sys.executable, "-m", "kvstore", "lab", "record", "--out", str(out), "--for", f"{seconds}s"]
     command += ["--socket", str(daemon.socket), "--json", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     result: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def test_what_does_not_fit_the_file_is_counted(daemon: ServedDaemon, tmp_path: P
 def test_a_file_that_is_there_stays_as_it_is(daemon: ServedDaemon, tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     out.write_text("mine")
-    done = cli("record", "--out", str(out), "--for", "1s", "--socket", str(daemon.socket))
+    done = cli("lab", "record", "--out", str(out), "--for", "1s", "--socket", str(daemon.socket))
     assert (done.returncode, out.read_text()) == (2, "mine")
     assert "is there already" in done.stderr
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_recorded_is_an_error_and_leaves_no_file(
     daemon: ServedDaemon, tmp_path: Path, more: list[str], says: str
 ) -> None:
     out = tmp_path / "trace.jsonl"
-    done = cli("record", "--out", str(out), *more, "--socket", str(daemon.socket))
+    done = cli("lab", "record", "--out", str(out), *more, "--socket", str(daemon.socket))
     assert done.returncode == 2
     assert says in done.stderr
     assert not out.exists()

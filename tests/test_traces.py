@@ -110,12 +110,12 @@ def test_conversations(tmp_path: Path) -> None:
 def test_keys_do_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
     # Requests of a session reuse the keys of their common prefix: the result must be as if they did not.
     rows = [
-        conversation(*(call(i, 256, ids) for i, ids in enumerate(orders)))
+        conversation(*(call(i, 64 * len(ids), ids) for i, ids in enumerate(orders)))
         for orders in (ORDERS, ORDERS[::-1])
     ]
     together = [list(session) for session in Trace(write(tmp_path / "a.jsonl", rows)).sessions()]
     alone = [
-        next(iter(Trace(write(tmp_path / "b.jsonl", [conversation(call(0, 256, ids))])))).keys
+        next(iter(Trace(write(tmp_path / "b.jsonl", [conversation(call(0, 64 * len(ids), ids))])))).keys
         for ids in ORDERS
     ]
     assert [r.keys for r in together[0]] == alone

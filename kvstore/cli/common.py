@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from kvstore.config import Config
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, MisuseError
+
+_T = TypeVar("_T")
 
 
 class Group(TyperGroup):
@@ -35,3 +40,20 @@ DEFAULT_SOCKET = str(Config().daemon.socket)
 def url_of(socket: str) -> str:
     """The URL of a socket that was given as one, or as a path."""
     return socket if "://" in socket else f"unix://{Path(socket).absolute()}"
+
+
+def named(option: str, parse: Callable[[str], _T], text: str) -> _T:
+    """What an option's text means; MisuseError names the option."""
+    try:
+        return parse(text)
+    except MisuseError as e:
+        raise MisuseError(f"{option}: {e.message}", e.hint) from None
+
+
+def unwind_on_sigterm() -> None:
+    """Ends by an exception, so that processes and folders of our own go too."""
+
+    def end(_number: int, _frame: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)

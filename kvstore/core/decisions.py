@@ -3,7 +3,7 @@
 A record names its block by a secret hash of the key, as wide as the index's: nothing is asked of it but what
 became of a key, and that is rare. Looking one up reads the whole ring.
 
-Not covered: why a policy ordered blocks as it did; that it says itself, see `judged` and `explain`.
+Not covered: why a policy ordered blocks as it did; what was expected of them is kept, as far as it is known.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import numpy.typing as npt
 from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
+from kvstore.core.reuse import Reuse
 
 CAPACITY = 1 << 16
 """Records that are kept: 25 bytes each, 1.6 MiB in all once all are used."""
 
 EVERY_TIER = 0xFF
 NO_CLASS = 0xFF
+NOBODY = -1
 
 _MOST_SHOWN = 256
 _MOST_SHOWN_OF_ONE = 8
@@ -55,7 +57,7 @@ class What(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One record. `tier` None: all of them; `score` and `kind` (its class) None: the policy has none."""
+    """One record. `tier` None: all of them. `score` (uses/s expected), `kind` (its class) None: unknown."""
 
     what: What
     tier: int | None
@@ -72,9 +74,10 @@ _RECORD = np.dtype(
 class Decisions:
     """The latest `capacity` decisions about blocks of one index."""
 
-    def __init__(self, blocks: Blocks, index: Index, capacity: int = CAPACITY) -> None:
+    def __init__(self, blocks: Blocks, index: Index, reuse: Reuse, capacity: int = CAPACITY) -> None:
         self._blocks = blocks
         self._index = index
+        self._reuse = reuse
         self._who = np.zeros(capacity, np.uint64)
         self._records = np.zeros(capacity, _RECORD)
         self._written = 0
@@ -82,16 +85,17 @@ class Decisions:
     def __len__(self) -> int:
         return min(self._written, len(self._who))
 
-    def record(self, what: What, tier: int, rows: Rows, now: float, policy: Any = None) -> None:
+    def record(self, what: What, tier: int, rows: Rows, now: float, tenant: int = NOBODY) -> None:
         """This was decided about rows, which still have their keys, in a tier (or `EVERY_TIER`).
 
-        A policy that has a method `judged(rows, now)` is asked for their scores and classes.
+        With their `tenant`, what was expected of them then is kept too.
         """
         if len(rows):
-            judged = getattr(policy, "judged", None)
-            score, kind = judged(rows, now) if judged is not None else (math.nan, NO_CLASS)
+            kinds, score = self._reuse.kinds(rows), np.full(len(rows), np.nan, np.float32)
+            if tenant != NOBODY:
+                score = self._reuse.density(tenant, kinds, self._reuse.last_used(rows), now)
             marks, namespaces = self._index.fingerprints(rows), self._blocks.namespace[rows]
-            self._append(what, tier, namespaces, marks, now, score, kind)
+            self._append(what, tier, namespaces, marks, now, score, self._reuse.classes(rows))
 
     def record_keys(
         self, what: What, tier: int, namespace: int, keys: Keys, which: npt.NDArray[np.bool_], now: float
@@ -109,7 +113,7 @@ class Decisions:
         marks: npt.NDArray[np.uint64],
         now: float,
         score: float | npt.NDArray[np.float32],
-        kind: int | npt.NDArray[np.uint8],
+        kind: int | npt.NDArray[np.int64],
     ) -> None:
         capacity = len(self._who)
         records = np.empty(len(marks), _RECORD)

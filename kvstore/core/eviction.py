@@ -110,7 +110,7 @@ class Eviction:
         r, policy = self._r, self._r.policy(tier, pool)
         budget = 4 * n + _SCAN_MIN
         while n > 0 and budget > 0:
-            rows = policy.coldest(min(max(n, _SCAN_MIN), budget))
+            rows = policy.coldest(min(max(n, _SCAN_MIN), budget), r.now)
             if not len(rows):
                 return
             budget -= len(rows)
@@ -121,7 +121,7 @@ class Eviction:
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n
             spare = rows[idle & ~only][:n]
-            r.decisions.record(What.EVICTED, tier, spare, r.now, policy)
+            r.decisions.record(What.EVICTED, tier, spare, r.now, pool.tenant)
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
@@ -134,20 +134,38 @@ class Eviction:
 
     def _evict_last_copies(self, tier: int, pool: Pool, rows: Rows) -> int:
         """Sends only copies down, or drops leaves where there is no room below; how many slots that frees."""
+        refused = self._drop_refused(tier, pool, rows)
+        n = int(refused.sum())
+        rows = rows[~refused]
         if not len(rows):
-            return 0
+            return n
         leaving = self._demote(tier, rows)
-        n = int(leaving.sum())
+        n += int(leaving.sum())
         stuck = rows
-        if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, n > 0)):
+        if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, bool(leaving.any()))):
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
-            policy = self._r.policy(tier, pool)
-            self._r.decisions.record(What.DROPPED, tier, rows[leaf], self._r.now, policy)
+            self._r.decisions.record(What.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[leaf])
-            n, stuck = int(leaf.sum()), rows[~leaf]
+            n, stuck = n + int(leaf.sum()), rows[~leaf]
         self._r.policy(tier, pool).defer(stuck)
         return n
+
+    def _drop_refused(self, tier: int, pool: Pool, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Drops leaves that are not worth writing down; which of the rows those were.
+
+        What has children goes down with them: without it they would be lost too.
+        """
+        gone = np.zeros(len(rows), np.bool_)
+        if len(rows) and tier + 1 < len(self._r.tiers):
+            refused = np.flatnonzero(
+                ~self._r.tiers[tier + 1].admission.admits(rows, pool.tenant, self._r.now)
+            )
+            gone[refused[self._leaf_first(rows[refused])]] = True
+            self._r.counters["refused_blocks"] += int(gone.sum())
+            self._r.decisions.record(What.REFUSED, tier + 1, rows[gone], self._r.now, pool.tenant)
+            self._r.give_up(tier, rows[gone])
+        return gone
 
     def _lower_tier_takes(self, tier: int, pool: Pool) -> bool:
         """Whether blocks of this pool can go down at all, if perhaps not at once."""
@@ -325,14 +343,14 @@ class Eviction:
         rows = extents.rows_of(leaving.extent)
         idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
         only = (r.blocks.slot[:, idle] >= 0).sum(axis=0) == 1
-        r.decisions.record(What.EVICTED, tier, idle[~only], r.now)
+        r.decisions.record(What.EVICTED, tier, idle[~only], r.now, pool.tenant)
         r.give_up(tier, idle[~only])
         alone = idle[only]
         going = self._demote(tier, alone) if len(alone) else np.zeros(0, np.bool_)
         below = len(alone) and self._lower_tier_takes(tier, pool)
         if not (below and self._can_wait(pool, bool(going.any()))):
             # They make way, unless all that is below are parents of what is here.
-            r.decisions.record(What.DROPPED, tier, alone[~going], r.now)
+            r.decisions.record(What.DROPPED, tier, alone[~going], r.now, pool.tenant)
             r.give_up(tier, alone[~going])
         if not extents.is_used(leaving.extent):
             del self._leaving[tier]

@@ -15,6 +15,7 @@ from kvstore.core.blocks import HOLE, LIVE, RESERVED
 from kvstore.core.decisions import Decision
 from kvstore.core.ledger import Ledger
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
+from kvstore.core.reuse import describe
 from kvstore.types import EXPLAIN_KEYS
 
 MOST_NAMESPACES = 64
@@ -66,8 +67,18 @@ def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
         "children": int(blocks.children[row]),
         "pinned_s": r.pins[row] - now if row in r.pins else None,
         "expires_s": ends - now if ends > 0 else None,
-        "use": _said(getattr(r, "reuse", None), row, now),
+        **_use(r, row, now),
     }
+
+
+def _use(r: Residency, row: int, now: float) -> dict[str, Any]:
+    """What is known of a block's past; nothing of one that is still being written."""
+    one, blocks = np.array([row]), r.blocks
+    uses, last = int(r.reuse.uses(one)[0]), float(r.reuse.last_used(one)[0])
+    if blocks.state[row] != LIVE or not uses:
+        return {"uses": None, "last_used_s": None, "class": ""}
+    kind = describe(int(r.reuse.classes(one)[0]))
+    return {"uses": uses, "last_used_s": max(0.0, now - last), "class": kind}
 
 
 def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
@@ -81,13 +92,13 @@ def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
         "extent": place >> 32,
         "slot": place & 0xFFFFFFFF,
         "users": int(state.extents.refs[slot]),
-        "policy": r.policy_name,
+        "policy": type(policy).__name__.lower(),
         "says": _said(policy, row, now),
     }
 
 
 def _said(who: Any, row: int, now: float) -> str:
-    """What a policy, or what was learnt about reuse, has to say of a row; "" if it does not explain."""
+    """What a policy has to say of a row; "" if it does not explain itself."""
     explains = getattr(who, "explain", None)
     said = explains(np.array([row]), now) if explains is not None else None
     return said[0] if said else ""
@@ -100,5 +111,5 @@ def _told(r: Residency, decision: Decision, now: float) -> dict[str, Any]:
         "tier": "" if tier is None else r.tiers[tier].spec.tier.name.lower(),
         "ago_s": now - decision.at,
         "score": decision.score,
-        "class": decision.kind,
+        "class": "" if decision.kind is None else describe(decision.kind),
     }

@@ -153,6 +153,8 @@ class Forgetting:
         for number in numbers:
             del self._r.spaces[number]
             self._r.holes.pop(number, None)
+        if sweep.tenant >= 0:
+            self._r.reuse.forget(sweep.tenant)
         self._sweeps.remove(sweep)
         self._r.counters["forgotten_blocks"] += sweep.blocks
         self._ledger.say(Answer(sweep.request, sweep.blocks))

@@ -41,7 +41,7 @@ def _words(key: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{-(-len(key) // 8)}Q", key + bytes(-len(key) % 8))
 
 
-def _splitmix(seed: int, n: int) -> list[int]:
+def splitmix(seed: int, n: int) -> list[int]:
     """n well mixed 64-bit numbers from one seed."""
     out = []
     for i in range(1, n + 1):
@@ -67,7 +67,7 @@ class Index:
     def __init__(self, blocks: Blocks, seed: int, buckets: int = 1 << 12) -> None:
         self._blocks = blocks
         width = MAX_KEY_BYTES // 8
-        factors = [f | 1 for f in _splitmix(seed, width + 2)]
+        factors = [f | 1 for f in splitmix(seed, width + 2)]
         self._factors = factors[:width]
         self._vector_factors = np.array(self._factors, np.uint64)
         self._namespace_factor, self._size_factor = factors[width:]

@@ -48,7 +48,7 @@ class Reads:
         r = self._r
         rows = self._readable(event, space)
         slots = r.blocks.slot[0, rows].astype(np.int64)
-        if len(rows):
+        if len(rows) and not self._ledger.retried:
             r.touch(rows, space)
         if (slots < 0).any():
             return self._promote_for(event, space, rows, slots, now)

@@ -14,13 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
+from kvstore.core.admission import Admission, Rule
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.decisions import Decisions
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots
+from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
-from kvstore.core.policy import POLICIES, Policy
+from kvstore.core.policy import Policy, find
+from kvstore.core.policy.queue import Segments
+from kvstore.core.policy.shelf import Shelf
+from kvstore.core.reuse import Reuse
 from kvstore.core.tenants import Pool, Space
 from kvstore.types import Tier
 
@@ -28,33 +33,40 @@ PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
 
 _LONGEST_CHAIN = 1 << 17
+_LEAST_GHOSTS = 1 << 18
 _UNPINNED_AT_ONCE = 4096
 _NEXT_UNPIN_S = 0.05
 
 
 @dataclass(slots=True)
 class TierSpec:
-    """A tier as configured. `table`: its extents start with slot headers (shared memory)."""
+    """A tier as configured. `table`: its extents start with slot headers (shared memory).
+
+    `admission`: what is written to it from the tier above.
+    """
 
     tier: Tier
     limit_bytes: int
     extent_bytes: int
     table: bool
+    admission: Rule = field(default_factory=Rule)
 
 
 @dataclass(slots=True)
 class TierState:
     """A tier at run time. `growing`: more extents are on their way.
 
-    `stamps` is the policies' column: a block is in one pool of a tier, so they share it.
+    All policies of a tier share `segments`, since a block is in one pool of it, and `ghosts`.
     """
 
     spec: TierSpec
     extents: Extents
-    stamps: npt.NDArray[np.int64]
+    segments: Segments
+    admission: Admission
     policies: dict[Pool, Policy] = field(default_factory=dict)
     growing: bool = True
     device: Device = field(default_factory=Device)
+    ghosts: Ghosts | None = None
 
 
 class Residency:
@@ -66,16 +78,20 @@ class Residency:
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
         self.blocks = Blocks(max_blocks, len(specs))
         self.index = Index(self.blocks, seed)
-        self.decisions = Decisions(self.blocks, self.index)
+        self.reuse = Reuse(self.blocks, max(max_blocks, _LEAST_GHOSTS), seed)
+        self.decisions = Decisions(self.blocks, self.index, self.reuse)
         self.tiers = [
             TierState(
                 s,
                 Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier),
-                np.zeros(max_blocks, np.int64),
+                Segments(np.zeros(max_blocks, np.int32)),
+                Admission(s.admission, self.reuse),
             )
             for s in specs
         ]
-        self.policy_name = policy
+        self.recompute_s = np.zeros(1 << 16, np.float32)
+        self._make_policy = find(policy)
+        self._seed = seed
         self.now = 0.0
         self.spaces: dict[int, Space] = {}
         self.holes: Counter[int] = Counter()
@@ -85,14 +101,32 @@ class Residency:
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
-        self._touched: list[tuple[Picked, Space, int | None]] = []
+        self._touched: list[tuple[Picked, Space, int | None, bool, float]] = []
         self._parent_of = self.blocks.parent.data
 
     def policy(self, tier: int, pool: Pool) -> Policy:
         """The policy of one pool of a tier."""
         state = self.tiers[tier]
         if pool not in state.policies:
-            state.policies[pool] = POLICIES[self.policy_name](state.stamps)
+
+            def ghosts() -> Ghosts:
+                if state.ghosts is None:
+                    blocks = state.spec.limit_bytes // pool.slot_bytes
+                    state.ghosts = Ghosts(min(blocks, self.blocks.capacity))
+                return state.ghosts
+
+            made = sum(len(t.policies) for t in self.tiers)
+            state.policies[pool] = self._make_policy(
+                Shelf(
+                    state.segments,
+                    self.blocks,
+                    ghosts,
+                    self._seed + made,
+                    pool.tenant,
+                    self.recompute_s,
+                    self.reuse,
+                )
+            )
         return state.policies[pool]
 
     def by_space(self, rows: Rows) -> Iterator[tuple[Space, Rows]]:
@@ -164,20 +198,30 @@ class Residency:
             row = self._parent_of[row]
         return np.concatenate((np.array(up[::-1], np.int64), rows)) if up else rows
 
-    def touch(self, rows: Picked, space: Space, tier: int | None = None) -> None:
-        """A chain was used, from its root on, in one tier or in every one. Counted by `settle`."""
-        self._touched.append((rows, space, tier))
+    def touch(self, rows: Picked, space: Space) -> None:
+        """A chain was used, from its root on. Counted by `settle`."""
+        self._touched.append((rows, space, None, True, self.now))
+
+    def refresh(self, rows: Picked, space: Space, tier: int | None = None) -> None:
+        """A chain has new blocks, in one tier or in every one: its start is to stay as long as they do."""
+        self._touched.append((rows, space, tier, False, self.now))
 
     def settle(self) -> None:
         """Tells the policies what was used: at the next event, when the answer is already on its way."""
-        for rows, space, only in self._touched:
+        for rows, space, only, used, at in self._touched:
             numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            if used:
+                self.reuse.used(numbers, space.tenant, at)
             chain = self.with_ancestors(numbers)
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], space.pools[tier]
                 state.extents.holdings.saw(pool.tenant, self.now)
                 if pool in state.policies:
-                    state.policies[pool].touch(self._in_pool(tier, pool, chain) if space.moved else chain)
+                    some = self._in_pool(tier, pool, chain) if space.moved else chain
+                    if used:
+                        state.policies[pool].touch(some, at)
+                    else:
+                        state.policies[pool].refresh(some)
         self._touched.clear()
 
     def _in_pool(self, tier: int, pool: Pool, rows: Rows) -> Rows:
@@ -216,10 +260,10 @@ class Residency:
         self.blocks.slot[tier, rows] = slots
         extents.own(slots, rows, self.blocks.checksum[rows])
         for members, some in extents.by_class(slots):
-            self.policy(tier, members.pool).insert(extents.owner[some].astype(np.int64))
+            self.policy(tier, members.pool).insert(extents.owner[some].astype(np.int64), self.now)
         # A child that arrives after its parent must not look younger, or the parent would be offered first.
         for space, some in self.by_space(rows):
-            self.touch(some, space, tier)
+            self.refresh(some, space, tier)
 
     def give_up(self, tier: int, rows: Rows, retire: bool = False, vanish: bool = True) -> None:
         """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole.
@@ -275,6 +319,7 @@ class Residency:
         """Frees childless rows; returns the holes above them that have become childless."""
         blocks = self.blocks
         self.index.remove(rows)
+        self.reuse.gone(rows)
         blocks.give_back(rows)
         above: Rows = np.unique(parents[parents >= 0])
         above = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]
@@ -341,7 +386,8 @@ class Residency:
     def ram_bytes(self) -> int:
         """Bytes of all state about blocks, by the rows and slots used so far."""
         policies = sum(p.ram_bytes() for t in self.tiers for p in t.policies.values())
-        policies += sum(t.stamps.itemsize for t in self.tiers) * self.blocks.rows_touched
+        policies += sum(t.segments.bytes_a_row for t in self.tiers) * self.blocks.rows_touched
+        policies += sum(t.ghosts.ram_bytes() for t in self.tiers if t.ghosts)
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
         return blocks + policies + extents + self.decisions.ram_bytes()

@@ -37,8 +37,9 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
         r.blocks.slot[event.tier, rows] = slots
         versions = event.version[which].astype(np.int64)
         extents.claim(slots, rows, versions, event.checksum[which])
+        r.reuse.restored(rows, ledger.spaces[namespace].tenant, r.now)
         for members, some in extents.by_class(slots):
-            r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64))
+            r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.
             ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]
         _end(ledger, namespace, rows, event.ends[which])

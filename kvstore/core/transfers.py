@@ -142,7 +142,8 @@ class Transfers:
         n = _chunk(space.pools[1].slot_bytes, _WRITE_BYTES)
         if len(alike) > n:
             waiting.appendleft(alike[n:])
-        rest = alike[:n][~self._write(0, alike[:n])]
+        some = self._worth_writing(space, alike[:n])
+        rest = some[~self._write(0, some)]
         if not len(rest):
             return True
         coming = below.growing or self._r.copying[space.tenant] or self.eviction.under_way
@@ -152,6 +153,15 @@ class Transfers:
         self._r.counters["unwritten_blocks"] += len(rest)
         self._r.decisions.record(What.UNWRITTEN, 1, rest, self._r.now)
         return True
+
+    def _worth_writing(self, space: Space, rows: Rows) -> Rows:
+        """Those of a chain's rows that the next tier takes, and all above them."""
+        r = self._r
+        admitted = np.flatnonzero(r.tiers[1].admission.admits(rows, space.tenant, r.now))
+        n = int(admitted[-1]) + 1 if len(admitted) else 0
+        r.counters["refused_blocks"] += len(rows) - n
+        r.decisions.record(What.REFUSED, 1, rows[n:], r.now, space.tenant)
+        return rows[:n]
 
     def _write_chunks(self, tenant: int) -> int:
         """How many more writes of a tenant may be in flight: one always, more while all have few."""
@@ -253,6 +263,7 @@ class Transfers:
             self.under_way[self._last] = transfer
             r.copying[pool.tenant] += 1
             if flag == WRITING:
+                r.tiers[target].admission.wrote(transfer.nbytes)
                 self.writing[pool.tenant] += 1
                 self._writes += 1
             if source == target:
@@ -358,7 +369,7 @@ class Transfers:
         corrupt = t.rows[t.alive & (event.results == CORRUPT)]
         self.quarantine(t.source, corrupt)
         demoted = demoted[r.idle(t.source, demoted)]
-        r.decisions.record(What.DEMOTED, t.source, demoted, r.now, r.tiers[t.source].policies.get(t.pool))
+        r.decisions.record(What.DEMOTED, t.source, demoted, r.now, t.pool.tenant)
         r.give_up(t.source, demoted)
         return Arrived(t.target, good, t.rows[t.alive & ~arrived])
 

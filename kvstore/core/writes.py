@@ -133,10 +133,11 @@ class Writes:
         if space.ttl_s and len(rows):
             r.blocks.expires[rows] = now + space.ttl_s
             self._ledger.end_at(now + space.ttl_s)
+        r.reuse.stored(rows, space.tenant, now)
         r.place(0, rows, slots)
         r.tiers[0].extents.release(slots)
         if len(rows):
-            r.touch(rows, space)
+            r.refresh(rows, space)
             r.stamp(0, rows, slots)
             if self.write_through:
                 self._transfers.queue_writes(rows)

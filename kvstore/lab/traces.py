@@ -6,8 +6,9 @@ Two formats. `requests`, published by the Mooncake project: each line one chat r
 (`block_size`, `requests` with `t`, `in`, `out`, `hash_ids`), in which sub-agents are nested and count their
 time from their own start.
 
-Only full blocks get keys: the last, partial block of a prompt is left out. Not covered: tokens themselves,
-which these traces do not have.
+Only full blocks get keys: the last, partial block of a prompt is left out. Sessions in which time goes back,
+or whose prompts have fewer ids than full blocks, are bad. Not covered: tokens themselves, which these traces
+do not have.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ MAX_WINDOW_BYTES = 1 << 31
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 Kind: TypeAlias = Literal["requests", "conversations"]
+
+
+class BadLineError(KVStoreError):
+    """A line of a trace that cannot be understood; others may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +72,15 @@ class _Chat(_Row):
     block_tokens: Annotated[int, Field(ge=1)] = CHAT_BLOCK_TOKENS
 
 
-class _Call(_Row):
+class Call(_Row):
+    """One request as the trace has it. `main`: it is not a sub-agent's; `t` is in seconds."""
+
     t: _Seconds
     tokens_in: _Count = Field(alias="in")
     tokens_out: _Count = Field(alias="out")
     hash_ids: list[_Id]
     model: str = ""
+    main: bool = True
 
 
 class _Agent(_Row):
@@ -84,34 +92,45 @@ def _entry_kind(entry: object) -> str:
     return "agent" if isinstance(entry, dict) and "requests" in entry else "call"
 
 
-_Entry = Annotated[
-    Annotated[_Call, Tag("call")] | Annotated[_Agent, Tag("agent")], Discriminator(_entry_kind)
-]
+_Entry = Annotated[Annotated[Call, Tag("call")] | Annotated[_Agent, Tag("agent")], Discriminator(_entry_kind)]
 
 
 class _Conversation(_Row):
     block_size: Annotated[int, Field(ge=1)]
+    tool_tokens: _Count = 0
+    system_tokens: _Count = 0
     requests: list[_Entry]
 
 
 class Session:
     """Requests that one client sends one after another. Iterating makes them, keys included, one at a time.
 
-    `own_clock` tells whether their times count from the session's own start rather than the trace's.
+    `calls` are the same requests without keys. `own_clock` tells whether their times count from the session's
+    own start rather than the trace's; `preamble_tokens` of its main prompts are tools and system prompt.
     """
 
-    def __init__(self, number: int, block_tokens: int, calls: Sequence[_Call], own_clock: bool) -> None:
+    def __init__(
+        self,
+        number: int,
+        block_tokens: int,
+        calls: Sequence[Call],
+        own_clock: bool,
+        where: str = "",
+        preamble_tokens: int = 0,
+    ) -> None:
         self.number = number
+        self.calls = calls
         self.own_clock = own_clock
+        self.where = where
+        self.preamble_tokens = preamble_tokens
         self._block_tokens = block_tokens
-        self._calls = calls
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.calls)
 
     def __iter__(self) -> Iterator[Request]:
         last_salt, last_ids, last_keys = b"", list[int](), list[bytes]()
-        for call in self._calls:
+        for call in self.calls:
             # Ids mean something only within a conversation, and two models never share KV.
             salt = f"conversation {self.number} {call.model}".encode() if self.own_clock else b"chat"
             ids = call.hash_ids[: call.tokens_in // self._block_tokens]
@@ -122,7 +141,10 @@ class Session:
 
     def head(self, n: int) -> Session:
         """The same session with its first `n` requests only."""
-        return Session(self.number, self._block_tokens, self._calls[:n], self.own_clock)
+        calls = self.calls[:n]
+        return Session(
+            self.number, self._block_tokens, calls, self.own_clock, self.where, self.preamble_tokens
+        )
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -147,19 +169,32 @@ class Trace:
     """A trace file. Iterating reads it from its start, a line at a time, as often as wanted.
 
     `kind` is the format found in the first line, `block_tokens` the tokens of one block. Opening and reading
-    raise KVStoreError, with the file and the line, for whatever cannot be read.
+    raise KVStoreError, with the file and the line, for whatever cannot be read. With `skip_bad`, lines that
+    cannot be understood are left out, and `skipped` says why, since the latest iteration began.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, skip_bad: bool = False) -> None:
         self.path = path
-        where, line = next(self._lines(), (str(path), b""))
-        if not line:
-            raise KVStoreError(f"{path} holds no requests", _FORMATS_HINT)
-        self.kind = _kind(where, line)
-        if self.kind == "conversations":
-            self.block_tokens = _parse(_Conversation, where, line).block_size
-        else:
-            self.block_tokens = _parse(_Chat, where, line).block_tokens
+        self.skipped: list[str] = []
+        self._skip_bad = skip_bad
+        self.kind, self.block_tokens = self._first()
+
+    def _first(self) -> tuple[Kind, int]:
+        """Format and block size, by the first good line."""
+        for where, line in self._lines():
+            try:
+                kind = _kind(where, line)
+                if kind == "conversations":
+                    return kind, _parse(_Conversation, where, line).block_size
+                return kind, _parse(_Chat, where, line).block_tokens
+            except BadLineError as e:
+                self._skip(e)
+        raise KVStoreError(f"{self.path} holds no requests", _FORMATS_HINT)
+
+    def _skip(self, error: BadLineError) -> None:
+        if not self._skip_bad:
+            raise error
+        self.skipped.append(str(error))
 
     def __iter__(self) -> Iterator[Request]:
         return chain.from_iterable(self.sessions())
@@ -170,7 +205,7 @@ class Trace:
 
     def sessions(self, limit: int | None = None) -> Iterator[Session]:
         """All sessions in the file's order, cut off after `limit` requests in total."""
-        for session in self._chats() if self.kind == "requests" else self._conversations():
+        for session in self._sessions():
             if limit is None:
                 yield session
                 continue
@@ -179,30 +214,43 @@ class Trace:
             yield session.head(limit)
             limit -= len(session)
 
-    def _chats(self) -> Iterator[Session]:
-        start_ms = None
-        for number, (where, line) in enumerate(self._lines()):
-            row = _parse(_Chat, where, line)
-            self._check_size(where, "block_tokens", row.block_tokens)
-            start_ms = row.timestamp if start_ms is None else start_ms
-            call = _Call.model_construct(
-                t=(row.timestamp - start_ms) / 1000,
-                tokens_in=row.input_length,
-                tokens_out=row.output_length,
-                hash_ids=row.hash_ids,
-            )
-            yield Session(number, self.block_tokens, [call], own_clock=False)
+    def _sessions(self) -> Iterator[Session]:
+        self.skipped = []
+        number, clock = 0, _Clock()
+        for where, line in self._lines():
+            try:
+                if self.kind == "requests":
+                    session = self._chat(number, where, line, clock)
+                else:
+                    session = self._conversation(number, where, line)
+            except BadLineError as e:
+                self._skip(e)
+                continue
+            yield session
+            number += 1
 
-    def _conversations(self) -> Iterator[Session]:
-        for number, (where, line) in enumerate(self._lines()):
-            row = _parse(_Conversation, where, line)
-            self._check_size(where, "block_size", row.block_size)
-            calls = sorted(_flatten(row.requests, 0.0), key=lambda call: call.t)
-            yield Session(number, self.block_tokens, calls, own_clock=True)
+    def _chat(self, number: int, where: str, line: bytes, clock: _Clock) -> Session:
+        row = _parse(_Chat, where, line)
+        self._check_size(where, "block_tokens", row.block_tokens)
+        call = Call.model_construct(
+            t=0.0, tokens_in=row.input_length, tokens_out=row.output_length, hash_ids=row.hash_ids
+        )
+        _check_ids(where, call, self.block_tokens)
+        call.t = clock.seconds_at(where, row.timestamp)
+        return Session(number, self.block_tokens, [call], own_clock=False, where=where)
+
+    def _conversation(self, number: int, where: str, line: bytes) -> Session:
+        row = _parse(_Conversation, where, line)
+        self._check_size(where, "block_size", row.block_size)
+        calls = sorted(_flatten(where, row.requests), key=lambda call: call.t)
+        for call in calls:
+            _check_ids(where, call, self.block_tokens)
+        preamble_tokens = row.tool_tokens + row.system_tokens
+        return Session(number, self.block_tokens, calls, True, where, preamble_tokens)
 
     def _check_size(self, where: str, field: str, tokens: int) -> None:
         if tokens != self.block_tokens:
-            raise KVStoreError(
+            raise BadLineError(
                 f"{where}: {field} is {tokens}, the first line has {self.block_tokens}",
                 "one replay has one block size: split the trace",
             )
@@ -226,15 +274,51 @@ class Trace:
             yield f"{self.path} line {number}", line
 
 
-def _flatten(entries: Iterable[_Call | _Agent], start_s: float) -> Iterator[_Call]:
+class _Clock:
+    """The trace's clock: milliseconds that never go back, counted from the first."""
+
+    def __init__(self) -> None:
+        self._start_ms: float | None = None
+        self._last_ms = 0.0
+
+    def seconds_at(self, where: str, timestamp_ms: float) -> float:
+        """Seconds since the first timestamp. Raises BadLineError if it is before the latest one."""
+        if self._start_ms is None:
+            self._start_ms = timestamp_ms
+        elif timestamp_ms < self._last_ms:
+            raise BadLineError(
+                f"{where}: timestamp goes back from {self._last_ms:g} to {timestamp_ms:g}", _ORDER_HINT
+            )
+        self._last_ms = timestamp_ms
+        return (timestamp_ms - self._start_ms) / 1000
+
+
+def _flatten(
+    where: str, entries: Iterable[Call | _Agent], start_s: float = 0.0, main: bool = True
+) -> Iterator[Call]:
     """All calls with their times counted from the conversation's start."""
+    last_s = 0.0
     for entry in entries:
+        if entry.t < last_s:
+            raise BadLineError(f"{where}: t goes back from {last_s:g} to {entry.t:g}", _ORDER_HINT)
+        last_s = entry.t
         if isinstance(entry, _Agent):
-            yield from _flatten(entry.requests, start_s + entry.t)
+            yield from _flatten(where, entry.requests, start_s + entry.t, main=False)
         else:
-            yield entry.model_copy(update={"t": start_s + entry.t})
+            yield entry.model_copy(update={"t": start_s + entry.t, "main": main})
 
 
+def _check_ids(where: str, call: Call, block_tokens: int) -> None:
+    """Raises BadLineError for a prompt that does not name each of its full blocks."""
+    full = call.tokens_in // block_tokens
+    if len(call.hash_ids) < full:
+        raise BadLineError(
+            f"{where}: {len(call.hash_ids)} hash_ids for {call.tokens_in} tokens",
+            f"one for each full block of {block_tokens} tokens: {full}",
+        )
+
+
+_ORDER_HINT = "requests stand in the order of their times"
 _FORMATS_HINT = (
     "JSON lines, either chat requests {timestamp, input_length, output_length, hash_ids} "
     "or agent conversations {block_size, requests: [{t, in, out, hash_ids}]}"
@@ -245,13 +329,13 @@ def _kind(where: str, line: bytes) -> Kind:
     try:
         first = from_json(line)
     except ValueError as e:
-        raise KVStoreError(f"{where} is not JSON: {e}", _FORMATS_HINT) from None
+        raise BadLineError(f"{where} is not JSON: {e}", _FORMATS_HINT) from None
     fields = first if isinstance(first, dict) else {}
     if "requests" in fields and "block_size" in fields:
         return "conversations"
     if "timestamp" in fields or "input_length" in fields:
         return "requests"
-    raise KVStoreError(f"{where} is of no known trace format", _FORMATS_HINT)
+    raise BadLineError(f"{where} is of no known trace format", _FORMATS_HINT)
 
 
 _RowT = TypeVar("_RowT", bound=_Row)
@@ -264,10 +348,10 @@ def _parse(model: type[_RowT], where: str, line: bytes) -> _RowT:
         error = e.errors(include_url=False, include_input=False)[0]
     field = ".".join(map(str, error["loc"]))
     if error["type"] == "json_invalid":
-        raise KVStoreError(f"{where} is not JSON: {error['msg']}", _FORMATS_HINT)
+        raise BadLineError(f"{where} is not JSON: {error['msg']}", _FORMATS_HINT)
     if error["type"] == "missing":
-        raise KVStoreError(f"{where} has no field {field}", _FORMATS_HINT)
-    raise KVStoreError(f"{where}: {field}: {error['msg']}" if field else f"{where}: {error['msg']}")
+        raise BadLineError(f"{where} has no field {field}", _FORMATS_HINT)
+    raise BadLineError(f"{where}: {field}: {error['msg']}" if field else f"{where}: {error['msg']}")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from kvstore.core.explaining import MOST_NAMESPACES
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
 from kvstore.core.ledger import Limits
-from kvstore.core.policy.lru import LRU
+from kvstore.core.reuse import Reuse
 from kvstore.types import EXPLAIN_KEYS
 from tests.core.world import World, joined
 
@@ -117,21 +117,21 @@ def test_too_much_at_a_time_is_refused() -> None:
         assert "name tenant or model" in denied.hint
 
 
-def test_the_policy_is_asked_to_explain_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explain(self: LRU, rows: np.ndarray, now: float) -> list[str]:
-        return [f"row {row} at {now:.3f}" for row in rows.tolist()]
-
-    def judged(self: LRU, rows: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
-        return np.full(len(rows), 0.25, np.float32), np.full(len(rows), 3, np.uint8)
-
-    monkeypatch.setattr(LRU, "explain", explain, raising=False)
-    monkeypatch.setattr(LRU, "judged", judged, raising=False)
-    w = world(dram=1, slots=2)
+def test_use_is_told_and_what_the_policy_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(dram=1, slots=2, policy="hazard")
     w.put(0, 1, [b"a"])
-    assert one(w, b"a")["copies"][0]["says"] == f"row 0 at {w.now:.3f}"
+    w.now += 10.0
+    assert w.get(1, [b"a"])
+    w.now += 2.0
+    a = one(w, b"a")
+    assert (a["uses"], a["class"]) == (2, "used 2 or 3 times, up to 25 s apart, stored with many others")
+    assert 1.8 < a["last_used_s"] < 2.3
+    assert a["copies"][0]["policy"] == "hazard"
+    assert a["copies"][0]["says"].startswith(a["class"])
     w.put(0, 1, [b"b", b"c"])
     [dropped] = one(w, b"a")["decisions"]
-    assert (dropped["score"], dropped["class"]) == (0.25, 3)
+    assert (dropped["what"], dropped["class"]) == ("dropped", a["class"])
+    assert dropped["score"] > 0
 
 
 # -- what was decided
@@ -146,7 +146,9 @@ def test_a_leaf_that_made_way_was_dropped() -> None:
     assert gone["state"] == "not stored"
     assert "copies" not in gone
     [decision] = gone["decisions"]
-    assert decision == {**decision, "what": "dropped", "tier": "dram", "score": None, "class": None}
+    assert decision == {**decision, "what": "dropped", "tier": "dram"}
+    assert decision["class"] == "used once, stored with many others"
+    assert decision["score"] > 0
     assert 0 < decision["ago_s"] < 1.0
 
 
@@ -215,7 +217,7 @@ def rows_of(n: int) -> tuple[Decisions, np.ndarray, Keys, Index]:
     index = Index(blocks, 7)
     keys = Keys(b"".join(b"%08d" % i for i in range(n)), 8)
     rows = blocks.take(3, keys, np.arange(n))
-    return Decisions(blocks, index, capacity=16), rows, keys, index
+    return Decisions(blocks, index, Reuse(blocks, 64, 7), capacity=16), rows, keys, index
 
 
 def test_the_newest_decisions_come_first_and_the_oldest_make_way() -> None:
@@ -231,7 +233,7 @@ def test_the_newest_decisions_come_first_and_the_oldest_make_way() -> None:
     ring.record(What.EXPIRED, EVERY_TIER, rows, 9.0)
     ring.record(What.EXPIRED, EVERY_TIER, rows[:7], 10.0)
     assert [d.at for d in ring.of(marks[0]).get(3, [])] == [10.0, 9.0]
-    assert ring.of(marks[7]).get(3, []) == [Decision(What.EXPIRED, None, 9.0, None, None)]
+    assert ring.of(marks[7]).get(3, []) == [Decision(What.EXPIRED, None, 9.0, None, 0)]
 
 
 def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
@@ -257,7 +259,7 @@ def test_a_full_ring_is_small_and_looked_through_at_once() -> None:
     index = Index(blocks, 7)
     keys = Keys(b"".join(b"%032d" % i for i in range(64)), 32)
     rows = blocks.take(3, keys, np.arange(64))
-    ring = Decisions(blocks, index)
+    ring = Decisions(blocks, index, Reuse(blocks, 64, 7))
     for i in range(CAPACITY // 64 + 1):
         ring.record(What.EVICTED, 0, rows, float(i))
     assert ring.ram_bytes() == 25 * CAPACITY < 2 << 20

@@ -9,38 +9,47 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
+from kvstore.core.reuse import HIGH, describe
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]
 
 
 class Heard:
-    """What policies and the history of reuse were told, as keys."""
+    """What policies were told, as keys, and what is expected of blocks since."""
 
     def __init__(self, w: World) -> None:
-        self._w = w
+        self.w = w
         self.cooled: list[tuple[bytes, ...]] = []
-        self.hints: list[tuple[Any, ...]] = []
 
     def keys(self, rows: np.ndarray) -> tuple[bytes, ...]:
-        return tuple(self._w.p.residency.blocks.key(row) for row in rows.tolist())
+        return tuple(self.w.p.residency.blocks.key(row) for row in rows.tolist())
 
-    def hint(self, rows: np.ndarray, next_use_s: float | None, closed: bool, priority: int) -> None:
-        self.hints.append((self.keys(rows), next_use_s, closed, priority))
+    def told(self, keys: list[bytes] = CHAIN) -> list[str]:
+        """Class by class, what clients said of blocks; "" for those of which they said nothing."""
+        r = self.w.p.residency
+        classes = [describe(kind) for kind in r.reuse.classes(r.prefix(1, joined(keys))).tolist()]
+        return [words.removeprefix("told: ") if words.startswith("told") else "" for words in classes]
+
+    def favoured(self) -> list[bool]:
+        r = self.w.p.residency
+        return [bool(kind & HIGH) for kind in r.reuse.kinds(r.prefix(1, joined(CHAIN))).tolist()]
 
 
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    w = World(4, 4)
+@pytest.fixture(params=["lru", "hazard"])
+def heard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Heard:
+    w = World(4, 4, policy=request.param)
     w.open(1)
-    told = Heard(w)
+    told, policy = Heard(w), {"lru": LRU, "hazard": Hazard}[request.param]
+    cool = policy.cool
 
-    def cool(self: LRU, rows: np.ndarray) -> None:
+    def listen(self: Any, rows: np.ndarray) -> None:
         told.cooled.append(told.keys(rows))
+        cool(self, rows)
 
-    monkeypatch.setattr(LRU, "cool", cool, raising=False)
-    monkeypatch.setattr(w.p.residency, "reuse", told, raising=False)
+    monkeypatch.setattr(policy, "cool", listen)
     return told
 
 
@@ -53,52 +62,78 @@ def hint(w: World, keys: list[bytes], **more: Any) -> int:
 # -- hints
 
 
-def test_what_is_learnt_from_use_hears_of_the_stored_prefix(heard: Heard) -> None:
-    w = heard._w
+def test_when_a_session_goes_on_is_believed_of_its_own_blocks(heard: Heard) -> None:
+    w = heard.w
     w.put(0, 1, CHAIN)
-    assert hint(w, [*CHAIN[:2], b"x"], next_use_s=3.5, priority=1) == 2
-    assert hint(w, [b"x"], closed=True) == 0
-    assert heard.hints == [((b"a", b"b"), 3.5, False, 1)]
+    w.put(0, 1, [b"x"], parent=b"b")
+    assert hint(w, [*CHAIN[:3], b"y"], next_use_s=45.0) == 3
+    assert heard.told() == ["", "", "used again within 60 s", ""]
+    assert hint(w, CHAIN, next_use_s=0.0) == 4
+    assert heard.told() == ["", "", "used again within 10 s", "used again within 10 s"]
     assert heard.cooled == []
 
 
-@pytest.mark.parametrize("more", [{"closed": True}, {"priority": -1}])
-def test_the_end_that_is_nobody_elses_is_cooled(heard: Heard, more: dict[str, Any]) -> None:
-    w = heard._w
+def test_a_closed_session_is_not_used_again_and_goes_first(heard: Heard) -> None:
+    w = heard.w
     w.put(0, 1, CHAIN)
     w.put(0, 1, [b"x"], parent=b"b")
-    assert hint(w, CHAIN, **more) == 4
-    # In DRAM only: nothing has been written down yet.
-    assert heard.cooled == [(b"c", b"d")]
+    assert hint(w, CHAIN, closed=True, next_use_s=3.0) == 4
+    assert heard.told() == ["", "", "not used again", "not used again"]
+    assert heard.cooled == [(b"c", b"d")], "in DRAM only: nothing has been written down yet"
     w.finish_all()
-    hint(w, CHAIN, **more)
+    hint(w, CHAIN, priority=-1)
     assert heard.cooled[1:] == [(b"c", b"d"), (b"c", b"d")]
 
 
-def test_a_chain_that_goes_on_is_not_cooled(heard: Heard) -> None:
-    w = heard._w
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_what_goes_first_goes_before_what_is_older(policy: str) -> None:
+    w = World(1, 0, slots=4, policy=policy)
+    w.open(1)
+    w.put(0, 1, [b"o", b"p"])
+    w.now += 5.0
+    w.put(0, 1, [b"m", b"n"])
+    hint(w, [b"m", b"n"], closed=True)
+    w.now += 5.0
+    w.put(0, 1, [b"r", b"s"])
+    assert [w.lookup(1, keys) for keys in ([b"o", b"p"], [b"m", b"n"], [b"r", b"s"])] == [2, 0, 2]
+
+
+def test_a_high_priority_holds_for_the_whole_prefix_and_a_lower_one_only_for_ones_own(heard: Heard) -> None:
+    w = heard.w
+    w.put(0, 1, CHAIN)
+    w.put(0, 1, [b"x"], parent=b"b")
+    hint(w, CHAIN, priority=1)
+    assert heard.favoured() == [True] * 4
+    hint(w, CHAIN, priority=0)
+    assert heard.favoured() == [True, True, False, False]
+
+
+def test_a_chain_that_goes_on_is_not_closed(heard: Heard) -> None:
+    w = heard.w
     w.put(0, 1, CHAIN)
     assert hint(w, CHAIN[:3], closed=True) == 3
-    assert heard.cooled == []
+    assert (heard.cooled, heard.told()) == ([], [""] * 4)
 
 
 def test_the_last_part_of_a_long_chain_speaks_for_all_of_it(heard: Heard) -> None:
-    w = heard._w
+    w = heard.w
     w.put(0, 1, CHAIN)
     assert hint(w, CHAIN[2:], closed=True) == 2
     assert heard.cooled == [tuple(CHAIN)]
 
 
-def test_hints_about_unknown_namespaces_are_refused(heard: Heard) -> None:
-    assert isinstance(heard._w.ask(ev.Hint(0, 9, joined(CHAIN))), ac.Deny)
-
-
-def test_hints_need_nobody_who_listens() -> None:
-    w = World(4)
-    w.open(1)
+def test_nothing_is_said_of_holes(heard: Heard) -> None:
+    w = heard.w
     w.put(0, 1, CHAIN)
-    assert hint(w, CHAIN, closed=True, next_use_s=1.0) == 4
-    assert w.get(1, CHAIN) == [b"1/0/" + key for key in CHAIN]
+    w.invalidate(1, [b"b"])
+    assert hint(w, CHAIN[2:], closed=True) == 2
+    assert heard.cooled == [(b"c", b"d")]
+
+
+def test_hints_about_what_is_not_there_change_nothing(heard: Heard) -> None:
+    assert isinstance(heard.w.ask(ev.Hint(0, 9, joined(CHAIN))), ac.Deny)
+    assert hint(heard.w, CHAIN, closed=True, priority=-1) == 0
+    assert heard.cooled == []
 
 
 # -- look-ahead

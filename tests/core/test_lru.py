@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.policy import lru as module
+from kvstore.core.policy import queue as module
 from kvstore.core.policy.lru import LRU
+from tests.core.shelf import Tier
 
 
 class Oracle:
@@ -35,75 +36,81 @@ class Oracle:
     def defer(self, rows: list[int]) -> None:
         self.insert([row for row in rows if row in self.order][::-1])
 
+    def cool(self, rows: list[int]) -> None:
+        for row in rows:
+            if row in self.order:
+                self.order.move_to_end(row, last=False)
+
     def coldest(self, n: int) -> list[int]:
         return list(self.order)[:n]
 
 
 class Both:
     def __init__(self, capacity: int) -> None:
-        self.lru, self.oracle = LRU(np.zeros(capacity, np.int64)), Oracle()
+        self.lru, self.oracle = LRU(Tier(capacity).shelf()), Oracle()
 
     def do(self, what: str, rows: Iterable[int]) -> None:
         some = list(rows)
-        getattr(self.lru, what)(np.array(some, np.int64))
+        now = (0.0,) if what in ("insert", "touch") else ()
+        getattr(self.lru, what)(np.array(some, np.int64), *now)
         getattr(self.oracle, what)(some)
         assert len(self.lru) == len(self.oracle.order)
 
     def check(self, n: int) -> None:
         """`coldest` may give fewer than asked, but not none, and those it gives are the coldest."""
-        got = self.lru.coldest(n).tolist()
+        got = self.lru.coldest(n, 0.0).tolist()
         assert got == self.oracle.coldest(len(got))
         assert bool(got) == bool(self.oracle.order and n)
 
     def drain(self) -> None:
         while self.oracle.order:
-            got = self.lru.coldest(50).tolist()
+            got = self.lru.coldest(50, 0.0).tolist()
             assert got
             assert got == self.oracle.coldest(len(got))
             self.do("remove", got)
-        assert self.lru.coldest(5).tolist() == []
+        assert self.lru.coldest(5, 0.0).tolist() == []
 
 
 def test_knows_nothing_at_first() -> None:
-    assert len(LRU(np.zeros(10, np.int64))) == 0
-    assert LRU(np.zeros(10, np.int64)).coldest(3).tolist() == []
+    assert len(LRU(Tier(10).shelf())) == 0
+    assert LRU(Tier(10).shelf()).coldest(3, 0.0).tolist() == []
 
 
 def test_a_chain_leaves_from_its_tail() -> None:
     both = Both(10)
     both.do("insert", [3, 1, 4])
-    assert both.lru.coldest(3).tolist() == [4, 1, 3]
+    assert both.lru.coldest(3, 0.0).tolist() == [4, 1, 3]
     both.do("insert", [5, 9])
-    assert both.lru.coldest(5).tolist() == [4, 1, 3, 9, 5]
+    assert both.lru.coldest(5, 0.0).tolist() == [4, 1, 3, 9, 5]
 
 
 def test_touched_rows_leave_last_and_unknown_ones_stay_unknown() -> None:
     both = Both(10)
     both.do("insert", [1, 2, 3])
     both.do("touch", [1, 2, 7])
-    assert both.lru.coldest(9).tolist() == [3, 2, 1]
+    assert both.lru.coldest(9, 0.0).tolist() == [3, 2, 1]
     both.do("remove", [7, 2])
-    assert both.lru.coldest(9).tolist() == [3, 1]
+    assert both.lru.coldest(9, 0.0).tolist() == [3, 1]
 
 
 def test_deferred_rows_keep_their_order_at_the_recent_end() -> None:
     both = Both(10)
     both.do("insert", [1, 2, 3, 4])
     both.do("defer", [4, 3, 8])
-    assert both.lru.coldest(9).tolist() == [2, 1, 4, 3]
+    assert both.lru.coldest(9, 0.0).tolist() == [2, 1, 4, 3]
 
 
 def test_asking_changes_nothing() -> None:
     both = Both(10)
     both.do("insert", [1, 2, 3])
-    assert both.lru.coldest(2).tolist() == both.lru.coldest(2).tolist() == [3, 2]
+    assert both.lru.coldest(2, 0.0).tolist() == both.lru.coldest(2, 0.0).tolist() == [3, 2]
 
 
 def test_inserting_again_is_a_touch() -> None:
     both = Both(10)
     both.do("insert", [1, 2, 3])
     both.do("insert", [3])
-    assert both.lru.coldest(9).tolist() == [2, 1, 3]
+    assert both.lru.coldest(9, 0.0).tolist() == [2, 1, 3]
 
 
 def test_row_zero_is_a_row_like_any_other() -> None:
@@ -114,7 +121,7 @@ def test_row_zero_is_a_row_like_any_other() -> None:
     both.check(1)
     both.do("insert", [1, 0])
     both.do("touch", [1])
-    assert both.lru.coldest(4).tolist() == [0, 1]
+    assert both.lru.coldest(4, 0.0).tolist() == [0, 1]
 
 
 def test_a_log_that_was_touched_over_and_over_still_has_something_to_offer() -> None:
@@ -122,7 +129,7 @@ def test_a_log_that_was_touched_over_and_over_still_has_something_to_offer() -> 
     both = Both(n)
     both.do("insert", range(n))
     both.do("touch", range(n))
-    assert both.lru.coldest(1).tolist() == [n - 1]
+    assert both.lru.coldest(1, 0.0).tolist() == [n - 1]
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -132,7 +139,7 @@ def test_many_small_segments_stay_in_order(bits: int, monkeypatch: pytest.Monkey
     dice = np.random.default_rng(bits)
     both = Both(300)
     for _ in range(400):
-        what = dice.choice(["insert", "touch", "touch", "remove", "defer"])
+        what = dice.choice(["insert", "touch", "touch", "remove", "defer", "cool"])
         both.do(str(what), dice.permutation(300)[: dice.integers(0, 40)].tolist())
         both.check(int(dice.integers(0, 30)))
     both.drain()
@@ -144,7 +151,7 @@ def test_the_log_does_not_outgrow_its_rows() -> None:
     dice = np.random.default_rng(1)
     for _ in range(300):
         both.do("touch", dice.permutation(3000)[:700].tolist())
-    assert both.lru.ram_bytes() < 4 * (2 * 3000 + 12 * module._SEGMENT)
+    assert both.lru.ram_bytes() < 4 * (3 * 3000 + 3 * module._SEGMENT)
     both.check(100)
     both.drain()
 
@@ -156,12 +163,12 @@ def test_rows_that_are_never_touched_stay_coldest_while_others_churn() -> None:
     for _ in range(100):
         both.do("touch", range(1000))
     both.check(100)
-    assert sorted(both.lru.coldest(100).tolist()) == list(range(1000, 1100))
+    assert sorted(both.lru.coldest(100, 0.0).tolist()) == list(range(1000, 1100))
 
 
 _rows = st.lists(st.integers(0, 40), max_size=20, unique=True)
 _steps = st.lists(
-    st.tuples(st.sampled_from(["insert", "insert", "touch", "remove", "defer"]), _rows), max_size=60
+    st.tuples(st.sampled_from(["insert", "insert", "touch", "remove", "defer", "cool"]), _rows), max_size=60
 )
 
 

@@ -67,6 +67,7 @@ class World:
         nvme: int = 4,
         *,
         write_policy: str = "write_through",
+        policy: str = "lru",
         slots: int = 4,
         max_blocks: int = 512,
         limits: Limits | None = None,
@@ -81,6 +82,7 @@ class World:
         self._extents = [dram, nvme if nvme_gets is None else nvme_gets]
         self.max_blocks = max_blocks
         self._write_policy = write_policy
+        self._policy = policy
         self._limits = limits or Limits(leases_per_client=8)
         self.now = 0.0
         self.bytes: dict[Place, bytes] = {}
@@ -107,6 +109,7 @@ class World:
             max_blocks=self.max_blocks,
             seed=7,
             write_policy=self._write_policy,
+            policy=self._policy,
             limits=self._limits,
         )
         self.copies: dict[int, ac.Copy] = {}

@@ -2,48 +2,84 @@
 
 A policy sees row numbers only. It owns the order; placement owns the verdict (leases, leaf first, copies).
 Every operation is a batch of distinct rows and costs amortised O(1) a row.
-A new policy is one file here and one line in `POLICIES`.
+A new policy is one file here and one line in `POLICIES`, or a class anywhere, named as `module:Class`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.core.blocks import Rows
+from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
+from kvstore.core.policy.shelf import Shelf
+from kvstore.errors import MisuseError
 
 
 class Policy(Protocol):
-    """The order in which blocks leave a tier. Rows are in chain order, parents before children."""
+    """The order in which blocks leave a tier. Rows are in chain order, parents before children.
 
-    def insert(self, rows: Rows) -> None:
+    `now` is in seconds and never goes back.
+    """
+
+    def insert(self, rows: Rows, now: float) -> None:
         """Blocks that this tier now holds."""
 
-    def touch(self, rows: Rows) -> None:
+    def touch(self, rows: Rows, now: float) -> None:
         """Blocks that were used. Rows that were never inserted are ignored."""
+
+    def refresh(self, rows: Rows) -> None:
+        """A chain, parents first, has got new blocks: it is to stay as long as they do. No use of it."""
 
     def remove(self, rows: Rows) -> None:
         """Blocks that have left the tier, or are about to. Unknown rows are ignored."""
 
-    def coldest(self, n: int) -> Rows:
+    def coldest(self, n: int, now: float) -> Rows:
         """Up to n rows to evict next, the first to go first. Changes nothing but internal bookkeeping."""
 
     def defer(self, rows: Rows) -> None:
-        """These cannot go now (in use, or not a leaf): do not offer them again soon."""
+        """These are not to be offered again soon: they cannot go now, or a child came. No use of them.
+
+        They keep the order given, that of `coldest`. Unknown rows are ignored.
+        """
+
+    def cool(self, rows: Rows) -> None:
+        """These will not be used again soon: offer them first. Unknown rows are ignored."""
 
     def __len__(self) -> int:
         """How many rows are known."""
 
     def ram_bytes(self) -> int:
-        """Bytes of state, the shared column of stamps not counted."""
+        """Bytes of state, what is shared by the tier not counted."""
 
 
-POLICIES: dict[str, Callable[[npt.NDArray[np.int64]], Policy]] = {"lru": LRU}
-"""By name: from a column of zeros by row, which all policies of a tier share, to a fresh policy.
+Factory = Callable[[Shelf], Policy]
 
-A row is known to one of them at a time; its stamp is 0 while it is known to none.
-"""
+POLICIES: dict[str, Factory] = {"lru": LRU, "hazard": Hazard}
+"""By name."""
+
+
+def find(name: str) -> Factory:
+    """What makes policies of that name, or of that `module:Class`. Raises MisuseError if there is none."""
+    if name in POLICIES:
+        return POLICIES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise MisuseError(f"no eviction policy {name!r}", f"one of {', '.join(POLICIES)}, or module:Class")
+    try:
+        found: Factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise MisuseError(
+            f"no eviction policy {name!r}: {error}",
+            f"a class that can be imported, or one of {', '.join(POLICIES)}",
+        ) from error
+    if not callable(found):
+        raise MisuseError(f"eviction policy {name!r} is not a class", "something that takes a Shelf")
+    return found
+
+
+def make(name: str, shelf: Shelf) -> Policy:
+    """A fresh policy for one pool. Raises MisuseError, see find."""
+    return find(name)(shelf)

@@ -1,0 +1,100 @@
+"""Reports of the lab as tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from kvstore.config import format_size
+
+if TYPE_CHECKING:
+    from kvstore.lab.compare import Comparison
+    from kvstore.lab.report import Point, Report
+    from kvstore.lab.sizing import Sizing
+
+
+def report_table(report: Report) -> Group:
+    """A row a capacity and policy, under what was replayed."""
+    bounds = {bound.capacity: bound.hit_ratio for bound in report.bounds}
+    two_tiers = any(len(p.blocks_by_tier) > 1 for p in report.points)
+    many = len({p.policy for p in report.points}) > 1
+    table = Table("capacity", "size", "policy", box=box.SIMPLE_HEAD)
+    table.collapse_padding = True
+    for name in ("hits", "bound", *(("of NVMe", "written", "drives/day") if two_tiers else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for p in sorted(report.points, key=lambda p: sum(p.blocks_by_tier.values())):
+        if many and last and last != p.capacity:
+            table.add_section()
+        cells = [_percent(p.hit_ratio), _percent(bounds.get(p.capacity))]
+        if two_tiers:
+            written = (p.written_per_served or {}).get("nvme")
+            cells += [
+                _percent(p.share_by_tier.get("nvme")),
+                _number(written),
+                _number(p.drive_writes_per_day),
+            ]
+        size = " + ".join(map(format_size, p.bytes_by_tier.values()))
+        new = p.capacity != last
+        table.add_row(p.capacity if new else "", size if new else "", p.policy, *cells)
+        last = p.capacity
+    denied = sum(p.denied_blocks for p in report.points)
+    notes = ["hits and bound: of all input tokens"]
+    if two_tiers:
+        notes.append(
+            "of NVMe: part of the hits; written: bytes to NVMe a byte served; drives/day: drive writes"
+        )
+    if denied:
+        notes.append(f"[yellow]{denied:,} blocks found no room: prompts are long for so little DRAM[/yellow]")
+    return Group(*_head(report), table, *(f"[dim]{note}[/dim]" for note in notes))
+
+
+def sizing_table(found: Sizing) -> Group:
+    """The answer, what was searched, and everything that was tried."""
+    limits = ", ".join(f"{tier}.limit = {format_size(n)}" for tier, n in found.limits_bytes.items())
+    cost = f", which cost {found.cost:,.2f}" if found.cost is not None else ""
+    answer = (
+        f"{found.answer.policy} serves {_percent(found.answer.hit_ratio)} of the tokens with {limits}{cost}"
+    )
+    return Group(report_table(found.report), f"[bold]{answer}[/bold]", f"searched {found.searched}")
+
+
+def comparison_table(both: Comparison, a: str, b: str) -> Group:
+    """A row a pair, after what is not the same."""
+    table = Table("policy", "capacity", box=box.SIMPLE_HEAD)
+    for name in (escape(a), escape(b), "points"):
+        table.add_column(name, justify="right")
+    for pair in both.pairs:
+        ratios = [_percent(_ratio(pair.a)), _percent(_ratio(pair.b))]
+        points = "-" if pair.points is None else f"{pair.points:+.2f}"
+        table.add_row(pair.policy, pair.capacity, *ratios, points)
+    differing = [escape(f"{name} differs: {x}, {y}") for name, (x, y) in both.differing.items()]
+    return Group(*differing, table)
+
+
+def _head(report: Report) -> list[str]:
+    trace, settings = report.trace, report.settings
+    lines = [
+        f"{escape(trace.name)}: {trace.requests:,} requests, {trace.accesses:,} accesses to "
+        f"{trace.unique_blocks:,} blocks of {settings.block_tokens} tokens; "
+        f"at best {_percent(trace.best_hit_ratio)} of the tokens"
+    ]
+    if trace.skipped_lines:
+        lines.append(f"[yellow]{trace.skipped_lines} bad lines left out[/yellow]")
+    return lines
+
+
+def _ratio(point: Point | None) -> float | None:
+    return point.hit_ratio if point else None
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.2f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"

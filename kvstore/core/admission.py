@@ -1,0 +1,83 @@
+"""Which blocks a lower tier takes: flash wears out by being written, and most blocks never come back.
+
+A rule says what is taken; a write budget moves the threshold, so that what a day allows is spent on the
+blocks most likely to come back, and never exceeded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.blocks import Rows
+from kvstore.core.reuse import Reuse
+
+DAY_S = 86_400.0
+_SLACK = 0.04
+_STEP_S = 60.0
+_GAIN = 0.5
+_LOWEST, _HIGHEST = -7.0, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a tier takes: `always`; `twice`: what was used again; `reuse`: P(used again) >= `threshold`.
+
+    `bytes_a_day`: how much may be written to it, 0: no bound. Never more in any day than 4 % above.
+    """
+
+    mode: Literal["always", "twice", "reuse"] = "always"
+    threshold: float = 0.2
+    bytes_a_day: int = 0
+
+
+class Admission:
+    """One tier's rule at work."""
+
+    def __init__(self, rule: Rule, reuse: Reuse) -> None:
+        self._reuse = reuse
+        self.refused = 0
+        self.written = 0
+        self._odds = _LOWEST
+        self._at: float | None = None
+        self._next_step_s = 0.0
+        self._left = 0.0
+        self.rule = rule
+
+    @property
+    def threshold(self) -> float:
+        """The chance of being used again that a block needs now."""
+        budget = 1 / (1 + math.exp(-self._odds)) if self._odds > _LOWEST else 0.0
+        return max(budget, self.rule.threshold if self.rule.mode == "reuse" else 0.0)
+
+    def admits(self, rows: Rows, tenant: int, now: float) -> npt.NDArray[np.bool_]:
+        """Which blocks of a tenant are worth writing."""
+        self._step(now)
+        admitted = np.full(len(rows), not self.rule.bytes_a_day or self._left > 0)
+        if self.rule.mode == "twice":
+            admitted &= self._reuse.uses(rows) >= 2
+        if self.threshold:
+            admitted &= self._reuse.chance(rows, tenant, now) >= self.threshold
+        self.refused += len(rows) - int(admitted.sum())
+        return admitted
+
+    def wrote(self, nbytes: int) -> None:
+        """So many bytes are on their way to the device."""
+        self.written += nbytes
+        self._left -= nbytes
+
+    def _step(self, now: float) -> None:
+        """Lets the budget grow with time; the less is left, the higher the threshold rises."""
+        if not self.rule.bytes_a_day:
+            return
+        slack = _SLACK * self.rule.bytes_a_day
+        if self._at is not None:
+            self._left = min(slack, self._left + (now - self._at) * self.rule.bytes_a_day / DAY_S)
+        self._at = now
+        if now >= self._next_step_s:
+            self._next_step_s = now + _STEP_S
+            self._odds = min(_HIGHEST, max(_LOWEST, self._odds + _GAIN * (1 - 2 * self._left / slack)))

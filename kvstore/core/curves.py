@@ -1,0 +1,196 @@
+"""How likely blocks of a class are used again, by the time since they were last used: learned as uses come.
+
+A class's curve has, for each span of ages, how many blocks reached it and how many were used within it.
+Blocks are counted in cohorts (those that joined their classes at about the same time), so that what has long
+left every tier still counts as not used again. From a curve follow
+
+- the *density* of a block: the highest, over all times that one could keep it, of P(used by then) /
+  E[time kept] (Gittins' index): what a slot earns a second;
+- the *chance* that it is used again at all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+SPANS = 40
+_FIRST_S, _RATIO = 1.0, 1.35
+_EDGES = np.concatenate(([0.0], _FIRST_S * _RATIO ** np.arange(SPANS)))
+_WIDTHS = np.diff(_EDGES)
+_LATER = np.triu(np.ones((SPANS, SPANS), np.bool_))
+_COHORTS = 160
+_COHORT_S = 2.0
+_BLUR = 0.15
+_HALF_LIFE = 1 << 17
+_AT_ONCE = 12
+_PRIOR, _WEIGHT, _SMOOTH, _SURE = 0.1, 30.0, 0.5, 0.98
+
+
+def span_of(age_s: Floats) -> Ints:
+    """The span of each age: the first is up to a second, each next one 35 % longer than the one before."""
+    spans = np.searchsorted(_EDGES, age_s, "right") - 1
+    return np.clip(spans, 0, SPANS - 1)
+
+
+class Curves:
+    """The curves of `shape` classes, for blocks of one tenant.
+
+    Its axes are nested groups, the outermost first, so that classes with little evidence borrow from their
+    neighbours; a class's number is its place in a C-ordered array. `joins`: how many blocks were counted.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._classes = n = int(np.prod(shape))
+        self._used = np.zeros((n, SPANS), np.float32)
+        self._reached = np.zeros((n, SPANS), np.float32)
+        self._start = np.zeros(_COHORTS)
+        self._at_span = np.zeros(_COHORTS, np.int64)
+        self._waiting = np.zeros((_COHORTS, n), np.float32)
+        self._cohorts = 0
+        self.joins = 0
+        self._next_step_s = 0.0
+        self._next = 0
+        self.density = np.zeros((n, SPANS), np.float32)
+        self.chance = np.zeros((n, SPANS), np.float32)
+        self._learn(np.zeros(1, np.int64))
+        self.density[:], self.chance[:] = self.density[0], self.chance[0]
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of state."""
+        return sum(a.nbytes for a in (self._used, self._reached, self._waiting, self.density, self.chance))
+
+    def joined(self, classes: Ints, now: float) -> None:
+        """Blocks are in these classes from now on."""
+        self._step(now)
+        counts = np.bincount(classes, minlength=self._classes)
+        self._waiting[self._cohorts - 1] += counts
+        self._reached[:, 0] += counts
+        self.joins += len(classes)
+        if self.joins // _HALF_LIFE > (self.joins - len(classes)) // _HALF_LIFE:
+            # What was long ago counts less.
+            self._used *= 0.5
+            self._reached *= 0.5
+
+    def used(self, classes: Ints, since: Floats, now: float) -> None:
+        """Blocks that had been in these classes since then were used."""
+        self._step(now)
+        spans = span_of(now - since)
+        np.add.at(self._used, (classes, spans), 1)
+        cohorts = self._leave(classes, since)
+        # Their cohort may be a little behind them.
+        at = np.where(cohorts >= 0, self._at_span[cohorts], spans)
+        while (behind := at < spans).any():
+            at += behind
+            np.add.at(self._reached, (classes[behind], at[behind]), 1)
+
+    def left(self, classes: Ints, since: Floats) -> None:
+        """Blocks that had been in these classes since then are no longer, unused."""
+        self._leave(classes, since)
+
+    def _leave(self, classes: Ints, since: Floats) -> Ints:
+        cohorts: Ints = np.searchsorted(self._start[: self._cohorts], since, "right") - 1
+        known = cohorts >= 0
+        np.subtract.at(self._waiting, (cohorts[known], classes[known]), 1)
+        return cohorts
+
+    # -- cohorts
+
+    def _step(self, now: float) -> None:
+        if now < self._next_step_s and self._cohorts:
+            return
+        self._next_step_s = now + _FIRST_S
+        self._grow_older(now)
+        if not self._cohorts or now - self._start[self._cohorts - 1] >= _COHORT_S:
+            self._merge(now)
+            self._start[self._cohorts] = now
+            self._at_span[self._cohorts] = 0
+            self._waiting[self._cohorts] = 0
+            self._cohorts += 1
+
+    def _ends(self, now: float) -> Floats:
+        return np.append(self._start[1 : self._cohorts], now)
+
+    def _grow_older(self, now: float) -> None:
+        n = self._cohorts
+        spans = span_of(np.maximum(0.0, now - self._ends(now))) if n else np.empty(0, np.int64)
+        at = self._at_span
+        while len(late := np.flatnonzero(at[:n] < spans)):
+            at[late] += 1
+            np.add.at(self._reached.T, at[late], self._waiting[late])
+
+    def _merge(self, now: float) -> None:
+        """Joins neighbours that are close together for their age; when all is full, the oldest two."""
+        n = self._cohorts
+        if n < 2:
+            return
+        ends = self._ends(now)
+        close = (ends[1:] - self._start[: n - 1] <= _BLUR * (now - ends[1:])) & (
+            self._at_span[1:n] == self._at_span[: n - 1]
+        )
+        first = int(close.argmax()) if close.any() else (0 if n == _COHORTS else -1)
+        if first >= 0:
+            self._waiting[first] += self._waiting[first + 1]
+            for column in (self._start, self._at_span, self._waiting):
+                column[first + 1 : n - 1] = column[first + 2 : n]
+            self._cohorts -= 1
+
+    # -- what follows
+
+    def learn(self) -> None:
+        """Brings `density` and `chance` of a few classes up to date, others the next time."""
+        known = np.flatnonzero(self._reached[:, 0])
+        order = np.concatenate((known[known >= self._next], known[known < self._next]))
+        some = order[:_AT_ONCE]
+        if len(some):
+            self._next = int(some[-1]) + 1
+            self._learn(some)
+
+    def _learn(self, some: Ints) -> None:
+        q = self._hazards(some)
+        reach: Floats = np.cumprod(1 - q, axis=1, dtype=np.float64) / (1 - q)
+        times = _from_the_end(reach * _WIDTHS * (1 - q / 2))
+        self.density[some] = _best_rate(_from_the_end(reach * q), times)
+        # Nobody knows about ages that no block has reached yet: nothing is promised there.
+        q *= self._reached.any(axis=0)
+        reach = np.cumprod(1 - q, axis=1, dtype=np.float64)
+        self.chance[some] = 1 - reach[:, -1:] * (1 - q) / reach
+
+    def _hazards(self, some: Ints) -> Floats:
+        """P(used within a span | reached it), each class leaning on wider groups, and on its last span."""
+        used = self._used.reshape(*self._shape, SPANS)
+        reached = self._reached.reshape(*self._shape, SPANS)
+        groups = len(self._shape)
+        group = np.full(SPANS, _PRIOR)
+        for level in range(groups):
+            rest = tuple(range(level, groups))
+            group = (used.sum(axis=rest) + _WEIGHT * group) / (reached.sum(axis=rest) + _WEIGHT)
+            group = group[..., None, :]
+        expected = np.broadcast_to(group, used.shape).reshape(-1, SPANS)[some]
+        hits = self._used[some] + _WEIGHT * (1 - _SMOOTH) * expected
+        out = self._reached[some] + _WEIGHT
+        last = expected[:, 0]
+        for span in range(SPANS):
+            last = np.clip((hits[:, span] + _WEIGHT * _SMOOTH * last) / out[:, span], 0, _SURE)
+            out[:, span] = last
+        return out.astype(np.float64)
+
+
+def _best_rate(hits: Floats, times: Floats) -> Floats:
+    """The highest hits / time from each span on, over all later ends."""
+    earned = hits[:, :-1, None] - hits[:, None, 1:]
+    spent = times[:, :-1, None] - times[:, None, 1:]
+    best: Floats = np.divide(earned, spent, out=np.zeros_like(earned), where=_LATER).max(axis=2)
+    return best
+
+
+def _from_the_end(values: Floats) -> Floats:
+    """Sums from each column to the last, and 0: differences of these lose no digits where values fall."""
+    sums = np.zeros((len(values), values.shape[1] + 1))
+    sums[:, :-1] = values[:, ::-1].cumsum(axis=1)[:, ::-1]
+    return sums

@@ -1,0 +1,85 @@
+"""Ghosts: a number each about blocks that have left, in a table of fixed size that forgets the oldest."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.index import splitmix
+
+Fingerprints = npt.NDArray[np.uint64]
+
+_WAYS = 8
+_VALUE_BITS = 41
+_VALUE = np.uint64((1 << _VALUE_BITS) - 1)
+_MIX = np.array(splitmix(1, 16), np.uint64) | np.uint64(1)
+
+
+class Ghosts:
+    """Room for about `entries` values of 41 bits by fingerprint. One in 10**5 answers is about another block.
+
+    A bucket that is full forgets its lowest value: let those that matter longest be the highest.
+    """
+
+    def __init__(self, entries: int) -> None:
+        self._buckets = max(-(-entries // _WAYS), 1)
+        self._table = np.zeros((self._buckets, _WAYS), np.uint64)
+
+    def put(self, fingerprints: Fingerprints, values: npt.NDArray[np.uint64]) -> None:
+        """Notes a value below 2**41 for each fingerprint, instead of what was noted for it."""
+        at, tags = self._split(fingerprints)
+        words = tags << np.uint64(_VALUE_BITS) | values
+        while len(at):
+            bucket = self._table[at]
+            keep = (bucket & _VALUE).astype(np.int64) + (bucket > 0)
+            keep[bucket >> np.uint64(_VALUE_BITS) == tags[:, None]] = -1
+            way = keep.argmin(axis=1)
+            self._table[at, way] = words
+            # Of those that took the same place only the last got it.
+            lost = self._table[at, way] != words
+            at, tags, words = at[lost], tags[lost], words[lost]
+
+    def take(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:
+        """As `peek`, and forgets them."""
+        at, way, values = self._find(fingerprints)
+        found = values >= 0
+        self._table[at[found], way[found]] = 0
+        return values
+
+    def peek(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:
+        """The value noted for each fingerprint, -1 if there is none."""
+        return self._find(fingerprints)[2]
+
+    def ram_bytes(self) -> int:
+        """Bytes of the table."""
+        return self._table.nbytes
+
+    def _split(self, fingerprints: Fingerprints) -> tuple[Rows, Fingerprints]:
+        """Which bucket, and a tag that is never 0."""
+        at = (fingerprints >> np.uint64(32)) * np.uint64(self._buckets) >> np.uint64(32)
+        tags = fingerprints & np.uint64((1 << (64 - _VALUE_BITS)) - 1)
+        return at.astype(np.int64), np.maximum(tags, np.uint64(1))
+
+    def _find(self, fingerprints: Fingerprints) -> tuple[Rows, Rows, npt.NDArray[np.int64]]:
+        at, tags = self._split(fingerprints)
+        bucket = self._table[at]
+        same = bucket >> np.uint64(_VALUE_BITS) == tags[:, None]
+        way = same.argmax(axis=1)
+        each = np.arange(len(at))
+        values = (bucket[each, way] & _VALUE).astype(np.int64)
+        values[~same[each, way]] = -1
+        return at, way, values
+
+
+def fingerprints(blocks: Blocks, rows: Rows, seed: int) -> Fingerprints:
+    """64 bits of each row's key and namespace, other ones for another seed."""
+    words = blocks.words[rows]
+    mixed: Fingerprints = (words * _MIX[: words.shape[1]]).sum(axis=1, dtype=np.uint64)
+    mixed ^= blocks.namespace[rows].astype(np.uint64) * _MIX[14] + np.uint64(seed % (1 << 64))
+    mixed ^= mixed >> np.uint64(31)
+    mixed *= _MIX[15]
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIX[13]
+    mixed ^= mixed >> np.uint64(32)
+    return mixed

@@ -1,0 +1,201 @@
+"""Reuse hazard: what earns its slot least goes first, by what blocks like it did before (see `curves`).
+
+Blocks of one class that were last used at about the same time form a *slice*, a queue, tail first. All blocks
+of a slice earn alike, so the worst slices are found among some hundred, whatever the number of blocks. Slices
+that are close together for their age are joined. A block that cannot go is set aside: until its last child
+has gone, or for a moment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.core.blocks import Rows
+from kvstore.core.curves import Floats, Ints
+from kvstore.core.policy.queue import Queue
+from kvstore.core.policy.shelf import Shelf
+from kvstore.core.reuse import describe
+
+_SPAN_S = 1.0
+_SAME_S = 0.2
+_BLUR = 0.15
+_TIDY_AFTER = 64
+_BACK_AFTER_S = 0.25
+_BACK_AT_ONCE = 256
+
+
+class Hazard:
+    """The slices of one pool, in columns by number: kind (-1: none), start, queue (kept for the next one)."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        assert shelf.reuse is not None, "what is learned here comes from there"
+        self._reuse, self._tenant = shelf.reuse, shelf.tenant
+        self._segments = shelf.segments
+        self._parent, self._children = shelf.blocks.parent, shelf.blocks.children
+        self._kind: Ints = np.full(_TIDY_AFTER, -1)
+        self._since: Floats = np.zeros(_TIDY_AFTER)
+        self._queues: list[Queue | None] = [None] * _TIDY_AFTER
+        self._free = list(range(_TIDY_AFTER))
+        self._latest: dict[int, int] = {}
+        self._cold, self._aside = Queue(self._segments), Queue(self._segments)
+        self._orphaned: list[Rows] = []
+        self._back_s = 0.0
+        self._tidy_at = _TIDY_AFTER
+
+    def __len__(self) -> int:
+        return sum(len(q) for q in self._queues if q is not None) + len(self._aside) + len(self._cold)
+
+    def ram_bytes(self) -> int:
+        """See Policy."""
+        queues = (q for q in (*self._queues, self._cold, self._aside) if q is not None)
+        return self._kind.nbytes + self._since.nbytes + sum(q.ram_bytes() for q in queues)
+
+    # -- what is where
+
+    def insert(self, rows: Rows, now: float) -> None:
+        """See Policy."""
+        self._file(rows[::-1], now)
+
+    def touch(self, rows: Rows, now: float) -> None:
+        """See Policy. Blocks above those that were asked for stay where they are."""
+        rows = self._segments.known(rows)
+        self._file(rows[self._reuse.last_used(rows) >= now - _SAME_S][::-1], now)
+
+    def refresh(self, rows: Rows) -> None:
+        """See Policy: blocks stay where they are, they were not asked for."""
+
+    def remove(self, rows: Rows) -> None:
+        """See Policy."""
+        self._segments.forget(rows)
+        if len(self._aside):
+            self._orphaned.append(self._parent[rows].astype(np.int64))
+
+    def defer(self, rows: Rows) -> None:
+        """See Policy."""
+        self._aside.append(self._segments.known(rows))
+
+    def cool(self, rows: Rows) -> None:
+        """See Policy."""
+        self._cold.append(self._segments.known(rows)[::-1])
+
+    def _file(self, rows: Rows, now: float) -> None:
+        """Puts rows at the recent ends of the slices where they belong."""
+        kinds, last = self._reuse.kinds(rows), self._reuse.last_used(rows)
+        for kind in np.unique(kinds).tolist():
+            some = kinds == kind
+            latest = self._latest.get(kind, -1)
+            if latest < 0 or last[some].min() >= self._since[latest]:
+                if latest < 0 or now - self._since[latest] > _SPAN_S:
+                    latest = self._latest[kind] = self._new_slice(kind, float(last[some].min()))
+                self._queue(latest).append(rows[some])
+            else:
+                self._file_back(kind, rows[some], last[some])
+
+    def _file_back(self, kind: int, rows: Rows, last: Floats) -> None:
+        """The same for rows of one class that were last used before its latest slice began."""
+        mine = np.flatnonzero(self._kind == kind)
+        mine = mine[np.argsort(self._since[mine])]
+        slices = mine[np.maximum(np.searchsorted(self._since[mine], last, "right") - 1, 0)]
+        for number in np.unique(slices).tolist():
+            self._queue(number).prepend(rows[slices == number])
+
+    # -- who goes
+
+    def coldest(self, n: int, now: float) -> Rows:
+        """See Policy."""
+        if len(self._queues) - len(self._free) > self._tidy_at:
+            self._tidy(now)
+        self._take_back(now)
+        found = self._lowest(n, now)
+        if not len(found) and len(self._aside):
+            self._file(self._aside.head(_BACK_AT_ONCE), now)
+            found = self._lowest(n, now)
+        return found
+
+    def _lowest(self, n: int, now: float) -> Rows:
+        out = [self._cold.head(n)]
+        wanted = n - len(out[0])
+        for number in self._in_order(now):
+            if wanted <= 0:
+                break
+            rows = self._queue(number).head(wanted)
+            if len(rows):
+                out.append(rows)
+                wanted -= len(rows)
+            else:
+                self._drop_slice(number)
+        return np.concatenate(out)
+
+    def _in_order(self, now: float) -> list[int]:
+        """Numbers of slices, those that earn least first, the oldest of them before others."""
+        there = np.flatnonzero(self._kind >= 0)
+        scores = self._reuse.density(self._tenant, self._kind[there], self._since[there], now)
+        order: list[int] = there[np.argsort(scores, kind="stable")].tolist()
+        return order
+
+    def _take_back(self, now: float) -> None:
+        """Blocks that were set aside and have lost their last child; now and then some of the others."""
+        if self._orphaned:
+            rows = np.unique(np.concatenate(self._orphaned))
+            self._orphaned.clear()
+            rows = rows[rows >= 0]
+            rows = rows[(self._children[rows] == 0) & (self._segments.queues_of(rows) == self._aside.number)]
+            self._file(rows, now)
+        if now >= self._back_s and len(self._aside):
+            self._back_s = now + _BACK_AFTER_S
+            self._file(self._aside.head(_BACK_AT_ONCE), now)
+
+    def explain(self, rows: Rows, now: float) -> list[str]:
+        """What is expected of each row."""
+        kinds, last = self._reuse.kinds(rows), self._reuse.last_used(rows)
+        scores = self._reuse.density(self._tenant, kinds, last, now)
+        return [
+            f"{describe(k)}: {s:.3g} uses/s expected"
+            for k, s in zip(kinds.tolist(), scores.tolist(), strict=True)
+        ]
+
+    # -- slices
+
+    def _queue(self, number: int) -> Queue:
+        queue = self._queues[number]
+        assert queue is not None, "only numbers of slices that are there go around"
+        return queue
+
+    def _new_slice(self, kind: int, since: float) -> int:
+        if not self._free:
+            n = len(self._queues)
+            self._kind = np.concatenate((self._kind, np.full(n, -1)))
+            self._since = np.concatenate((self._since, np.zeros(n)))
+            self._queues += [None] * n
+            self._free = list(range(n, 2 * n))
+        number = self._free.pop()
+        self._kind[number], self._since[number] = kind, since
+        if self._queues[number] is None:
+            self._queues[number] = Queue(self._segments)
+        return number
+
+    def _drop_slice(self, number: int) -> None:
+        kind = int(self._kind[number])
+        if self._latest.get(kind) == number:
+            del self._latest[kind]
+        self._kind[number] = -1
+        self._free.append(number)
+
+    def _tidy(self, now: float) -> None:
+        """Joins neighbours of one class that are close together for their age."""
+        there = np.flatnonzero(self._kind >= 0)
+        there = there[np.lexsort((self._since[there], self._kind[there]))]
+        kinds, since = self._kind[there], self._since[there]
+        same = np.append(kinds[1:] == kinds[:-1], False)
+        ends = np.where(same, np.append(since[1:], now), now)
+        older = -1
+        for i in range(len(there) - 1):
+            # `older` took what came right before.
+            first = older if older >= 0 else i
+            if same[i] and ends[i + 1] - since[first] <= _BLUR * (now - ends[i + 1]):
+                self._queue(int(there[first])).absorb(self._queue(int(there[i + 1])))
+                self._drop_slice(int(there[i + 1]))
+                older = first
+            else:
+                older = -1
+        self._tidy_at = max(_TIDY_AFTER, 2 * (len(self._queues) - len(self._free)))

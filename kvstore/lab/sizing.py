@@ -1,0 +1,206 @@
+"""What to buy: the smallest DRAM for a wanted hit ratio, or the best split of a budget, by replaying."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+
+from kvstore.config import GIB, MIB, format_size
+from kvstore.errors import KVStoreError, MisuseError
+from kvstore.lab.capacity import Capacities, Capacity
+from kvstore.lab.report import Point, Report
+from kvstore.lab.study import Study
+from kvstore.types import Tier
+
+Doing = Callable[[str], None]
+"""Told what is about to be replayed."""
+
+_CLOSE = 1.02
+_SPLITS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.03125)
+_REFINEMENTS = 2
+_ALIKE = 0.001
+_STEP_BYTES = 2 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What was found. `searched` says among what; `answer` is one of the report's points.
+
+    `limits_bytes` are the limits that a daemon needs for it, by tier; `cost` is None without prices.
+    """
+
+    searched: str
+    answer: Point
+    limits_bytes: dict[str, int]
+    cost: float | None
+    report: Report
+
+    def to_map(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a GiB of each tier costs, in the budget's currency."""
+
+    dram: float
+    nvme: float
+
+    def __post_init__(self) -> None:
+        for name in ("dram", "nvme"):
+            if not 0 < getattr(self, name) < inf:
+                raise MisuseError(f"a GiB of {name} costs {getattr(self, name)}", "a price above 0")
+
+    def of(self, limits_bytes: dict[str, int]) -> float:
+        """What limits by tier cost."""
+        return (self.dram * limits_bytes.get("dram", 0) + self.nvme * limits_bytes.get("nvme", 0)) / GIB
+
+
+class _Tried:
+    """What was replayed so far with one policy."""
+
+    def __init__(self, study: Study, policy: str, doing: Doing) -> None:
+        self._study, self._policy, self._doing = study, policy, doing
+        self._named: dict[str, Capacities] = {}
+        self._points: dict[str, Point] = {}
+
+    def run(self, nodes: Iterable[Capacities]) -> list[Point]:
+        """The points of these capacities, replayed where they were not yet."""
+        named = [(self._name(tiers), tiers) for tiers in nodes]
+        todo = {name: tiers for name, tiers in named if name not in self._points}
+        if todo:
+            self._doing("; ".join(todo))
+            self._named |= todo
+            points = self._study.replay([self._policy], list(todo.items()))
+            self._points |= dict(zip(todo, points, strict=True))
+        return [self._points[name] for name, _ in named]
+
+    def _name(self, tiers: Capacities) -> str:
+        blocks = (tier.blocks(self._study.block_bytes) for tier in tiers)
+        return f"{'+'.join(f'{n:,}' for n in blocks)} blocks"
+
+    def sizing(self, searched: str, answer: Point, prices: Prices | None) -> Sizing:
+        """The result, with all points as its report."""
+        nbytes = self._study.block_bytes
+        limits = {
+            t.tier.name.lower(): t.limit_bytes or limit_for(t.blocks(nbytes), t.tier, nbytes)
+            for t in self._named[answer.capacity]
+        }
+        cost = prices.of(limits) if prices else None
+        report = self._study.summary(list(self._points.values()), list(self._named.items()))
+        return Sizing(f"{searched}: {len(self._points)} replays", answer, limits, cost, report)
+
+
+def for_hit_ratio(study: Study, policy: str, wanted: float, nvme: Capacities, doing: Doing) -> Sizing:
+    """The smallest DRAM, to 2 %, that serves at least `wanted` of all tokens beside this NVMe (or none).
+
+    Raises KVStoreError if no cache could, or this policy cannot.
+    """
+    if wanted > study.best_ratio:
+        raise KVStoreError(
+            f"{100 * wanted:.1f} % of the tokens cannot be served",
+            f"a cache with room for everything serves {100 * study.best_ratio:.1f} % of this trace",
+        )
+    tried = _Tried(study, policy, doing)
+
+    def replay(sizes: Iterable[int]) -> list[Point]:
+        return tried.run((Capacity(Tier.DRAM, slots=n), *nvme) for n in sizes)
+
+    high = study.workload.unique_blocks
+    low = _least(study, wanted) - sum(tier.blocks(study.block_bytes) for tier in nvme)
+    low = min(high, max(low, study.workload.longest))
+    searched = f"DRAM from {low:,} to {high:,} blocks, to 2 %"
+    first, best = replay((low, high))
+    if best.hit_ratio < wanted:
+        raise KVStoreError(
+            f"{policy} does not serve {100 * wanted:.1f} % of the tokens with room for everything",
+            f"it serves {100 * best.hit_ratio:.1f} %, the best one {100 * study.best_ratio:.1f} %",
+        )
+    if first.hit_ratio >= wanted:
+        return tried.sizing(searched, first, None)
+    while high > low + 1 and high > low * _CLOSE:
+        inner = np.geomspace(low, high, study.processes + 2)[1:-1].astype(int).tolist()
+        sizes = sorted({min(max(n, low + 1), high - 1) for n in inner})
+        for n, point in zip(sizes, replay(sizes), strict=True):
+            if point.hit_ratio >= wanted:
+                high, best = n, point
+                break
+            low = n
+    return tried.sizing(searched, best, None)
+
+
+def _least(study: Study, wanted: float) -> int:
+    """The blocks below which not even the best policy serves that much."""
+    sizes = range(1, study.workload.unique_blocks + 1)
+    return sizes[bisect_left(sizes, wanted, key=lambda n: study.ratio(study.bound.hits(n)))]
+
+
+def for_budget(study: Study, policy: str, budget: float, prices: Prices, doing: Doing) -> Sizing:
+    """The split of a budget between DRAM and NVMe that serves most.
+
+    Of splits that serve as much, within a tenth of a point, the one with more hits in DRAM. Raises
+    KVStoreError if the budget does not buy DRAM for the longest prompt.
+    """
+    tried = _Tried(study, policy, doing)
+    nodes = {share: node for share in _SPLITS if (node := _bought(study, budget, share, prices))}
+    if not nodes:
+        raise KVStoreError(
+            f"{budget:g} does not buy DRAM for the longest prompt",
+            f"it has {study.workload.longest:,} blocks of {format_size(study.block_bytes)}",
+        )
+    points: dict[float, Point] = {}
+    for _ in range(1 + _REFINEMENTS):
+        points |= dict(zip(nodes, tried.run(nodes.values()), strict=True))
+        best = max(points, key=lambda share: _worth(points[share]))
+        shares = sorted(points)
+        at = shares.index(best)
+        beside = [sqrt(best * other) for other in shares[max(0, at - 1) : at + 2] if other != best]
+        nodes = {share: node for share in beside if (node := _bought(study, budget, share, prices))}
+    searched = (
+        f"splits of {budget:g} between DRAM at {prices.dram:g} and NVMe at {prices.nvme:g} a GiB, "
+        f"DRAM's part from {100 * min(points):.0f} % to {100 * max(points):.0f} %, "
+        f"none with less DRAM than the longest prompt"
+    )
+    return tried.sizing(searched, points[best], prices)
+
+
+def _worth(point: Point) -> tuple[float, int]:
+    return round(point.hit_ratio / _ALIKE), point.hits_by_tier[Tier.DRAM.name.lower()]
+
+
+def _bought(study: Study, budget: float, share: float, prices: Prices) -> Capacities | None:
+    """What a budget buys, of which so much is for DRAM, but no more than the trace can use.
+
+    None if DRAM cannot hold the longest prompt.
+    """
+    money = {Tier.DRAM: budget * share / prices.dram, Tier.NVME: budget * (1 - share) / prices.nvme}
+    tiers = []
+    for tier, gib in money.items():
+        most = limit_for(study.workload.unique_blocks, tier, study.block_bytes)
+        limit = min(int(gib * GIB) // _STEP_BYTES * _STEP_BYTES, most)
+        capacity = Capacity(tier, limit_bytes=limit)
+        least = study.workload.longest if tier == Tier.DRAM else 1
+        if limit and capacity.blocks(study.block_bytes) >= least:
+            tiers.append(capacity)
+        elif tier == Tier.DRAM:
+            return None
+    return tuple(tiers)
+
+
+def limit_for(blocks: int, tier: Tier, block_bytes: int) -> int:
+    """A limit, in bytes, with which a daemon has room for so many blocks, and for few more."""
+    steps = range(1, 2 + 4 * (blocks + 16) * (block_bytes + (64 << 10)) // _STEP_BYTES)
+    return (
+        _STEP_BYTES
+        * steps[
+            bisect_left(
+                steps, blocks, key=lambda n: Capacity(tier, limit_bytes=n * _STEP_BYTES).blocks(block_bytes)
+            )
+        ]
+    )

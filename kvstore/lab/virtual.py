@@ -1,0 +1,140 @@
+"""The production `Placement` without bytes, in virtual time, driven as an engine and a shell do.
+
+An engine looks a prompt up, takes what is stored of it, and puts the rest. The shell's part is that extents
+are there from the start and that every copy ends well as soon as it is asked for, so nobody ever waits.
+
+Not covered: how long copies take, bytes that go bad, tenants.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core import actions as ac
+from kvstore.core import events as ev
+from kvstore.core.keys import Keys
+from kvstore.core.placement import Placement
+from kvstore.errors import KVStoreError
+from kvstore.lab.capacity import Capacities
+from kvstore.types import Tier
+
+_NAMESPACE, _CLIENT = 1, 1
+_SPARE_ROWS = 1 << 16
+_SEED = 1
+
+
+class Node:
+    """One node that serves prompts. `options` go to Placement, such as `policy` and `write_policy`.
+
+    `hits` has the blocks served, by the number of the tier in which they were found; `denied` those for which
+    there was no room.
+    """
+
+    def __init__(
+        self, capacities: Capacities, block_bytes: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        specs = [capacity.spec(block_bytes) for capacity in capacities]
+        slots = sum(capacity.blocks(block_bytes) for capacity in capacities)
+        self.placement = Placement(specs, max_blocks=2 * slots + _SPARE_ROWS, seed=_SEED, **(options or {}))
+        self.hits = np.zeros(len(Tier), np.int64)
+        self.denied = 0
+        self._now = 0.0
+        self._request = 0
+        self._nothing = np.zeros(self.placement.limits.reserve_keys, np.uint64)
+        self._written = np.ones(self.placement.limits.reserve_keys, np.bool_)
+        self._ask(ev.OpenNamespace(0, _NAMESPACE, block_bytes))
+        for tier, spec in enumerate(specs):
+            for extent in range(spec.limit_bytes // spec.extent_bytes):
+                self._send(ev.ExtentReady(tier, extent))
+            self._send(ev.ExtentsEnd(tier))
+
+    def prompt(self, keys: Keys, now: float) -> int:
+        """Gets the stored prefix and puts the rest at time `now` (s, never going back); blocks served."""
+        if now > self._now:
+            self._pass_time(now)
+        found = self._get(keys, self._lookup(keys))
+        if found < keys.n:
+            self._put(keys, found)
+        return found
+
+    def _pass_time(self, now: float) -> None:
+        wake = self.placement.next_wakeup()
+        self._now = now
+        if wake is not None and wake <= now:
+            self._send(ev.Tick())
+
+    def _lookup(self, keys: Keys) -> int:
+        found, batch = 0, self.placement.limits.batch_keys
+        while found < keys.n:
+            part = keys if keys.n <= batch else keys.take(found, min(found + batch, keys.n))
+            n = self._ask(ev.Lookup(0, _NAMESPACE, part)).value
+            found += n
+            if n < part.n:
+                break
+        return found
+
+    def _get(self, keys: Keys, found: int) -> int:
+        # A lease comes short where DRAM has no room for all of it at once: only an empty one ends the prefix.
+        have, batch = 0, self.placement.limits.batch_keys
+        while have < found:
+            part = keys.take(have, min(have + batch, found))
+            grant = self._ask(ev.Acquire(0, _CLIENT, _NAMESPACE, part, inf))
+            if not grant.lease:
+                break
+            self.hits += np.bincount(grant.slots["tier"], minlength=len(self.hits))
+            have += len(grant.slots)
+            self._send(ev.Release(_CLIENT, grant.lease))
+        return have
+
+    def _put(self, keys: Keys, have: int) -> None:
+        step = self.placement.limits.reserve_keys
+        for at in range(have, keys.n, step):
+            part = keys.take(at, min(at + step, keys.n))
+            room = self._ask(ev.Reserve(0, _CLIENT, _NAMESPACE, part, keys[at - 1] if at else b"", inf))
+            n = len(room.slots)
+            if n:
+                self._ask(ev.Commit(0, _CLIENT, room.lease, self._nothing[:n], self._written[:n]))
+            refused = int(np.count_nonzero(room.status == ac.DENIED))
+            if refused:
+                # What follows would have no parent in the store.
+                self.denied += refused + keys.n - at - part.n
+                return
+
+    def _ask(self, event: Any) -> Any:
+        self._request += 1
+        event.request = self._request
+        answer = self._send(event)
+        if answer is None or isinstance(answer, ac.Deny):
+            why = answer.why if answer is not None else "no answer"
+            raise KVStoreError(f"{type(event).__name__} was refused: {why}", getattr(answer, "hint", ""))
+        return answer
+
+    def _send(self, event: Any) -> Any:
+        """One event and all that follows from it; the answer to it."""
+        answer = None
+        todo = deque((event,))
+        while todo:
+            for action in self.placement.handle(todo.popleft(), self._now):
+                if isinstance(action, ac.Copy):
+                    todo.append(ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8)))
+                elif isinstance(action, ac.Probe):
+                    todo.append(ev.ProbeDone(action.probe, np.zeros(len(action.identity), np.uint8)))
+                elif isinstance(action, ac.Renew):
+                    todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
+                elif isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Deny) and action.request:
+                    answer = action
+        return answer
+
+
+def keys_of(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint64]:
+    """Keys of blocks with these numbers: other numbers, as evenly spread as hashes are."""
+    z = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,185 @@
+"""A trace as flat arrays: what is asked for when, a number a block instead of a key.
+
+Built once, kept in a folder and mapped by whoever replays it. Equal numbers mean equal prefixes: a block is
+named by its last id and by the block before it. Every block of a prompt is another one.
+
+Not covered: who sends which request when in traces of conversations (`users`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import KVStoreError, MisuseError
+from kvstore.lab.traces import Session, Trace
+
+Blocks = npt.NDArray[np.int32]
+Names = npt.NDArray[np.uint64]
+_COLUMNS = ("times_s", "input_tokens", "starts", "blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order of their times. Request i asks for `blocks[starts[i]:starts[i + 1]]`.
+
+    Blocks have the numbers below `unique_blocks`, in the order of their first use by any session.
+    """
+
+    block_tokens: int
+    unique_blocks: int
+    times_s: npt.NDArray[np.float64]
+    input_tokens: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    blocks: Blocks
+
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return len(self.times_s)
+
+    @property
+    def accesses(self) -> int:
+        """Blocks that all requests ask for."""
+        return len(self.blocks)
+
+    @property
+    def longest(self) -> int:
+        """The blocks of the longest prompt."""
+        return int(np.diff(self.starts).max(initial=0))
+
+    @property
+    def duration_s(self) -> float:
+        """From the first request to the last."""
+        return float(self.times_s[-1] - self.times_s[0]) if len(self.times_s) else 0.0
+
+    def digest(self) -> str:
+        """Names the contents: 32 hex digits."""
+        state = xxhash.xxh3_128(f"{self.block_tokens} {self.unique_blocks}".encode())
+        for name in _COLUMNS:
+            state.update(np.ascontiguousarray(getattr(self, name)).data)
+        return state.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Writes the arrays into a folder."""
+        for name in _COLUMNS:
+            np.save(folder / f"{name}.npy", getattr(self, name))
+        np.save(folder / "scalars.npy", np.array([self.block_tokens, self.unique_blocks]))
+
+    @classmethod
+    def load(cls, folder: Path) -> Workload:
+        """Maps what `save` wrote, read-only."""
+        block_tokens, unique_blocks = np.load(folder / "scalars.npy").tolist()
+        columns = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS]
+        return cls(block_tokens, unique_blocks, *columns)
+
+
+class Numbering:
+    """Gives the blocks of prompts their numbers. `block_tokens` is a multiple of the trace's block.
+
+    Ids mean the same in all sessions if they do not have a clock of their own, else within their session. Two
+    models never share a block.
+    """
+
+    def __init__(self, block_tokens: int, trace_tokens: int) -> None:
+        if block_tokens < 1 or block_tokens % trace_tokens:
+            raise MisuseError(
+                f"blocks of {block_tokens} tokens cannot be made of the trace's {trace_tokens}",
+                f"a multiple, such as {4 * trace_tokens}",
+            )
+        self.block_tokens = block_tokens
+        self.unique = 0
+        self._ids_a_block = block_tokens // trace_tokens
+        self._roots: dict[str, int] = {}
+        self._common: dict[int, list[int]] = {}
+        self._known: dict[tuple[int, int, int], int] = {}
+
+    def prompts(self, session: Session, shared: float) -> list[Blocks]:
+        """The blocks of each prompt. A share of what its main prompts start with is all sessions'."""
+        if session.own_clock:
+            self._known = {}
+        common = int(shared * session.preamble_tokens) // self.block_tokens
+        latest: dict[tuple[str, bool], tuple[Names, Blocks]] = {}
+        out = []
+        step = self._ids_a_block
+        for call in session.calls:
+            end = call.tokens_in // self.block_tokens * step
+            names = np.array(call.hash_ids[step - 1 : end : step], np.uint64)
+            blocks = np.empty(len(names), np.int32)
+            before = latest.get((call.model, call.main))
+            start = _shared(before[0], names) if before else 0
+            if before:
+                blocks[:start] = before[1][:start]
+            root = self._roots.setdefault(call.model, -1 - len(self._roots))
+            head = self._head(root, min(common, len(names)) if call.main else 0)[start:]
+            blocks[start : start + len(head)] = head
+            start += len(head)
+            parent = int(blocks[start - 1]) if start else root
+            blocks[start:] = self._chain(root, parent, names[start:].tolist())
+            latest[call.model, call.main] = names, blocks
+            out.append(blocks)
+        return out
+
+    def _head(self, root: int, n: int) -> list[int]:
+        """Numbers of the first n blocks that all main prompts to a model have in common."""
+        common = self._common.setdefault(root, [])
+        while len(common) < n:
+            common.append(self._next())
+        return common[:n]
+
+    def _chain(self, root: int, parent: int, names: list[int]) -> list[int]:
+        """Numbers of the blocks of these names that follow `parent`."""
+        out, known = [], self._known
+        for name in names:
+            key = root, parent, name
+            if key not in known:
+                known[key] = self._next()
+            parent = known[key]
+            out.append(parent)
+        return out
+
+    def _next(self) -> int:
+        self.unique += 1
+        return self.unique - 1
+
+
+def _shared(a: Names, b: Names) -> int:
+    """How many leading names are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def of_chats(trace: Trace, block_tokens: int) -> Workload:
+    """What a trace of single requests asks for, by its own clock."""
+    numbering = Numbering(block_tokens, trace.block_tokens)
+    prompts, times_s, tokens = [], [], []
+    for session in trace.sessions():
+        prompts += numbering.prompts(session, 0.0)
+        times_s += [call.t for call in session.calls]
+        tokens += [call.tokens_in for call in session.calls]
+    return assemble(numbering, prompts, times_s, tokens)
+
+
+def assemble(
+    numbering: Numbering, prompts: Sequence[Blocks], times_s: Sequence[float], tokens: Sequence[int]
+) -> Workload:
+    """A workload of these prompts, each sent at its time (s), in the order of the times."""
+    if not prompts:
+        raise KVStoreError("the trace holds no requests", "are all of its lines bad?")
+    order = np.argsort(np.array(times_s), kind="stable")
+    sorted_prompts = [prompts[i] for i in order.tolist()]
+    starts = np.concatenate(([0], np.cumsum([len(blocks) for blocks in sorted_prompts]))).astype(np.int64)
+    return Workload(
+        numbering.block_tokens,
+        numbering.unique,
+        np.array(times_s, np.float64)[order],
+        np.array(tokens, np.int64)[order],
+        starts,
+        np.concatenate(sorted_prompts),
+    )

@@ -1,0 +1,68 @@
+"""Small traces and workloads for the lab's tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvstore.lab.traces import CHAT_BLOCK_TOKENS, Call, Session
+from kvstore.lab.workload import Numbering, Workload, assemble
+
+
+def chat(timestamp: float, ids: Sequence[int], rest: int = 0) -> dict[str, Any]:
+    """A request for full blocks with these ids, and `rest` tokens more."""
+    tokens = CHAT_BLOCK_TOKENS * len(ids) + rest
+    return {"timestamp": timestamp, "input_length": tokens, "output_length": 1, "hash_ids": list(ids)}
+
+
+def call(t: float, ids: Sequence[int], model: str = "m") -> dict[str, Any]:
+    return {"t": t, "model": model, "in": 64 * len(ids), "out": 1, "hash_ids": list(ids)}
+
+
+def agent(t: float, *requests: dict[str, Any]) -> dict[str, Any]:
+    return {"t": t, "requests": list(requests)}
+
+
+def conversation(*requests: dict[str, Any], tools: int = 0, system: int = 0) -> dict[str, Any]:
+    return {"block_size": 64, "tool_tokens": tools, "system_tokens": system, "requests": list(requests)}
+
+
+def write(path: Path, rows: Iterable[dict[str, Any] | str]) -> Path:
+    """A trace file; rows that are text stand as they are."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def chats(path: Path, requests: int = 300, seed: int = 1) -> Path:
+    """Chats that go on: of 60 heads some are asked for far more often, each time a little longer."""
+    dice = random.Random(seed)
+    heads = [[1000 * head + i for i in range(dice.randint(1, 6))] for head in range(1, 61)]
+    rows = []
+    for n in range(requests):
+        ids = heads[min(int(dice.expovariate(0.08)), 59)]
+        rows.append(chat(1000 * n, ids, dice.randint(0, 100)))
+        ids.append(100_000 + n)
+        if len(ids) > 20:
+            del ids[2:]
+    return write(path, rows)
+
+
+def workload(prompts: Iterable[Sequence[int]]) -> Workload:
+    """Prompts whose blocks have one token each, a second apart; ids with equal ids before them are equal."""
+    numbering = Numbering(1, 1)
+    blocks = []
+    for n, ids in enumerate(prompts):
+        one = Call.model_construct(t=0.0, tokens_in=len(ids), tokens_out=0, hash_ids=list(ids))
+        blocks += numbering.prompts(Session(n, 1, [one], own_clock=False), 0.0)
+    return assemble(numbering, blocks, list(range(len(blocks))), [len(each) for each in blocks])
+
+
+def prompts_of(load: Workload) -> list[list[int]]:
+    """The numbers of each prompt's blocks."""
+    starts = load.starts.tolist()
+    return [load.blocks[a:b].tolist() for a, b in pairwise(starts)]

@@ -1,0 +1,47 @@
+"""Belady's bound, against every choice that a cache could make."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.lab.belady import Bound
+from kvstore.lab.workload import Workload
+from tests.lab.small import prompts_of, workload
+
+
+def best_hits(load: Workload, capacity: int) -> int:
+    """The most that can be served, over all that could be kept after each request."""
+    best = {frozenset[int](): 0}
+    for blocks in prompts_of(load):
+        after: dict[frozenset[int], int] = {}
+        for kept, hits in best.items():
+            found = next((i for i, block in enumerate(blocks) if block not in kept), len(blocks))
+            pool = sorted(kept | set(blocks))
+            for choice in combinations(pool, min(capacity, len(pool))):
+                chosen = frozenset(choice)
+                after[chosen] = max(after.get(chosen, 0), hits + found)
+        best = after
+    return max(best.values())
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=9),
+    st.integers(1, 4),
+)
+def test_it_is_the_best_of_all_choices(prompts: list[list[int]], capacity: int) -> None:
+    load = workload(prompts)
+    assert Bound(load).hits(capacity) == best_hits(load, capacity)
+
+
+def test_what_comes_back_last_is_not_kept() -> None:
+    # Least recently used would serve nothing of this: it always drops what comes next.
+    load = workload([[1], [2], [3]] * 5)
+    assert Bound(load).hits(2) == 8
+    assert Bound(load).hits(3) == 12
+
+
+def test_nothing_asked_for_is_nothing_served() -> None:
+    assert Bound(workload([[], []])).hits(5) == 0

@@ -1,0 +1,294 @@
+"""`kvstore lab`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from kvstore.cli import app
+from kvstore.errors import KVStoreError, MisuseError
+from kvstore.lab import plots
+from kvstore.lab.capacity import Capacity, parse_capacities
+from kvstore.lab.compare import compare
+from kvstore.lab.report import Report, load
+from kvstore.lab.sizing import limit_for
+from kvstore.lab.study import Options, Study
+from kvstore.types import Tier
+from tests.lab.small import call, chats, conversation, write
+
+BLOCK = 64 << 10
+MIB = 1 << 20
+
+
+def run(*args: object, code: int = 0) -> Result:
+    ran = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["lab", *map(str, args)])
+    assert ran.exit_code == code, ran.output
+    return ran
+
+
+def refused(*args: object) -> str:
+    return run(*args, code=2).stderr
+
+
+def json_of(*args: object) -> dict[str, Any]:
+    values = json.loads(run(*args, "--block-bytes", "64KiB", "--processes", 1, "--json").stdout)
+    assert isinstance(values, dict)
+    return values
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return chats(tmp_path / "trace.jsonl", 150)
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    rows = [conversation(*(call(i, range(4 * i + 4)) for i in range(5)), tools=512) for _ in range(6)]
+    return write(tmp_path / "talks.jsonl", rows)
+
+
+def test_replay(trace: Path) -> None:
+    args = ("replay", trace, "--capacities", "5%,20%,5%+20%")
+    report = json_of(*args)
+    again = json_of(*args)
+    for each in (report, again):
+        for point in each["points"]:
+            assert point.pop("wall_s") > 0
+            assert point.pop("accesses_per_s") > 0
+    assert report == again, "the same again"
+    small, large, two = report["points"]
+    assert report["trace"]["requests"] == 150
+    assert small["blocks_by_tier"] == {"dram": report["trace"]["unique_blocks"] * 5 // 100}
+    assert small["hit_ratio"] < large["hit_ratio"] < report["trace"]["best_hit_ratio"]
+    assert small["hit_ratio"] < small["block_hit_ratio"], "tokens of partial blocks are asked for too"
+    assert two["share_by_tier"]["dram"] + two["share_by_tier"]["nvme"] == pytest.approx(1)
+    written, nvme_bytes = two["written_bytes_by_tier"]["nvme"], two["bytes_by_tier"]["nvme"]
+    served = sum(two["hits_by_tier"].values()) * BLOCK
+    assert two["written_per_served"] == {"nvme": pytest.approx(written / served)}
+    days = report["trace"]["duration_s"] / 86400
+    assert two["drive_writes_per_day"] == pytest.approx(written / nvme_bytes / days)
+    assert small["drive_writes_per_day"] is None
+    table = run(*args[:3], "5%,5%+20%", "--processes", 1).stdout
+    assert "5%+20%" in table
+    assert f"{100 * report['bounds'][0]['hit_ratio']:.2f} %" in table
+
+
+def test_policies_by_capacities(trace: Path) -> None:
+    points = json_of("replay", trace, "--policies", "lru", "--capacities", "5%, 10%,5%")["points"]
+    assert [(p["policy"], p["capacity"]) for p in points] == [("lru", "5%"), ("lru", "10%")]
+
+
+def test_conversations(talks: Path) -> None:
+    args = ("replay", talks, "--capacities", "50%")
+    settings = json_of(*args)["settings"]
+    assert (settings["users"], settings["gap_cap_s"], settings["shared"]) == (64, 300.0, 0.5)
+    assert (settings["block_tokens"], settings["seed"]) == (256, 1)
+    own = json_of(*args, "--users", 2, "--gap-cap", "1m", "--shared", 0, "--seed", 4, "--block-tokens", 64)
+    assert own["settings"] == {
+        **settings, "users": 2, "gap_cap_s": 60.0, "shared": 0.0, "seed": 4, "block_tokens": 64
+    }  # fmt: skip
+    assert own["trace"]["unique_blocks"] == 6 * 20
+
+
+def test_size_for_a_hit_ratio(trace: Path) -> None:
+    found = json_of("size", trace, "--hit", "30%")
+    answer, points = found["answer"], found["report"]["points"]
+    assert answer["hit_ratio"] >= 0.3
+    tried = {p["blocks_by_tier"]["dram"]: p["hit_ratio"] for p in points}
+    just_below = max(n for n, ratio in tried.items() if ratio < 0.3)
+    n = answer["blocks_by_tier"]["dram"]
+    assert just_below < n <= max(1.02 * just_below, just_below + 1)
+    assert Capacity(Tier.DRAM, limit_bytes=found["limits_bytes"]["dram"]).blocks(BLOCK) >= n
+    assert "DRAM from" in found["searched"]
+
+
+def test_size_beside_nvme(trace: Path) -> None:
+    args = ("size", trace, "--hit", "30%", "--nvme", "20%", "--block-bytes", "64KiB", "--processes", 1)
+    table = run(*args).stdout
+    assert "lru serves 3" in table
+    assert "dram.limit = " in table
+    assert ", nvme.limit = " in table
+    assert "searched DRAM from" in table
+
+
+def test_size_for_more_than_can_be(trace: Path) -> None:
+    best = json_of("replay", trace, "--capacities", "5%")["trace"]["best_hit_ratio"]
+    says = refused("size", trace, "--hit", "99%")
+    assert "99.0 % of the tokens cannot be served" in says
+    assert f"{100 * best:.1f} %" in says
+
+
+def test_size_for_a_budget(trace: Path) -> None:
+    args = ("size", trace, "--budget", 0.015, "--dram-cost", 4, "--nvme-cost", 0.5)
+    found = json_of(*args)
+    assert 0 < found["cost"] <= 0.015
+    answer, points = found["answer"], found["report"]["points"]
+    assert answer["hit_ratio"] == max(p["hit_ratio"] for p in points)
+    assert answer["hit_ratio"] > max(p["hit_ratio"] for p in points if len(p["blocks_by_tier"]) == 1)
+    assert set(found["limits_bytes"]) == {"dram", "nvme"}
+    assert "splits of 0.015 between DRAM at 4 and NVMe at 0.5" in found["searched"]
+    assert "does not buy DRAM for the longest prompt" in refused(*args[:2], "--budget", 0.001, *args[4:])
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+@pytest.mark.parametrize("block_bytes", [4096, BLOCK, 3 * MIB])
+def test_a_limit_for_so_many_blocks(tier: Tier, block_bytes: int) -> None:
+    for blocks in (1, 20, 1000):
+        limit = limit_for(blocks, tier, block_bytes)
+        assert Capacity(tier, limit_bytes=limit).blocks(block_bytes) >= blocks
+        assert limit <= 2 * blocks * block_bytes + 128 * MIB
+
+
+def test_compare(trace: Path, talks: Path, tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
+    a.write_text(json.dumps(json_of("replay", trace, "--capacities", "5%,10%")))
+    b.write_text(json.dumps(json_of("replay", trace, "--capacities", "10%,20%")))
+    c.write_text(json.dumps(json_of("replay", talks, "--capacities", "5%")))
+    assert load(a).to_map() == json.loads(a.read_text()), "what is written is read"
+    both = json.loads(run("compare", a, b, "--json").stdout)
+    assert both["differing"] == {}
+    assert [(p["capacity"], p["points"]) for p in both["pairs"]] == [
+        ("10%", 0.0),
+        ("5%", None),
+        ("20%", None),
+    ]
+    other = run("compare", a, c).stdout
+    assert "trace.name differs: trace.jsonl, talks.jsonl" in other
+    assert "settings.users differs: None, 64" in other
+
+
+def test_compare_counts_points(trace: Path) -> None:
+    report = Study(trace, Options(block_bytes=BLOCK)).report(["lru"], ["5%"])
+    better = [replace(p, hit_ratio=p.hit_ratio + 0.025) for p in report.points]
+    [pair] = compare(report, replace(report, points=better)).pairs
+    assert pair.points == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no report"),
+        ('{"version": 1}', "is no report: trace: Field required"),
+        ("[]", "is no report"),
+    ],
+)
+def test_what_is_no_report(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert says in refused("compare", path, path)
+    assert "check the path" in refused("compare", tmp_path / "none", path)
+
+
+def test_a_report_of_another_version(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**json_of("replay", trace, "--capacities", "5%"), "version": 2}))
+    with pytest.raises(KVStoreError, match="is a report of version 2, this is 1"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("10000", "10000 may mean blocks or bytes"),
+        ("0%", "0% is out of range"),
+        ("100.1%", "100.1% is out of range"),
+        ("0.001%", "less than one block"),
+        ("-5%", "'-5%' is not a capacity"),
+        ("five", "'five' is not a capacity"),
+        ("5%+", "'' is not a capacity"),
+        ("5%+5%+5%", "names 3 tiers"),
+        ("1KiB", "1KiB holds no block of 64KiB in DRAM"),
+        ("0MiB", "0MiB holds no block of 64KiB in DRAM"),
+        ("5%+1KiB", "1KiB holds no block of 64KiB in NVME"),
+    ],
+)
+def test_what_is_no_capacity(text: str, says: str) -> None:
+    with pytest.raises(MisuseError) as caught:
+        parse_capacities(text, 1000, BLOCK)
+    assert says in caught.value.message
+    assert caught.value.hint
+
+
+def test_capacities() -> None:
+    def blocks(text: str) -> list[int]:
+        return [tier.blocks(BLOCK) for tier in parse_capacities(text, 1000, BLOCK)]
+
+    assert blocks("5%") == [50]
+    assert blocks("0.25 %+100%") == [2, 1000]
+    # 128 MiB are eight extents, and each has a label and a table of headers before its slots.
+    assert blocks("128MiB+128MiB") == [8 * 255, 8 * 256]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["replay", "--policies", "lru,nru"], "unknown policy 'nru' (one of lru"),
+        (["replay", "--capacities", "5%,,6%"], "--capacities: '5%,,6%' has an empty entry"),
+        (["replay", "--capacities", "5000"], "5000 may mean blocks or bytes"),
+        (["replay", "--block-bytes", "big"], "--block-bytes: 'big' is not a size"),
+        (["replay", "--block-bytes", "0"], "block_bytes is 0"),
+        (["replay", "--block-tokens", "300"], "blocks of 300 tokens cannot be made of the trace's 512"),
+        (
+            ["replay", "--write-policy", "never"],
+            "unknown write_policy 'never' (one of write_through, on_evict)",
+        ),
+        (["replay", "--users", "4"], "--users, --gap-cap, --shared and --seed are for conversations"),
+        (["replay", "--gap-cap", "soon"], "--gap-cap: 'soon' is not a duration"),
+        (["replay", "--plot", "a.pdf"], "a name that ends in .png or .svg"),
+        (["size"], "either --hit or --budget"),
+        (["size", "--hit", "30%", "--budget", "5"], "either --hit or --budget"),
+        (["size", "--hit", "30"], "--hit: '30' is not a hit ratio"),
+        (["size", "--hit", "101%"], "--hit: '101%' is not a hit ratio"),
+        (["size", "--hit", "30%", "--dram-cost", "3"], "--dram-cost and --nvme-cost are for --budget"),
+        (["size", "--hit", "30%", "--nvme", "12"], "--nvme: 12 may mean blocks or bytes"),
+        (["size", "--budget", "5", "--nvme", "5%"], "--nvme is for --hit"),
+        (["size", "--budget", "5", "--dram-cost", "3"], "--budget needs prices"),
+        (["size", "--budget", "5", "--dram-cost", "0", "--nvme-cost", "1"], "a GiB of dram costs 0"),
+    ],
+)
+def test_what_is_refused(trace: Path, args: list[str], says: str) -> None:
+    assert says in refused(args[0], trace, *args[1:])
+
+
+def test_bad_lines_are_counted(trace: Path, tmp_path: Path) -> None:
+    text = trace.read_text()
+    trace.write_text(text + "nonsense\n" + text)
+    assert "line 151 is not JSON" in refused("replay", trace)
+    report = json_of("replay", trace, "--skip-bad", "--capacities", "5%")
+    assert report["trace"]["skipped_lines"] == 1 + 149, "what was before the last good line goes back in time"
+    assert "150 bad lines left out" in run("replay", trace, "--skip-bad", "--capacities", "5%").stdout
+    empty = write(tmp_path / "empty", [])
+    assert "holds no requests" in refused("replay", empty)
+    assert "holds no requests" in refused("replay", write(empty, [conversation()]))
+
+
+def test_plots(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots are the extra `lab`")
+    png, svg = tmp_path / "a.png", tmp_path / "a.svg"
+    json_of("replay", trace, "--capacities", "5%,5%+20%", "--plot", png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    json_of("size", trace, "--hit", "30%", "--nvme", "20%", "--plot", svg)
+    text = (tmp_path / "a.svg").read_text()
+    for title in ("Tokens served", "Where they lay", "Bytes written", "Drive writes a day", "Belady"):
+        assert f"<!-- {title}" in text, title
+    plots.draw(_report(trace), tmp_path / "one.svg")
+    assert "Drive writes" not in (tmp_path / "one.svg").read_text(), "one tier has no drives"
+    with pytest.raises(KVStoreError, match="cannot write"):
+        plots.draw(_report(trace), tmp_path / "none" / "a.png")
+
+
+def _report(trace: Path) -> Report:
+    return Study(trace, Options(block_bytes=BLOCK)).report(["lru"], ["5%"])
+
+
+def test_plots_without_matplotlib(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    says = refused("replay", trace, "--plot", tmp_path / "a.png")
+    assert "plots need matplotlib (pip install 'kvstore[lab]')" in says
