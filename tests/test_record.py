@@ -165,7 +165,14 @@ def test_what_cannot_be_recorded_is_an_error_and_leaves_no_file(
 
 def test_no_daemon_is_an_error(tmp_path: Path) -> None:
     done = cli(
-        "record", "--out", str(tmp_path / "x"), "--for", "1s", "--socket", str(tmp_path / "nobody.sock")
+        "lab",
+        "record",
+        "--out",
+        str(tmp_path / "x"),
+        "--for",
+        "1s",
+        "--socket",
+        str(tmp_path / "nobody.sock"),
     )
     assert done.returncode == 2
     assert "is it running?" in done.stderr

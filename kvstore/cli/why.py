@@ -116,17 +116,18 @@ def _one(block: dict[str, Any]) -> Table:
         table.add_row("moving", ", ".join(block["moving"]) or "no")
         table.add_row("pinned", _for(block["pinned_s"]))
         table.add_row("expires", "never" if block["expires_s"] is None else f"in {_for(block['expires_s'])}")
-    if block.get("use"):
-        table.add_row("use", escape(block["use"]))
+    if block.get("uses"):
+        table.add_row("use", f"{block['class']}; last {_for(block['last_used_s'])} ago")
     for decision in block["decisions"]:
         table.add_row(*_decision(decision))
     return table
 
 
 def _decision(decision: dict[str, Any]) -> tuple[str, str]:
-    tier = f" ({decision['tier']})" if decision["tier"] else ""
-    more = [f"{name} {decision[name]:.4g}" for name in ("score", "class") if decision[name] is not None]
-    return decision["what"], ", ".join([f"{_for(decision['ago_s'])} ago{tier}", *more])
+    parts = [f"{_for(decision['ago_s'])} ago" + (f" ({decision['tier']})" if decision["tier"] else "")]
+    if decision["score"] is not None:
+        parts.append(f"{decision['score']:.3g} uses/s expected")
+    return decision["what"], ", ".join([*parts, *filter(None, [decision["class"]])])
 
 
 def _many(blocks: list[dict[str, Any]]) -> Table:
@@ -137,7 +138,7 @@ def _many(blocks: list[dict[str, Any]]) -> Table:
     for block in blocks:
         where = ", ".join(f"{c['tier']} {c['extent']}:{c['slot']}" for c in block.get("copies", ()))
         pinned = "yes" if block.get("pinned_s") is not None else ""
-        last = " ".join(_decision(block["decisions"][0])) if block["decisions"] else ""
+        last = " ".join(_decision(block["decisions"][0])).split(", ")[0] if block["decisions"] else ""
         children = str(block.get("children", ""))
         names = (escape(block[name]) for name in ("tenant", "model", "state"))
         table.add_row(f"{block['key'][:16]}", *names, where, children, pinned, last)
