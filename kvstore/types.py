@@ -27,6 +27,10 @@ ALIGN = 4096
 """Slots start and end at multiples of this, so that direct I/O and GPU copies reach them."""
 
 
+EXPLAIN_KEYS = 8
+"""Most keys that are explained at a time: it takes the daemon long, and others wait meanwhile."""
+
+
 class Tier(IntEnum):
     """Where bytes are, fastest first. The number is what travels on the wire and into records."""
 

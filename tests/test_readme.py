@@ -95,7 +95,7 @@ def test_the_lab_is_as_described(tmp_path: Path) -> None:
     for name, default in shown.items():
         said = options[name].show_default if isinstance(options[name].show_default, str) else None
         assert default in ("", said or str(options[name].default)), name
-    assert set(lab) == set(re.findall(r"^\| `([a-z]+) [A-Z]", section, re.MULTILINE))
+    assert set(lab) == set(re.findall(r"^\| `([a-z]+) [A-Z-]", section, re.MULTILINE))
     [command] = re.findall(r"```\nkvstore (.*?)\n```", section)
     trace = chats(tmp_path / "trace", 50)
     args = command.replace("mooncake_conversation_trace.jsonl.zst", str(trace)).split()

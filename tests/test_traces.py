@@ -70,6 +70,18 @@ def test_chats(tmp_path: Path) -> None:
     assert not any(session.own_clock for session in trace.sessions())
 
 
+def test_chats_may_say_how_many_tokens_a_block_has(tmp_path: Path) -> None:
+    small = [{**chat(i, 40, [1, 2, 3]), "block_tokens": 16} for i in range(2)]
+    trace = Trace(write(tmp_path / "small.jsonl", small))
+    assert trace.block_tokens == 16
+    assert [(r.block_tokens, len(r.keys)) for r in trace] == [(16, 2), (16, 2)]
+    mixed = Trace(write(tmp_path / "mixed.jsonl", [small[0], chat(1, 512, [1])]))
+    with pytest.raises(KVStoreError, match=r"line 2: block_tokens is 512, the first line has 16"):
+        list(mixed)
+    with pytest.raises(KVStoreError, match=r"line 1: block_tokens: "):
+        Trace(write(tmp_path / "none.jsonl", [{**small[0], "block_tokens": 0}]))
+
+
 def test_a_key_names_everything_before_its_block(tmp_path: Path) -> None:
     rows = [chat(0, 1024, [1, 2]), chat(0, 1024, [3, 2])]
     a, b = Trace(write(tmp_path / "chats.jsonl", rows))

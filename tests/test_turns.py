@@ -443,6 +443,7 @@ def test_requests_cost_by_their_keys() -> None:
 
     assert [cost(lookup(n)) for n in (0, 1, 255, 256, 1024, 4096)] == [1, 1, 1, 2, 5, 17]
     assert cost(m.Ping(1)) == cost(m.Release(1)) == cost(m.Hello("", 1, "")) == 1
+    assert cost(m.Explain(1, "", "", 32, bytes(32))) == 64, "a key is asked for in many namespaces"
 
 
 def test_time_in_the_queue_is_part_of_the_deadline() -> None:

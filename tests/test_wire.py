@@ -67,6 +67,8 @@ def example(cls: type) -> Any:
         filled["key_bytes"] = 4
     if cls is m.Commit:
         filled["written"] = b"\1"
+    if cls is m.Hint:
+        filled["priority"] = m.HIGH
     return cls(**filled)
 
 
@@ -79,6 +81,8 @@ def messages(draw: st.DrawFn) -> Any:
         filled["keys"] = draw(st.binary(max_size=3)) * filled["key_bytes"]
     if cls is m.Commit:
         filled["checksums"] = draw(st.binary(min_size=8, max_size=8)) * len(filled["written"])
+    if cls is m.Hint:
+        filled["priority"] = draw(st.integers(m.LOW, m.HIGH))
     if cls is m.Publish:
         filled["tenants"] = tuple(draw(st.lists(st.text(max_size=64), max_size=3)))
     return cls(**filled)
@@ -204,6 +208,10 @@ def test_a_message_cut_short_is_refused(message: Any, data: st.DataObject) -> No
 def test_keys_that_cannot_be_cut_are_refused(cls: Any, key_bytes: int, keys: bytes, why: str) -> None:
     with pytest.raises(RemoteProtocolError, match=why):
         m.decode(m.encode(cls(1, 1, key_bytes, keys)))
+    with pytest.raises(RemoteProtocolError, match=why):
+        m.decode(m.encode(m.Explain(1, "", "", key_bytes, keys)))
+    with pytest.raises(RemoteProtocolError, match=why):
+        m.decode(m.encode(m.Hint(1, 1, key_bytes, keys, False, 0.0, False, m.LOW)))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +222,7 @@ def test_keys_that_cannot_be_cut_are_refused(cls: Any, key_bytes: int, keys: byt
         m.Publish(1, 1, ("a", b"b")),
         m.Publish(1, 1, ("a", ("b",))),
         m.DeleteTenant(1, "x" * 65),
+        m.Explain(1, "x" * 65, "", 1, b""),
     ],
 )
 def test_what_can_be_no_tenant_is_refused(message: Any) -> None:

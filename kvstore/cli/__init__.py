@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from kvstore.cli import lab, operate, play, tenant
+from kvstore.cli import lab, operate, play, record, tenant, why
 from kvstore.cli.common import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -15,6 +15,8 @@ app.add_typer(operate.app)
 app.add_typer(tenant.app, name="tenant")
 app.add_typer(play.app)
 app.add_typer(lab.app, name="lab")
+app.add_typer(why.app)
+lab.app.command()(record.record)
 
 
 @app.callback()

@@ -17,6 +17,7 @@ from kvstore.client import flows
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
+    check_hint,
     check_keep,
     check_names,
     check_out,
@@ -146,6 +147,16 @@ class AsyncClient:
         name = check_tenant(name)
         deleted: int = await self._attempt(lambda c: flows.delete_tenant(c, name), check_deadline(deadline_s))
         return deleted
+
+    async def explain(self, keys: Sequence[Key], tenant: str = "", model: str = "") -> list[dict[str, Any]]:
+        """What the daemon knows of keys. Raises UnavailableError or DeniedError if it does not say."""
+        check_keys(keys)
+        check_names(model, "")
+        owner = check_owner(tenant)
+        known: list[dict[str, Any]] = await self._attempt(
+            lambda c: flows.explain(c, owner, model, keys), self.deadline_s
+        )
+        return known
 
     async def status(self) -> dict[str, Any]:
         """The daemon's state. Raises UnavailableError if it does not answer."""
@@ -382,6 +393,17 @@ class AsyncNamespace:
     async def unpin(self, keys: Sequence[Key]) -> int:
         """Undoes `pin`."""
         return await self._count(m.Unpin, keys)
+
+    async def hint(
+        self,
+        keys: Sequence[Key],
+        *,
+        next_use_s: float | None = None,
+        closed: bool = False,
+        priority: int = 0,
+    ) -> int:
+        """Says what is expected of the stored prefix; how many blocks that is."""
+        return await self._count(m.Hint, keys, *check_hint(next_use_s, closed, priority))
 
     async def invalidate(self, keys: Sequence[Key] | None = None) -> int:
         """Makes these keys misses; None: the whole namespace."""

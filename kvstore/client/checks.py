@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvstore.client.holds import Buffer, as_bytes
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, check_keys, check_tenant
+from kvstore.wire.messages import NORMAL
 
 _MOST_TOKEN_CHARS = 4096
 
@@ -76,6 +77,21 @@ def check_names(model: str, revision: str) -> None:
     """Raises MisuseError unless both are text."""
     if not isinstance(model, str) or not isinstance(revision, str):
         raise MisuseError(f"model is {model!r:.80}, revision {revision!r:.80}", 'text, "" for any')
+
+
+def check_hint(next_use_s: float | None, closed: bool, priority: int) -> tuple[bool, float, bool, int]:
+    """A hint as it is sent. Raises MisuseError for a time that is none, or a priority there is not."""
+    if next_use_s is not None and not (_is_number(next_use_s) and 0 <= next_use_s < math.inf):
+        raise MisuseError(f"next_use_s is {next_use_s!r:.80}", "seconds from now, or None if nobody knows")
+    if not isinstance(closed, bool):
+        raise MisuseError(f"closed is {closed!r:.80}", "True or False")
+    if not _is_number(priority) or priority not in (-1, 0, 1):
+        raise MisuseError(f"priority is {priority!r:.80}", "-1, 0 or 1")
+    return next_use_s is not None, float(next_use_s or 0), closed, int(priority) + NORMAL
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_speed(recompute_tokens_per_s: float | None) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
 from kvstore.client.session import MappedExtent, Session
 from kvstore.errors import DeniedError
-from kvstore.types import SLOT_RECORD, Key, Layout, check_keys
+from kvstore.types import EXPLAIN_KEYS, SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 GRANTED, PRESENT, PENDING = 0, 1, 2
@@ -321,6 +321,17 @@ def forget_all(call: Call, model: str, revision: str) -> Flow:
 def delete_tenant(call: Call, name: str) -> Flow:
     """Deletes all that a tenant has stored; how many blocks."""
     return _value((yield m.DeleteTenant(0, name)))
+
+
+def explain(call: Call, tenant: str, model: str, keys: Sequence[Key]) -> Flow:
+    """What the daemon knows of keys: a map a key and namespace."""
+    blocks: list[dict[str, Any]] = []
+    for at in range(0, len(keys), EXPLAIN_KEYS):
+        joined, size = check_keys(keys[at : at + EXPLAIN_KEYS])
+        answer = yield m.Explain(0, tenant, model, size, joined)
+        _check(answer)
+        blocks += answer.blocks
+    return blocks
 
 
 def status(call: Call) -> Flow:

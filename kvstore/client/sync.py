@@ -17,6 +17,7 @@ from kvstore.client import flows
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
+    check_hint,
     check_keep,
     check_names,
     check_out,
@@ -106,6 +107,20 @@ class Client:
         name = check_tenant(name)
         deleted: int = self._attempt(lambda c: flows.delete_tenant(c, name), check_deadline(deadline_s))
         return deleted
+
+    def explain(self, keys: Sequence[Key], tenant: str = "", model: str = "") -> list[dict[str, Any]]:
+        """What the daemon knows of keys, and decided about them lately: a map a key and namespace, or none.
+
+        In the tenant's own namespaces of this model ("": any), for operators in those of `tenant`, "": all.
+        Raises UnavailableError or DeniedError if it does not say.
+        """
+        check_keys(keys)
+        check_names(model, "")
+        owner = check_owner(tenant)
+        known: list[dict[str, Any]] = self._attempt(
+            lambda c: flows.explain(c, owner, model, keys), self.deadline_s
+        )
+        return known
 
     def status(self) -> dict[str, Any]:
         """The daemon's state. Raises UnavailableError if it does not answer."""
@@ -339,6 +354,21 @@ class Namespace:
     def unpin(self, keys: Sequence[Key]) -> int:
         """Undoes `pin`; how many blocks were pinned."""
         return self._count(m.Unpin, keys)
+
+    def hint(
+        self,
+        keys: Sequence[Key],
+        *,
+        next_use_s: float | None = None,
+        closed: bool = False,
+        priority: int = 0,
+    ) -> int:
+        """Says what is expected of the stored prefix; how many blocks that is. Advice, which may be ignored.
+
+        `next_use_s`: when it will be used again (s from now), if anybody knows. `closed`: its session is
+        over. `priority`: -1, 0 or 1. Closed or below 0, blocks that only this chain has make way sooner.
+        """
+        return self._count(m.Hint, keys, *check_hint(next_use_s, closed, priority))
 
     def invalidate(self, keys: Sequence[Key] | None = None) -> int:
         """Makes these keys misses; how many blocks were forgotten. None: the whole namespace, for admins."""

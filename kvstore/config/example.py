@@ -21,9 +21,10 @@ huge_pages = true                     # back it by huge pages where the kernel g
 limit = "8GiB"                        # hard limit on the device, at least 2MiB
 write_policy = "write_through"        # write_through: with every put; on_evict: when DRAM lets go of a block
 io_threads = 4                        # reads and writes in flight
+prefetch_blocks = 0                   # most blocks loaded unasked behind those of a chain that are; 0: none
 
 [policy]
-eviction = "hazard"                   # who leaves first; or lru, arc, s3fifo, lfuda, gdsf, sieve, module:Class
+eviction = "hazard"                   # who leaves first, or lru, arc, s3fifo, lfuda, gdsf, sieve
 
 [scrub]
 rate = "16MiB"                        # a second, read again in the background to find what rots; 0: nothing

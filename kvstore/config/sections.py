@@ -66,12 +66,16 @@ class Dram(Section):
 
 
 class Nvme(Section):
-    """The disk tier: a folder (None = no such tier), its hard limit in bytes, when blocks go there."""
+    """The disk tier: a folder (None = no such tier), its hard limit in bytes, when blocks go there.
+
+    `prefetch_blocks`: how many blocks come up unasked behind those of a chain that are loaded; 0: none.
+    """
 
     path: Annotated[Path, BeforeValidator(as_path)] | None = None
     limit: Annotated[Size, at_least(2 * MIB)] = 8 * GIB
     write_policy: Literal["write_through", "on_evict"] = "write_through"
     io_threads: Annotated[int, Field(ge=1, le=256)] = 4
+    prefetch_blocks: Annotated[int, Field(ge=0, le=4096)] = 0
 
 
 class Policy(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +114,14 @@ class Found(Answer):
 
 
 @dataclass(slots=True)
+class Explained:
+    """Answer to Explain: plain values, one map a key and namespace that knows something of it."""
+
+    request: int
+    blocks: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
 class Deny:
     """No, and why. With `retry_s` above 0 it is only for now: try again so much later."""
 
@@ -198,4 +207,4 @@ class Renew:
     extent: int
 
 
-Action = Grant | Room | Answer | Deny | Copy | Stamp | Drop | Probe | Format | Renew
+Action = Grant | Room | Answer | Explained | Deny | Copy | Stamp | Drop | Probe | Format | Renew

@@ -185,6 +185,30 @@ class Invalidate:
 
 
 @dataclass(slots=True)
+class Hint:
+    """What a client expects of the stored prefix: next use in `next_use_s` (None: nobody knows).
+
+    `closed`: its session is over. `priority`: -1, 0 or 1.
+    """
+
+    request: int
+    namespace: int
+    keys: Keys
+    next_use_s: float | None = None
+    closed: bool = False
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class Explain:
+    """What is known of these keys in each of these namespaces, and what was decided about them lately."""
+
+    request: int
+    namespaces: tuple[int, ...]
+    keys: Keys
+
+
+@dataclass(slots=True)
 class Suspect:
     """A reader saw bytes that do not match their checksum under these keys.
 
@@ -316,6 +340,8 @@ Event = (
     | Pin
     | Unpin
     | Invalidate
+    | Hint
+    | Explain
     | Suspect
     | ClientLost
     | CopyDone

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Format, Renew
 from kvstore.core.blocks import Rows
+from kvstore.core.decisions import What
 from kvstore.core.extents import SlotClass
 from kvstore.core.residency import DEMOTE, WRITING, Residency
 from kvstore.core.tenants import Pool
@@ -120,6 +121,7 @@ class Eviction:
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n
             spare = rows[idle & ~only][:n]
+            r.decisions.record(What.EVICTED, tier, spare, r.now, pool.tenant)
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
@@ -143,6 +145,7 @@ class Eviction:
         if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, bool(leaving.any()))):
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
+            self._r.decisions.record(What.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[leaf])
             n, stuck = n + int(leaf.sum()), rows[~leaf]
         self._r.policy(tier, pool).defer(stuck)
@@ -160,6 +163,7 @@ class Eviction:
             )
             gone[refused[self._leaf_first(rows[refused])]] = True
             self._r.counters["refused_blocks"] += int(gone.sum())
+            self._r.decisions.record(What.REFUSED, tier + 1, rows[gone], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[gone])
         return gone
 
@@ -339,12 +343,14 @@ class Eviction:
         rows = extents.rows_of(leaving.extent)
         idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
         only = (r.blocks.slot[:, idle] >= 0).sum(axis=0) == 1
+        r.decisions.record(What.EVICTED, tier, idle[~only], r.now, pool.tenant)
         r.give_up(tier, idle[~only])
         alone = idle[only]
         going = self._demote(tier, alone) if len(alone) else np.zeros(0, np.bool_)
         below = len(alone) and self._lower_tier_takes(tier, pool)
         if not (below and self._can_wait(pool, bool(going.any()))):
             # They make way, unless all that is below are parents of what is here.
+            r.decisions.record(What.DROPPED, tier, alone[~going], r.now, pool.tenant)
             r.give_up(tier, alone[~going])
         if not extents.is_used(leaving.extent):
             del self._leaving[tier]

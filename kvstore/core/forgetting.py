@@ -14,6 +14,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
 from kvstore.core.blocks import LIVE, RESERVED
+from kvstore.core.decisions import What
 from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import Ledger
 from kvstore.core.reads import Reads
@@ -122,7 +123,7 @@ class Forgetting:
             last = first + int(over[-1]) + 1
         later = ends[: last - first]
         self._ledger.end_at(float(later[later > now].min(initial=math.inf)))
-        self._r.counters["expired_blocks"] += self._keeping.forget(first + over)
+        self._r.counters["expired_blocks"] += self._keeping.forget(first + over, What.EXPIRED)
         done = last >= blocks.rows_touched
         self._row = 0 if done else last
         self._next_look = now + (_NEXT_PASS_S if done else _NEXT_STEP_S)

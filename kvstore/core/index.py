@@ -111,6 +111,17 @@ class Index:
             )
         return self._hash(starts, blocks.words[rows])
 
+    def fingerprints(self, rows: Rows) -> U64:
+        """A secret hash of each row's key, the same in every namespace."""
+        with np.errstate(over="ignore"):
+            starts = self._blocks.key_bytes[rows].astype(np.uint64) * np.uint64(self._size_factor)
+            starts += np.uint64(1)
+        return self._hash(starts, self._blocks.words[rows])
+
+    def fingerprints_of(self, keys: Keys) -> U64:
+        """The same for keys."""
+        return self._hash_keys(0, keys)
+
     # -- finding
 
     def find(self, namespace: int, keys: Keys) -> Rows:

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Probe
 from kvstore.core.blocks import LIVE, RESERVED, Rows
+from kvstore.core.decisions import EVERY_TIER, What
 from kvstore.core.ledger import NONE, Ledger, Probing
 from kvstore.core.reads import Reads
 from kvstore.core.residency import DEMOTE, WRITING
@@ -73,12 +74,15 @@ class Keeping:
         if self._ledger.space(event) is None:
             return
         rows = np.unique(self._r.index.find(event.namespace, event.keys))
-        n = self.forget(rows[rows >= 0])
+        n = self.forget(rows[rows >= 0], What.INVALIDATED)
         self._r.counters["invalidated_blocks"] += n
         self._ledger.say(Answer(event.request, n))
 
-    def forget(self, rows: Rows) -> int:
-        """Makes misses of rows, whoever writes or awaits them; how many were readable."""
+    def forget(self, rows: Rows, what: What | None = None) -> int:
+        """Makes misses of rows, whoever writes or awaits them; how many were readable.
+
+        `what` is kept as the reason; None: nobody can ask for them any more.
+        """
         r = self._r
         state = r.blocks.state[rows]
         reserved = rows[state == RESERVED]
@@ -88,6 +92,8 @@ class Keeping:
                 reservation.alive[hit] = False
                 r.vanish(reservation.rows[hit])
         live = rows[state == LIVE]
+        if what is not None:
+            r.decisions.record(what, EVERY_TIER, live, r.now)
         self._transfers.cancel(live)
         self._reads.arrived(Arrived(0, NONE, live))
         held = [r.blocks.slot[tier, live] >= 0 for tier in range(len(r.tiers))]
@@ -145,6 +151,7 @@ class Keeping:
         blocks.moving[writing] |= DEMOTE
         rows = rows[blocks.moving[rows] == 0]
         twice = (blocks.slot[1:, rows] >= 0).any(axis=0)
+        r.decisions.record(What.EVICTED, 0, rows[twice], now)
         r.give_up(0, rows[twice])
         rows = rows[~twice]
         n = self._transfers.move(space, rows)

@@ -20,7 +20,9 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer, Deny
 from kvstore.core.blocks import LIVE
 from kvstore.core.check import check
+from kvstore.core.explaining import explain
 from kvstore.core.forgetting import Forgetting
+from kvstore.core.hints import hint
 from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import Ledger, Limits
 from kvstore.core.reads import Reads
@@ -65,12 +67,13 @@ class Placement:
         policy: str = "lru",
         write_policy: str = "write_through",
         limits: Limits | None = None,
+        prefetch_blocks: int = 0,
     ) -> None:
         self.residency = Residency(specs, max_blocks, seed, policy)
         self.transfers = Transfers(self.residency)
         self.limits = limits or Limits()
         self.ledger = Ledger(self.residency, self.transfers, self.limits)
-        self._reads = Reads(self.ledger)
+        self._reads = Reads(self.ledger, prefetch_blocks)
         self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
         self._forgetting = Forgetting(self.ledger, keeping, self._reads)
@@ -91,6 +94,8 @@ class Placement:
             ev.Pin: keeping.pin,
             ev.Unpin: keeping.unpin,
             ev.Invalidate: keeping.invalidate,
+            ev.Hint: lambda event, now: hint(self.ledger, event, now),
+            ev.Explain: lambda event, now: explain(self.ledger, event, now),
             ev.Suspect: keeping.suspect,
             ev.ClientLost: self._client_lost,
             ev.CopyDone: self._copy_done,

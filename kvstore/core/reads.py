@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant
-from kvstore.core.blocks import Picked, Rows
+from kvstore.core.blocks import LIVE, Picked, Rows
 from kvstore.core.devices import PREFETCH
 from kvstore.core.extents import Slots
 from kvstore.core.ledger import Lease, Ledger, Waiter
@@ -21,8 +21,10 @@ from kvstore.core.transfers import Arrived
 class Reads:
     """Lookup, acquire, release, prefetch, and those who wait."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, prefetch_blocks: int = 0) -> None:
+        """`prefetch_blocks`: how many blocks behind those that are promoted come with them, at most."""
         self._ledger = ledger
+        self.prefetch_blocks = prefetch_blocks
         self._r = ledger.residency
         self._transfers = ledger.transfers
         self._hit_names = [f"hit_blocks_{t.spec.tier.name.lower()}" for t in self._r.tiers]
@@ -101,6 +103,8 @@ class Reads:
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
         r.tiers[0].extents.release(beyond[beyond >= 0])
+        if self.prefetch_blocks and cut == event.keys.n and len(wanted) and event.tenant == space.tenant:
+            self._look_ahead(event, space, int(rows[-1]))
         waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut])
         waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
         if not waiter.missing or event.deadline <= now:
@@ -195,8 +199,13 @@ class Reads:
         space = self._ledger.space(event)
         if space is None:
             return
+        rows = self._r.prefix(event.namespace, event.keys)
+        _, dropped = self._bring(space, rows, event.tenant)
+        self._ledger.say(Answer(event.request, len(rows) - dropped))
+
+    def _bring(self, space: Space, rows: Rows, asker: int) -> tuple[int, int]:
+        """Promotes those of a chain that only lower tiers have, while there is room: (started, dropped)."""
         r = self._r
-        rows = r.prefix(event.namespace, event.keys)
         absent = rows[(r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)]
         there = rows[r.blocks.slot[0, rows] >= 0]
         pool = r.tiers[0].extents.classes.get(space.pools[0])
@@ -204,7 +213,21 @@ class Reads:
         bound = max(1, pool.total // 8) if pool else len(absent)
         held = r.blocks.slot[0, there].astype(np.int64)
         r.tiers[0].extents.hold(held)
-        n = self._transfers.promote(space, absent[:bound], event.tenant, PREFETCH)
+        n = self._transfers.promote(space, absent[:bound], asker, PREFETCH)
         r.tiers[0].extents.release(held)
         r.counters["dropped_prefetch_blocks"] += len(absent) - n
-        self._ledger.say(Answer(event.request, len(rows) - len(absent) + n))
+        return n, len(absent) - n
+
+    def _look_ahead(self, event: ev.Acquire, space: Space, last: int) -> None:
+        """What follows a chain that is being promoted comes too, as far as only one way leads on.
+
+        Looked for in the rows behind `last`, where what was stored at one go lies: no children are listed.
+        """
+        r, blocks = self._r, self._r.blocks
+        rows = np.arange(last + 1, min(last + 1 + self.prefetch_blocks, blocks.rows_touched))
+        only = (blocks.parent[rows] == rows - 1) & (blocks.children[rows - 1] == 1)
+        only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
+        rows = rows if only.all() else rows[: int(only.argmin())]
+        if len(rows) and not r.out_of_reach:
+            started, _ = self._bring(space, rows, event.tenant)
+            r.counters["ahead_blocks"] += started

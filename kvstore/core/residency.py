@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
 from kvstore.core.admission import Admission, Rule
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
+from kvstore.core.decisions import Decisions
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.ghosts import Ghosts
@@ -79,6 +80,7 @@ class Residency:
         self.blocks = Blocks(max_blocks, len(specs))
         self.index = Index(self.blocks, seed)
         self.reuse = Reuse(self.blocks, max(max_blocks, _LEAST_GHOSTS), seed)
+        self.decisions = Decisions(self.blocks, self.index, self.reuse)
         self.tiers = [
             TierState(
                 s,
@@ -401,4 +403,5 @@ class Residency:
         policies += sum(t.segments.bytes_a_row for t in self.tiers) * self.blocks.rows_touched
         policies += sum(t.ghosts.ram_bytes() for t in self.tiers if t.ghosts)
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
-        return self.blocks.ram_bytes() + self.index.ram_bytes() + policies + extents
+        blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
+        return blocks + policies + extents + self.decisions.ram_bytes()

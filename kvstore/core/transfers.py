@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Copy, Drop, Identity, Probe
 from kvstore.core.blocks import LIVE, Rows
+from kvstore.core.decisions import What
 from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone
 from kvstore.core.eviction import Eviction
@@ -150,6 +151,7 @@ class Transfers:
             waiting.appendleft(rest)
             return False
         self._r.counters["unwritten_blocks"] += len(rest)
+        self._r.decisions.record(What.UNWRITTEN, 1, rest, self._r.now)
         return True
 
     def _worth_writing(self, space: Space, rows: Rows) -> Rows:
@@ -158,6 +160,7 @@ class Transfers:
         admitted = np.flatnonzero(r.tiers[1].admission.admits(rows, space.tenant, r.now))
         n = int(admitted[-1]) + 1 if len(admitted) else 0
         r.counters["refused_blocks"] += len(rows) - n
+        r.decisions.record(What.REFUSED, 1, rows[n:], r.now, space.tenant)
         return rows[:n]
 
     def _write_chunks(self, tenant: int) -> int:
@@ -366,6 +369,7 @@ class Transfers:
         corrupt = t.rows[t.alive & (event.results == CORRUPT)]
         self.quarantine(t.source, corrupt)
         demoted = demoted[r.idle(t.source, demoted)]
+        r.decisions.record(What.DEMOTED, t.source, demoted, r.now, t.pool.tenant)
         r.give_up(t.source, demoted)
         return Arrived(t.target, good, t.rows[t.alive & ~arrived])
 
@@ -381,6 +385,7 @@ class Transfers:
         rows = rows[self._r.blocks.slot[tier, rows] >= 0]
         if len(rows):
             self._r.counters["quarantined_blocks"] += len(rows)
+            self._r.decisions.record(What.QUARANTINED, tier, rows, self._r.now)
             self.cancel(rows)
             self._r.give_up(tier, rows, retire=True)
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvstore.core import events as ev
 from kvstore.core.actions import DENIED, GRANTED, PENDING, PRESENT, Answer, Deny, Room
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
+from kvstore.core.decisions import What
 from kvstore.core.ledger import NONE, Ledger, Reservation
 from kvstore.core.tenants import Space
 
@@ -100,6 +101,7 @@ class Writes:
         status[want] = GRANTED
         denied = int((status == DENIED).sum())
         r.counters["denied_blocks"] += denied
+        r.decisions.record_keys(What.DENIED, 0, event.namespace, event.keys, status == DENIED, r.now)
         r.counters["present_blocks"] += int((status == PRESENT).sum())
         lease, slots = 0, NONE
         if len(want):

@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
+from kvstore.daemon.explain import namespaces_for
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.shell import Asker, Shell
 from kvstore.daemon.tenants import Identity, Role
@@ -63,6 +64,10 @@ class Requests:
             m.Map: (Role.READ, self._map),
             m.Reserve: (Role.WRITE, self._reserve),
             m.Commit: (Role.WRITE, self._commit),
+            m.Explain: (Role.READ, self._explain),
+            m.RecordStart: (Role.READ, self._record),
+            m.RecordRead: (Role.READ, self._read_record),
+            m.Hint: (Role.WRITE, self._hint),
             m.Pin: (Role.WRITE, self._pin),
             m.Unpin: (Role.WRITE, self._unpin),
             m.Invalidate: (Role.WRITE, self._invalidate),
@@ -144,6 +149,7 @@ class Requests:
     def _lookup(self, q: m.Lookup) -> None:
         space = self._space(q)
         if space is not None:
+            self._shell.recorder.looked_up(self._wire.number, space, q.key_bytes, q.keys)
             until = self._deadline(q.timeout_s) if q.recompute_s else math.inf
             who = self._wire.who.tenant
             self._ask(q, ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s))
@@ -151,6 +157,7 @@ class Requests:
     def _acquire(self, q: m.Acquire) -> None:
         space = self._space(q)
         if space is not None:
+            self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
             until, who = self._deadline(q.timeout_s), self._wire.who.tenant
             keys, client = self._keys(q), self._wire.number
             self._ask(q, ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s))
@@ -168,6 +175,10 @@ class Requests:
                 self._ask(q, event)
             else:
                 self._shell.handle(event)
+
+    def _explain(self, q: m.Explain) -> None:
+        numbers = namespaces_for(self._wire.who, self._shell.tenancy, q.tenant, q.model)
+        self._ask(q, ev.Explain(0, numbers, self._keys(q)))
 
     def _map(self, q: m.Map) -> None:
         if q.writable and self._wire.who.role < Role.WRITE:
@@ -205,6 +216,13 @@ class Requests:
         if space is not None:
             self._ask(q, ev.Unpin(0, space.number, self._keys(q)))
 
+    def _hint(self, q: m.Hint) -> None:
+        space = self._space(q, own=True)
+        if space is not None:
+            next_use_s = q.next_use_s if q.expected else None
+            priority = q.priority - m.NORMAL
+            self._ask(q, ev.Hint(0, space.number, self._keys(q), next_use_s, q.closed, priority))
+
     def _invalidate(self, q: m.Invalidate) -> None:
         space = self._space(q, own=True)
         if space is not None:
@@ -212,6 +230,23 @@ class Requests:
             self._shell.ask_durably(self._wire, q.id, event)
 
     # -- administration
+
+    def _record(self, q: m.RecordStart) -> None:
+        if not self._wire.who.operator:
+            self._deny(q.id, "only operators record what is asked for", "ask whoever runs the daemon")
+            return
+        try:
+            self._shell.recorder.start(self._wire.number, q.seconds, q.max_bytes)
+        except MisuseError as error:
+            self._deny(q.id, error.message, error.hint)
+        else:
+            self._wire.send(m.Value(q.id, 0))
+
+    def _read_record(self, q: m.RecordRead) -> None:
+        if self._shell.recorder.owner != self._wire.number:
+            self._deny(q.id, "this connection records nothing", "start a recording first")
+        else:
+            self._wire.send(m.Recorded(q.id, *self._shell.recorder.read()))
 
     def _publish(self, q: m.Publish) -> None:
         space = self._space(q, own=not self._wire.who.operator)

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.daemon.explain import named
 from kvstore.daemon.peers import Peer, peer_of
 from kvstore.daemon.requests import Requests
 from kvstore.daemon.shell import Shell
@@ -137,6 +138,7 @@ class Connection(asyncio.Protocol):
             self._server.connections.discard(self)
             self._line.leave()
             self._shell.leave(self)
+            self._shell.recorder.leave(self.number)
             self._shell.handle(ev.ClientLost(self.number))
 
     @property
@@ -253,17 +255,23 @@ class Connection(asyncio.Protocol):
 
     # -- answers
 
-    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
+    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Explained | ac.Deny) -> None:
         """See Asker."""
         if isinstance(action, ac.Grant):
+            self._shell.recorder.answered(self.number, len(action.slots))
             self.send(m.Granted(request, action.lease, action.slot_bytes, action.slots.tobytes()))
         elif isinstance(action, ac.Found):
-            self.send(m.Found(request, action.value, action.gaps))
+            # While requests are recorded, clients ask all keys of a long prompt, not every so many.
+            self._shell.recorder.answered(self.number, action.value)
+            gaps = action.gaps or self._shell.recorder.running
+            self.send(m.Found(request, action.value, gaps))
         elif isinstance(action, ac.Answer):
             self.send(m.Value(request, action.value))
         elif isinstance(action, ac.Room):
             slots, status = action.slots.tobytes(), action.status.tobytes()
             self.send(m.Reserved(request, action.lease, action.slot_bytes, slots, status, action.why))
+        elif isinstance(action, ac.Explained):
+            self.send(m.Explained(request, named(action, self._shell.tenancy)))
         elif action.retry_s > 0:
             self.send(m.Busy(request, action.retry_s, action.why))
         else:

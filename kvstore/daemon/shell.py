@@ -29,6 +29,7 @@ from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec, TierState
 from kvstore.core.tenants import UNLIMITED
 from kvstore.daemon.inherit import restore_dram, restore_nvme
+from kvstore.daemon.recorder import Recorder
 from kvstore.daemon.scrub import Scrubber
 from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.tenants import Identity
@@ -77,6 +78,7 @@ class Shell:
         self.placement = self._make_placement(dice(64))
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
+        self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -105,6 +107,7 @@ class Shell:
             seed=seed,
             policy=self.config.policy.eviction,
             write_policy=self.config.nvme.write_policy,
+            prefetch_blocks=self.config.nvme.prefetch_blocks,
             limits=Limits(
                 batch_keys=self.config.limits.batch_keys,
                 leases_per_client=self.config.limits.leases_per_connection,

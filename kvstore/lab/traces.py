@@ -1,9 +1,10 @@
 """Readers of recorded request traces, as JSON lines, plain or compressed by zstd.
 
 Two formats. `requests`, published by the Mooncake project: each line one chat request (`timestamp` in ms,
-`input_length`, `output_length`, `hash_ids` of 512-token blocks). `conversations`, published by the
-kv-cache-tester project: each line one conversation of a coding agent (`block_size`, `requests` with `t`,
-`in`, `out`, `hash_ids`), in which sub-agents are nested and count their time from their own start.
+`input_length`, `output_length`, `hash_ids` of blocks of 512 tokens, or of `block_tokens` where it is given).
+`conversations`, published by the kv-cache-tester project: each line one conversation of a coding agent
+(`block_size`, `requests` with `t`, `in`, `out`, `hash_ids`), in which sub-agents are nested and count their
+time from their own start.
 
 Only full blocks get keys: the last, partial block of a prompt is left out. Sessions in which time goes back,
 or whose prompts have fewer ids than full blocks, are bad. Not covered: tokens themselves, which these traces
@@ -68,6 +69,7 @@ class _Chat(_Row):
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Id]
+    block_tokens: Annotated[int, Field(ge=1)] = CHAT_BLOCK_TOKENS
 
 
 class Call(_Row):
@@ -184,8 +186,7 @@ class Trace:
                 kind = _kind(where, line)
                 if kind == "conversations":
                     return kind, _parse(_Conversation, where, line).block_size
-                _parse(_Chat, where, line)
-                return kind, CHAT_BLOCK_TOKENS
+                return kind, _parse(_Chat, where, line).block_tokens
             except BadLineError as e:
                 self._skip(e)
         raise KVStoreError(f"{self.path} holds no requests", _FORMATS_HINT)
@@ -230,6 +231,7 @@ class Trace:
 
     def _chat(self, number: int, where: str, line: bytes, clock: _Clock) -> Session:
         row = _parse(_Chat, where, line)
+        self._check_size(where, "block_tokens", row.block_tokens)
         call = Call.model_construct(
             t=0.0, tokens_in=row.input_length, tokens_out=row.output_length, hash_ids=row.hash_ids
         )
@@ -239,16 +241,19 @@ class Trace:
 
     def _conversation(self, number: int, where: str, line: bytes) -> Session:
         row = _parse(_Conversation, where, line)
-        if row.block_size != self.block_tokens:
-            raise BadLineError(
-                f"{where}: block_size is {row.block_size}, the first line has {self.block_tokens}",
-                "one replay has one block size: split the trace",
-            )
+        self._check_size(where, "block_size", row.block_size)
         calls = sorted(_flatten(where, row.requests), key=lambda call: call.t)
         for call in calls:
             _check_ids(where, call, self.block_tokens)
         preamble_tokens = row.tool_tokens + row.system_tokens
         return Session(number, self.block_tokens, calls, True, where, preamble_tokens)
+
+    def _check_size(self, where: str, field: str, tokens: int) -> None:
+        if tokens != self.block_tokens:
+            raise BadLineError(
+                f"{where}: {field} is {tokens}, the first line has {self.block_tokens}",
+                "one replay has one block size: split the trace",
+            )
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         """Every line that is not blank, with the words that say where it stands."""

@@ -8,6 +8,7 @@ Times are relative (s), since the two sides share no clock.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, get_type_hints
@@ -17,9 +18,14 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 3
+VERSION = 4
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
+LOW, NORMAL, HIGH = range(3)
+"""Priorities of a hint."""
+REQUEST_RECORD = struct.Struct("<dII")
+"""Head of a recorded request: s since the start of the recording, tokens of a block (0: unknown), hashes."""
+
 _SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
 
 
@@ -90,12 +96,7 @@ class _Keyed:
 
     def validate(self) -> None:
         """Raises RemoteProtocolError for keys that can't be cut."""
-        if not 1 <= self.key_bytes <= MAX_KEY_BYTES:
-            raise RemoteProtocolError(
-                f"keys of {self.key_bytes} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes"
-            )
-        if len(self.keys) % self.key_bytes:
-            raise RemoteProtocolError(f"{len(self.keys)} bytes of keys are no multiple of {self.key_bytes}")
+        _check_keys(self.key_bytes, self.keys)
 
 
 @dataclass(slots=True)
@@ -315,6 +316,84 @@ class Busy:
 
 
 @dataclass(slots=True)
+class Hint(_Keyed):
+    """Next use of the stored prefix is expected in `next_use_s`, if it is `expected` at all.
+
+    `closed`: its session is over. `priority`: LOW, NORMAL or HIGH. Answered by Value: blocks it is about.
+    """
+
+    expected: bool
+    next_use_s: float
+    closed: bool
+    priority: int
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for keys that can't be cut and for priorities there are not."""
+        _check_keys(self.key_bytes, self.keys)
+        if self.priority > HIGH:
+            raise RemoteProtocolError(f"a hint of priority {self.priority}", f"{LOW} to {HIGH}")
+
+
+@dataclass(slots=True)
+class Explain:
+    """What is known of keys in the namespaces of a tenant (of a model); answered by Explained.
+
+    `tenant` "": one's own, or for operators everybody's. `model` "": any.
+    """
+
+    id: int
+    tenant: str
+    model: str
+    key_bytes: int
+    keys: bytes
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for keys that can't be cut and for what can be no tenant."""
+        _check_keys(self.key_bytes, self.keys)
+        _check_tenants((self.tenant,))
+
+
+@dataclass(slots=True)
+class Explained:
+    """A map of plain values for each key and namespace that knows something of it."""
+
+    id: int
+    blocks: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class RecordStart:
+    """Record what is asked for, for so many seconds, with at most `max_bytes` kept; for operators.
+
+    Answered by Value(0). It ends with the connection at the latest.
+    """
+
+    id: int
+    seconds: float
+    max_bytes: int
+
+
+@dataclass(slots=True)
+class RecordRead:
+    """What this connection's recording has kept since the last time; answered by Recorded."""
+
+    id: int
+
+
+@dataclass(slots=True)
+class Recorded:
+    """Some requests of a recording, each `REQUEST_RECORD` and then its keys' hashes, u64 each.
+
+    `dropped`: requests for which there was no room, of all so far. `ended`: nothing more comes.
+    """
+
+    id: int
+    requests: bytes
+    dropped: int
+    ended: bool
+
+
+@dataclass(slots=True)
 class Failure:
     """The peer broke the protocol; the connection ends after this."""
 
@@ -353,8 +432,21 @@ ALL: tuple[type, ...] = (
     Forget,
     DeleteTenant,
     Busy,
+    Hint,
+    Explain,
+    Explained,
+    RecordStart,
+    RecordRead,
+    Recorded,
 )
 """The tag of a message is its place here: append only."""
+
+
+def _check_keys(key_bytes: int, keys: bytes) -> None:
+    if not 1 <= key_bytes <= MAX_KEY_BYTES:
+        raise RemoteProtocolError(f"keys of {key_bytes} bytes", f"keys have 1 to {MAX_KEY_BYTES} bytes")
+    if len(keys) % key_bytes:
+        raise RemoteProtocolError(f"{len(keys)} bytes of keys are no multiple of {key_bytes}")
 
 
 def _check_tenants(names: tuple[Any, ...]) -> None:

@@ -83,6 +83,7 @@ class World:
         self.max_blocks = max_blocks
         self._policy = policy
         self._write_policy = write_policy
+        self._policy = policy
         self._limits = limits or Limits(leases_per_client=8)
         self.now = 0.0
         self.bytes: dict[Place, bytes] = {}
@@ -205,7 +206,7 @@ class World:
         return self._request
 
     def _run(self, action: ac.Action) -> None:
-        if isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Deny):
+        if isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Explained | ac.Deny):
             if action.request:
                 assert action.request not in self.answers, "answered twice"
                 self.answers[action.request] = action

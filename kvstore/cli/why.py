@@ -1,0 +1,149 @@
+"""The command that says what is known of blocks: where they are, what keeps them, why they went."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvstore import Client
+from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.tables import cell
+from kvstore.errors import MisuseError
+from kvstore.types import MAX_KEY_BYTES
+
+app = typer.Typer()
+
+_MOST_FILE_BYTES = 64 << 20
+_HEX_HINT = f"keys are 1 to {MAX_KEY_BYTES} bytes in hex, with or without 0x; a file has one a line"
+_HEX_KEY = re.compile(rf"(?:0[xX])?((?:[0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}})")
+
+
+@app.command()
+def why(
+    what: Annotated[str, typer.Argument(metavar="KEY|FILE", help="A key in hex, or a file of keys.")],
+    *,
+    socket: SocketOption = DEFAULT_SOCKET,
+    tenant: Annotated[str, typer.Option(help="Only this tenant's namespaces.")] = "",
+    model: Annotated[str, typer.Option(help="Only namespaces of this model.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show where a block is, what keeps it, and when and why it was last evicted, refused or dropped.
+
+    Exit codes: 0 something is known of it, 1 nothing is, 2 an error.
+
+    Example: kvstore why 3f7a0c... --socket /run/kvstore/kvstore.sock
+    """
+    keys = _keys(what)
+    with Client(url_of(socket), deadline_s=10.0) as client:
+        known = [_shown(block) for block in client.explain(keys, tenant, model)]
+    if as_json:
+        typer.echo(json.dumps({"keys": len(keys), "blocks": known}))
+    elif len(keys) == 1:
+        for block in known:
+            Console().print(_one(block))
+    elif known:
+        Console().print(_many(known))
+    if not known:
+        if not as_json:
+            typer.echo("nothing is known of it" if len(keys) == 1 else "nothing is known of them", err=True)
+        raise typer.Exit(1)
+
+
+def _keys(what: str) -> list[bytes]:
+    """The key that is given, or those in the file of this name. Raises MisuseError for what is neither."""
+    key = _parsed(what)
+    if key is not None:
+        return [key]
+    path = Path(what)
+    try:
+        if path.stat().st_size > _MOST_FILE_BYTES:
+            raise MisuseError(f"{path} is over {_MOST_FILE_BYTES} bytes", _HEX_HINT)
+        lines = path.read_text("ascii", errors="replace").splitlines()
+    except FileNotFoundError:
+        raise MisuseError(f"{what!r:.160} is neither a key nor a file", _HEX_HINT) from None
+    except (OSError, ValueError) as error:
+        raise MisuseError(f"cannot read {what!r:.160}: {error}", _HEX_HINT) from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            key = _parsed(line.strip())
+            if key is None:
+                raise MisuseError(f"{path} line {number} is no key: {line.strip()!r:.80}", _HEX_HINT)
+            keys.append(key)
+    if not keys:
+        raise MisuseError(f"{path} holds no keys", _HEX_HINT)
+    return keys
+
+
+def _parsed(text: str) -> bytes | None:
+    """The key that a text is in hex, None if it is none."""
+    found = _HEX_KEY.fullmatch(text)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _shown(block: dict[str, Any]) -> dict[str, Any]:
+    """The same with keys as text."""
+    keys = {name: block[name].hex() for name in ("key", "parent") if name in block}
+    return block | keys
+
+
+def _one(block: dict[str, Any]) -> Table:
+    """All that is known of a block."""
+    table = Table("block", "", box=box.SIMPLE_HEAD)
+    for name in ("key", "tenant", "model", "revision", "shard", "state"):
+        if block[name]:
+            table.add_row(name, escape(str(block[name])))
+    for copy in block.get("copies", ()):
+        says = f", {copy['says']}" if copy["says"] else ""
+        where = f"extent {copy['extent']}, slot {copy['slot']}, {copy['users']} users"
+        table.add_row(copy["tier"], escape(f"{where}; policy {copy['policy']}{says}"))
+    if "children" in block:
+        parent = (
+            f"{block['parent']} ({block['parent_state']})"
+            if block["parent"]
+            else "none: the start of a chain"
+        )
+        table.add_row("parent", parent)
+        table.add_row("children", str(block["children"]))
+        table.add_row("moving", ", ".join(block["moving"]) or "no")
+        table.add_row("pinned", _for(block["pinned_s"]))
+        table.add_row("expires", "never" if block["expires_s"] is None else f"in {_for(block['expires_s'])}")
+    if block.get("uses"):
+        table.add_row("use", f"{block['class']}; last {_for(block['last_used_s'])} ago")
+    for decision in block["decisions"]:
+        table.add_row(*_decision(decision))
+    return table
+
+
+def _decision(decision: dict[str, Any]) -> tuple[str, str]:
+    parts = [f"{_for(decision['ago_s'])} ago" + (f" ({decision['tier']})" if decision["tier"] else "")]
+    if decision["score"] is not None:
+        parts.append(f"{decision['score']:.3g} uses/s expected")
+    return decision["what"], ", ".join([*parts, *filter(None, [decision["class"]])])
+
+
+def _many(blocks: list[dict[str, Any]]) -> Table:
+    """A line a block."""
+    table = Table(
+        "key", "tenant", "model", "state", "where", "children", "pinned", "last", box=box.SIMPLE_HEAD
+    )
+    for block in blocks:
+        where = ", ".join(f"{c['tier']} {c['extent']}:{c['slot']}" for c in block.get("copies", ()))
+        pinned = "yes" if block.get("pinned_s") is not None else ""
+        last = " ".join(_decision(block["decisions"][0])).split(", ")[0] if block["decisions"] else ""
+        children = str(block.get("children", ""))
+        names = (escape(block[name]) for name in ("tenant", "model", "state"))
+        table.add_row(f"{block['key'][:16]}", *names, where, children, pinned, last)
+    return table
+
+
+def _for(seconds: float | None) -> str:
+    return "no" if seconds is None else cell("time_s", float(seconds))

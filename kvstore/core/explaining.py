@@ -1,0 +1,115 @@
+"""What is known of a block, for people: where it is, what keeps it, what was decided about it lately.
+
+Reads, and changes nothing. Not covered: who may ask, and what namespaces are called; the shell knows that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Deny, Explained
+from kvstore.core.blocks import HOLE, LIVE, RESERVED
+from kvstore.core.decisions import Decision
+from kvstore.core.ledger import Ledger
+from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
+from kvstore.core.reuse import describe
+from kvstore.types import EXPLAIN_KEYS
+
+MOST_NAMESPACES = 64
+"""More at a time would hold up everybody else's requests."""
+
+_STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
+_ABSENT = "not stored"
+
+
+def explain(ledger: Ledger, event: ev.Explain, now: float) -> None:
+    """Answers with what is known; keys of which nothing is are left out."""
+    spaces = event.namespaces
+    if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
+        why = f"{event.keys.n} keys in {len(spaces)} namespaces"
+        hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
+        ledger.say(Deny(event.request, why, hint))
+        return
+    r = ledger.residency
+    marks = r.index.fingerprints_of(event.keys).tolist()
+    # Records of a namespace that is none any more are passed over: its number may be another's.
+    known = [n for n in spaces if n in r.spaces and not r.spaces[n].closed]
+    rows = [r.index.find(n, event.keys).tolist() for n in known]
+    blocks = []
+    for i, mark in enumerate(marks):
+        decisions = r.decisions.of(mark)
+        for j, number in enumerate(known):
+            row, decided = rows[j][i], decisions.get(number, [])
+            if row >= 0 or decided:
+                block = {"key": event.keys[i], "namespace": number, "state": _ABSENT}
+                block |= _stored(r, row, now) if row >= 0 else {}
+                block["decisions"] = [_told(r, d, now) for d in decided]
+                blocks.append(block)
+    ledger.say(Explained(event.request, blocks))
+
+
+def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
+    blocks = r.blocks
+    parent, moving, ends = int(blocks.parent[row]), int(blocks.moving[row]), float(blocks.expires[row])
+    going = {PROMOTING: "up", WRITING: "down", DEMOTE: "leaves when it is down"}
+    state = _STATES[int(blocks.state[row])]
+    if 0 < ends <= now:
+        state = "expired"
+    return {
+        "state": state,
+        "copies": [_copy(r, tier, row, now) for tier in range(len(r.tiers)) if blocks.slot[tier, row] >= 0],
+        "moving": [name for bit, name in going.items() if moving & bit],
+        "parent": blocks.key(parent) if parent >= 0 else b"",
+        "parent_state": _STATES[int(blocks.state[parent])] if parent >= 0 else "",
+        "children": int(blocks.children[row]),
+        "pinned_s": r.pins[row] - now if row in r.pins else None,
+        "expires_s": ends - now if ends > 0 else None,
+        **_use(r, row, now),
+    }
+
+
+def _use(r: Residency, row: int, now: float) -> dict[str, Any]:
+    """What is known of a block's past; nothing of one that is still being written."""
+    one, blocks = np.array([row]), r.blocks
+    uses, last = int(r.reuse.uses(one)[0]), float(r.reuse.last_used(one)[0])
+    if blocks.state[row] != LIVE or not uses:
+        return {"uses": None, "last_used_s": None, "class": ""}
+    kind = describe(int(r.reuse.classes(one)[0]))
+    return {"uses": uses, "last_used_s": max(0.0, now - last), "class": kind}
+
+
+def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
+    """One tier's copy: where it is, how many use it, what the tier's policy says of it."""
+    state, slot = r.tiers[tier], int(r.blocks.slot[tier, row])
+    pool = state.extents.pool_of(slot)
+    place = int(state.extents.place[slot])
+    policy = state.policies.get(pool)
+    return {
+        "tier": state.spec.tier.name.lower(),
+        "extent": place >> 32,
+        "slot": place & 0xFFFFFFFF,
+        "users": int(state.extents.refs[slot]),
+        "policy": type(policy).__name__.lower(),
+        "says": _said(policy, row, now),
+    }
+
+
+def _said(who: Any, row: int, now: float) -> str:
+    """What a policy has to say of a row; "" if it does not explain itself."""
+    explains = getattr(who, "explain", None)
+    said = explains(np.array([row]), now) if explains is not None else None
+    return said[0] if said else ""
+
+
+def _told(r: Residency, decision: Decision, now: float) -> dict[str, Any]:
+    tier = decision.tier
+    return {
+        "what": decision.what.name.lower(),
+        "tier": "" if tier is None else r.tiers[tier].spec.tier.name.lower(),
+        "ago_s": now - decision.at,
+        "score": decision.score,
+        "class": "" if decision.kind is None else describe(decision.kind),
+    }
