@@ -15,6 +15,7 @@ import numpy as np
 from bench.harness import Bench, Result, Target
 from kvstore.config.sections import Policy
 from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.columns import zeros
 from kvstore.core.keys import Keys
 from kvstore.core.policy import POLICIES, make
 from kvstore.core.policy.ghosts import Ghosts
@@ -61,7 +62,7 @@ class _Filled:
 
     def __init__(self, name: str, blocks: Blocks) -> None:
         self._blocks, n = blocks, blocks.capacity
-        self._segments = Segments(np.zeros(n, np.int32))
+        self._segments = Segments(zeros(n, np.int32))
         self._ghosts: Ghosts | None = None
         costs = np.zeros(1 << 16, np.float32)
         self._policy = make(name, Shelf(self._segments, blocks, self._make_ghosts, 1, 0, costs))

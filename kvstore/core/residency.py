@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
+from kvstore.core.columns import zeros
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.index import Index
@@ -73,7 +74,7 @@ class Residency:
             TierState(
                 s,
                 Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier),
-                Segments(np.zeros(max_blocks, np.int32)),
+                Segments(zeros(max_blocks, np.int32)),
             )
             for s in specs
         ]

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.columns import zeros
 
 Fingerprints = npt.NDArray[np.uint64]
 
@@ -24,7 +25,7 @@ class Ghosts:
 
     def __init__(self, entries: int) -> None:
         self._buckets = max(-(-entries // _WAYS), 1)
-        self._table = np.zeros((self._buckets, _WAYS), np.uint64)
+        self._table = zeros(self._buckets * _WAYS, np.uint64).reshape(-1, _WAYS)
 
     def put(self, fingerprints: Fingerprints, values: npt.NDArray[np.uint64]) -> None:
         """Notes a value below 2**41 for each fingerprint, instead of what was noted for it."""
