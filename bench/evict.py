@@ -78,7 +78,7 @@ class _Filled:
 
     def _make_ghosts(self) -> Ghosts:
         if self._ghosts is None:
-            self._ghosts = Ghosts(self._blocks.capacity)
+            self._ghosts = Ghosts(2 * self._blocks.capacity)
         return self._ghosts
 
     def sample(self, number: int) -> float:

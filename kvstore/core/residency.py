@@ -100,8 +100,9 @@ class Residency:
 
             def ghosts() -> Ghosts:
                 if state.ghosts is None:
+                    # Half full, it forgets few before their time.
                     blocks = state.spec.limit_bytes // pool.slot_bytes
-                    state.ghosts = Ghosts(min(blocks, self.blocks.capacity))
+                    state.ghosts = Ghosts(2 * min(blocks, self.blocks.capacity))
                 return state.ghosts
 
             made = sum(len(t.policies) for t in self.tiers)
