@@ -6,11 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
-<<<<<<< HEAD:kvstore/core/ghosts.py
-from kvstore.core.index import splitmix
-=======
 from kvstore.core.columns import zeros
->>>>>>> policies:kvstore/core/policy/ghosts.py
+from kvstore.core.index import splitmix
 
 Fingerprints = npt.NDArray[np.uint64]
 
