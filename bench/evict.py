@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from bench.harness import Bench, Result, Target
+from kvstore.columns import zeros
 from kvstore.config.sections import Policy
 from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.columns import zeros
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.keys import Keys
 from kvstore.core.policy import POLICIES, make

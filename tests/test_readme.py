@@ -47,7 +47,9 @@ def test_the_table_has_every_key_with_its_default() -> None:
     sections: dict[str, list[str]] = {}
     for key, default in rows.items():
         section, name = key.split(".")
-        quoted = default if re.fullmatch(r"[0-9]+|0o[0-7]+|true|false", default) else f'"{default}"'
+        quoted = (
+            default if re.fullmatch(r"[0-9]+(\.[0-9]+)?|0o[0-7]+|true|false", default) else f'"{default}"'
+        )
         if default != "none":
             sections.setdefault(section, []).append(f"{name} = {quoted}")
     text = "\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())

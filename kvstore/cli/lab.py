@@ -34,6 +34,12 @@ BlockTokens = Annotated[
     ),
 ]
 WritePolicy = Annotated[str, typer.Option(help="write_through or on_evict.")]
+AdmissionOption = Annotated[str, typer.Option(help="What goes to NVMe: always, twice or reuse.")]
+Threshold = Annotated[float, typer.Option(min=0, max=1, help="With --admission reuse: how likely.")]
+WriteBudget = Annotated[
+    str, typer.Option(metavar="SIZE", help="Written to NVMe a day: 500GiB, or 1x its limit; 0: no bound.")
+]
+Repeat = Annotated[int, typer.Option(min=1, help="Play the trace so often, each time with other blocks.")]
 Users = Annotated[
     int | None, typer.Option(help="Conversations: how many are played at a time.", show_default="64")
 ]
@@ -64,7 +70,7 @@ def main() -> None:
 def replay(
     trace: TraceArgument,
     *,
-    policies: Annotated[str, typer.Option(metavar="NAMES", help="Eviction policies, by commas.")] = "lru",
+    policies: Annotated[str, typer.Option(metavar="NAMES", help="Eviction policies, by commas.")] = "hazard",
     capacities: Annotated[
         str,
         typer.Option(
@@ -74,6 +80,10 @@ def replay(
     block_bytes: BlockBytes = "2MiB",
     block_tokens: BlockTokens = None,
     write_policy: WritePolicy = "write_through",
+    admission: AdmissionOption = "always",
+    threshold: Threshold = 0.2,
+    write_budget: WriteBudget = "0",
+    repeat: Repeat = 1,
     users: Users = None,
     gap_cap: GapCap = None,
     shared: Shared = None,
@@ -87,7 +97,8 @@ def replay(
     crowd = {"users": users, "gap_cap": gap_cap, "shared": shared, "seed": seed}
     names, sizes = _items("--policies", policies), _items("--capacities", capacities)
     _check_plot(plot)
-    study = _study(trace, block_bytes, block_tokens, write_policy, crowd, skip_bad, processes)
+    node = _node(write_policy, admission, threshold, write_budget)
+    study = _study(trace, block_bytes, block_tokens, node, repeat, crowd, skip_bad, processes)
     with _progress(len(names) * len(sizes) * study.workload.accesses) as tell:
         report = study.report(names, sizes, tell)
     _draw(report, plot)
@@ -109,10 +120,14 @@ def size(
     ] = None,
     dram_cost: Annotated[float | None, typer.Option(help="With --budget: what a GiB of DRAM costs.")] = None,
     nvme_cost: Annotated[float | None, typer.Option(help="With --budget: what a GiB of NVMe costs.")] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy.")] = "lru",
+    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy.")] = "hazard",
     block_bytes: BlockBytes = "2MiB",
     block_tokens: BlockTokens = None,
     write_policy: WritePolicy = "write_through",
+    admission: AdmissionOption = "always",
+    threshold: Threshold = 0.2,
+    write_budget: WriteBudget = "0",
+    repeat: Repeat = 1,
     users: Users = None,
     gap_cap: GapCap = None,
     shared: Shared = None,
@@ -135,7 +150,8 @@ def size(
         raise MisuseError("--budget needs prices", "--dram-cost 4 --nvme-cost 0.1, for a GiB")
     _check_plot(plot)
     crowd = {"users": users, "gap_cap": gap_cap, "shared": shared, "seed": seed}
-    study = _study(trace, block_bytes, block_tokens, write_policy, crowd, skip_bad, processes)
+    node = _node(write_policy, admission, threshold, write_budget)
+    study = _study(trace, block_bytes, block_tokens, node, repeat, crowd, skip_bad, processes)
     with _status() as doing:
         if hit is not None:
             tiers = named("--nvme", study.parse_nvme, nvme) if nvme is not None else ()
@@ -164,11 +180,21 @@ def compare(
     _show(both.to_map(), as_json, lambda: reports.comparison_table(both, a.name, b.name))
 
 
+def _node(write_policy: str, admission: str, threshold: float, write_budget: str) -> dict[str, str]:
+    return {
+        "write_policy": write_policy,
+        "admission": admission,
+        "admission_threshold": str(threshold),
+        "write_budget": write_budget,
+    }
+
+
 def _study(
     trace: Path,
     block_bytes: str,
     block_tokens: int | None,
-    write_policy: str,
+    node: dict[str, str],
+    repeat: int,
     crowd: dict[str, Any],
     skip_bad: bool,
     processes: int,
@@ -185,7 +211,8 @@ def _study(
         block_tokens=block_tokens,
         crowd=Crowd(**given) if given else None,
         skip_bad=skip_bad,
-        placement={"write_policy": write_policy},
+        placement=node,
+        repeat=repeat,
         processes=processes or os.cpu_count() or 1,
     )
     with _status() as doing:

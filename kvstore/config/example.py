@@ -20,6 +20,9 @@ huge_pages = true                     # back it by huge pages where the kernel g
 # path = "/var/lib/kvstore"           # folder on the device; without one there is no NVMe tier
 limit = "8GiB"                        # hard limit on the device, at least 2MiB
 write_policy = "write_through"        # write_through: with every put; on_evict: when DRAM lets go of a block
+admission = "always"                  # always; twice: what was used again; reuse: likely to be used again
+admission_threshold = 0.2             # for reuse: how likely, 0 to 1
+write_budget = 0                      # a day, such as "500GiB" or "1x" (times the limit); 0: no bound
 io_threads = 4                        # reads and writes in flight
 prefetch_blocks = 0                   # most blocks loaded unasked behind those of a chain that are; 0: none
 

@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from kvstore.config.units import GIB, KIB, MIB, Duration, Size, at_least, format_size
+from kvstore.config.units import GIB, KIB, MIB, Duration, Size, at_least, format_size, parse_write_budget
 from kvstore.errors import MisuseError
 from kvstore.types import MAX_KEY_BYTES
 
@@ -68,14 +68,30 @@ class Dram(Section):
 class Nvme(Section):
     """The disk tier: a folder (None = no such tier), its hard limit in bytes, when blocks go there.
 
+    `admission`: which go there: always; twice: what was used again; reuse: P(used again) >= the threshold.
+    `write_budget`: bytes a day, or times the limit as in `"1x"`; 0: no bound.
     `prefetch_blocks`: how many blocks come up unasked behind those of a chain that are loaded; 0: none.
     """
 
     path: Annotated[Path, BeforeValidator(as_path)] | None = None
     limit: Annotated[Size, at_least(2 * MIB)] = 8 * GIB
     write_policy: Literal["write_through", "on_evict"] = "write_through"
+    admission: Literal["always", "twice", "reuse"] = "always"
+    admission_threshold: Annotated[float, Field(ge=0, le=1)] = 0.2
+    write_budget: int | str = 0
     io_threads: Annotated[int, Field(ge=1, le=256)] = 4
     prefetch_blocks: Annotated[int, Field(ge=0, le=4096)] = 0
+
+    @field_validator("write_budget")
+    @classmethod
+    def _check_budget(cls, value: int | str) -> int | str:
+        parse_write_budget(value, 1)
+        return value
+
+    @property
+    def bytes_a_day(self) -> int:
+        """What may be written a day; 0: no bound."""
+        return parse_write_budget(self.write_budget, self.limit)
 
 
 class Policy(Section):

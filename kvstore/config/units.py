@@ -31,6 +31,20 @@ def parse_size(text: object) -> int:
     return size
 
 
+def parse_write_budget(text: object, limit: int) -> int:
+    """Bytes a day meant by a size, or by `"0.5x"`: so many times a device of `limit` bytes; 0: no bound.
+
+    Raises MisuseError for anything else.
+    """
+    if isinstance(text, str) and (m := re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*x\s*", text)):
+        return int(float(m[1]) * limit)
+    try:
+        return parse_size(text)
+    except MisuseError:
+        hint = 'bytes a day such as "500GiB", or times the limit such as "1x"'
+        raise MisuseError(f"{text!r:.80} is not a write budget", hint) from None
+
+
 def parse_duration(text: object) -> float:
     """Seconds meant by `0.5`, `"250ms"`, `"5s"` or `"2m"`. Raises MisuseError for anything else."""
     seconds = -1.0

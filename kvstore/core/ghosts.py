@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.columns import zeros
 from kvstore.core.index import splitmix
 
 Fingerprints = npt.NDArray[np.uint64]

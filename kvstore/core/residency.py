@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
 from kvstore.core.admission import Admission, Rule
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
-from kvstore.core.columns import zeros
 from kvstore.core.decisions import Decisions
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.columns import zeros
 from kvstore.core.curves import TICKS_A_S, Curves, Floats, Ints, span_of, tick
 from kvstore.core.ghosts import Ghosts, fingerprints
 

@@ -24,6 +24,7 @@ from kvstore import arena
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.admission import Rule
 from kvstore.core.extents import Extents
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec, TierState
@@ -99,7 +100,12 @@ class Shell:
         tiers: list[tuple[Tier, DramTier | NvmeTier]] = [(Tier.DRAM, self.dram)]
         if self.nvme is not None:
             tiers.append((Tier.NVME, self.nvme))
-        specs = [TierSpec(tier, t.limit_bytes, t.extent_bytes, table=t is self.dram) for tier, t in tiers]
+        nvme = self.config.nvme
+        rules = (Rule(), Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day))
+        specs = [
+            TierSpec(tier, t.limit_bytes, t.extent_bytes, table=t is self.dram, admission=rule)
+            for (tier, t), rule in zip(tiers, rules, strict=False)
+        ]
         total = sum(spec.limit_bytes for spec in specs)
         return Placement(
             specs,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvstore.core.policy import POLICIES
+from kvstore.config.units import parse_write_budget
+from kvstore.core.policy import find
 from kvstore.errors import MisuseError
 from kvstore.lab.belady import Bound
 from kvstore.lab.capacity import Capacities, parse_capacities, parse_tier
@@ -18,14 +19,18 @@ from kvstore.lab.workload import of_chats
 from kvstore.types import MAX_BLOCK_BYTES, Tier
 
 AGENT_BLOCK_TOKENS = 256
-_CHECKED_OPTIONS = {"write_policy": ("write_through", "on_evict")}
+_CHECKED_OPTIONS = {
+    "write_policy": ("write_through", "on_evict"),
+    "admission": ("always", "twice", "reuse"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to study a trace. `block_tokens` None: 256 of conversations, else the trace's own.
 
-    `crowd` None: the default one, and only for conversations. `placement` are keyword arguments of Placement.
+    `crowd` None: the default one, and only for conversations. `placement` are options of `virtual.Node`.
+    `repeat`: how often the trace is played, one time after another, each with blocks of its own.
     """
 
     block_bytes: int = 2 << 20
@@ -34,6 +39,7 @@ class Options:
     skip_bad: bool = False
     placement: dict[str, str] = field(default_factory=dict)
     processes: int = 1
+    repeat: int = 1
 
 
 class Study:
@@ -50,6 +56,7 @@ class Study:
                 raise MisuseError(
                     f"unknown {name} {options.placement[name]!r}", f"one of {', '.join(allowed)}"
                 )
+        parse_write_budget(options.placement.get("write_budget", "0"), 1)
         self.block_bytes = options.block_bytes
         self.processes = options.processes
         self._placement = dict(options.placement)
@@ -67,6 +74,7 @@ class Study:
             )
         else:
             self.workload = of_chats(trace, _or(options.block_tokens, trace.block_tokens))
+        self.workload = self.workload.repeated(options.repeat)
         self.bound = Bound(self.workload)
         self._trace = trace
 
@@ -101,8 +109,7 @@ class Study:
         return (parse_tier(size, Tier.NVME, self.workload.unique_blocks, self.block_bytes),)
 
     def _task(self, policy: str, capacity: str, tiers: Capacities) -> Task:
-        if policy not in POLICIES:
-            raise MisuseError(f"unknown policy {policy!r:.80}", f"one of {', '.join(POLICIES)}")
+        find(policy)
         return Task(policy, capacity, tiers, self.block_bytes, self._placement)
 
     def bound_at(self, capacity: str, tiers: Capacities) -> BoundPoint:

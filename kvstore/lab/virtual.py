@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.config.units import parse_write_budget
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.admission import Rule
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Placement
 from kvstore.errors import KVStoreError
@@ -29,8 +31,15 @@ _SPARE_ROWS = 1 << 16
 _SEED = 1
 
 
+def _rule(options: dict[str, Any], limit_bytes: int) -> Rule:
+    """Takes what is about admission out of options."""
+    budget = parse_write_budget(options.pop("write_budget", 0), limit_bytes)
+    return Rule(options.pop("admission", "always"), float(options.pop("admission_threshold", 0.2)), budget)
+
+
 class Node:
-    """One node that serves prompts. `options` go to Placement, such as `policy` and `write_policy`.
+    """One node that serves prompts. `options` go to Placement, such as `policy` and `write_policy`,
+    or say what NVMe takes, as in the configuration: `admission`, `admission_threshold`, `write_budget`.
 
     `hits` has the blocks served, by the number of the tier in which they were found; `denied` those for which
     there was no room.
@@ -40,8 +49,12 @@ class Node:
         self, capacities: Capacities, block_bytes: int, options: Mapping[str, Any] | None = None
     ) -> None:
         specs = [capacity.spec(block_bytes) for capacity in capacities]
+        options = dict(options or {})
+        rule = _rule(options, specs[-1].limit_bytes)
+        for spec in specs[1:]:
+            spec.admission = rule
         slots = sum(capacity.blocks(block_bytes) for capacity in capacities)
-        self.placement = Placement(specs, max_blocks=2 * slots + _SPARE_ROWS, seed=_SEED, **(options or {}))
+        self.placement = Placement(specs, max_blocks=2 * slots + _SPARE_ROWS, seed=_SEED, **options)
         self.hits = np.zeros(len(Tier), np.int64)
         self.denied = 0
         self._now = 0.0

@@ -38,6 +38,22 @@ class Workload:
     starts: npt.NDArray[np.int64]
     blocks: Blocks
 
+    def repeated(self, times: int) -> Workload:
+        """The same so many times, one after another, each time with blocks of its own."""
+        if times == 1:
+            return self
+        each = np.arange(times)
+        period_s = self.duration_s * (1 + 1 / max(1, self.requests - 1))
+        starts = (each[:, None] * self.accesses + self.starts[:-1]).ravel()
+        return Workload(
+            self.block_tokens,
+            self.unique_blocks * times,
+            (each[:, None] * period_s + self.times_s).ravel(),
+            np.tile(self.input_tokens, times),
+            np.append(starts, self.accesses * times),
+            (each[:, None] * self.unique_blocks + self.blocks).ravel().astype(self.blocks.dtype),
+        )
+
     @property
     def requests(self) -> int:
         """How many there are."""

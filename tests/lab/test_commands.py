@@ -112,7 +112,7 @@ def test_size_for_a_hit_ratio(trace: Path) -> None:
 def test_size_beside_nvme(trace: Path) -> None:
     args = ("size", trace, "--hit", "30%", "--nvme", "20%", "--block-bytes", "64KiB", "--processes", 1)
     table = run(*args).stdout
-    assert "lru serves 3" in table
+    assert "hazard serves 3" in table
     assert "dram.limit = " in table
     assert ", nvme.limit = " in table
     assert "searched DRAM from" in table
@@ -229,7 +229,7 @@ def test_capacities() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["replay", "--policies", "lru,nru"], "unknown policy 'nru' (one of lru"),
+        (["replay", "--policies", "lru,nru"], "no eviction policy 'nru' (one of lru"),
         (["replay", "--capacities", "5%,,6%"], "--capacities: '5%,,6%' has an empty entry"),
         (["replay", "--capacities", "5000"], "5000 may mean blocks or bytes"),
         (["replay", "--block-bytes", "big"], "--block-bytes: 'big' is not a size"),

@@ -22,7 +22,6 @@ _BLUR = 0.15
 _TIDY_AFTER = 64
 _BACK_AFTER_S, _PARENTS_BACK_AFTER_S = 0.25, 10.0
 _BACK_AT_ONCE = 256
-_LEVELS = 256
 
 
 class Hazard:
@@ -133,7 +132,7 @@ class Hazard:
                 wanted -= len(rows)
             else:
                 self._drop_slice(number)
-        return np.concatenate(out)
+        return self._with_parents(np.concatenate(out), n) if len(self._parents) else np.concatenate(out)
 
     def _in_order(self, now: float) -> list[int]:
         """Numbers of slices, those that earn least first, the oldest of them before others."""
@@ -148,7 +147,8 @@ class Hazard:
             rows = np.unique(np.concatenate(self._orphaned))
             self._orphaned.clear()
             rows = rows[rows >= 0]
-            self._file(self._peel(rows[self._children[rows] == 0]), now)
+            rows = rows[self._children[rows] == 0]
+            self._file(rows[self._segments.queues_of(rows) == self._parents.number], now)
         if now >= self._back_s and len(self._busy):
             self._back_s = now + _BACK_AFTER_S
             self._file(self._busy.head(_BACK_AT_ONCE), now)
@@ -156,18 +156,23 @@ class Hazard:
             self._parents_back_s = now + _PARENTS_BACK_AFTER_S
             self._file(self._parents.head(_BACK_AT_ONCE), now)
 
-    def _peel(self, rows: Rows) -> Rows:
-        """Those of rows that were set aside, and what will be leaves above them as they go."""
-        out = []
-        for _ in range(_LEVELS):
-            rows = rows[self._segments.queues_of(rows) == self._parents.number]
-            if not len(rows):
+    def _with_parents(self, rows: Rows, n: int) -> Rows:
+        """The first n of these and of what was set aside above their leaves: that earned less already."""
+        some = np.flatnonzero(self._children[rows] == 0)
+        line, places = [rows], [np.arange(len(rows), dtype=np.float64)]
+        above = rows[some]
+        for level in range(1, n):
+            above = self._parent[above].astype(np.int64)
+            only = (above >= 0) & (self._children[above] == 1)
+            only &= self._segments.queues_of(above) == self._parents.number
+            above, some = above[only], some[only]
+            if not len(above):
                 break
-            out.append(rows)
-            rows = self._parent[rows].astype(np.int64)
-            rows = rows[rows >= 0]
-            rows = rows[self._children[rows] == 1]
-        return np.concatenate(out) if out else rows
+            line.append(above)
+            places.append(some + level / n)
+        if len(line) == 1:
+            return rows[:n]
+        return np.concatenate(line)[np.argsort(np.concatenate(places))[:n]]
 
     def explain(self, rows: Rows, now: float) -> list[str]:
         """What is expected of each row."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.blocks import Rows
-from kvstore.core.columns import zeros
 
 _BITS = 12
 _SEGMENT = 1 << _BITS
