@@ -15,6 +15,7 @@ import numpy as np
 from bench.harness import Bench, Result, Target
 from kvstore.config.sections import Policy
 from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.columns import zeros
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.keys import Keys
 from kvstore.core.policy import POLICIES, make
@@ -61,7 +62,7 @@ class _Filled:
 
     def __init__(self, name: str, blocks: Blocks) -> None:
         self._blocks, n = blocks, blocks.capacity
-        self._segments = Segments(np.zeros(n, np.int32))
+        self._segments = Segments(zeros(n, np.int32))
         self._ghosts: Ghosts | None = None
         costs = np.zeros(1 << 16, np.float32)
         self._policy = make(name, Shelf(self._segments, blocks, self._make_ghosts, 1, 0, costs))
@@ -77,7 +78,7 @@ class _Filled:
 
     def _make_ghosts(self) -> Ghosts:
         if self._ghosts is None:
-            self._ghosts = Ghosts(self._blocks.capacity)
+            self._ghosts = Ghosts(2 * self._blocks.capacity)
         return self._ghosts
 
     def sample(self, number: int) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.columns import zeros
 from kvstore.core.index import splitmix
 
 Fingerprints = npt.NDArray[np.uint64]
@@ -20,17 +21,19 @@ class Ghosts:
     """Room for about `entries` values of 41 bits by fingerprint. One in 10**5 answers is about another block.
 
     A bucket that is full forgets its lowest value: let those that matter longest be the highest. Room that is
-    free counts as a value of 0.
+    free counts as a value of 0. `puts` is how many values have been put.
     """
 
     def __init__(self, entries: int) -> None:
+        self.puts = 0
         self._buckets = max(-(-entries // _WAYS), 1)
-        self._table = np.zeros((self._buckets, _WAYS), np.uint64)
+        self._table = zeros(self._buckets * _WAYS, np.uint64).reshape(-1, _WAYS)
 
     def put(self, fingerprints: Fingerprints, values: npt.NDArray[np.uint64]) -> None:
         """Notes a value below 2**41 for each fingerprint, instead of what was noted for it."""
         at, tags = self._split(fingerprints)
         words = tags | values
+        self.puts += len(at)
         while len(at):
             bucket = self._table.take(at, axis=0)
             same = (bucket ^ tags[:, None]) <= _VALUE

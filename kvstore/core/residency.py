@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
 from kvstore.core.admission import Admission, Rule
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
+from kvstore.core.columns import zeros
 from kvstore.core.decisions import Decisions
 from kvstore.core.devices import Device
 from kvstore.core.extents import Extents, Slots
@@ -85,7 +86,7 @@ class Residency:
             TierState(
                 s,
                 Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier),
-                Segments(np.zeros(max_blocks, np.int32)),
+                Segments(zeros(max_blocks, np.int32)),
                 Admission(s.admission, self.reuse),
             )
             for s in specs
@@ -112,8 +113,9 @@ class Residency:
 
             def ghosts() -> Ghosts:
                 if state.ghosts is None:
+                    # Half full, it forgets few before their time.
                     blocks = state.spec.limit_bytes // pool.slot_bytes
-                    state.ghosts = Ghosts(min(blocks, self.blocks.capacity))
+                    state.ghosts = Ghosts(2 * min(blocks, self.blocks.capacity))
                 return state.ghosts
 
             made = sum(len(t.policies) for t in self.tiers)

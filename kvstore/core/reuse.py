@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
+from kvstore.core.columns import zeros
 from kvstore.core.curves import TICKS_A_S, Curves, Floats, Ints, span_of, tick
 from kvstore.core.ghosts import Ghosts, fingerprints
 
@@ -34,9 +35,9 @@ class Reuse:
     def __init__(self, blocks: Blocks, ghosts: int, seed: int) -> None:
         self._blocks = blocks
         self._seed = seed
-        self._used = np.zeros(blocks.capacity, np.uint32)
-        self._uses = np.zeros(blocks.capacity, np.uint8)
-        self._kind = np.zeros(blocks.capacity, np.uint8)
+        self._used = zeros(blocks.capacity, np.uint32)
+        self._uses = zeros(blocks.capacity, np.uint8)
+        self._kind = zeros(blocks.capacity, np.uint8)
         self._ghosts = Ghosts(ghosts)
         self._curves: dict[int, Curves] = {}
         self._news: dict[int, int] = {}

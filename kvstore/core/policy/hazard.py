@@ -22,6 +22,7 @@ _BLUR = 0.15
 _TIDY_AFTER = 64
 _BACK_AFTER_S, _PARENTS_BACK_AFTER_S = 0.25, 10.0
 _BACK_AT_ONCE = 256
+_LEVELS = 256
 
 
 class Hazard:
@@ -147,14 +148,26 @@ class Hazard:
             rows = np.unique(np.concatenate(self._orphaned))
             self._orphaned.clear()
             rows = rows[rows >= 0]
-            rows = rows[self._children[rows] == 0]
-            self._file(rows[self._segments.queues_of(rows) == self._parents.number], now)
+            self._file(self._peel(rows[self._children[rows] == 0]), now)
         if now >= self._back_s and len(self._busy):
             self._back_s = now + _BACK_AFTER_S
             self._file(self._busy.head(_BACK_AT_ONCE), now)
         if now >= self._parents_back_s and len(self._parents):
             self._parents_back_s = now + _PARENTS_BACK_AFTER_S
             self._file(self._parents.head(_BACK_AT_ONCE), now)
+
+    def _peel(self, rows: Rows) -> Rows:
+        """Those of rows that were set aside, and what will be leaves above them as they go."""
+        out = []
+        for _ in range(_LEVELS):
+            rows = rows[self._segments.queues_of(rows) == self._parents.number]
+            if not len(rows):
+                break
+            out.append(rows)
+            rows = self._parent[rows].astype(np.int64)
+            rows = rows[rows >= 0]
+            rows = rows[self._children[rows] == 1]
+        return np.concatenate(out) if out else rows
 
     def explain(self, rows: Rows, now: float) -> list[str]:
         """What is expected of each row."""

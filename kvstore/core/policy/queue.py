@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Rows
+from kvstore.core.columns import zeros
 
 _BITS = 12
 _SEGMENT = 1 << _BITS
@@ -71,7 +72,7 @@ class Segments:
     def column(self, name: str) -> npt.NDArray[np.uint8]:
         """A byte a row under that name, zeros at first, for whichever queue holds a row."""
         if name not in self._columns:
-            self._columns[name] = np.zeros(len(self.stamps), np.uint8)
+            self._columns[name] = zeros(len(self.stamps), np.uint8)
         return self._columns[name]
 
     @property
