@@ -120,7 +120,7 @@ def test_too_much_at_a_time_is_refused() -> None:
 def test_use_is_told_and_what_the_policy_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(dram=1, slots=2, policy="hazard")
     w.put(0, 1, [b"a"])
-    w.now += 10.0
+    w.now += 15.0
     assert w.get(1, [b"a"])
     w.now += 2.0
     a = one(w, b"a")
