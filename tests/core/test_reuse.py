@@ -94,7 +94,7 @@ def test_a_new_block_takes_its_parents_interval() -> None:
     tier.blocks.parent[10] = 12
     r.stored(array(10), ONE, 21.0)
     assert words(r, 10).startswith("used once, stored"), "nothing is known of its parent"
-    r.told(array(1), ONE, 5.0, 22.0)
+    r.told(array(1), ONE, 100.0, 22.0)
     tier.blocks.parent[11] = 1
     r.stored(array(11), ONE, 23.0)
     assert words(r, 11).startswith("used once, stored"), "what a client said is no interval"
@@ -112,9 +112,14 @@ def test_a_block_that_was_dropped_and_stored_again_goes_on_where_it_was() -> Non
     assert words(r, 1) == "used 4 to 7 times, up to 25 s apart, stored with many others"
     assert words(r, 2) == "used 2 or 3 times, up to 62.5 s apart, stored with many others"
     assert r.classes(array(1)).tolist() != before
+    for now in range(51, 60):
+        r.used(array(1), ONE, float(now))
+    r.gone(array(1))
+    r.stored(array(1), ONE, 60.0)
+    assert r.uses(array(1)).tolist() == [15]
     # A ghost comes back once.
     r.gone(array(2))
-    r.stored(array(2), ONE, 51.0)
+    r.stored(array(2), ONE, 61.0)
     assert r.uses(array(2)).tolist() == [3]
 
 
@@ -292,8 +297,8 @@ def test_every_class_has_words_of_its_own() -> None:
 @settings(max_examples=60)
 def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int], float]]) -> None:
     """Who joined a class leaves it by its next use, by what is said, or is still there."""
-    r, now, there, joins, uses = reuse(30), 0.0, dict[int, int](), 0, 0
-    past: dict[int, int] = {}
+    r, now, there, joins, left = reuse(30), 0.0, dict[int, int](), 0, 0
+    uses, past = 0, dict[int, int]()
     for what, some, wait in steps:
         now += wait
         if what in ("stored", "restored"):
@@ -311,7 +316,7 @@ def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int
             there.update((x, there[x] + 1) for x in rows)
         elif what == "told":
             r.told(array(*rows), ONE, wait or None, now)
-            joins += len(rows)
+            joins, left = joins + len(rows), left + len(rows)
         elif what == "favour":
             r.favour(array(*rows), bool(wait))
         else:
@@ -323,6 +328,7 @@ def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int
     assert curves._used.sum() == uses
     waiting = curves._waiting[: curves._cohorts].sum(axis=0)
     assert (waiting >= 0).all()
+    assert waiting.sum() == joins - uses - left
     at = np.bincount(r.classes(array(*there)), minlength=np.prod(SHAPE))
     assert (waiting >= at).all(), "who is there waits for its next use; so do ghosts"
     assert (span_of(now - r.last_used(array(*there))) >= 0).all()
