@@ -139,7 +139,7 @@ class Hazard:
         """Numbers of slices, those that earn least first, the oldest of them before others."""
         there = np.flatnonzero(self._kind >= 0)
         scores = self._reuse.density(self._tenant, self._kind[there], self._since[there], now)
-        order: list[int] = there[np.argsort(scores, kind="stable")].tolist()
+        order: list[int] = there[np.lexsort((self._since[there], scores))].tolist()
         return order
 
     def _take_back(self, now: float) -> None:
