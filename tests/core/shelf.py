@@ -1,12 +1,13 @@
-"""A shelf without a placement, for tests of policies."""
+"""A tier without a placement, for tests of policies and of what they work with."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvstore.core.blocks import Blocks
+from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.keys import Keys
+from kvstore.core.policy import Policy, make
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
@@ -32,3 +33,53 @@ class Tier:
         return Shelf(
             self.segments, self.blocks, lambda: self.ghosts, self._shelves, 0, self.recompute_s, self.reuse
         )
+
+    def told(self, name: str) -> Told:
+        """A fresh policy of a pool of its own."""
+        return Told(self, make(name, self.shelf()))
+
+
+class Told:
+    """A policy of a pool of tenant 0, which hears of blocks when `reuse` has, as in a placement.
+
+    `now`: the latest time that was mentioned.
+    """
+
+    def __init__(self, tier: Tier, policy: Policy) -> None:
+        self.policy = policy
+        self.follows_children = policy.follows_children
+        self.now = 0.0
+        self._tier = tier
+
+    def insert(self, rows: Rows, now: float) -> None:
+        self.now = now
+        self._tier.reuse.stored(rows, 0, now)
+        self.policy.insert(rows, now)
+
+    def touch(self, rows: Rows, now: float) -> None:
+        self.now = now
+        self._tier.reuse.used(self._tier.segments.known(rows), 0, now)
+        self.policy.touch(rows, now)
+
+    def remove(self, rows: Rows) -> None:
+        self.policy.remove(rows)
+        self._tier.reuse.gone(rows)
+
+    def coldest(self, n: int, now: float | None = None) -> Rows:
+        self.now = self.now if now is None else now
+        return self.policy.coldest(n, self.now)
+
+    def defer(self, rows: Rows) -> None:
+        self.policy.defer(rows)
+
+    def refresh(self, rows: Rows) -> None:
+        self.policy.refresh(rows)
+
+    def cool(self, rows: Rows) -> None:
+        self.policy.cool(rows)
+
+    def ram_bytes(self) -> int:
+        return self.policy.ram_bytes()
+
+    def __len__(self) -> int:
+        return len(self.policy)

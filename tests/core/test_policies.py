@@ -11,25 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.policy import POLICIES, Policy, find, make
+from kvstore.core.policy import POLICIES, find, make
 from kvstore.core.policy.lru import LRU
 from kvstore.errors import MisuseError
-from tests.core.shelf import Tier
+from tests.core.shelf import Tier, Told
 
 
 def array(*rows: int) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
-def fill(policy: Policy, *rows: int) -> None:
+def fill(policy: Told, *rows: int) -> None:
     policy.insert(array(*rows), 0.0)
 
 
-def offered(policy: Policy, n: int) -> list[int]:
-    return policy.coldest(n, 0.0).tolist()
+def offered(policy: Told, n: int) -> list[int]:
+    return policy.coldest(n).tolist()
 
 
-def all_in_order(policy: Policy) -> list[int]:
+def all_in_order(policy: Told) -> list[int]:
     """Takes one after another until nothing is left."""
     out: list[int] = []
     while len(policy):
@@ -60,7 +60,7 @@ class TestEveryPolicy:
     def test_knows_what_was_inserted_and_offers_nothing_else(
         self, name: str, steps: list[tuple[str, list[int]]]
     ) -> None:
-        policy, known, now = make(name, Tier(61).shelf()), set[int](), 0.0
+        policy, known, now = Tier(61).told(name), set[int](), 0.0
         for what, rows in steps:
             now += 1.0
             if what == "insert":
@@ -85,42 +85,20 @@ class TestEveryPolicy:
         assert sorted(all_in_order(policy)) == sorted(known)
 
     def test_a_chain_leaves_from_its_tail(self, name: str) -> None:
-        policy = make(name, Tier(10).shelf())
+        policy = Tier(10).told(name)
         fill(policy, 3, 1, 4)
         assert offered(policy, 3) == [4, 1, 3]
         assert offered(policy, 3) == [4, 1, 3]
 
-    def test_a_parent_goes_after_its_children_however_often_some_were_used(self, name: str) -> None:
-        dice = np.random.default_rng(1)
-        policy = make(name, Tier(40).shelf())
-        chain = list(range(40))
-        fill(policy, *chain)
-        for _ in range(30):
-            policy.touch(array(*chain[: dice.integers(1, 40)]), 1.0)
-        assert all_in_order(policy) == chain[::-1]
-
-    def test_a_parent_stays_as_long_as_a_child_that_came_later(self, name: str) -> None:
-        policy = make(name, Tier(100).shelf())
-        if not policy.follows_children:
-            # Leaf first is not its order, but what placement makes of it.
-            return
-        fill(policy, 0)
-        for child in range(1, 100):
-            fill(policy, child)
-            policy.refresh(array(0, child))
-        assert all_in_order(policy)[-1] == 0
-
     def test_what_was_used_stays_longer(self, name: str) -> None:
-        tier = Tier(100)
-        policy = make(name, tier.shelf())
+        policy = Tier(100).told(name)
         fill(policy, *range(100))
         for _ in range(2):
-            tier.reuse.used(array(*range(90, 100)), 0, 1.0)
             policy.touch(array(*range(90, 100)), 1.0)
         assert not set(all_in_order(policy)[:80]) & set(range(90, 100))
 
     def test_what_cannot_go_lets_others_go(self, name: str) -> None:
-        policy = make(name, Tier(100).shelf())
+        policy = Tier(100).told(name)
         fill(policy, *range(100))
         policy.touch(array(*range(20)), 1.0)
         busy = set(range(70, 100))
@@ -133,7 +111,7 @@ class TestEveryPolicy:
 
     @pytest.mark.parametrize("used", [True, False])
     def test_a_kind_of_which_all_is_in_use_does_not_keep_the_others(self, name: str, used: bool) -> None:
-        policy = make(name, Tier(1000).shelf())
+        policy = Tier(1000).told(name)
         fill(policy, *range(1000))
         policy.touch(array(*range(300)), 1.0)
         busy = set(range(300)) if used else set(range(300, 1000))
@@ -149,7 +127,7 @@ class TestEveryPolicy:
         assert len(policy) == len(busy)
 
     def test_cool_rows_go_first_until_they_are_used(self, name: str) -> None:
-        policy = make(name, Tier(200).shelf())
+        policy = Tier(200).told(name)
         fill(policy, *range(100))
         policy.touch(array(*range(100)), 1.0)
         policy.cool(array(5, 6, 7, 150))
@@ -160,7 +138,7 @@ class TestEveryPolicy:
         assert len(policy) == 100
 
     def test_deferred_cool_rows_are_cool_no_more(self, name: str) -> None:
-        policy = make(name, Tier(100).shelf())
+        policy = Tier(100).told(name)
         fill(policy, *range(100))
         policy.cool(array(5))
         policy.defer(array(5))
@@ -168,7 +146,7 @@ class TestEveryPolicy:
 
     def test_a_row_comes_back_as_new(self, name: str) -> None:
         """Even if a ghost of it is around."""
-        policy = make(name, Tier(100).shelf())
+        policy = Tier(100).told(name)
         for _ in range(5):
             fill(policy, *range(50))
             policy.touch(array(*range(10)), 1.0)
@@ -181,7 +159,7 @@ class TestEveryPolicy:
     def test_ram_is_bounded(self, name: str) -> None:
         n = 100_000
         tier = Tier(n)
-        policy, dice = make(name, tier.shelf()), np.random.default_rng(1)
+        policy, dice = tier.told(name), np.random.default_rng(1)
         for start in range(0, n, 100):
             policy.insert(np.arange(start, start + 100), 0.0)
         for i in range(3000):
@@ -197,7 +175,7 @@ class TestEveryPolicy:
     def test_thousands_of_small_pools_share_segments(self, name: str) -> None:
         pools, each = 2000, 20
         tier = Tier(pools * each)
-        policies = [make(name, tier.shelf()) for _ in range(pools)]
+        policies = [tier.told(name) for _ in range(pools)]
         for _ in range(2):
             for i, policy in enumerate(policies):
                 rows = np.arange(each * i, each * (i + 1))
@@ -210,16 +188,18 @@ class TestEveryPolicy:
     def test_no_batch_takes_long(self, name: str) -> None:
         """In CPU time, at 200 k rows of which half are used: what costs a pass over all of them shows."""
         n, batch = 200_000, 128
-        policy, dice, longest_s = make(name, Tier(n).shelf()), np.random.default_rng(1), 0.0
+        tier = Tier(n)
+        policy, dice, longest_s = tier.told(name), np.random.default_rng(1), 0.0
         for start in range(0, n, batch):
             policy.insert(np.arange(start, min(start + batch, n)), 0.0)
         for start in range(0, n // 2, batch):
             policy.touch(np.arange(start, start + batch), 1.0)
         for _ in range(300):
             rows = np.sort(dice.choice(n, batch, replace=False))
+            tier.reuse.used(rows, 0, 2.0)
             calls = (
                 lambda: policy.coldest(batch, 2.0),
-                lambda rows=rows: policy.touch(rows, 2.0),
+                lambda rows=rows: policy.policy.touch(rows, 2.0),
                 lambda rows=rows: policy.defer(rows),
             )
             for call in calls:
@@ -230,6 +210,28 @@ class TestEveryPolicy:
                     took.append(time.thread_time() - start_s)
                 longest_s = max(longest_s, min(took))
         assert longest_s < 0.01
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.follows_children])
+class TestThoseThatFollowChildren:
+    """With others it is placement that sees to it that leaves go first."""
+
+    def test_a_parent_goes_after_its_children_however_often_some_were_used(self, name: str) -> None:
+        dice = np.random.default_rng(1)
+        policy = Tier(40).told(name)
+        chain = list(range(40))
+        fill(policy, *chain)
+        for _ in range(30):
+            policy.touch(array(*chain[: dice.integers(1, 40)]), 1.0)
+        assert all_in_order(policy) == chain[::-1]
+
+    def test_a_parent_stays_as_long_as_a_child_that_came_later(self, name: str) -> None:
+        policy = Tier(100).told(name)
+        fill(policy, 0)
+        for child in range(1, 100):
+            fill(policy, child)
+            policy.refresh(array(0, child))
+        assert all_in_order(policy)[-1] == 0
 
 
 class OutOfTree(LRU):

@@ -15,6 +15,8 @@ import numpy as np
 
 from kvstore.config import Config, parse
 from kvstore.core import events as ev
+from kvstore.core.admission import Rule
+from kvstore.core.policy import POLICIES
 from kvstore.daemon.server import Server
 from kvstore.daemon.shell import Shell
 from kvstore.errors import TierError
@@ -42,6 +44,8 @@ class Setup:
     scrub_bytes_per_s: int
     leases: int
     quotas: dict[str, tuple[tuple[int, int], tuple[int, int]]]
+    policy: str = "lru"
+    admission: Rule = field(default_factory=Rule)
 
     @classmethod
     def draw(cls, dice: random.Random) -> Setup:
@@ -57,6 +61,13 @@ class Setup:
         if dice.random() < 0.6:
             setup.draw_quotas(dice)
         return setup
+
+    def draw_policy(self, dice: random.Random) -> None:
+        """Who leaves first, and what is written down."""
+        self.policy = dice.choice(list(POLICIES))
+        mode = dice.choice(("always", "always", "twice", "reuse"))
+        threshold, bytes_a_day = dice.choice((0.01, 0.1, 0.3)), dice.choice((0, 0, 1 << 27, 1 << 31, 1 << 35))
+        self.admission = Rule(mode, threshold, bytes_a_day)
 
     def draw_quotas(self, dice: random.Random) -> None:
         """Floors and limits of every tenant in both tiers, in bytes; half of them none."""
@@ -82,6 +93,7 @@ class Setup:
             for name in TENANTS
         )
         return parse(
+            f'policy.eviction = "{self.policy}"\n'
             f'nvme.write_policy = "{self.write_policy}"\n'
             f"scrub.rate = {self.scrub_bytes_per_s}\n"
             f"limits.leases_per_connection = {self.leases}\n"
@@ -138,6 +150,8 @@ class Life:
         self.shell = Shell(
             setup.config(), self.process, self.dram, self.nvme, dice.getrandbits, lambda: disk.loop.now
         )
+        for state in self.shell.placement.residency.tiers[NVME:]:
+            state.admission.rule = setup.admission
         self.tenants_forgotten = 0
         handle = self.shell.placement.handle
 

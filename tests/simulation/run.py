@@ -47,15 +47,18 @@ class Outcome:
 
 
 class World:
-    """Everything of one run."""
+    """Everything of one run. `plain`: blocks leave by LRU, and all are written down."""
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None, plain: bool = False) -> None:
         self.dice = dice = random.Random(seed)
         self._hash = hashlib.blake2b(digest_size=16)
         self._trace = trace
         self.loop = Loop(dice, self.log)
         self.faults = Faults.draw(dice)
         self.setup = Setup.draw(dice)
+        if not plain:
+            # With dice of its own: all else is the same with every policy.
+            self.setup.draw_policy(random.Random(f"policy {seed}"))
         self.oracle = Oracle()
         self.operations: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -133,6 +136,7 @@ class World:
         self._lives += 1
         self.log(f"daemon {self._lives} starts")
         self.life = Life(self.setup, self._lives, self.disk, self.manager, self.net)
+        self.counts[self.setup.policy] += 1
         self.quotas = audit.Quotas()
         self.life.process.call_soon(self._restored)
 
@@ -150,6 +154,7 @@ class World:
             return
         self.log(f"{kind} at step {self.loop.steps}")
         self.counts[kind] += 1
+        self.counts["refused"] += life.shell.placement.counters["refused_blocks"]
         handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
         self._left = audit.Left.of(life, self.disk, handed_over)
@@ -326,9 +331,9 @@ class World:
         self.loop.clear()
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:
-    """Runs one seed."""
-    world = World(seed, trace)
+def simulate(seed: int, trace: Callable[[str], None] | None = None, plain: bool = False) -> Outcome:
+    """Runs one seed. See World."""
+    world = World(seed, trace, plain)
     violation = ""
     with in_simulation(world):
         try:

@@ -41,7 +41,7 @@ class Hazard:
         self._latest: dict[int, int] = {}
         self._cold, self._parents, self._busy = (Queue(self._segments) for _ in range(3))
         self._orphaned: list[Rows] = []
-        self._back_s = self._parents_back_s = 0.0
+        self._now = self._back_s = self._parents_back_s = 0.0
         self._tidy_at = _TIDY_AFTER
 
     def __len__(self) -> int:
@@ -78,6 +78,10 @@ class Hazard:
         """See Policy."""
         rows = self._segments.known(rows)
         parents = self._children[rows] > 0
+        if not len(self._parents):
+            self._parents_back_s = self._now + _PARENTS_BACK_AFTER_S
+        if not len(self._busy):
+            self._back_s = self._now + _BACK_AFTER_S
         self._parents.append(rows[parents])
         self._busy.append(rows[~parents])
 
@@ -110,6 +114,7 @@ class Hazard:
 
     def coldest(self, n: int, now: float) -> Rows:
         """See Policy."""
+        self._now = now
         if len(self._queues) - len(self._free) > self._tidy_at:
             self._tidy(now)
         self._take_back(now)
@@ -138,7 +143,7 @@ class Hazard:
         """Numbers of slices, those that earn least first, the oldest of them before others."""
         there = np.flatnonzero(self._kind >= 0)
         scores = self._reuse.density(self._tenant, self._kind[there], self._since[there], now)
-        order: list[int] = there[np.argsort(scores, kind="stable")].tolist()
+        order: list[int] = there[np.lexsort((self._since[there], scores))].tolist()
         return order
 
     def _take_back(self, now: float) -> None:
