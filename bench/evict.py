@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from bench.harness import Bench, Result, Target
-from kvstore.config.sections import Policy
+from kvstore.config import Policy
 from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.columns import zeros
 from kvstore.core.keys import Keys
