@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.harness import Bench, Result, Target
 from kvstore.columns import zeros
-from kvstore.config.sections import Policy
+from kvstore.config import Policy
 from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.keys import Keys

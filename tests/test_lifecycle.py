@@ -173,8 +173,16 @@ def test_every_setting_either_changes_or_is_named() -> None:
         '[daemon]\nsocket = "/x"\nsocket_mode = 0o660\nstop_timeout = 1\nlog_level = "debug"\n'
         '[dram]\nlimit = "2MiB"\nhuge_pages = false\n'
         '[nvme]\npath = "/y"\nlimit = "2MiB"\nwrite_policy = "on_evict"\nio_threads = 1\n'
-        "prefetch_blocks = 8\n"
-        "[scrub]\nrate = 0\n"
+        'prefetch_blocks = 8
+admission = "twice"
+admission_threshold = 0.5
+write_budget = "1x"
+'
+        '[policy]
+eviction = "arc"
+[scrub]
+rate = 0
+'
         "[limits]\nframe_bytes = 1048576\nbatch_keys = 16\nconnections = 1\nleases_per_connection = 1\n"
         "namespaces = 1\nnamespaces_per_tenant = 1\nqueued_requests = 1\n[encryption]\nkey_file = '/z'\n"
     )
@@ -182,7 +190,7 @@ def test_every_setting_either_changes_or_is_named() -> None:
     keys = {f"{s}.{n}" for s, f in old.model_dump().items() for n in f}
     assert {c.partition(" = ")[0] for c in changed} | set(fixed) == keys
     assert "nvme.write_policy = on_evict" in changed
-    assert "dram.limit" in fixed
+    assert {"dram.limit", "policy.eviction"} <= set(fixed)
 
 
 # -- scrubbing, for real

@@ -2,7 +2,7 @@
 
 from kvstore.config.example import example
 from kvstore.config.file import Config, changes, load, parse
-from kvstore.config.sections import SOCKET_PATH_BYTES, Daemon, Dram, Limits, Nvme, Scrub
+from kvstore.config.sections import SOCKET_PATH_BYTES, Daemon, Dram, Limits, Nvme, Policy, Scrub
 from kvstore.config.tenants import Encryption, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
 
@@ -17,6 +17,7 @@ __all__ = [
     "Encryption",
     "Limits",
     "Nvme",
+    "Policy",
     "Scrub",
     "Tenant",
     "TierQuota",
