@@ -108,12 +108,12 @@ def test_of_one_slice_tails_go_first_and_of_two_alike_the_older() -> None:
 def test_blocks_above_those_that_were_asked_for_stay_where_they_are() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
-    policy.insert(array(0, 1), 0.0)
+    policy.insert(array(0, 1, 3), 0.0)
     policy.insert(array(2), 50.0)
-    assert policy.coldest(3, 60.0).tolist() == [1, 0, 2]
-    tier.reuse.used(array(1), 0, 60.0)
-    policy.policy.touch(array(0, 1), 60.0)
-    assert policy.coldest(3, 60.0).tolist() == [0, 2, 1]
+    assert policy.coldest(4, 60.0).tolist() == [3, 1, 0, 2]
+    tier.reuse.used(array(3), 0, 60.0)
+    policy.policy.touch(array(0, 3), 60.0)
+    assert policy.coldest(4, 60.0).tolist() == [1, 0, 2, 3]
 
 
 def test_what_is_to_be_kept_longer_is() -> None:

@@ -18,6 +18,7 @@ import xxhash
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.admission import Rule
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec
@@ -58,7 +59,7 @@ class World:
     """Runs the actions of one Placement. `dram` and `nvme` are extents of `slots` slots each.
 
     `nvme` 0: there is no such tier. `nvme_gets`: how many of its extents the disk has room for; `nvme_slots`:
-    how many slots those have, where it differs.
+    how many slots those have, where it differs. `admission`: what is written to it.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class World:
         limits: Limits | None = None,
         nvme_gets: int | None = None,
         nvme_slots: int = 0,
+        admission: Rule | None = None,
     ) -> None:
         size = LABEL_BYTES + slots * ALIGN + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
         self._specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
         if nvme:
             size = (nvme_slots or slots) * ALIGN
-            self._specs.append(TierSpec(Tier.NVME, nvme * size, size, False))
+            self._specs.append(TierSpec(Tier.NVME, nvme * size, size, False, admission or Rule()))
         self._extents = [dram, nvme if nvme_gets is None else nvme_gets]
         self.max_blocks = max_blocks
         self._policy = policy
         self._write_policy = write_policy
-        self._policy = policy
         self._limits = limits or Limits(leases_per_client=8)
         self.now = 0.0
         self.bytes: dict[Place, bytes] = {}

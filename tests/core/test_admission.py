@@ -1,0 +1,236 @@
+"""What a lower tier takes, and that a write budget is kept, and used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore.core.admission import DAY_S, Admission, Rule
+from kvstore.core.reuse import Reuse
+from kvstore.types import ALIGN
+from tests.core.shelf import Tier
+from tests.core.world import World
+
+MIB = 1 << 20
+
+
+def array(*rows: int) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+class Expected(Reuse):
+    """Blocks of which one knows how likely they are used again: row / 100."""
+
+    def __init__(self) -> None:
+        super().__init__(Tier(101).blocks, 8, 1)
+
+    def chance(self, rows: np.ndarray, tenant: int, now: float) -> np.ndarray:
+        return (rows / 100).astype(np.float32)
+
+
+# -- rules
+
+
+def test_always_takes_all() -> None:
+    admission = Admission(Rule(), Expected())
+    assert admission.admits(np.arange(101), 0, 0.0).all()
+    assert (admission.threshold, admission.refused) == (0.0, 0)
+    admission.wrote(1 << 50)
+    assert admission.admits(array(0), 0, 0.0).all(), "no budget, no bound"
+    assert admission.written == 1 << 50
+    assert admission.admits(array(), 0, 0.0).tolist() == []
+
+
+def test_twice_takes_what_was_used_again() -> None:
+    reuse = Tier(20).reuse
+    admission = Admission(Rule("twice"), reuse)
+    reuse.stored(array(0, 1, 2), 0, 0.0)
+    assert admission.admits(array(0, 1, 2), 0, 0.0).tolist() == [False] * 3
+    reuse.used(array(1, 2), 0, 1.0)
+    assert admission.admits(array(0, 1, 2), 0, 1.0).tolist() == [False, True, True]
+    assert admission.refused == 4
+
+
+def test_reuse_takes_what_is_likely_enough_to_come_back() -> None:
+    admission = Admission(Rule("reuse", threshold=0.3), Expected())
+    assert admission.admits(array(90, 31, 29, 0), 0, 0.0).tolist() == [True, True, False, False]
+    assert admission.threshold == 0.3
+    assert admission.refused == 2
+    assert Admission(Rule("always", threshold=0.3), Expected()).threshold == 0.0
+
+
+def test_reuse_goes_by_what_was_learned_of_each_tenant() -> None:
+    reuse = Tier(4000).reuse
+    admission = Admission(Rule("reuse", threshold=0.3), reuse)
+    for i in range(100):
+        for tenant in (0, 1):
+            rows = np.arange(20) + 20 * (2 * i % 90 + tenant)
+            reuse.gone(rows)
+            reuse._blocks.words[rows] += np.uint64(1 << 40)
+            reuse.stored(rows, tenant, 10.0 * i)
+            if tenant == 0:
+                reuse.used(rows, tenant, 10.0 * i + 5)
+    reuse.stored(np.arange(3900, 3940), 0, 1000.0)
+    reuse.stored(np.arange(3940, 3980), 1, 1000.0)
+    assert admission.admits(np.arange(3900, 3940), 0, 1001.0).all()
+    assert not admission.admits(np.arange(3940, 3980), 1, 1001.0).any()
+
+
+# -- a budget
+
+Wanted = Callable[[float], int]
+"""How many blocks there are to write at a time of a day, each half minute."""
+
+
+def write(
+    admission: Admission, wanted: Wanted, days: float, block: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """(when, how many bytes, mean chance of what was written)."""
+    dice, chances = np.random.default_rng(2), list[float]()
+    times = np.arange(0, days * DAY_S, 30.0)
+    bytes_then = np.zeros(len(times))
+    for i, now in enumerate(times.tolist()):
+        rows = (100 * dice.random(wanted(now % DAY_S)) ** 3).astype(np.int64)
+        taken = rows[admission.admits(rows, 0, now)]
+        admission.wrote(len(taken) * block)
+        bytes_then[i] = len(taken) * block
+        chances += (taken / 100).tolist()
+    return times, bytes_then, float(np.mean(chances))
+
+
+def most_in_a_day(times: np.ndarray, written: np.ndarray) -> float:
+    before = np.concatenate(([0.0], np.cumsum(written)))
+    return float((before[np.searchsorted(times, times + DAY_S)] - before[:-1]).max())
+
+
+WANTED: dict[str, Wanted] = {
+    "steadily": lambda at: 40,
+    "little more than allowed": lambda at: 12,
+    "by day": lambda at: 80 if at < DAY_S / 2 else 12,
+    "in bursts": lambda at: 200 if at % 3600 < 600 else 8,
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("mode", ["always", "reuse"])
+def test_a_budget_is_never_exceeded_and_nearly_all_used(name: str, mode: str) -> None:
+    day = 10 * 2880 * MIB
+    admission = Admission(Rule(mode, 0.01, day), Expected())  # type: ignore[arg-type]
+    times, written, chance = write(admission, WANTED[name], 4, MIB)
+    batch = written.max()
+    assert batch <= 0.01 * day
+    assert most_in_a_day(times, written) <= 1.04 * day + batch, "what it began may be finished"
+    assert admission.written == written.sum()
+    for first in (DAY_S, 2 * DAY_S, 3 * DAY_S):
+        used = written[(times >= first) & (times < first + DAY_S)].sum()
+        assert used >= 0.9 * day
+    assert chance >= (0.25 if name == "little more than allowed" else 0.3), "the best were chosen"
+
+
+def test_after_a_quiet_day_no_more_is_saved_up_than_the_slack() -> None:
+    day = 10 * 2880 * MIB
+    admission = Admission(Rule("always", 0.0, day), Expected())
+    times, written, _ = write(admission, lambda at: 0 if 3600 < at < DAY_S - 3600 else 100, 3, MIB)
+    assert most_in_a_day(times, written) <= 1.04 * day
+    evening = (times >= DAY_S - 3600) & (times <= DAY_S)
+    assert written[evening].sum() <= 0.04 * day + day / 24 + written.max()
+
+
+def test_little_to_write_is_written_whatever_it_is() -> None:
+    day = 10 * 2880 * MIB
+    admission = Admission(Rule("always", 0.0, day), Expected())
+    _, written, _ = write(admission, lambda at: 5, 2, MIB)
+    assert written.sum() >= 0.95 * 2 * 2880 * 5 * MIB
+    assert admission.threshold == 0.0
+
+
+def test_the_threshold_rises_while_there_is_much_and_falls_when_there_is_little() -> None:
+    day = 10 * 2880 * MIB
+    admission = Admission(Rule("always", 0.0, day), Expected())
+    seen = []
+    for now in range(0, 3 * 3600, 30):
+        taken = admission.admits(np.arange(101), 0, float(now))
+        admission.wrote(int(taken.sum()) * MIB)
+        seen.append(admission.threshold)
+    assert seen[-1] > 0.5
+    assert max(seen) < 1.0, "what surely comes back is always welcome"
+    for now in range(3 * 3600, 8 * 3600, 30):
+        admission.admits(array(0), 0, float(now))
+        seen.append(admission.threshold)
+    assert seen[-1] == 0.0
+
+
+# -- in a placement
+
+
+def world(rule: Rule, **more: object) -> World:
+    w = World(1, 4, slots=8, admission=rule, **more)  # type: ignore[arg-type]
+    w.open(1)
+    return w
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_refused_leaves_are_dropped_and_counted(policy: str) -> None:
+    w = world(Rule("twice"), policy=policy)
+    w.put(0, 1, [b"a", b"b"])
+    assert not w.copies, "neither was used twice"
+    assert w.p.counters["refused_blocks"] == 2
+    w.now += 1.0
+    assert len(w.get(1, [b"a", b"b"])) == 2
+    for i in range(40):
+        w.now += 1.0
+        w.put(0, 1, [b"x%02d" % i])
+        w.finish_all()
+    assert w.used(1) == 2 * ALIGN
+    assert len(w.get(1, [b"a", b"b"])) == 2, "from below"
+    assert w.p.counters["written_blocks"] == 2
+    counters = w.p.counters
+    assert counters["dropped_blocks"] >= 30
+    assert counters["refused_blocks"] == counters["stored_blocks"] + counters["dropped_blocks"]
+    w.settle()
+
+
+def admit_only(w: World, first: bytes) -> None:
+    """Blocks whose keys begin like this."""
+    blocks, admission = w.p.residency.blocks, w.p.residency.tiers[1].admission
+
+    def admits(rows: np.ndarray, tenant: int, now: float) -> np.ndarray:
+        return np.array([blocks.key(row).startswith(first) for row in rows.tolist()], np.bool_)
+
+    admission.admits = admits  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
+def test_what_is_above_a_block_that_is_taken_goes_down_too(write_policy: str) -> None:
+    w = world(Rule(), write_policy=write_policy)
+    admit_only(w, b"y")
+    w.put(0, 1, [b"n1", b"n2", b"y3", b"n4"])
+    w.finish_all()
+    for i in range(20):
+        w.put(0, 1, [b"x%d" % i])
+        w.finish_all()
+    assert w.get(1, [b"n1", b"n2", b"y3", b"n4"])[2:] != [], "n4 alone is gone"
+    assert w.lookup(1, [b"n1", b"n2", b"y3", b"n4"]) == 3
+    assert w.used(1) == 3 * ALIGN
+    w.settle()
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
+def test_a_budget_holds_whatever_is_stored(write_policy: str, policy: str) -> None:
+    """One block a second is allowed, and each second brings a chain of five, some on others."""
+    w = world(Rule("always", 0.0, int(DAY_S) * ALIGN), write_policy=write_policy, policy=policy)
+    chains, seconds = [[b"s%03d" % i + b"k%d" % k for k in range(5)] for i in range(200)], 0.0
+    for i, keys in enumerate(chains):
+        w.now = seconds = float(i)
+        w.put(0, 1, keys[: 2 + i % 4])
+        w.finish_all()
+        if i % 3 == 2:
+            w.put(0, 1, [*chains[i - 1][:2], b"branch%d" % i][2:], chains[i - 1][1])
+            w.finish_all()
+    written = w.p.counters["written_bytes"] // ALIGN
+    assert seconds / 4 < written <= seconds + 8, "and what was begun"
+    assert w.p.counters["refused_blocks"] > 300
+    w.settle()
