@@ -208,6 +208,7 @@ def test_what_is_above_a_block_that_is_taken_goes_down_too(write_policy: str) ->
     admit_only(w, b"y")
     w.put(0, 1, [b"n1", b"n2", b"y3", b"n4"])
     w.finish_all()
+    assert w.used(1) == (3 * ALIGN if write_policy == "write_through" else 0)
     for i in range(20):
         w.put(0, 1, [b"x%d" % i])
         w.finish_all()

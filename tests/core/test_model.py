@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.admission import DAY_S, Rule
 from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN
 from tests.core.world import World, granted_of, hash_of, joined, payload
@@ -21,6 +22,16 @@ from tests.core.world import World, granted_of, hash_of, joined, payload
 CLIENTS = 3
 BLOCK_BYTES = {1: 100, 2: 100, 3: 5000}
 WAITS = [0.0, 0.004, 0.02, 1.0]
+
+RULES = [
+    Rule(),
+    Rule(),
+    Rule("twice"),
+    Rule("reuse", 0.05),
+    Rule("reuse", 0.01, int(DAY_S) * 2 * ALIGN),
+    Rule("always", 0.0, int(DAY_S) * 100 * ALIGN),
+]
+"""What the lower tier takes, with budgets of some blocks a second."""
 
 clients = st.integers(0, CLIENTS - 1)
 some = st.integers(0, 255)
@@ -252,10 +263,13 @@ class Faulty(Machine):
         slots=st.sampled_from([2, 4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
+        rule=st.sampled_from(RULES),
     )
-    def start(self, dram: int, nvme: int, missing: int, slots: int, write_policy: str, policy: str) -> None:
-        gets = max(nvme - missing, 0)
-        self.build(World(dram, nvme, slots=slots, policy=policy, write_policy=write_policy, nvme_gets=gets))
+    def start(
+        self, dram: int, nvme: int, missing: int, slots: int, write_policy: str, policy: str, rule: Rule
+    ) -> None:
+        how = {"policy": policy, "write_policy": write_policy, "admission": rule}
+        self.build(World(dram, nvme, slots=slots, nvme_gets=max(nvme - missing, 0), **how))
 
     @precondition(lambda self: self.w.copies)
     @rule(which=some, results=st.lists(st.sampled_from([ev.OK, ev.CORRUPT, ev.FAILED]), max_size=8))
@@ -357,9 +371,11 @@ class Crowded(Machine):
         slots=st.sampled_from([4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
+        rule=st.sampled_from(RULES),
     )
-    def start(self, dram: int, nvme: int, slots: int, write_policy: str, policy: str) -> None:
-        self.build(World(dram, nvme, slots=slots, write_policy=write_policy, policy=policy))
+    def start(self, dram: int, nvme: int, slots: int, write_policy: str, policy: str, rule: Rule) -> None:
+        how = {"policy": policy, "write_policy": write_policy, "admission": rule}
+        self.build(World(dram, nvme, slots=slots, **how))
 
     @invariant()
     def pinned_blocks_stay(self) -> None:
