@@ -94,21 +94,28 @@ class Hazard:
         kinds, last = self._reuse.kinds(rows), self._reuse.last_used(rows)
         for kind in np.unique(kinds).tolist():
             some = kinds == kind
+            first = float(last[some].min())
             latest = self._latest.get(kind, -1)
-            if latest < 0 or last[some].min() >= self._since[latest]:
-                if latest < 0 or now - self._since[latest] > _SPAN_S:
-                    latest = self._latest[kind] = self._new_slice(kind, float(last[some].min()))
-                self._queue(latest).append(rows[some])
-            else:
-                self._file_back(kind, rows[some], last[some])
+            if first < now - _SPAN_S or (latest >= 0 and first < self._since[latest]):
+                self._file_back(kind, rows[some], last[some], now)
+                continue
+            if latest < 0 or now - self._since[latest] > _SPAN_S:
+                latest = self._latest[kind] = self._new_slice(kind, first)
+            self._queue(latest).append(rows[some])
 
-    def _file_back(self, kind: int, rows: Rows, last: Floats) -> None:
-        """The same for rows of one class that were last used before its latest slice began."""
+    def _file_back(self, kind: int, rows: Rows, last: Floats, now: float) -> None:
+        """The same for rows of one class that were last used some time ago: in new slices if none is near."""
         mine = np.flatnonzero(self._kind == kind)
         mine = mine[np.argsort(self._since[mine])]
-        slices = mine[np.maximum(np.searchsorted(self._since[mine], last, "right") - 1, 0)]
-        for number in np.unique(slices).tolist():
-            self._queue(number).prepend(rows[slices == number])
+        since = np.append(-np.inf, self._since[mine])
+        at = np.searchsorted(since, last, "right") - 1
+        near = last - since[at] <= np.maximum(_SPAN_S, _BLUR * (now - last))
+        for i in np.unique(at[near]).tolist():
+            self._queue(int(mine[i - 1])).prepend(rows[near & (at == i)])
+        seconds = np.floor(last / _SPAN_S)
+        for second in np.unique(seconds[~near]).tolist():
+            some = ~near & (seconds == second)
+            self._queue(self._new_slice(kind, float(last[some].min()))).append(rows[some])
 
     # -- who goes
 
