@@ -225,6 +225,36 @@ def test_leaf_first_a_chain_leaves_from_its_tail_in_few_looks(seed: int) -> None
     assert left == rows[::-1].tolist()
 
 
+@pytest.mark.parametrize("used_s", [20.0, 100.0, 170.0])
+def test_what_comes_back_is_as_old_as_before(used_s: float) -> None:
+    """However few slices there are of its class, and wherever: it earns what its own age says."""
+    tier = Tier(20)
+    policy = tier.told("hazard")
+    density = tier.reuse._of(0).density
+    density[:] = 1.0
+    density[:, span_of(np.array([10.0, 200.0 - used_s]))] = 0.7, 0.5
+    times = {2: 50.0, 3: 120.0, 4: 190.0}
+    for row, now in sorted({**times, 9: used_s}.items(), key=lambda item: item[1]):
+        policy.insert(array(row), now)
+    policy.coldest(1, 200.0)
+    policy.defer(array(9))
+    assert 9 not in policy.coldest(20, 200.1)
+    assert policy.coldest(1, 200.5).tolist() == [9]
+
+
+def test_rows_of_all_ages_that_come_at_once_are_apart() -> None:
+    tier = Tier(100)
+    policy, rows = tier.told("hazard"), np.arange(80)
+    for row in rows.tolist():
+        tier.reuse.stored(array(row), 0, 2.0 * row)
+    policy.policy.insert(rows, 200.0)
+    tier.reuse._of(0).density[:] = np.arange(40)
+    order = policy.coldest(80, 200.0)
+    density = span_of(200.0 - tier.reuse.last_used(order))
+    assert (np.diff(density) >= -1).all(), "up to a slice's width"
+    assert slices(policy) > 10
+
+
 # -- slices
 
 
