@@ -95,6 +95,9 @@ class Setup:
         return parse(
             f'policy.eviction = "{self.policy}"\n'
             f'nvme.write_policy = "{self.write_policy}"\n'
+            f'nvme.admission = "{self.admission.mode}"\n'
+            f"nvme.admission_threshold = {self.admission.threshold}\n"
+            f"nvme.write_budget = {self.admission.bytes_a_day}\n"
             f"scrub.rate = {self.scrub_bytes_per_s}\n"
             f"limits.leases_per_connection = {self.leases}\n"
             "limits.batch_keys = 16\n" + tenants
@@ -150,8 +153,6 @@ class Life:
         self.shell = Shell(
             setup.config(), self.process, self.dram, self.nvme, dice.getrandbits, lambda: disk.loop.now
         )
-        for state in self.shell.placement.residency.tiers[NVME:]:
-            state.admission.rule = setup.admission
         self.tenants_forgotten = 0
         handle = self.shell.placement.handle
 
