@@ -206,7 +206,11 @@ class Residency:
             above.append(np.arange(start, row + 1))
             done += row + 1 - start
             row = self._parent_of[start]
-        return np.concatenate(above[::-1]) if len(above) > 1 else rows
+        if len(above) == 1:
+            return rows
+        up = np.concatenate(above[:0:-1])
+        # A client may have asked for what is no chain.
+        return np.concatenate((up[~np.isin(up, rows)], rows))
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""

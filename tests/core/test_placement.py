@@ -13,6 +13,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits
+from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN
 from tests.core.world import World, joined, payload
 
@@ -1050,3 +1051,16 @@ def test_flush_writes_down_what_only_dram_holds() -> None:
     w.restart()
     assert w.get(1, [b"a", b"b"]) == [payload(1, b"a"), payload(1, b"b")]
     assert w.get(1, [b"c"]) == [payload(1, b"c")]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_keys_that_are_no_chain_count_once_each(policy: str) -> None:
+    w = world(policy=policy)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    for _ in range(40):
+        # The first one's ancestors are asked for too.
+        assert w.get(1, [b"c", b"a", b"b"]) == [payload(1, b"c"), payload(1, b"a"), payload(1, b"b")]
+    w.p.residency.settle()
+    [known] = w.p.residency.tiers[0].policies.values()
+    assert len(known) == 3
+    w.p.check()
