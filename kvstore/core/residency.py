@@ -172,13 +172,19 @@ class Residency:
         return low
 
     def with_ancestors(self, rows: Rows) -> Rows:
-        """The chain from its root down to and including `rows` (a chain itself, in order)."""
+        """The chain from its root down to and including `rows` (a chain itself, mostly in order)."""
         up: list[int] = []
         row = self._parent_of[int(rows[0])] if len(rows) and rows[0] >= 0 else -1
         while row >= 0 and len(up) < _LONGEST_CHAIN:
             up.append(row)
             row = self._parent_of[row]
-        return np.concatenate((np.array(up[::-1], np.int64), rows)) if up else rows
+        if not up:
+            return rows
+        above = np.array(up[::-1], np.int64)
+        if (self.blocks.parent[rows[1:]] != rows[:-1]).any():
+            # What is copied together may be ordered otherwise, a child before its parent.
+            rows = rows[~np.isin(rows, above)]
+        return np.concatenate((above, rows))
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""
