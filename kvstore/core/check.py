@@ -80,6 +80,7 @@ def _check_tier(ledger: Ledger, tier: int) -> None:
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((extents.owner[numbers] >= 0).sum())
         assert known == owned, "the policy knows other blocks than the tier holds"
+    r.tiers[tier].segments.check()
 
 
 def _check_tenants(ledger: Ledger, tier: int) -> None:

@@ -193,7 +193,7 @@ class Residency:
         return low
 
     def with_ancestors(self, rows: Rows) -> Rows:
-        """The chain from its root down to and including `rows` (a chain itself, in order)."""
+        """The chain from its root down to and including `rows` (a chain itself, mostly in order)."""
         above: list[Rows] = [rows]
         row = self._parent_of[int(rows[0])] if len(rows) and rows[0] >= 0 else -1
         done = 0
@@ -209,8 +209,10 @@ class Residency:
         if len(above) == 1:
             return rows
         up = np.concatenate(above[:0:-1])
-        # A client may have asked for what is no chain.
-        return np.concatenate((up[~np.isin(up, rows)], rows))
+        if (self.blocks.parent[rows[1:]] != rows[:-1]).any():
+            # What is copied, or asked for, may be ordered otherwise, a child before its parent.
+            rows = rows[~np.isin(rows, up)]
+        return np.concatenate((up, rows))
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""

@@ -1064,3 +1064,19 @@ def test_keys_that_are_no_chain_count_once_each(policy: str) -> None:
     [known] = w.p.residency.tiers[0].policies.values()
     assert len(known) == 3
     w.p.check()
+
+
+def test_a_chain_that_arrives_in_another_order_is_told_to_the_policy_once_and_parents_stay_longest() -> None:
+    w = World(2, 2, slots=7)
+    w.open(1)
+    keys = [b"a", b"b", b"c", b"d"]
+    w.put(0, 1, keys)
+    w.finish_all()
+    r = w.p.residency
+    rows = r.index.find(1, joined(keys))
+    for some in (rows[::-1], rows[[2, 0, 1, 3]], rows[[3, 1]]):
+        assert r.with_ancestors(some).tolist() == rows.tolist()
+        r.refresh(some, r.spaces[1])
+        r.settle()
+        for tier, pool in enumerate(r.spaces[1].pools):
+            assert r.policy(tier, pool).coldest(9, w.now).tolist() == rows[::-1].tolist()

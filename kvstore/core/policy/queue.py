@@ -99,6 +99,13 @@ class Segments:
         self._leave(rows)
         self.stamps[rows] = 0
 
+    def check(self) -> None:
+        """Asserts that every segment has as many live entries as are counted."""
+        numbers = self.stamps[self.stamps > 0] >> _BITS
+        assert (np.bincount(numbers, minlength=len(self._live)) == self._live).all(), (
+            "live entries miscounted"
+        )
+
     # -- for queues
 
     def _enlist(self) -> int:
