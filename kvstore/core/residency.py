@@ -206,7 +206,13 @@ class Residency:
             above.append(np.arange(start, row + 1))
             done += row + 1 - start
             row = self._parent_of[start]
-        return np.concatenate(above[::-1]) if len(above) > 1 else rows
+        if len(above) == 1:
+            return rows
+        ancestors = np.concatenate(above[:0:-1])
+        if (self.blocks.parent[rows[1:]] != rows[:-1]).any():
+            # Somebody named them in another order: what is above the first one may be among the others.
+            ancestors = ancestors[~np.isin(ancestors, rows)]
+        return np.concatenate((ancestors, rows))
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""

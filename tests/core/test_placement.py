@@ -13,6 +13,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits
+from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN
 from tests.core.world import World, joined, payload
 
@@ -922,6 +923,20 @@ def test_nothing_can_be_hung_on_a_hole() -> None:
     w.invalidate(1, [b"a"])
     w.reserve(0, 1, [b"x"], b"a")
     assert told(w) == [("deny", "the parent is not stored")]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chain_named_backwards_is_used_once(policy: str) -> None:
+    """Policies take distinct rows: to be told of one twice would make them count wrong."""
+    w = world(dram=1, slots=4, policy=policy)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    for keys in ([b"b", b"a"], [b"c", b"x", b"a"], [b"c", b"y", b"b"]):
+        room = room_of(w.reserve(0, 1, keys, b"a"))
+        if room.lease:
+            w.commit(0, room, w.fill(1, keys, room))
+    w.put(0, 1, [b"z"])
+    assert w.used() == 4 * ALIGN
+    w.settle()
 
 
 def test_look_ups_promise_nothing_while_a_parent_is_being_written() -> None:
