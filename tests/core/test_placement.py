@@ -925,6 +925,20 @@ def test_nothing_can_be_hung_on_a_hole() -> None:
     assert told(w) == [("deny", "the parent is not stored")]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chain_named_backwards_is_used_once(policy: str) -> None:
+    """Policies take distinct rows: to be told of one twice would make them count wrong."""
+    w = world(dram=1, slots=4, policy=policy)
+    w.put(0, 1, [b"a", b"b", b"c"])
+    for keys in ([b"b", b"a"], [b"c", b"x", b"a"], [b"c", b"y", b"b"]):
+        room = room_of(w.reserve(0, 1, keys, b"a"))
+        if room.lease:
+            w.commit(0, room, w.fill(1, keys, room))
+    w.put(0, 1, [b"z"])
+    assert w.used() == 4 * ALIGN
+    w.settle()
+
+
 def test_look_ups_promise_nothing_while_a_parent_is_being_written() -> None:
     w = world()
     w.reserve(0, 1, [b"a"])
