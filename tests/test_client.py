@@ -896,7 +896,9 @@ def test_leases_outlive_a_crowd_of_calls() -> None:
 
 
 def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=0.2) as client:
+    # What was used before the flood has to go.
+    settings = SMALL | {"policy": {"eviction": "lru"}}
+    with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=0.2) as client:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))

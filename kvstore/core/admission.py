@@ -27,7 +27,8 @@ _LOWEST, _HIGHEST = -7.0, 7.0
 class Rule:
     """What a tier takes: `always`; `twice`: what was used again; `reuse`: P(used again) >= `threshold`.
 
-    `bytes_a_day`: how much may be written to it, 0: no bound. Never more in any day than 4 % above.
+    `bytes_a_day`: how much may be written to it, 0: no bound. Never more in any day than 4 %
+    and one batch above.
     """
 
     mode: Literal["always", "twice", "reuse"] = "always"
