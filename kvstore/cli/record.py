@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import aiofiles
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -85,6 +84,8 @@ async def _write(
     url: str, out: Path, seconds: float, most: int, count: _Count, progress: Callable[[Part], None]
 ) -> None:
     """Writes the lines of a recording as they come, up to `most` bytes. Raises MisuseError if it can't."""
+    import aiofiles  # noqa: PLC0415 - a daemon in an engine's environment does without
+
     beyond = block_tokens = 0
     async with aclosing(parts_of(url, seconds, most)) as parts:
         # The daemon has agreed: a refusal leaves no file behind.
