@@ -175,12 +175,12 @@ class Curves:
         used = self._used.reshape(*self._shape, SPANS)
         reached = self._reached.reshape(*self._shape, SPANS)
         groups = len(self._shape)
-        group = np.full(SPANS, _PRIOR)
-        for level in range(groups):
+        group = _overall(used.reshape(-1, SPANS).sum(axis=0), reached.reshape(-1, SPANS).sum(axis=0))
+        for level in range(1, groups):
+            group = group[..., None, :]
             rest = tuple(range(level, groups))
             group = (used.sum(axis=rest) + _WEIGHT * group) / (reached.sum(axis=rest) + _WEIGHT)
-            group = group[..., None, :]
-        expected = np.broadcast_to(group, used.shape).reshape(-1, SPANS)[some]
+        expected = np.broadcast_to(group[..., None, :], used.shape).reshape(-1, SPANS)[some]
         hits = self._used[some] + _WEIGHT * (1 - _SMOOTH) * expected
         out = self._reached[some] + _WEIGHT
         last = expected[:, 0]
@@ -188,6 +188,17 @@ class Curves:
             last = np.clip((hits[:, span] + _WEIGHT * _SMOOTH * last) / out[:, span], 0, _SURE)
             out[:, span] = last
         return out.astype(np.float64)
+
+
+def _overall(used: Floats, reached: Floats) -> Floats:
+    """P(used within a span | reached it) of all blocks. Of ages that few reached the ages before them tell:
+
+    else what never came back would look best where nobody has waited for it yet.
+    """
+    last, out = _PRIOR, np.empty(SPANS)
+    for span in range(SPANS):
+        last = out[span] = (float(used[span]) + _WEIGHT * last) / (float(reached[span]) + _WEIGHT)
+    return out
 
 
 def _best_rate(hits: Floats, times: Floats) -> Floats:

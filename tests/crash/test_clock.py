@@ -14,6 +14,7 @@ from tests.daemons import BLOCK, eventually, names, payloads
 YEAR_S = 365 * 86400
 LAYOUT = Layout(model="clock", block_bytes=BLOCK)
 SETTINGS = {
+    "policy": {"eviction": "lru"},  # whose order is known
     "dram": {"limit": 16 << 20, "huge_pages": False},
     "nvme": {"limit": 16 << 20, "io_threads": 2},
 }
