@@ -15,7 +15,7 @@ from kvstore.errors import DeniedError, MisuseError, RemoteProtocolError
 from kvstore.lab.served import ServedDaemon
 from kvstore.types import EXPLAIN_KEYS
 from kvstore.wire import messages as m
-from tests.daemons import WITH_NVME, cli, eventually, got, greeted, idle, names, new_layout, payloads
+from tests.daemons import WITH_NVME, cli, eventually, got, greeted, idle, log_of, names, new_layout, payloads
 from tests.tenants import ATTACKER, VICTIM, Member, TenantDaemon, needs_root
 
 TENANTS = f"""
@@ -95,6 +95,28 @@ def test_what_went_says_why(daemon: ServedDaemon, client: Client) -> None:
     assert shown.returncode == 0
     assert "invalidated" in shown.stdout
     assert "ago" in shown.stdout
+
+
+@pytest.mark.parametrize("harm", ["none", "cut", "other"])
+def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
+    with ServedDaemon(WITH_NVME) as daemon:
+        with Client(daemon.url, deadline_s=10, strict=True) as client:
+            ns, keys = stored(client, 3)
+            for _ in range(4):
+                assert got(ns, keys) == 3
+        daemon.stop()
+        [file] = Path(daemon.folder / "nvme").glob("learned*")
+        assert file.stat().st_mode & 0o777 == 0o600
+        if harm == "cut":
+            file.write_bytes(file.read_bytes()[:-1000])
+        elif harm == "other":
+            file.write_bytes(b"something else")
+        daemon.start()
+        with Client(daemon.url, deadline_s=10, strict=True) as client:
+            assert client.namespace(ns.layout).lookup(keys) == 3
+        [block] = why(daemon, keys[0].hex(), "--model", ns.layout.model)[1]["blocks"]
+        assert block["uses"] == (5 if harm == "none" else 1)
+        assert ("reuse is learned anew" in log_of(daemon)) is (harm != "none")
 
 
 def test_what_is_not_known_at_all_is_exit_code_one(daemon: ServedDaemon) -> None:

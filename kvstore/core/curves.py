@@ -11,6 +11,9 @@ left every tier still counts as not used again. From a curve follow
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,15 +23,16 @@ Floats = npt.NDArray[np.float64]
 SPANS = 40
 TICKS_A_S = 8
 _FIRST_S, _RATIO = 1.0, 1.35
-_EDGES = np.concatenate(([0.0], _FIRST_S * _RATIO ** np.arange(SPANS)))
-_WIDTHS = np.diff(_EDGES)
+_EDGES = np.concatenate(([0.0], _FIRST_S * _RATIO ** np.arange(SPANS - 1)))
+_EDGE_LIST = _EDGES.tolist()
+_WIDTHS = np.diff(_EDGES, append=_FIRST_S * _RATIO ** (SPANS - 1))
 _LATER = np.triu(np.ones((SPANS, SPANS), np.bool_))
 _COHORTS = 160
 _COHORT_S = 2.0
 _BLUR = 0.15
 _HALF_LIFE = 1 << 17
 _AT_ONCE = 12
-_PRIOR, _WEIGHT, _SMOOTH, _SURE = 0.1, 30.0, 0.5, 0.98
+_PRIOR, _LEAST, _WEIGHT, _SMOOTH, _SURE = 0.1, 0.001, 30.0, 0.5, 0.98
 
 
 def tick(now: float) -> float:
@@ -38,8 +42,20 @@ def tick(now: float) -> float:
 
 def span_of(age_s: Floats) -> Ints:
     """The span of each age: the first is up to a second, each next one 35 % longer than the one before."""
-    spans = np.searchsorted(_EDGES, age_s, "right") - 1
-    return np.clip(spans, 0, SPANS - 1)
+    # Short: this is asked for few ages and very often.
+    return np.maximum(_EDGES.searchsorted(age_s, "right") - 1, 0)
+
+
+def one_span_of(age_s: float) -> int:
+    """The same for one age."""
+    return max(bisect_right(_EDGE_LIST, age_s) - 1, 0)
+
+
+class Counts(NamedTuple):
+    """What curves follow from: blocks used within, and that reached, each span; (classes, spans) each."""
+
+    used: npt.NDArray[np.float32]
+    reached: npt.NDArray[np.float32]
 
 
 class Curves:
@@ -49,22 +65,25 @@ class Curves:
     neighbours; a class's number is its place in a C-ordered array. `joins`: how many blocks were counted.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], known: Counts | None = None) -> None:
         self._shape = shape
         self._classes = n = int(np.prod(shape))
-        self._used = np.zeros((n, SPANS), np.float32)
-        self._reached = np.zeros((n, SPANS), np.float32)
+        known = known or Counts(*np.zeros((2, n, SPANS), np.float32))
+        self._used, self._reached = (column.astype(np.float32).reshape(n, SPANS) for column in known)
         self._start = np.zeros(_COHORTS)
         self._at_span = np.zeros(_COHORTS, np.int64)
         self._waiting = np.zeros((_COHORTS, n), np.float32)
         self._cohorts = 0
-        self.joins = 0
+        self.joins = int(self._reached[:, 0].sum())
         self._next_step_s = 0.0
         self._next = 0
         self.density = np.zeros((n, SPANS), np.float32)
         self.chance = np.zeros((n, SPANS), np.float32)
-        self._learn(np.zeros(1, np.int64))
-        self.density[:], self.chance[:] = self.density[0], self.chance[0]
+        self._learn(np.arange(n))
+
+    def counts(self) -> Counts:
+        """What was counted so far."""
+        return Counts(self._used.copy(), self._reached.copy())
 
     @property
     def ram_bytes(self) -> int:
@@ -197,7 +216,8 @@ def _overall(used: Floats, reached: Floats) -> Floats:
     """
     last, out = _PRIOR, np.empty(SPANS)
     for span in range(SPANS):
-        last = out[span] = (float(used[span]) + _WEIGHT * last) / (float(reached[span]) + _WEIGHT)
+        learned = (float(used[span]) + _WEIGHT * last) / (float(reached[span]) + _WEIGHT)
+        last = out[span] = max(learned, _LEAST)
     return out
 
 

@@ -26,8 +26,7 @@ Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 """(tier, rows) -> which of these rows are now on their way down, and will leave when there."""
 
 _SCAN_MIN = 64
-_AHEAD = 32
-_AHEAD_FROM = 64
+_AHEAD, _AHEAD_OF = 32, 256
 _EMPTIED_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
 _NEXT_MOVE_S = 0.05
@@ -77,8 +76,7 @@ class Eviction:
         short = n - extents.free(pool)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
             # Ahead of need, where that costs little room: evicting one by one costs much time.
-            total = extents.classes[pool].total
-            self._evict(tier, pool, short + min(_AHEAD, total // 16 if total >= _AHEAD_FROM else 0))
+            self._evict(tier, pool, short + min(_AHEAD, extents.classes[pool].total // _AHEAD_OF))
         beyond = n * size - holdings.room(pool.tenant)
         if beyond > 0:
             self._shrink(tier, pool.tenant, beyond)
@@ -113,7 +111,6 @@ class Eviction:
             rows = policy.coldest(min(max(n, _SCAN_MIN), budget), r.now)
             if not len(rows):
                 return
-            budget -= len(rows)
             idle = r.idle(tier, rows)
             busy = rows[~idle]
             only = (r.blocks.slot[:, rows] >= 0).sum(axis=0) == 1
@@ -130,6 +127,7 @@ class Eviction:
             policy.defer(busy)
             n -= len(writing)
             last = rows[idle & only][: max(n, 0)]
+            budget -= max(1, len(busy) + len(spare) + len(last))
             n -= self._evict_last_copies(tier, pool, last)
 
     def _evict_last_copies(self, tier: int, pool: Pool, rows: Rows) -> int:

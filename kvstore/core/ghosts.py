@@ -54,6 +54,19 @@ class Ghosts:
         """The value noted for each fingerprint, -1 if there is none."""
         return self._find(fingerprints)[2]
 
+    def dump(self) -> tuple[int, npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+        """(words in the table, where those are that are not 0, these)."""
+        words = self._table.reshape(-1)
+        at = np.flatnonzero(words)
+        return len(words), at.astype(np.uint32), words[at]
+
+    def load(self, room: int, at: npt.NDArray[np.uint32], words: npt.NDArray[np.uint64]) -> bool:
+        """Takes in what a table of this size dumped; False, and nothing, if it was of another one."""
+        if room != self._table.size or len(at) != len(words) or (len(at) and int(at.max()) >= room):
+            return False
+        self._table.reshape(-1)[at] = words
+        return True
+
     def ram_bytes(self) -> int:
         """Bytes of the table."""
         return self._table.nbytes

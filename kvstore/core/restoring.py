@@ -38,7 +38,9 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
         versions = event.version[which].astype(np.int64)
         extents.claim(slots, rows, versions, event.checksum[which])
         r.reuse.restored(rows, ledger.spaces[namespace].tenant, r.now)
-        for members, some in extents.by_class(slots):
+        # Parents stay ahead of their children: they were used no earlier.
+        latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")
+        for members, some in extents.by_class(slots[latest_first]):
             r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.
             ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]

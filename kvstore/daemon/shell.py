@@ -28,7 +28,9 @@ from kvstore.core.admission import Rule
 from kvstore.core.extents import Extents
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec, TierState
+from kvstore.core.reuse import Learned
 from kvstore.core.tenants import UNLIMITED
+from kvstore.daemon import learned
 from kvstore.daemon.inherit import restore_dram, restore_nvme
 from kvstore.daemon.recorder import Recorder
 from kvstore.daemon.scrub import Scrubber
@@ -135,6 +137,7 @@ class Shell:
             self.problems += self.nvme.problems
             for problem in self.nvme.problems:
                 _log.error("%s", problem)
+            learned.restore(self)
             restore_nvme(self, self.nvme)
         restore_dram(self, self.dram)
         if self.nvme is not None:
@@ -194,15 +197,17 @@ class Shell:
         # What still arrives, from a device that has hung perhaps, must start nothing more.
         self._closed = True
         # A device that hangs must not keep the process: its threads end with that.
-        closing = threading.Thread(target=self._close, name="kvstore-close", daemon=True)
+        known = learned.collect(self)
+        closing = threading.Thread(target=self._close, args=(known,), name="kvstore-close", daemon=True)
         closing.start()
         while closing.is_alive() and self.now() < ends + _CLOSE_WITHIN_S:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         if closing.is_alive():
             _log.error("the NVMe tier could not be closed: its device does not answer")
 
-    def _close(self) -> None:
+    def _close(self, known: Learned) -> None:
         if self.nvme is not None:
+            learned.save(self, known)
             self.nvme.close()
         self.dram.close()
 

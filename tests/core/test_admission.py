@@ -221,11 +221,15 @@ def test_what_is_above_a_block_that_is_taken_goes_down_too(write_policy: str) ->
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 @pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
 def test_a_budget_holds_whatever_is_stored(write_policy: str, policy: str) -> None:
-    """One block a second is allowed, and each second brings a chain of five, some on others."""
+    """One block a second is allowed, and each second brings a chain of up to five, some on others.
+
+    Every one is asked for a second later: of blocks that never come back none would be written.
+    """
     w = world(Rule("always", 0.0, int(DAY_S) * ALIGN), write_policy=write_policy, policy=policy)
     chains, seconds = [[b"s%03d" % i + b"k%d" % k for k in range(5)] for i in range(120)], 0.0
     for i, keys in enumerate(chains):
         w.now = seconds = float(i)
+        w.get(1, chains[i - 1])
         w.put(0, 1, keys[: 2 + i % 4])
         w.finish_all()
         if i % 3 == 2:

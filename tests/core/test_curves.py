@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core import curves as module
-from kvstore.core.curves import _EDGES, SPANS, Curves, span_of, tick
+from kvstore.core.curves import _WIDTHS, SPANS, Curves, span_of, tick
 
 
 def array(*numbers: int) -> np.ndarray:
@@ -242,7 +242,7 @@ def test_density_is_the_best_end_and_chance_all_of_them(
     follow(curves, acts)
     curves.learn()
     known = np.flatnonzero(curves._reached[:, 0])
-    widths = np.diff(_EDGES).tolist()
+    widths = _WIDTHS.tolist()
     seen = curves._reached.any(axis=0).tolist()
     for kind, hazards in zip(known.tolist(), curves._hazards(known).tolist(), strict=True):
         for first in range(SPANS):
@@ -313,3 +313,25 @@ def test_what_is_told_of_the_time_before_the_first_cohort_is_counted_as_used() -
     curves.left(array(0), np.array([-100.0]))
     curves.joined(array(0), 50.0)
     sound(curves)
+
+
+def test_what_never_came_back_does_not_look_better_where_nobody_has_waited_for_it() -> None:
+    curves = Curves((1, 1, 1))
+    for i in range(40):
+        curves.joined(np.zeros(50, np.int64), 0.25 * i)
+    curves.learn()
+    assert curves.density[0].max() < 1.5 * curves.density[0, 0]
+
+
+def test_curves_go_on_from_what_was_counted() -> None:
+    first, dice = Curves((2, 1, 1)), np.random.default_rng(2)
+    for i in range(300):
+        first.joined(dice.integers(0, 2, 5), float(i))
+        first.used(array(0), np.array([float(dice.integers(0, i + 1))]), float(i))
+    counts = first.counts()
+    second = Curves((2, 1, 1), counts)
+    first._learn(np.arange(2))
+    assert np.array_equal(second.density, first.density)
+    assert second.joins == 1500
+    second.joined(array(0), 1000.0)
+    assert first.counts().reached[0, 0] == counts.reached[0, 0], "a copy"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.columns import zeros
 from kvstore.core.ghosts import Ghosts, fingerprints
 from tests.core.shelf import Tier
 
@@ -88,3 +92,15 @@ def test_fingerprints_differ_by_key_by_namespace_and_by_seed() -> None:
     bits = np.unpackbits(one.view(np.uint8)).reshape(1000, 64).mean(axis=0)
     assert bits.min() > 0.4
     assert bits.max() < 0.6
+
+
+def test_columns_that_are_only_read_take_no_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    column = zeros(16 << 20, np.uint64)
+    assert not column.any()
+    assert resident() - before < 16 << 20
+    column[::512] = 1
+    assert resident() - before > 100 << 20

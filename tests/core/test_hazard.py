@@ -155,6 +155,8 @@ def test_parents_come_back_when_their_last_child_has_gone() -> None:
     assert set(policy.coldest(150, 100.0).tolist()) == {2, 3, *range(100, 200)}
     assert len(policy) == 104
     leave(tier, policy, array(3))
+    assert policy.coldest(1, 100.0).tolist() == [1], "it may be its last one here"
+    policy.defer(array(1))
     assert policy.coldest(5, 100.0).tolist() == [2, 1, 0, 199, 198], "each right behind its last child"
     assert policy.coldest(2, 100.0).tolist() == [2, 1]
     leave(tier, policy, array(2))
@@ -174,6 +176,40 @@ def test_parents_that_were_not_set_aside_are_offered_once_and_where_they_are() -
     policy.defer(array(0))
     policy.touch(array(2), 60.0)
     assert policy.coldest(10, 60.0).tolist() == [4, 3, 1, 0, 2]
+
+
+def test_a_chain_is_offered_from_its_end_and_as_far_as_it_earns_no_more_than_others() -> None:
+    tier = Tier(40)
+    policy = tier.told("hazard")
+    chain(tier, 0, 1, 2, 3)
+    chain(tier, 10, 11, 12)
+    policy.insert(array(0, 1, 2, 3), 0.0)
+    policy.insert(array(10, 11, 12), 50.0)
+    density = tier.reuse._of(0).density
+    density[:] = 1.0
+    density[:, span_of(np.array([100.0, 50.0]))] = 0.3, 0.5
+    assert policy.coldest(5, 100.0).tolist() == [3, 2, 1, 0, 12]
+    tier.reuse._kind[1] = 20
+    density[20] = 0.7
+    assert policy.coldest(10, 100.0).tolist() == [3, 2, 12, 11, 10, 1, 0], "never before its child"
+    policy.defer(array(3))
+    assert policy.coldest(10, 100.1).tolist() == [12, 11, 10]
+
+
+def test_rows_that_are_given_anew_are_not_taken_for_those_that_left() -> None:
+    tier = Tier(40)
+    policy = tier.told("hazard")
+    chain(tier, 0, 1, 2)
+    policy.insert(array(0, 1, 2), 0.0)
+    policy.insert(array(30), 0.0)
+    leave(tier, policy, array(2, 1, 0))
+    chain(tier, 5, 1, 0, 2)
+    policy.insert(array(5, 1, 0, 2), 1.0)
+    hazard = policy.policy
+    assert isinstance(hazard, Hazard)
+    policy.coldest(1, 2.0)
+    assert len(hazard._parents) == 3
+    assert policy.coldest(5, 2.0).tolist() == [30, 2, 0, 1, 5]
 
 
 def test_parents_whose_children_are_lost_elsewhere_come_back_after_some_seconds() -> None:
@@ -266,7 +302,7 @@ def test_rows_of_all_ages_that_come_at_once_are_apart() -> None:
     order = policy.coldest(80, 200.0)
     density = span_of(200.0 - tier.reuse.last_used(order))
     assert (np.diff(density) >= -1).all(), "up to a slice's width"
-    assert slices(policy) > 10
+    assert slices(policy) >= 10, "of 42 to 200 s, each a seventh longer than the one before"
 
 
 # -- slices

@@ -303,8 +303,11 @@ def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int
         now += wait
         if what in ("stored", "restored"):
             rows = [x for x in some if x not in there] if what == "restored" else some
-            back = [x for x in rows if x in there or (x in past and what == "stored")]
             getattr(r, what)(array(*some), ONE, now)
+            if what == "restored":
+                there.update((x, past.pop(x)) for x in rows if x in past)
+                rows = [x for x in rows if x not in there]
+            back = [x for x in rows if x in there or x in past]
             uses, joins = uses + len(back), joins + len(rows)
             for x in rows:
                 there[x] = there[x] + 1 if x in there else past.pop(x) + 1 if x in back else 1
@@ -332,3 +335,65 @@ def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int
     at = np.bincount(r.classes(array(*there)), minlength=np.prod(SHAPE))
     assert (waiting >= at).all(), "who is there waits for its next use; so do ghosts"
     assert (span_of(now - r.last_used(array(*there))) >= 0).all()
+
+
+# -- from one process to the next
+
+
+def past(r: Reuse, rows: np.ndarray, now: float) -> list[tuple[int, str, float]]:
+    """What is known of each row, and how long ago it was used."""
+    ages = (now - r.last_used(rows)).tolist()
+    return [
+        (int(n), describe(int(k)), age) for n, k, age in zip(r.uses(rows), r.classes(rows), ages, strict=True)
+    ]
+
+
+def learned_a_bit(rows: int = 200) -> Reuse:
+    """Rows 0 to 9 have come back, 10 to 19 not, 20 to 29 are gone."""
+    r = reuse(rows)
+    r.stored(np.arange(30), ONE, 5.0)
+    for i in range(3):
+        r.used(np.arange(10), ONE, 30.0 * (i + 1))
+    r.gone(np.arange(20, 30))
+    return r
+
+
+@pytest.mark.parametrize("now", [0.0, 12.5, 1e6])
+def test_a_later_process_goes_on_where_one_stopped(now: float) -> None:
+    old, new = learned_a_bit(), reuse()
+    learned = old.learned(100.0)
+    before = past(old, np.arange(20), 100.0)
+    new.go_on(learned, 50.0, now)
+    new.restored(np.arange(20), ONE, now)
+    new.stored(np.arange(20, 40), ONE, now)
+    assert past(new, np.arange(20), now) == [(n, kind, age + 50.0) for n, kind, age in before]
+    assert new.uses(array(25, 35)).tolist() == [2, 1], "ghosts of before too"
+    assert past(old, np.arange(20), 100.0) == before, "that goes on as it was"
+    for kind in range(30):
+        assert np.array_equal(new._of(ONE).counts().used[kind, 0:1], old._of(ONE).counts().used[kind, 0:1])
+    assert new._of(OTHER).joins == 0
+    new.used(array(0), ONE, now + 1.0)
+    assert words(new, 0).startswith("used 4 to 7 times, up to 62.5 s apart")
+
+
+def test_a_table_of_another_size_is_not_taken_but_curves_are() -> None:
+    old, new = learned_a_bit(), Reuse(Tier(200).blocks, 1 << 10, 1)
+    new.go_on(old.learned(100.0), 50.0, 0.0)
+    new.restored(np.arange(20), ONE, 1.0)
+    assert past(new, array(0), 1.0)[0][0] == 1
+    assert new._of(ONE).joins >= 60
+
+
+def test_times_that_no_ghost_has_room_for_are_not_taken() -> None:
+    old, new = learned_a_bit(), reuse()
+    new.go_on(old.learned(100.0), 3e8, 0.0)
+    new.restored(np.arange(20), ONE, 1.0)
+    assert past(new, array(0), 1.0)[0][::2] == (1, 0.0)
+    assert chance(new, 0, 1.0) > 0
+
+
+def test_a_clock_that_went_back_makes_nothing_younger_than_it_was() -> None:
+    old, new = learned_a_bit(), reuse()
+    new.go_on(old.learned(100.0), -3600.0, 7.0)
+    new.restored(np.arange(20), ONE, 7.0)
+    assert past(new, np.arange(20), 7.0) == past(old, np.arange(20), 100.0)

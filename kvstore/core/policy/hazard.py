@@ -2,13 +2,18 @@
 
 Blocks of one class that were last used at about the same time form a *slice*, a queue, tail first. All blocks
 of a slice earn alike, so the worst slices are found among some hundred, whatever the number of blocks. Slices
-that are close together for their age are joined. A block that cannot go is set aside: until its last child
-has gone, or for a moment.
+that are close together for their age are joined.
+
+Only ends of chains compete: whoever uses a block uses its parents too. A parent is set aside until a child of
+it goes, and then comes right behind it if it earns no more than others; a block in use, for a moment.
 """
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heapreplace
+
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.core.blocks import Rows
 from kvstore.core.curves import Floats, Ints
@@ -20,8 +25,8 @@ _SPAN_S = 1.0
 _SAME_S = 0.2
 _BLUR = 0.15
 _TIDY_AFTER = 64
-_BACK_AFTER_S, _PARENTS_BACK_AFTER_S = 0.25, 10.0
-_BACK_AT_ONCE = 256
+_BACK_AFTER_S, _LOOK_AFTER_S = 0.25, 1.0
+_BACK_AT_ONCE, _LOOK_AT = 256, 4096
 
 
 class Hazard:
@@ -39,9 +44,8 @@ class Hazard:
         self._queues: list[Queue | None] = [None] * _TIDY_AFTER
         self._free = list(range(_TIDY_AFTER))
         self._latest: dict[int, int] = {}
-        self._cold, self._parents, self._busy = (Queue(self._segments) for _ in range(3))
-        self._orphaned: list[Rows] = []
-        self._now = self._back_s = self._parents_back_s = 0.0
+        self._cold, self._parents, self._orphans, self._busy = (Queue(self._segments) for _ in range(4))
+        self._now = self._back_s = self._look_s = 0.0
         self._tidy_at = _TIDY_AFTER
 
     def __len__(self) -> int:
@@ -52,18 +56,20 @@ class Hazard:
         return self._kind.nbytes + self._since.nbytes + sum(q.ram_bytes() for q in self._all())
 
     def _all(self) -> list[Queue]:
-        return [q for q in (*self._queues, self._cold, self._parents, self._busy) if q is not None]
+        return [
+            q for q in (*self._queues, self._cold, self._parents, self._orphans, self._busy) if q is not None
+        ]
 
     # -- what is where
 
     def insert(self, rows: Rows, now: float) -> None:
         """See Policy."""
-        self._file(rows[::-1], now)
+        self._file_chain(rows, now)
 
     def touch(self, rows: Rows, now: float) -> None:
         """See Policy. Blocks above those that were asked for stay where they are."""
         rows = self._segments.known(rows)
-        self._file(rows[self._reuse.last_used(rows) >= now - _SAME_S][::-1], now)
+        self._file_chain(rows[self._reuse.last_used(rows) >= now - _SAME_S], now)
 
     def refresh(self, rows: Rows) -> None:
         """Not called."""
@@ -72,14 +78,14 @@ class Hazard:
         """See Policy."""
         self._segments.forget(rows)
         if len(self._parents):
-            self._orphaned.append(self._parent[rows].astype(np.int64))
+            above = np.unique(self._parent[rows].astype(np.int64))
+            above = above[above >= 0]
+            self._orphans.append(above[self._are_aside(above)])
 
     def defer(self, rows: Rows) -> None:
         """See Policy."""
         rows = self._segments.known(rows)
         parents = self._children[rows] > 0
-        if not len(self._parents):
-            self._parents_back_s = self._now + _PARENTS_BACK_AFTER_S
         if not len(self._busy):
             self._back_s = self._now + _BACK_AFTER_S
         self._parents.append(rows[parents])
@@ -88,6 +94,13 @@ class Hazard:
     def cool(self, rows: Rows) -> None:
         """See Policy."""
         self._cold.prepend(self._segments.known(rows)[::-1])
+
+    def _file_chain(self, rows: Rows, now: float) -> None:
+        """Those that have their child right behind them are set aside, the others go where they belong."""
+        inner = np.zeros(len(rows), np.bool_)
+        inner[:-1] = self._parent[rows[1:]] == rows[:-1]
+        self._parents.append(rows[inner])
+        self._file(rows[~inner][::-1], now)
 
     def _file(self, rows: Rows, now: float) -> None:
         """Puts rows at the recent ends of the slices where they belong."""
@@ -112,9 +125,10 @@ class Hazard:
         near = last - since[at] <= np.maximum(_SPAN_S, _BLUR * (now - last))
         for i in np.unique(at[near]).tolist():
             self._queue(int(mine[i - 1])).prepend(rows[near & (at == i)])
-        seconds = np.floor(last / _SPAN_S)
-        for second in np.unique(seconds[~near]).tolist():
-            some = ~near & (seconds == second)
+        # About a span wide for the latest, the older the wider.
+        ages = np.floor(np.log1p(_BLUR * (now - last) / _SPAN_S) / _BLUR)
+        for age in np.unique(ages[~near]).tolist():
+            some = ~near & (ages == age)
             self._queue(self._new_slice(kind, float(last[some].min()))).append(rows[some])
 
     # -- who goes
@@ -128,13 +142,14 @@ class Hazard:
         found = self._lowest(n, now)
         if not len(found):
             self._file(self._busy.head(_BACK_AT_ONCE), now)
-            self._file(self._parents.head(_BACK_AT_ONCE), now)
+            self._look(now)
             found = self._lowest(n, now)
         return found
 
     def _lowest(self, n: int, now: float) -> Rows:
         out = [self._cold.head(n)]
-        wanted = n - len(out[0])
+        cold = len(out[0])
+        wanted = n - cold
         for number in self._in_order(now):
             if wanted <= 0:
                 break
@@ -144,7 +159,8 @@ class Hazard:
                 wanted -= len(rows)
             else:
                 self._drop_slice(number)
-        return self._with_parents(np.concatenate(out), n) if len(self._parents) else np.concatenate(out)
+        rows = np.concatenate(out)
+        return self._with_parents(rows, cold, n, now) if len(self._parents) else rows
 
     def _in_order(self, now: float) -> list[int]:
         """Numbers of slices, those that earn least first, the oldest of them before others."""
@@ -154,46 +170,64 @@ class Hazard:
         return order
 
     def _take_back(self, now: float) -> None:
-        """Blocks that were set aside: those that have lost their last child here; others now and then."""
-        if self._orphaned:
-            rows = np.unique(np.concatenate(self._orphaned))
-            self._orphaned.clear()
-            rows = rows[rows >= 0]
-            rows = rows[self._children[rows] == 0]
-            self._file(rows[self._segments.queues_of(rows) == self._parents.number], now)
+        """Blocks that were set aside: those that have lost a child here; others now and then."""
+        self._file(self._orphans.head(len(self._orphans)), now)
         if now >= self._back_s and len(self._busy):
             self._back_s = now + _BACK_AFTER_S
             self._file(self._busy.head(_BACK_AT_ONCE), now)
-        if now >= self._parents_back_s and len(self._parents):
-            self._parents_back_s = now + _PARENTS_BACK_AFTER_S
-            self._file(self._parents.head(_BACK_AT_ONCE), now)
+        if now >= self._look_s:
+            self._look_s = now + _LOOK_AFTER_S
+            self._look(now)
 
-    def _with_parents(self, rows: Rows, n: int) -> Rows:
-        """The first n of these and of what was set aside above their leaves: that earned less already."""
-        some = np.flatnonzero(self._children[rows] == 0)
-        line, places = [rows], [np.arange(len(rows), dtype=np.float64)]
-        above = rows[some]
-        for level in range(1, n):
-            above = self._parent[above].astype(np.int64)
-            only = (above >= 0) & (self._children[above] == 1)
-            only &= self._segments.queues_of(above) == self._parents.number
-            above, some = above[only], some[only]
-            if not len(above):
-                break
-            line.append(above)
-            places.append(some + level / n)
-        if len(line) == 1:
+    def _look(self, now: float) -> None:
+        """Some of the parents have lost their children elsewhere, or never got those they were to have."""
+        rows = self._parents.head(_LOOK_AT)
+        self._parents.append(rows)
+        self._file(rows[self._children[rows] == 0], now)
+
+    def _with_parents(self, rows: Rows, cold: int, n: int, now: float) -> Rows:
+        """The first n of these, lowest first, and of what was set aside above them, where those come in.
+
+        The first few are `cold`: what they earn does not count.
+        """
+        above = self._parent[rows].astype(np.int64)
+        more = (
+            (self._children[rows] == 0) & (above >= 0) & (self._children[above] == 1) & self._are_aside(above)
+        )
+        if not more.any():
             return rows[:n]
-        return np.concatenate(line)[np.argsort(np.concatenate(places))[:n]]
+        scores = self._earned(rows, now)
+        scores[:cold] = -1
+        # One by one: the next is hardly ever in the same chain, and less than this would cost numpy.
+        earned = self._reuse.earning(self._tenant, now)
+        may_climb, parent, children = more.tolist(), self._parent.data, self._children.data
+        aside = self._segments.membership(self._parents)
+        ends = list(zip(scores.tolist(), range(len(rows)), rows.tolist(), strict=True))
+        heapify(ends)
+        out: list[int] = []
+        while ends and len(out) < n:
+            score, i, row = ends[0]
+            out.append(row)
+            up = parent[row]
+            if may_climb[i] and up >= 0 and children[up] == 1 and aside(up):
+                # None goes before its child, though it may earn less.
+                heapreplace(ends, (max(score, earned(up)), i, up))
+            else:
+                heappop(ends)
+        return np.array(out)
+
+    def _are_aside(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        aside: npt.NDArray[np.bool_] = self._segments.queues_of(rows) == self._parents.number
+        return aside
+
+    def _earned(self, rows: Rows, now: float) -> npt.NDArray[np.float32]:
+        kinds, last = self._reuse.kinds(rows), self._reuse.last_used(rows)
+        return self._reuse.density(self._tenant, kinds, last, now)
 
     def explain(self, rows: Rows, now: float) -> list[str]:
         """What is expected of each row."""
-        kinds, last = self._reuse.kinds(rows), self._reuse.last_used(rows)
-        scores = self._reuse.density(self._tenant, kinds, last, now)
-        return [
-            f"{describe(k)}: {s:.3g} uses/s expected"
-            for k, s in zip(kinds.tolist(), scores.tolist(), strict=True)
-        ]
+        kinds, scores = self._reuse.kinds(rows).tolist(), self._earned(rows, now).tolist()
+        return [f"{describe(k)}: {s:.3g} uses/s expected" for k, s in zip(kinds, scores, strict=True)]
 
     # -- slices
 

@@ -9,7 +9,7 @@ operations, and the queues of a tier take about twice the entries that they need
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,11 @@ class Segments:
         """The number of the queue that each row is in; 0: in none."""
         numbers: npt.NDArray[np.int32] = self._owner.take(self.stamps.take(rows) >> _BITS)
         return numbers
+
+    def membership(self, queue: Queue) -> Callable[[int], bool]:
+        """Whether a row is in a queue, for one row after another, until the next change."""
+        stamps, owner, number = self.stamps.data, self._owner.data, queue.number
+        return lambda row: bool(owner[stamps[row] >> _BITS] == number)
 
     def lengths(self, numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """How many rows are in the queues of these numbers."""
