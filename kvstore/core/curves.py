@@ -32,7 +32,7 @@ _COHORT_S = 2.0
 _BLUR = 0.15
 _HALF_LIFE = 1 << 17
 _AT_ONCE = 12
-_PRIOR, _LEAST, _WEIGHT, _SMOOTH, _SURE = 0.1, 0.001, 30.0, 0.5, 0.98
+_PRIOR, _WEIGHT, _SMOOTH, _SURE = 0.1, 30.0, 0.5, 0.98
 
 
 def tick(now: float) -> float:
@@ -68,8 +68,8 @@ class Curves:
     def __init__(self, shape: tuple[int, ...], known: Counts | None = None) -> None:
         self._shape = shape
         self._classes = n = int(np.prod(shape))
-        known = known or Counts(*np.zeros((2, n, SPANS), np.float32))
-        self._used, self._reached = (column.astype(np.float32).reshape(n, SPANS) for column in known)
+        counts = known or Counts(*np.zeros((2, n, SPANS), np.float32))
+        self._used, self._reached = (column.astype(np.float32).reshape(n, SPANS) for column in counts)
         self._start = np.zeros(_COHORTS)
         self._at_span = np.zeros(_COHORTS, np.int64)
         self._waiting = np.zeros((_COHORTS, n), np.float32)
@@ -79,7 +79,9 @@ class Curves:
         self._next = 0
         self.density = np.zeros((n, SPANS), np.float32)
         self.chance = np.zeros((n, SPANS), np.float32)
-        self._learn(np.arange(n))
+        self._learn(np.arange(n if known else 1))
+        if known is None:
+            self.density[:], self.chance[:] = self.density[0], self.chance[0]
 
     def counts(self) -> Counts:
         """What was counted so far."""
@@ -194,12 +196,12 @@ class Curves:
         used = self._used.reshape(*self._shape, SPANS)
         reached = self._reached.reshape(*self._shape, SPANS)
         groups = len(self._shape)
-        group = _overall(used.reshape(-1, SPANS).sum(axis=0), reached.reshape(-1, SPANS).sum(axis=0))
-        for level in range(1, groups):
-            group = group[..., None, :]
+        group = np.full(SPANS, _PRIOR)
+        for level in range(groups):
             rest = tuple(range(level, groups))
             group = (used.sum(axis=rest) + _WEIGHT * group) / (reached.sum(axis=rest) + _WEIGHT)
-        expected = np.broadcast_to(group[..., None, :], used.shape).reshape(-1, SPANS)[some]
+            group = group[..., None, :]
+        expected = np.broadcast_to(group, used.shape).reshape(-1, SPANS)[some]
         hits = self._used[some] + _WEIGHT * (1 - _SMOOTH) * expected
         out = self._reached[some] + _WEIGHT
         last = expected[:, 0]
@@ -207,18 +209,6 @@ class Curves:
             last = np.clip((hits[:, span] + _WEIGHT * _SMOOTH * last) / out[:, span], 0, _SURE)
             out[:, span] = last
         return out.astype(np.float64)
-
-
-def _overall(used: Floats, reached: Floats) -> Floats:
-    """P(used within a span | reached it) of all blocks. Of ages that few reached the ages before them tell:
-
-    else what never came back would look best where nobody has waited for it yet.
-    """
-    last, out = _PRIOR, np.empty(SPANS)
-    for span in range(SPANS):
-        learned = (float(used[span]) + _WEIGHT * last) / (float(reached[span]) + _WEIGHT)
-        last = out[span] = max(learned, _LEAST)
-    return out
 
 
 def _best_rate(hits: Floats, times: Floats) -> Floats:

@@ -113,7 +113,8 @@ class Eviction:
                 return
             idle = r.idle(tier, rows)
             busy = rows[~idle]
-            only = (r.blocks.slot[:, rows] >= 0).sum(axis=0) == 1
+            others = r.blocks.slot[min(tier, 1) if r.ending else 0 :, rows]
+            only = (others >= 0).sum(axis=0) == 1
             if not self._lower_tier_takes(tier, pool):
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n

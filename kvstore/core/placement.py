@@ -313,7 +313,11 @@ class Placement:
     def _flush(self, event: ev.Flush, now: float) -> None:
         r = self.residency
         if len(r.tiers) > 1:
+            r.ending = True
             alone = (r.blocks.state == LIVE) & (r.blocks.slot[0] >= 0) & (r.blocks.slot[1] < 0)
+            rows = np.flatnonzero(alone)
             self.transfers.backlog.clear()
-            self.transfers.queue_writes(np.flatnonzero(alone))
+            # There may not be time, or room, for all: and a block is of no use without its parents.
+            latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")
+            self.transfers.queue_writes(rows[latest_first])
             self.transfers.pump()

@@ -74,7 +74,8 @@ class TierState:
 class Residency:
     """State of all tiers, tier 0 serving. `out` collects actions; `counters` counts what happened.
 
-    `copying`: how many copies of each tenant's blocks are queued or under way.
+    `copying`: how many copies of each tenant's blocks are queued or under way. `ending`: what tier 0 holds
+    may soon be gone, and does not count as a copy.
     """
 
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
@@ -95,6 +96,7 @@ class Residency:
         self._make_policy = find(policy)
         self._seed = seed
         self.now = 0.0
+        self.ending = False
         self.spaces: dict[int, Space] = {}
         self.holes: Counter[int] = Counter()
         self.pins: dict[int, float] = {}
@@ -412,4 +414,4 @@ class Residency:
         policies += sum(t.ghosts.ram_bytes() for t in self.tiers if t.ghosts)
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
-        return blocks + policies + extents + self.decisions.ram_bytes()
+        return blocks + policies + extents + self.decisions.ram_bytes() + self.reuse.ram_bytes

@@ -315,14 +315,6 @@ def test_what_is_told_of_the_time_before_the_first_cohort_is_counted_as_used() -
     sound(curves)
 
 
-def test_what_never_came_back_does_not_look_better_where_nobody_has_waited_for_it() -> None:
-    curves = Curves((1, 1, 1))
-    for i in range(40):
-        curves.joined(np.zeros(50, np.int64), 0.25 * i)
-    curves.learn()
-    assert curves.density[0].max() < 1.5 * curves.density[0, 0]
-
-
 def test_curves_go_on_from_what_was_counted() -> None:
     first, dice = Curves((2, 1, 1)), np.random.default_rng(2)
     for i in range(300):

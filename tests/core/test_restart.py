@@ -260,3 +260,23 @@ def test_whoever_complains_about_nothing_is_answered_too() -> None:
     answer = w.ask(ev.Suspect(0, 1, joined([b"a"])))
     assert isinstance(answer, ac.Answer)
     assert answer.value == 0
+
+
+@pytest.mark.parametrize("policy", ["hazard", "s3fifo"])
+def test_what_is_written_at_the_end_hangs_together(policy: str) -> None:
+    """Memory is nearly as large as what is below: no block there has its parent up here only."""
+    w, dice = world(dram=8, nvme=9, slots=16, policy=policy), np.random.default_rng(1)
+    chains = [[b"%02d-%02d" % (i, k) for k in range(11)] for i in range(60)]
+    for i, keys in enumerate(chains):
+        w.now += 1.0
+        w.put(0, 1, keys)
+        w.finish_all()
+        w.get(1, chains[int(dice.integers(0, i + 1))])
+        w.finish_all()
+    w.send(ev.Flush())
+    w.finish_all()
+    blocks = w.p.residency.blocks
+    below = np.flatnonzero(blocks.slot[1, : blocks.rows_touched] >= 0)
+    parents = blocks.parent[below]
+    assert len(below) > 130
+    assert (blocks.slot[1, parents[parents >= 0]] >= 0).all()
