@@ -35,6 +35,8 @@ def collect(shell: Shell) -> Learned:
 def save(shell: Shell, learned: Learned) -> None:
     """Puts it in the place of what is there; a file that cannot be written is only told."""
     path = _path(shell)
+    if path is None:
+        return
     new = path.with_suffix(".new")
     tenants = [shell.tenancy.registry.name(number) for number in learned.curves]
     counts = [np.stack(counts) for counts in learned.curves.values()]
@@ -62,6 +64,8 @@ def save(shell: Shell, learned: Learned) -> None:
 def restore(shell: Shell) -> None:
     """Has the core go on from what an earlier daemon knew, if that can be read. Before any block is there."""
     path = _path(shell)
+    if path is None:
+        return
     try:
         with np.load(path, allow_pickle=False) as file:
             if int(file["format"]) != _FORMAT:
@@ -84,7 +88,6 @@ def restore(shell: Shell) -> None:
     shell.placement.residency.reuse.go_on(learned, elapsed_s, shell.now())
 
 
-def _path(shell: Shell) -> Path:
+def _path(shell: Shell) -> Path | None:
     folder = shell.config.nvme.path
-    assert folder is not None, "only where there is a tier that outlives the daemon"
-    return folder / _NAME
+    return folder / _NAME if folder is not None else None

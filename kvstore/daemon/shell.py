@@ -198,7 +198,7 @@ class Shell:
         self._closed = True
         # A device that hangs must not keep the process: its threads end with that.
         known = learned.collect(self)
-        closing = threading.Thread(target=self._close, args=(known,), name="kvstore-close", daemon=True)
+        closing = threading.Thread(target=lambda: self._close(known), name="kvstore-close", daemon=True)
         closing.start()
         while closing.is_alive() and self.now() < ends + _CLOSE_WITHIN_S:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
