@@ -721,6 +721,8 @@ def test_nothing_is_left_of_a_deleted_tenant(encrypt: bool, tmp_path: Path) -> N
             assert kept.put(KEYS, payloads(KEYS)).stored == len(KEYS)
             eventually(lambda: idle(operator.status()) and operator.status())
             out = room_for(100)
+            learned = daemon.folder / "nvme" / "learned.npz"
+            learned.write_bytes(b"of the life before, victim's too")
             assert ns.get(keys[:100], out) == 100
             assert np.array_equal(out, marked(mark, 100))
             assert bool(found_on_disk(daemon, mark)) is not encrypt
@@ -728,6 +730,7 @@ def test_nothing_is_left_of_a_deleted_tenant(encrypt: bool, tmp_path: Path) -> N
             assert operator.delete_tenant("victim") > 0
             assert not found_on_disk(daemon, mark)
             assert not found_in_memory(daemon.pid, mark)
+            assert not learned.exists()
             assert ns.lookup(keys) == 0
             assert got(kept, KEYS) == len(KEYS)
             used = usage(operator, "victim")

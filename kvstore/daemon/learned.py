@@ -88,6 +88,17 @@ def restore(shell: Shell) -> None:
     shell.placement.residency.reuse.go_on(learned, elapsed_s, shell.now())
 
 
+def discard(shell: Shell) -> None:
+    """What was written at the last stop is no more: a tenant has been deleted, which it still names."""
+    path = _path(shell)
+    if path is None:
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("what was learned of a deleted tenant stays until the next stop: %s", error)
+
+
 def _path(shell: Shell) -> Path | None:
     folder = shell.config.nvme.path
     return folder / _NAME if folder is not None else None

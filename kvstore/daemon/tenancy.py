@@ -14,6 +14,7 @@ from kvstore.config import Config, Tenant
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.tenants import UNLIMITED, Quota
+from kvstore.daemon import learned
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
 from kvstore.daemon.tenants import Identity, Registry
 from kvstore.errors import ConfigError, KVStoreError, TierError
@@ -237,6 +238,7 @@ class Tenancy:
         def gone() -> None:
             self._gone(tenant, numbers)
             self._deleting[tenant] -= 1
+            learned.discard(self._shell)
             self._set(name, self._shell.config)
             if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
                 self._shell.nvme.erase_key(name)
