@@ -55,10 +55,15 @@ class Admission:
         budget = 1 / (1 + math.exp(-self._odds)) if self._odds > _LOWEST else 0.0
         return max(budget, self.rule.threshold if self.rule.mode == "reuse" else 0.0)
 
+    @property
+    def spent(self) -> bool:
+        """Whether the budget allows nothing for now."""
+        return self.rule.bytes_a_day > 0 and self._left <= 0
+
     def admits(self, rows: Rows, tenant: int, now: float) -> npt.NDArray[np.bool_]:
         """Which blocks of a tenant are worth writing."""
         self._step(now)
-        admitted = np.full(len(rows), not self.rule.bytes_a_day or self._left > 0)
+        admitted = np.full(len(rows), not self.spent)
         if self.rule.mode == "twice":
             admitted &= self._reuse.uses(rows) >= 2
         if self.threshold:

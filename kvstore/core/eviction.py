@@ -153,14 +153,13 @@ class Eviction:
     def _drop_refused(self, tier: int, pool: Pool, rows: Rows) -> npt.NDArray[np.bool_]:
         """Drops leaves that are not worth writing down; which of the rows those were.
 
-        What has children goes down with them: without it they would be lost too.
+        What has children goes down with them: without it they would be lost too. But not beyond a budget.
         """
         gone = np.zeros(len(rows), np.bool_)
         if len(rows) and tier + 1 < len(self._r.tiers):
-            refused = np.flatnonzero(
-                ~self._r.tiers[tier + 1].admission.admits(rows, pool.tenant, self._r.now)
-            )
-            gone[refused[self._leaf_first(rows[refused])]] = True
+            admission = self._r.tiers[tier + 1].admission
+            refused = np.flatnonzero(~admission.admits(rows, pool.tenant, self._r.now))
+            gone[refused if admission.spent else refused[self._leaf_first(rows[refused])]] = True
             self._r.counters["refused_blocks"] += int(gone.sum())
             self._r.decisions.record(What.REFUSED, tier + 1, rows[gone], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[gone])

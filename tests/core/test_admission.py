@@ -239,3 +239,23 @@ def test_a_budget_holds_whatever_is_stored(write_policy: str, policy: str) -> No
     assert seconds / 4 < written <= seconds + 8, "and what was begun"
     assert w.p.counters["refused_blocks"] > 150
     w.settle()
+
+
+def test_beyond_a_budget_not_even_parents_of_what_is_below_are_written() -> None:
+    w = world(Rule("always", 0.0, int(DAY_S) * ALIGN), write_policy="on_evict")
+    admission, i = w.p.residency.tiers[1].admission, 0
+    admission._left, admission._next_step_s = 100.0 * ALIGN, np.inf
+    chain = [b"chain%d" % k for k in range(6)]
+    w.put(0, 1, chain)
+    while w.p.counters["written_blocks"] == 0:
+        w.put(0, 1, [b"other%03d" % (i := i + 1)])
+        w.finish_all()
+    written = w.p.counters["written_blocks"]
+    assert written < 6
+    admission.wrote(1000 * ALIGN)
+    for _ in range(40):
+        w.put(0, 1, [b"other%03d" % (i := i + 1)])
+        w.finish_all()
+    assert w.p.counters["written_blocks"] == written
+    assert w.lookup(1, chain) == 0
+    w.settle()
