@@ -1,7 +1,8 @@
 """evict: microseconds that a block's coming and going costs an eviction policy, at 10 M rows against 100 k.
 
-Batches of 128 come (insert) and others leave for them (coldest, remove), while 128 that are there are used.
-The figures are CPU time; `longest_ms` is the longest single call of any kind at 10 M rows, filling included.
+Chains of 128 come (insert) and others leave for them (coldest, remove), while 128 that are there are used.
+What `reuse` learns of them is part of it. The figures are CPU time; `longest_ms` is the longest single call
+of any kind at 10 M rows, filling included.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvstore.core.keys import Keys
 from kvstore.core.policy import POLICIES, make
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
+from kvstore.core.reuse import Reuse
 
 FEW, MANY = 100_000, 10_000_000
 BATCH = 128
@@ -65,14 +67,17 @@ class _Filled:
         self._segments = Segments(zeros(n, np.int32))
         self._ghosts: Ghosts | None = None
         costs = np.zeros(1 << 16, np.float32)
-        self._policy = make(name, Shelf(self._segments, blocks, self._make_ghosts, 1, 0, costs))
+        self._reuse = Reuse(blocks, n, 1)
+        shelf = Shelf(self._segments, blocks, self._make_ghosts, 1, 0, costs, self._reuse)
+        self._policy = make(name, shelf)
         self._dice = np.random.default_rng(1)
         self._chains = n // BATCH
         self._next_key = n
         self.longest_s = 0.0
         for start in range(0, self._chains * BATCH, BATCH):
             rows = np.arange(start, start + BATCH)
-            self._timed(lambda rows=rows: self._policy.insert(rows, 0.0))
+            self._chain(rows)
+            self._timed(lambda rows=rows: self._insert(rows, 0.0))
         for _ in range(self._chains // 2):
             self._use()
 
@@ -87,17 +92,43 @@ class _Filled:
         for _ in range(STEPS):
             gone, spent_s = self._timed(lambda: self._policy.coldest(BATCH, now))
             took_s += spent_s
-            took_s += self._timed(lambda gone=gone: self._policy.remove(gone))[1]
+            took_s += self._timed(lambda gone=gone: self._remove(gone))[1]
             self._blocks.words[gone, 0] = np.arange(self._next_key, self._next_key + len(gone))
             self._next_key += len(gone)
-            took_s += self._timed(lambda gone=gone: self._policy.insert(gone, now))[1]
-            self._use()
+            new = np.sort(gone)
+            self._unchain(new)
+            self._chain(new)
+            took_s += self._timed(lambda new=new: self._insert(new, now))[1]
+            self._use(now)
         return 1e6 * took_s / STEPS / BATCH
 
-    def _use(self) -> None:
+    def _chain(self, rows: Rows) -> None:
+        """Each is the parent of the next one."""
+        self._blocks.parent[rows] = np.append(-1, rows[:-1])
+        self._blocks.children[rows] = 1
+        self._blocks.children[rows[-1:]] = 0
+
+    def _unchain(self, rows: Rows) -> None:
+        above = self._blocks.parent[rows].astype(np.int64)
+        np.subtract.at(self._blocks.children, above[above >= 0], 1)
+
+    def _insert(self, rows: Rows, now: float) -> None:
+        self._reuse.stored(rows, 0, now)
+        self._policy.insert(rows, now)
+
+    def _remove(self, rows: Rows) -> None:
+        self._policy.remove(rows)
+        self._reuse.gone(rows)
+
+    def _use(self, now: float = 0.0) -> None:
         chain = int(self._dice.zipf(1.1)) * 7919 % self._chains
         rows = np.arange(chain * BATCH, (chain + 1) * BATCH)
-        self._timed(lambda: self._policy.touch(rows, 0.0))
+
+        def use() -> None:
+            self._reuse.used(rows, 0, now)
+            self._policy.touch(rows, now)
+
+        self._timed(use)
 
     def _timed(self, call: Callable[[], Rows | None]) -> tuple[Rows | None, float]:
         start_s = time.thread_time()
