@@ -25,8 +25,8 @@ from kvstore.wire.frames import Frames, pack
 
 BLOCK = 16 << 10
 SMALL = {"dram": {"limit": "16MiB", "huge_pages": False}}
-WITH_NVME = {**SMALL, "nvme": {"limit": "64MiB", "io_threads": 2}}
-"""DRAM for about 1000 blocks in extents of 2 MiB, NVMe for 4096 in extents of 8 MiB."""
+WITH_NVME = {**SMALL, "nvme": {"limit": "64MiB", "io_threads": 2}, "policy": {"eviction": "lru"}}
+"""DRAM for about 1000 blocks in extents of 2 MiB, NVMe for 4096 in extents of 8 MiB. The order is known."""
 
 _numbers = itertools.count()
 

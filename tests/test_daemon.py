@@ -39,13 +39,11 @@ from tests.daemons import (
 
 DRAM_BLOCKS = 8 * 126
 """About what `SMALL` holds."""
-IN_ORDER = {**WITH_NVME, "policy": {"eviction": "lru"}}
-"""So that what was stored last is surely there."""
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(IN_ORDER) as served:
+    with ServedDaemon(WITH_NVME) as served:
         yield served
 
 
@@ -95,7 +93,7 @@ def test_layouts_and_their_blocks_are_apart(client: Client) -> None:
 
 def test_blocks_of_any_size_live_beside_each_other() -> None:
     sizes = (1, 100, 4096, 4097, BLOCK, 300_003, 1 << 20)
-    with ServedDaemon(IN_ORDER) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
         fill(client, DRAM_BLOCKS)
         spaces = [client.namespace(new_layout(nbytes)) for nbytes in sizes]
         keys = names(4)

@@ -99,7 +99,7 @@ def test_what_went_says_why(daemon: ServedDaemon, client: Client) -> None:
 
 @pytest.mark.parametrize("harm", ["none", "cut", "other"])
 def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+    with ServedDaemon({**WITH_NVME, "policy": {"eviction": "hazard"}}) as daemon:
         with Client(daemon.url, deadline_s=10, strict=True) as client:
             ns, keys = stored(client, 3)
             for _ in range(4):

@@ -100,8 +100,9 @@ def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
 def test_as_a_live_daemon_serves(tmp_path: Path) -> None:
     path = chats(tmp_path / "t", 1200)
     study = Study(path, Options(block_bytes=BLOCK))
-    settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": "lru"}}
-    # By its order alone: the daemon plays faster than the trace's clock, from which others learn.
+    # By its order alone: the daemon plays faster than the trace's clock, from which others learn. And nothing
+    # else goes on: the scrubber would keep a quarter of so few blocks from being evicted at a time.
+    settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": "lru"}, "scrub": {"rate": 0}}
     with ServedDaemon(settings) as daemon, Client(daemon.url) as client:
         live = replay_live(client, Trace(path), LiveOptions(concurrency=1, block_bytes=BLOCK))
     [point] = study.report(["lru"], ["18MiB"]).points
