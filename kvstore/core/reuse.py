@@ -22,7 +22,7 @@ from kvstore.core.ghosts import Ghosts, fingerprints
 _COUNTS, _INTERVALS, _AMOUNTS = 4, 6, 3
 SHAPE = (_COUNTS + 1, _INTERVALS, _AMOUNTS)
 """Classes: uses x interval x amount; the last row of uses is for blocks of which a client said something."""
-CLASSES = (_COUNTS + 1) * _INTERVALS * _AMOUNTS, SPANS
+CLASSES = int(np.prod(SHAPE)), SPANS
 """The shape of a column of a tenant's `Counts`."""
 _TOLD = _COUNTS
 _MOST_USES = 15
@@ -196,7 +196,7 @@ class Reuse:
     # -- from one process to the next
 
     def learned(self, now: float) -> Learned:
-        """All of it. Takes some 0.3 s a million blocks: for the end."""
+        """All of it: a pass over all blocks, for the end."""
         rows = np.flatnonzero(self._used[: self._blocks.rows_touched])
         for first in range(0, len(rows), _NOTED_AT_ONCE):
             self._note(rows[first : first + _NOTED_AT_ONCE])
