@@ -55,7 +55,7 @@ class Client:
 
     `deadline_s` bounds every call that does not bring its own. A daemon that is away, late or full makes a
     miss or a denial; with `strict`, a call that was refused as a whole raises UnavailableError or DeniedError
-    instead. Blocks that found no room are counted in `PutResult.denied` either way. Misuse always raises.
+    instead. Blocks that were not stored are counted in `PutResult.denied` either way. Misuse always raises.
     `token` says who asks (None: KVSTORE_TOKEN). `recompute_tokens_per_s` is how fast the engine computes KV:
     blocks that take longer to load than to compute are then left out by `acquire`, `get` and `lookup`.
     """

@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 GRANTED, PRESENT, PENDING, DENIED = range(4)
-"""What became of one key of a reservation: write it; already there; somebody else writes it; no room."""
+"""What became of one key of a reservation: write it; already there; somebody else writes it; not stored."""
+
+NO_ROOM, WORTH_LESS = "no room", "worth less than what is stored"
+"""Why keys were DENIED."""
 
 U32 = npt.NDArray[np.uint32]
 

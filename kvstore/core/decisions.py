@@ -42,7 +42,7 @@ class What(IntEnum):
     DROPPED = 3
     """The last copy of a leaf made way."""
     REFUSED = 4
-    """Admission kept it out of the tier."""
+    """Admission kept it out of the tier, or it was worth less than what is there."""
     DENIED = 5
     """There was no room for it."""
     UNWRITTEN = 6

@@ -58,10 +58,11 @@ class Eviction:
         self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
 
-    def make_room(self, tier: int, pool: Pool, n: int, patient: bool = False) -> int:
+    def make_room(self, tier: int, pool: Pool, n: int, patient: bool = False, below: float = math.inf) -> int:
         """Frees slots until n are free, if it can; returns how many of the n the pool's tenant may take.
 
-        `patient`: evicts nothing while more extents are on their way.
+        `patient`: evicts nothing while more extents are on their way. `below`: what the n blocks earn; those
+        that earn more are not lost for them, see Policy.coldest.
         """
         r = self._r
         r.settle()
@@ -76,11 +77,16 @@ class Eviction:
         short = n - extents.free(pool)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
             # Ahead of need, where that costs little room: evicting one by one costs much time.
-            self._evict(tier, pool, short + min(_AHEAD, extents.classes[pool].total // _AHEAD_OF))
+            ahead = min(_AHEAD, extents.classes[pool].total // _AHEAD_OF)
+            self._evict(tier, pool, short + ahead, below)
         beyond = n * size - holdings.room(pool.tenant)
         if beyond > 0:
-            self._shrink(tier, pool.tenant, beyond)
+            self._shrink(tier, pool.tenant, beyond, below)
         return min(n, extents.free(pool), holdings.room(pool.tenant) // size)
+
+    def weighs(self, tier: int, pool: Pool) -> bool:
+        """Whether new blocks must be worth what goes for them: nothing is lost that can go down instead."""
+        return self._r.policy(tier, pool).weighs and not self._lower_tier_takes(tier, pool)
 
     def make_rows(self, n: int, tenant: int) -> None:
         """Drops blocks, from the lowest tier up, the tenant's own first, until n rows are free, if it can."""
@@ -104,11 +110,11 @@ class Eviction:
 
     # -- one pool
 
-    def _evict(self, tier: int, pool: Pool, n: int) -> None:
+    def _evict(self, tier: int, pool: Pool, n: int, below: float = math.inf) -> None:
         r, policy = self._r, self._r.policy(tier, pool)
         budget = 4 * n + _SCAN_MIN
         while n > 0 and budget > 0:
-            rows = policy.coldest(min(max(n, _SCAN_MIN), budget), r.now)
+            rows = policy.coldest(min(max(n, _SCAN_MIN), budget), r.now, below)
             if not len(rows):
                 return
             idle = r.idle(tier, rows)
@@ -197,7 +203,7 @@ class Eviction:
         self.shrinking.add((tier, tenant))
         self._step_at(self._r.now + _NEXT_STEP_S)
 
-    def _shrink(self, tier: int, tenant: int, nbytes: int) -> None:
+    def _shrink(self, tier: int, tenant: int, nbytes: int, below: float = math.inf) -> None:
         """Evicts a tenant's blocks, of whatever size, until so many bytes are free, if it can."""
         extents = self._r.tiers[tier].extents
         goal = int(extents.holdings.used[tenant]) - nbytes
@@ -205,7 +211,7 @@ class Eviction:
             over = int(extents.holdings.used[tenant]) - goal
             if over <= 0:
                 return
-            self._evict(tier, members.pool, -(-over // members.pool.slot_bytes))
+            self._evict(tier, members.pool, -(-over // members.pool.slot_bytes), below)
 
     # -- steps
 

@@ -87,9 +87,15 @@ class Ghosts:
 
 def fingerprints(blocks: Blocks, rows: Rows, seed: int) -> Fingerprints:
     """64 bits of each row's key and namespace, other ones for another seed."""
-    words = blocks.words.take(rows, axis=0)
+    return fingerprints_of(blocks.words.take(rows, axis=0), blocks.namespace[rows].astype(np.uint64), seed)
+
+
+def fingerprints_of(
+    words: npt.NDArray[np.uint64], namespaces: npt.NDArray[np.uint64], seed: int
+) -> Fingerprints:
+    """The same for keys in words, as rows have them or without words of 0 at the end."""
     mixed: Fingerprints = words @ _MIX[: words.shape[1]]
-    mixed ^= blocks.namespace[rows].astype(np.uint64) * _MIX[14] + np.uint64(seed % (1 << 64))
+    mixed ^= namespaces * _MIX[14] + np.uint64(seed % (1 << 64))
     mixed ^= mixed >> np.uint64(31)
     mixed *= _MIX[15]
     mixed ^= mixed >> np.uint64(29)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore.columns import zeros
 from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.curves import SPANS, TICKS_A_S, Counts, Curves, Floats, Ints, one_span_of, span_of, tick
-from kvstore.core.ghosts import Ghosts, fingerprints
+from kvstore.core.ghosts import Ghosts, fingerprints, fingerprints_of
 
 _COUNTS, _INTERVALS, _AMOUNTS = 4, 6, 3
 SHAPE = (_COUNTS + 1, _INTERVALS, _AMOUNTS)
@@ -91,12 +91,15 @@ class Reuse:
         fresh = rows[~known]
         if not len(fresh):
             return
+        kind = self._new_kind(int(self._blocks.parent[fresh[0]]), len(fresh), tenant)
         mean = self._mean.get(tenant, float(len(fresh)))
         self._mean[tenant] = mean + (len(fresh) - mean) / _MEAN_OVER
-        amount = int(len(fresh) >= mean / 4) + int(len(fresh) >= mean)
-        parent = int(self._blocks.parent[fresh[0]])
-        kind = self._interval(parent) * _AMOUNTS + amount
         self._enter(fresh, np.full(len(fresh), kind), np.ones(len(fresh)), tenant, now)
+
+    def passed_by(self, rows: Rows, tenant: int, now: float) -> None:
+        """The same for what is not kept, and about to be given back: it may come again."""
+        self.stored(rows, tenant, now)
+        self.gone(rows)
 
     def restored(self, rows: Rows, tenant: int, now: float) -> None:
         """Blocks of an earlier life; of those of which nothing was learned then only that they are here."""
@@ -108,13 +111,10 @@ class Reuse:
         """Stored blocks were asked for, and there."""
         if not len(rows):
             return
-        curves, since, kinds = self._of(tenant), self._since(rows), self.classes(rows)
-        curves.used(kinds, since, now)
-        uses = np.minimum(self._uses[rows].astype(np.int64) + 1, _MOST_USES)
-        counts = np.minimum(np.log2(uses).astype(np.int64), _COUNTS - 1)
-        intervals = 1 + np.searchsorted(_INTERVAL_EDGES_S, tick(now) - since, "left")
-        amounts = np.where(kinds // (_INTERVALS * _AMOUNTS) == _TOLD, 1, kinds % _AMOUNTS)
-        self._enter(rows, (counts * _INTERVALS + intervals) * _AMOUNTS + amounts, uses, tenant, now)
+        since, kinds = self._since(rows), self.classes(rows)
+        self._of(tenant).used(kinds, since, now)
+        uses = np.minimum(self.uses(rows) + 1, _MOST_USES)
+        self._enter(rows, _kinds_after(kinds, uses, tick(now) - since), uses, tenant, now)
 
     def told(self, rows: Rows, tenant: int, next_use_s: float | None, now: float) -> None:
         """A client expects to use stored blocks again in so many seconds; None: never.
@@ -155,6 +155,11 @@ class Reuse:
         """A tenant is no more: nor is what was learned from it."""
         for book in (self._curves, self._news, self._mean):
             book.pop(tenant, None)
+
+    def _new_kind(self, parent: int, n: int, tenant: int) -> int:
+        """The class of n blocks that are stored for the first time, below a row or none (-1)."""
+        mean = self._mean.get(tenant, float(n))
+        return self._interval(parent) * _AMOUNTS + int(n >= mean / 4) + int(n >= mean)
 
     def _interval(self, row: int) -> int:
         """How long a block (-1: none) had not been used when it last was; 0: nobody knows."""
@@ -247,11 +252,37 @@ class Reuse:
 
         return earned
 
+    def promise(
+        self, words: npt.NDArray[np.uint64], namespace: int, parent: int, n: int, tenant: int, now: float
+    ) -> float:
+        """What n blocks would earn a second if stored now: as much as their first one, with a key of `words`.
+
+        What comes behind it is no more likely to be used, and goes first.
+        """
+        name = fingerprints_of(words[None, :], np.array([namespace], np.uint64), self._seed)
+        past = self._ghosts.peek(name)
+        kinds = np.array([self._new_kind(parent, n, tenant)])
+        if past[0] >= 0:
+            last_used = ((past >> 11) - 1 - self._epoch_ticks) / TICKS_A_S
+            kinds = _kinds_after(
+                past & _CLASS, np.minimum((past >> 7 & 15) + 1, _MOST_USES), tick(now) - last_used
+            )
+        return float(self._of(tenant).density[kinds[0], 0])
+
     def chance(self, rows: Rows, tenant: int, now: float) -> npt.NDArray[np.float32]:
         """P(a block is used again), for blocks of one tenant."""
         spans = span_of(now - self._since(rows))
         chance: npt.NDArray[np.float32] = self._of(tenant).chance[self.classes(rows), spans]
         return chance
+
+
+def _kinds_after(kinds: Ints, uses: Ints, intervals_s: Floats) -> Ints:
+    """The classes of blocks that are used again after so long, `uses` with this one."""
+    counts = np.minimum(np.log2(uses).astype(np.int64), _COUNTS - 1)
+    intervals = 1 + np.searchsorted(_INTERVAL_EDGES_S, intervals_s, "left")
+    amounts = np.where(kinds // (_INTERVALS * _AMOUNTS) == _TOLD, 1, kinds % _AMOUNTS)
+    kinds_after: Ints = (counts * _INTERVALS + intervals) * _AMOUNTS + amounts
+    return kinds_after
 
 
 def describe(kind: int) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import DENIED, GRANTED, PENDING, PRESENT, Answer, Deny, Room
+from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WORTH_LESS, Answer, Deny, Room
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.decisions import What
 from kvstore.core.ledger import NONE, Ledger, Reservation
@@ -49,21 +51,56 @@ class Writes:
         want = np.flatnonzero((state == FREE) | (state == HOLE))
         if len(want) and not self._ledger.may_hold(event.client):
             return self._ledger.deny_hold(event.request)
-        n = self._room_beside(space, len(want), rows, parent, patient=event.deadline > now)
+        before = np.concatenate(([parent], rows))[:-1]
+        earn = self._earn(event, space, state, want, before, now)
+        n = self._room_beside(space, len(want), rows, parent, event.deadline > now, earn)
         if n < len(want) and self._ledger.room_is_coming(event, space.tenant, now):
             self._ledger.stall(event, space.tenant)
         else:
-            self._give_room(event, space, rows, state, want[:n], parent)
+            if earn < math.inf:
+                self._pass_by(event, space, want[n:], before, now)
+            self._give_room(
+                event, space, rows, state, want[:n], parent, NO_ROOM if earn == math.inf else WORTH_LESS
+            )
         r.prune(np.unique(np.append(rows, parent)))
         return None
 
-    def _room_beside(self, space: Space, n: int, rows: Rows, parent: int, patient: bool) -> int:
+    def _earn(
+        self,
+        event: ev.Reserve,
+        space: Space,
+        state: npt.NDArray[np.uint8],
+        want: Rows,
+        before: Rows,
+        now: float,
+    ) -> float:
+        """What the blocks that are wanted earn a second (see Reuse): to be stored they must be worth it.
+
+        All are where nobody weighs that, and where others hang on one of them.
+        """
+        r, pool = self._r, space.pools[0]
+        if not len(want) or not self._transfers.eviction.weighs(0, pool) or (state == HOLE).any():
+            return math.inf
+        first = int(want[0])
+        words, parent = event.keys.words[first], int(before[first])
+        return r.reuse.promise(words, event.namespace, parent, len(want), space.tenant, now)
+
+    def _pass_by(self, event: ev.Reserve, space: Space, which: Rows, before: Rows, now: float) -> None:
+        """These keys are not stored, but they have been seen: if they come again they are worth more."""
+        blocks = self._r.blocks
+        rows = blocks.take(event.namespace, event.keys, which)
+        if len(rows):
+            blocks.parent[rows[0]] = before[which[0]]
+            self._r.reuse.passed_by(rows, space.tenant, now)
+            blocks.give_back(rows)
+
+    def _room_beside(self, space: Space, n: int, rows: Rows, parent: int, patient: bool, earn: float) -> int:
         """Makes room for n blocks without evicting the chain that they will hang on."""
         r = self._r
         guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
         r.blocks.children[guarded] += 1
         self._transfers.eviction.make_rows(int((rows < 0).sum()), space.tenant)
-        n = self._transfers.eviction.make_room(0, space.pools[0], n, patient)
+        n = self._transfers.eviction.make_room(0, space.pools[0], n, patient, earn)
         r.blocks.children[guarded] -= 1
         return n
 
@@ -75,6 +112,7 @@ class Writes:
         state: npt.NDArray[np.uint8],
         want: Rows,
         parent: int,
+        why: str,
     ) -> None:
         r, pool = self._r, space.pools[0]
         new = want[state[want] == FREE]
@@ -100,8 +138,9 @@ class Writes:
         status[state == RESERVED] = PENDING
         status[want] = GRANTED
         denied = int((status == DENIED).sum())
-        r.counters["denied_blocks"] += denied
-        r.decisions.record_keys(What.DENIED, 0, event.namespace, event.keys, status == DENIED, r.now)
+        r.counters["denied_blocks" if why == NO_ROOM else "refused_blocks"] += denied
+        what = What.DENIED if why == NO_ROOM else What.REFUSED
+        r.decisions.record_keys(what, 0, event.namespace, event.keys, status == DENIED, r.now)
         r.counters["present_blocks"] += int((status == PRESENT).sum())
         lease, slots = 0, NONE
         if len(want):
@@ -110,10 +149,8 @@ class Writes:
             alive = np.ones(len(want), np.bool_)
             self._ledger.reservations[lease] = Reservation(event.client, space, pool, filled, slots, alive)
             self._ledger.writers[event.namespace] += 1
-        why = "no room" if denied else ""
-        self._ledger.say(
-            Room(event.request, lease, pool.slot_bytes, r.tiers[0].extents.record[slots], status, why)
-        )
+        where = r.tiers[0].extents.record[slots]
+        self._ledger.say(Room(event.request, lease, pool.slot_bytes, where, status, why if denied else ""))
 
     def commit(self, event: ev.Commit, now: float) -> None:
         reservation = self._take_reservation(event.client, event.lease)

@@ -42,7 +42,7 @@ class Node:
     or say what NVMe takes, as in the configuration: `admission`, `admission_threshold`, `write_budget`.
 
     `hits` has the blocks served, by the number of the tier in which they were found; `denied` those for which
-    there was no room.
+    there was no room, not those that were worth less than what was there.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class Node:
             refused = int(np.count_nonzero(room.status == ac.DENIED))
             if refused:
                 # What follows would have no parent in the store.
-                self.denied += refused + keys.n - at - part.n
+                if room.why == ac.NO_ROOM:
+                    self.denied += refused + keys.n - at - part.n
                 return
 
     def _ask(self, event: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvstore.core.blocks import Blocks, Rows
@@ -65,9 +67,9 @@ class Told:
         self.policy.remove(rows)
         self._tier.reuse.gone(rows)
 
-    def coldest(self, n: int, now: float | None = None) -> Rows:
+    def coldest(self, n: int, now: float | None = None, below: float = math.inf) -> Rows:
         self.now = self.now if now is None else now
-        return self.policy.coldest(n, self.now)
+        return self.policy.coldest(n, self.now, below)
 
     def defer(self, rows: Rows) -> None:
         self.policy.defer(rows)

@@ -1,4 +1,4 @@
-"""What a lower tier takes, and that a write budget is kept, and used."""
+"""What a lower tier takes, that a write budget is kept, and used, and what is not worth a slot at all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvstore.core import actions as ac
 from kvstore.core.admission import DAY_S, Admission, Rule
 from kvstore.core.reuse import Reuse
 from kvstore.types import ALIGN
 from tests.core.shelf import Tier
-from tests.core.world import World
+from tests.core.world import World, joined
 
 MIB = 1 << 20
 
@@ -258,4 +259,73 @@ def test_beyond_a_budget_not_even_parents_of_what_is_below_are_written() -> None
         w.finish_all()
     assert w.p.counters["written_blocks"] == written
     assert w.lookup(1, chain) == 0
+    w.settle()
+
+
+# -- worth a slot
+
+
+def lessons(**more: object) -> World:
+    """One chain is used every other second; what else comes never comes again. All slots are taken."""
+    w = World(1, slots=8, policy="hazard", **more)  # type: ignore[arg-type]
+    w.open(1)
+    for i in range(150):
+        w.now += 2.0
+        if len(w.get(1, OFTEN)) < len(OFTEN):
+            w.put(0, 1, OFTEN)
+        if i < 50 or i % 5 == 0:
+            w.put(0, 1, [b"%03d-%d" % (i, k) for k in range(4)])
+        w.finish_all()
+    w.now += 1.0
+    return w
+
+
+OFTEN = [b"often%d" % k for k in range(8)]
+
+
+def test_what_earns_less_than_what_is_stored_is_refused() -> None:
+    w = lessons(nvme=0)
+    assert w.p.counters["refused_blocks"] > 50
+    assert w.p.counters["denied_blocks"] == 0
+    room = w.reserve(0, 1, [b"once%d" % k for k in range(4)])
+    assert isinstance(room, ac.Room)
+    assert (room.status.tolist(), room.lease) == ([ac.DENIED] * 4, 0)
+    assert room.why == "worth less than what is stored"
+    assert len(w.get(1, OFTEN)) == 8
+    w.settle()
+
+
+def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
+    w = lessons(nvme=0)
+    keys, reuse = [b"again%d" % k for k in range(4)], w.p.residency.reuse
+
+    def promised(key: bytes) -> float:
+        return reuse.promise(joined([key]).words[0], 1, -1, 4, 0, w.now)
+
+    assert promised(keys[0]) == promised(b"new")
+    assert w.put(0, 1, keys) == 0
+    w.now += 2.0
+    assert promised(keys[0]) > 2 * promised(b"new")
+    assert w.put(0, 1, keys) == 0
+    w.now += 20.0
+    assert w.put(0, 1, keys) == 4, "what is stored was not used all that time"
+    w.settle()
+
+
+def test_nothing_is_refused_that_can_go_down_instead() -> None:
+    w = lessons(nvme=4)
+    assert w.p.counters["refused_blocks"] == 0
+    assert w.put(0, 1, [b"once%d" % k for k in range(2)]) == 2
+    w.settle()
+
+
+def test_what_others_hang_on_is_never_refused() -> None:
+    w = lessons(nvme=0)
+    w.invalidate(1, OFTEN[:1])
+    w.put(0, 1, [b"takes its slot"])
+    w.p.residency.reuse.promise = lambda *asked: 0.0  # type: ignore[method-assign]
+    assert w.put(0, 1, [b"worth nothing"]) == 0
+    assert w.lookup(1, OFTEN) == 0
+    assert w.put(0, 1, OFTEN) == 1
+    assert w.lookup(1, OFTEN) == 8
     w.settle()

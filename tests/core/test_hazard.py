@@ -125,6 +125,27 @@ def test_what_is_to_be_kept_longer_is() -> None:
     assert policy.coldest(3, 5.0).tolist() == [1, 0, 2]
 
 
+def test_none_goes_for_what_earns_no_more() -> None:
+    tier = Tier(20)
+    policy = tier.told("hazard")
+    chain(tier, 0, 1, 2)
+    chain(tier, 3, 4)
+    policy.insert(array(0, 1, 2), 0.0)
+    policy.insert(array(3, 4), 90.0)
+    tier.reuse.favour(array(0), True)
+    rows = array(0, 2, 4)
+    first, old, recent = tier.reuse.density(
+        0, tier.reuse.kinds(rows), tier.reuse.last_used(rows), 100.0
+    ).tolist()
+    assert old < first < recent
+    assert policy.coldest(9, 100.0).tolist() == [2, 1, 0, 4, 3]
+    assert policy.coldest(9, 100.0, below=old).tolist() == []
+    assert policy.coldest(9, 100.0, below=first).tolist() == [2, 1], "0 is worth more than what is below it"
+    assert policy.coldest(9, 100.0, below=recent).tolist() == [2, 1, 0]
+    policy.policy.cool(array(4))
+    assert policy.coldest(9, 100.0, below=old).tolist() == [4], "it will not be used again"
+
+
 def test_cool_ones_go_before_whatever_earns_least() -> None:
     tier = Tier(50)
     policy = tier.told("hazard")

@@ -8,6 +8,7 @@ A new policy is one file here and one line in `POLICIES`, or a class anywhere, n
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class Policy(Protocol):
     """
 
     follows_children: bool
+    weighs: bool
 
     def insert(self, rows: Rows, now: float) -> None:
         """Blocks that this tier now holds."""
@@ -40,8 +42,11 @@ class Policy(Protocol):
     def remove(self, rows: Rows) -> None:
         """Blocks that have left the tier, or are about to. Unknown rows are ignored."""
 
-    def coldest(self, n: int, now: float) -> Rows:
-        """Up to n rows to evict next, the first to go first. Changes nothing but internal bookkeeping."""
+    def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
+        """Up to n rows to evict next, the first to go first. Changes nothing but internal bookkeeping.
+
+        A policy that `weighs` knows what blocks earn: it offers none that earns `below` a second or more.
+        """
 
     def defer(self, rows: Rows) -> None:
         """These cannot go now (in use, or not a leaf): do not offer them again soon.

@@ -10,6 +10,7 @@ it goes, and then comes right behind it if it earns no more than others; a block
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
@@ -33,6 +34,7 @@ class Hazard:
     """The slices of one pool, in columns by number: kind (-1: none), start, queue (kept for the next one)."""
 
     follows_children = False
+    weighs = True
 
     def __init__(self, shelf: Shelf) -> None:
         assert shelf.reuse is not None, "what is learned here comes from there"
@@ -133,24 +135,24 @@ class Hazard:
 
     # -- who goes
 
-    def coldest(self, n: int, now: float) -> Rows:
+    def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
         """See Policy."""
         self._now = now
         if len(self._queues) - len(self._free) > self._tidy_at:
             self._tidy(now)
         self._take_back(now)
-        found = self._lowest(n, now)
-        if not len(found):
+        found = self._lowest(n, now, below)
+        if not len(found) and below == math.inf:
             self._file(self._busy.head(_BACK_AT_ONCE), now)
             self._look(now)
-            found = self._lowest(n, now)
+            found = self._lowest(n, now, below)
         return found
 
-    def _lowest(self, n: int, now: float) -> Rows:
+    def _lowest(self, n: int, now: float, below: float) -> Rows:
         out = [self._cold.head(n)]
         cold = len(out[0])
         wanted = n - cold
-        for number in self._in_order(now):
+        for number in self._in_order(now, below):
             if wanted <= 0:
                 break
             rows = self._queue(number).head(wanted)
@@ -160,12 +162,13 @@ class Hazard:
             else:
                 self._drop_slice(number)
         rows = np.concatenate(out)
-        return self._with_parents(rows, cold, n, now) if len(self._parents) else rows
+        return self._with_parents(rows, cold, n, now, below) if len(self._parents) else rows
 
-    def _in_order(self, now: float) -> list[int]:
+    def _in_order(self, now: float, below: float) -> list[int]:
         """Numbers of slices, those that earn least first, the oldest of them before others."""
         there = np.flatnonzero(self._kind >= 0)
         scores = self._reuse.density(self._tenant, self._kind[there], self._since[there], now)
+        there, scores = there[scores < below], scores[scores < below]
         order: list[int] = there[np.lexsort((self._since[there], scores))].tolist()
         return order
 
@@ -185,7 +188,7 @@ class Hazard:
         self._parents.append(rows)
         self._file(rows[self._children[rows] == 0], now)
 
-    def _with_parents(self, rows: Rows, cold: int, n: int, now: float) -> Rows:
+    def _with_parents(self, rows: Rows, cold: int, n: int, now: float, below: float) -> Rows:
         """The first n of these, lowest first, and of what was set aside above them, where those come in.
 
         The first few are `cold`: what they earn does not count.
@@ -207,6 +210,8 @@ class Hazard:
         out: list[int] = []
         while ends and len(out) < n:
             score, i, row = ends[0]
+            if score >= below:
+                break
             out.append(row)
             up = parent[row]
             if may_climb[i] and up >= 0 and children[up] == 1 and aside(up):

@@ -6,6 +6,8 @@ radix-tree leaves).
 
 from __future__ import annotations
 
+import math
+
 from kvstore.core.blocks import Rows
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.shelf import Shelf
@@ -15,6 +17,7 @@ class LRU:
     """One queue."""
 
     follows_children = True
+    weighs = False
 
     def __init__(self, shelf: Shelf) -> None:
         self._segments = shelf.segments
@@ -47,7 +50,7 @@ class LRU:
         """See Policy."""
         self._queue.prepend(self._segments.known(rows)[::-1])
 
-    def coldest(self, n: int, now: float) -> Rows:
+    def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
         """See Policy."""
         return self._queue.head(n)
 

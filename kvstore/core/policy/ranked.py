@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ class Ranked(ABC):
     """
 
     follows_children = True
+    weighs = False
 
     def __init__(self, shelf: Shelf) -> None:
         self._segments = shelf.segments
@@ -61,7 +63,7 @@ class Ranked(ABC):
         """See Policy."""
         self._segments.forget(rows)
 
-    def coldest(self, n: int, now: float) -> Rows:
+    def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
         """See Policy."""
         out = self._cool.head(n)
         if len(out) < n:
