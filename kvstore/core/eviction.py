@@ -25,6 +25,9 @@ from kvstore.core.tenants import Pool
 Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 """(tier, rows) -> which of these rows are now on their way down, and will leave when there."""
 
+LeavingSoon = Callable[[int, Pool], int]
+"""(tier, pool) -> how many blocks of a pool are on their way down."""
+
 _SCAN_MIN = 64
 _AHEAD, _AHEAD_OF = 32, 256
 _EMPTIED_AT_ONCE = 512
@@ -46,17 +49,22 @@ class Leaving:
 
 
 class Eviction:
-    """Makes room in the tiers of one residency."""
+    """Makes room in the tiers of one residency.
 
-    def __init__(self, residency: Residency, demote: Demote) -> None:
+    `trying_again`: for a request that has had slots emptied already, and waits for them.
+    """
+
+    def __init__(self, residency: Residency, demote: Demote, leaving_soon: LeavingSoon) -> None:
         self._r = residency
         self._demote = demote
+        self._leaving_soon = leaving_soon
         self._leaving: dict[int, Leaving] = {}
         self._next_move = [0.0] * len(residency.tiers)
         self._next_ask: list[dict[int, float]] = [{} for _ in residency.tiers]
         self._next_step = math.inf
         self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
+        self.trying_again = False
 
     def make_room(self, tier: int, pool: Pool, n: int, patient: bool = False, below: float = math.inf) -> int:
         """Frees slots until n are free, if it can; returns how many of the n the pool's tenant may take.
@@ -74,7 +82,7 @@ class Eviction:
                 if not state.growing:
                     self._take_over(tier, pool)
                 break
-        short = n - extents.free(pool)
+        short = n - extents.free(pool) - (self._leaving_soon(tier, pool) if self.trying_again else 0)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
             # Ahead of need, where that costs little room: evicting one by one costs much time.
             ahead = min(_AHEAD, extents.classes[pool].total // _AHEAD_OF)

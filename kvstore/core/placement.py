@@ -260,11 +260,13 @@ class Placement:
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
         self.ledger.retried = event.request
+        self.transfers.eviction.trying_again = now < event.deadline
         if isinstance(event, ev.Acquire):
             self._reads.acquire(event, now)
         else:
             self._writes.reserve(event, now)
         self.ledger.retried = 0
+        self.transfers.eviction.trying_again = False
 
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.ledger.waiting.items() if w.event.client == event.client]:

@@ -64,7 +64,7 @@ class Transfers:
 
     def __init__(self, residency: Residency) -> None:
         self._r = residency
-        self.eviction = Eviction(residency, self.demote)
+        self.eviction = Eviction(residency, self.demote, self._leaving)
         self.under_way: dict[int, Transfer] = {}
         self.writing: Counter[int] = Counter()
         self._writes = 0
@@ -110,6 +110,14 @@ class Transfers:
         started = self._write(tier, rows)
         self._r.blocks.moving[rows[started]] |= DEMOTE
         return started
+
+    def _leaving(self, tier: int, pool: Pool) -> int:
+        """How many blocks of a pool leave their tier when they are written down."""
+        if not self.writing[pool.tenant]:
+            return 0
+        moving = self._r.blocks.moving
+        mine = [t for t in self.under_way.values() if t.source == tier < t.target and t.pool == pool]
+        return sum(int(np.count_nonzero(moving[t.rows[t.alive]] & DEMOTE)) for t in mine)
 
     def queue_writes(self, rows: Rows) -> None:
         """Rows that the next tier should hold too, as soon as there is time."""

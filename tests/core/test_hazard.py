@@ -125,6 +125,14 @@ def test_what_is_to_be_kept_longer_is() -> None:
     assert policy.coldest(3, 5.0).tolist() == [1, 0, 2]
 
 
+def test_a_chain_goes_on_above_a_block_whose_children_are_elsewhere() -> None:
+    tier = Tier(20)
+    policy = tier.told("hazard")
+    chain(tier, 0, 1, 2, 3)
+    policy.insert(array(0, 1, 2), 0.0)
+    assert policy.coldest(9, 10.0).tolist() == [2, 1, 0], "3 is in a lower tier: 2 may go all the same"
+
+
 def test_none_goes_for_what_earns_no_more() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")

@@ -769,6 +769,22 @@ def test_a_device_that_keeps_failing_is_left_alone_for_a_while() -> None:
     assert [action[0] for action in told(w)] == ["copy"]
 
 
+def test_who_waits_for_slots_being_emptied_has_no_more_emptied() -> None:
+    w = world(dram=2, nvme=8, write_policy="on_evict")
+    w.open(2)
+    for i in range(4):
+        w.put(0, 1, [b"a%d" % i])
+        w.put(0, 2, [b"b%d" % i])
+    assert w.reserve(0, 1, [b"n%d" % i for i in range(4)], wait=1.0) is None
+    waiting = w.last_request
+    assert sorted(len(copy.identity) for copy in w.copies.values()) == [2, 2], "of one namespace each"
+    w.finish(next(iter(w.copies)), [])
+    assert [len(copy.identity) for copy in w.copies.values()] == [2]
+    w.finish_all()
+    assert room_of(w.answers[waiting]).status.tolist() == [ac.GRANTED] * 4
+    assert w.p.counters["written_blocks"] == 4
+
+
 def test_dram_evicts_leaves_while_the_device_is_closed() -> None:
     w = world(dram=1, nvme=4)
     w.p.residency.tiers[1].device.writes.opened_until = 1e9

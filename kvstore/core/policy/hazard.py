@@ -194,9 +194,7 @@ class Hazard:
         The first few are `cold`: what they earn does not count.
         """
         above = self._parent[rows].astype(np.int64)
-        more = (
-            (self._children[rows] == 0) & (above >= 0) & (self._children[above] == 1) & self._are_aside(above)
-        )
+        more = (above >= 0) & (self._children[above] == 1) & self._are_aside(above)
         if not more.any():
             return rows[:n]
         scores = self._earned(rows, now)
