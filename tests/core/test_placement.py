@@ -770,9 +770,9 @@ def test_a_device_that_keeps_failing_is_left_alone_for_a_while() -> None:
 
 
 def test_who_waits_for_slots_being_emptied_has_no_more_emptied() -> None:
-    w = world(dram=2, nvme=8, write_policy="on_evict")
+    w = world(dram=30, nvme=8, write_policy="on_evict")
     w.open(2)
-    for i in range(4):
+    for i in range(60):
         w.put(0, 1, [b"a%d" % i])
         w.put(0, 2, [b"b%d" % i])
     assert w.reserve(0, 1, [b"n%d" % i for i in range(4)], wait=1.0) is None
