@@ -38,14 +38,14 @@ def write(path: Path, rows: Iterable[dict[str, Any] | str]) -> Path:
     return path
 
 
-def chats(path: Path, requests: int = 300, seed: int = 1) -> Path:
+def chats(path: Path, requests: int = 300, seed: int = 1, apart_ms: int = 1000) -> Path:
     """Chats that go on: of 60 heads some are asked for far more often, each time a little longer."""
     dice = random.Random(seed)
     heads = [[1000 * head + i for i in range(dice.randint(1, 6))] for head in range(1, 61)]
     rows = []
     for n in range(requests):
         ids = heads[min(int(dice.expovariate(0.08)), 59)]
-        rows.append(chat(1000 * n, ids, dice.randint(0, 100)))
+        rows.append(chat(apart_ms * n, ids, dice.randint(0, 100)))
         ids.append(100_000 + n)
         if len(ids) > 20:
             del ids[2:]

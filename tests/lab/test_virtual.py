@@ -97,15 +97,16 @@ def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
     assert report.points[-1].hit_ratio > 0.3, "the trace has something to serve"
 
 
-def test_as_a_live_daemon_serves(tmp_path: Path) -> None:
-    path = chats(tmp_path / "t", 1200)
+@pytest.mark.parametrize(("policy", "speed"), [("lru", 0.0), ("hazard", 1.0)])
+def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> None:
+    """By order alone, as fast as it goes; or by the trace's clock too, from which a policy learns."""
+    path = chats(tmp_path / "t", 1200, apart_ms=25)
     study = Study(path, Options(block_bytes=BLOCK))
-    # By its order alone: the daemon plays faster than the trace's clock, from which others learn. And nothing
-    # else goes on: the scrubber would keep a quarter of so few blocks from being evicted at a time.
-    settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": "lru"}, "scrub": {"rate": 0}}
+    # Nothing else goes on: the scrubber would keep a quarter of so few blocks from being evicted at a time.
+    settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": policy}, "scrub": {"rate": 0}}
     with ServedDaemon(settings) as daemon, Client(daemon.url) as client:
-        live = replay_live(client, Trace(path), LiveOptions(concurrency=1, block_bytes=BLOCK))
-    [point] = study.report(["lru"], ["18MiB"]).points
+        live = replay_live(client, Trace(path), LiveOptions(concurrency=1, block_bytes=BLOCK, speed=speed))
+    [point] = study.report([policy], ["18MiB"]).points
     assert live.token_hit_ratio is not None
     assert point.evicted_blocks > 300
     assert 0.2 < point.block_hit_ratio < study.best_ratio - 0.1, "the capacity decides"
