@@ -96,6 +96,11 @@ class Eviction:
         """Whether new blocks must be worth what goes for them: nothing is lost that can go down instead."""
         return self._r.policy(tier, pool).weighs and not self._lower_tier_takes(tier, pool)
 
+    def some_could_go(self, tier: int, pool: Pool) -> bool:
+        """Whether a pool has blocks that nobody uses, as far as a look at the coldest ones tells."""
+        r = self._r
+        return bool(r.idle(tier, r.policy(tier, pool).coldest(_SCAN_MIN, r.now)).any())
+
     def make_rows(self, n: int, tenant: int) -> None:
         """Drops blocks, from the lowest tier up, the tenant's own first, until n rows are free, if it can."""
         blocks = self._r.blocks

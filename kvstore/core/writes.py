@@ -57,11 +57,12 @@ class Writes:
         if n < len(want) and self._ledger.room_is_coming(event, space.tenant, now):
             self._ledger.stall(event, space.tenant)
         else:
-            if earn < math.inf:
+            why = NO_ROOM
+            if n < len(want) and earn < math.inf:
                 self._pass_by(event, space, want[n:], before, now)
-            self._give_room(
-                event, space, rows, state, want[:n], parent, NO_ROOM if earn == math.inf else WORTH_LESS
-            )
+                if self._transfers.eviction.some_could_go(0, space.pools[0]):
+                    why = WORTH_LESS
+            self._give_room(event, space, rows, state, want[:n], parent, why)
         r.prune(np.unique(np.append(rows, parent)))
         return None
 

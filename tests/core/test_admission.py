@@ -295,6 +295,15 @@ def test_what_earns_less_than_what_is_stored_is_refused() -> None:
     w.settle()
 
 
+def test_where_all_is_in_use_there_is_no_room_whatever_it_is_worth() -> None:
+    w = lessons(nvme=0)
+    w.acquire(0, 1, OFTEN)
+    room = w.reserve(0, 1, [b"once"])
+    assert isinstance(room, ac.Room)
+    assert room.why == "no room"
+    assert w.p.counters["denied_blocks"] == 1
+
+
 def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
     w = lessons(nvme=0)
     keys, reuse = [b"again%d" % k for k in range(4)], w.p.residency.reuse
