@@ -8,6 +8,7 @@ A later process goes on with it all the same way, its own blocks being ghosts to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -257,8 +258,12 @@ class Reuse:
     ) -> float:
         """What n blocks would earn a second if stored now: as much as their first one, with a key of `words`.
 
-        What comes behind it is no more likely to be used, and goes first.
+        What comes behind it is no more likely to be used, and goes first. All there is, until enough is known
+        of the tenant's blocks to say so.
         """
+        curves = self._of(tenant)
+        if curves.joins < _LEARN_AFTER:
+            return math.inf
         name = fingerprints_of(words[None, :], np.array([namespace], np.uint64), self._seed)
         past = self._ghosts.peek(name)
         kinds = np.array([self._new_kind(parent, n, tenant)])
@@ -267,7 +272,7 @@ class Reuse:
             kinds = _kinds_after(
                 past & _CLASS, np.minimum((past >> 7 & 15) + 1, _MOST_USES), tick(now) - last_used
             )
-        return float(self._of(tenant).density[kinds[0], 0])
+        return float(curves.density[kinds[0], 0])
 
     def chance(self, rows: Rows, tenant: int, now: float) -> npt.NDArray[np.float32]:
         """P(a block is used again), for blocks of one tenant."""

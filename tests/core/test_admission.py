@@ -265,11 +265,11 @@ def test_beyond_a_budget_not_even_parents_of_what_is_below_are_written() -> None
 # -- worth a slot
 
 
-def lessons(**more: object) -> World:
+def lessons(rounds: int = 150, **more: object) -> World:
     """One chain is used every other second; what else comes never comes again. All slots are taken."""
     w = World(1, slots=8, policy="hazard", **more)  # type: ignore[arg-type]
     w.open(1)
-    for i in range(150):
+    for i in range(rounds):
         w.now += 2.0
         if len(w.get(1, OFTEN)) < len(OFTEN):
             w.put(0, 1, OFTEN)
@@ -292,6 +292,13 @@ def test_what_earns_less_than_what_is_stored_is_refused() -> None:
     assert (room.status.tolist(), room.lease) == ([ac.DENIED] * 4, 0)
     assert room.why == "worth less than what is stored"
     assert len(w.get(1, OFTEN)) == 8
+    w.settle()
+
+
+def test_nothing_is_refused_before_much_was_seen() -> None:
+    w = lessons(rounds=40, nvme=0)
+    assert w.p.counters["refused_blocks"] == 0
+    assert w.put(0, 1, [b"once%d" % k for k in range(4)]) == 4
     w.settle()
 
 
