@@ -117,8 +117,10 @@ class Site:
         self.configure()
 
     def configure(self, dram: str = "16MiB", more: str = "") -> None:
+        # By order alone: `hazard` refuses what is worth no more than what is there.
         self.config.write_text(
-            f'[daemon]\nsocket = "{self.socket}"\n[dram]\nlimit = "{dram}"\nhuge_pages = false\n{more}'
+            f'[policy]\neviction = "lru"\n[daemon]\nsocket = "{self.socket}"\n'
+            f'[dram]\nlimit = "{dram}"\nhuge_pages = false\n{more}'
         )
 
     @contextmanager
