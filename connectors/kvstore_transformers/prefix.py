@@ -41,7 +41,8 @@ to the same bits as without a store."""
 class Figures:
     """What became of a call: tokens of its prompts, padding not counted, and blocks that it wanted stored.
 
-    `present_blocks` were stored before; `denied_blocks` found no daemon or no room, and `why` says which.
+    `present_blocks` were stored before; `denied_blocks` found no daemon or no room, or were not
+    worth it, and `why` says which.
     """
 
     prompt_tokens: int = 0

@@ -91,7 +91,8 @@ class Writes:
         blocks = self._r.blocks
         rows = blocks.take(event.namespace, event.keys, which)
         if len(rows):
-            blocks.parent[rows[0]] = before[which[0]]
+            # As if stored: a new block takes after what it continues, also if that came before.
+            blocks.parent[rows] = np.append(before[which[0]], rows[:-1])
             self._r.reuse.passed_by(rows, space.tenant, now)
             blocks.give_back(rows)
 

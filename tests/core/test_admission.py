@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core.admission import DAY_S, Admission, Rule
-from kvstore.core.reuse import Reuse
+from kvstore.core.reuse import Reuse, describe
 from kvstore.types import ALIGN
 from tests.core.shelf import Tier
 from tests.core.world import World, joined
@@ -325,6 +325,27 @@ def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
     assert w.put(0, 1, keys) == 0
     w.now += 20.0
     assert w.put(0, 1, keys) == 4, "what is stored was not used all that time"
+    w.settle()
+
+
+def test_what_was_refused_is_of_the_class_that_it_would_have_if_stored() -> None:
+    w = lessons(nvme=0)
+    reuse, seen = w.p.residency.reuse, list[str]()
+    reuse.promise = lambda *asked: 0.0  # type: ignore[method-assign]
+    gone = reuse.gone
+
+    def note(rows: np.ndarray) -> None:
+        seen.extend(map(describe, reuse.classes(rows).tolist()))
+        gone(rows)
+
+    reuse.gone = note  # type: ignore[method-assign]
+    keys = [b"grows%d" % k for k in range(6)]
+    assert w.put(0, 1, keys[:2]) == 0
+    w.now += 20.0
+    seen.clear()
+    assert w.put(0, 1, keys) == 0
+    begins = [text.split(", stored")[0] for text in seen]
+    assert begins == ["used 2 or 3 times, up to 25 s apart"] * 2 + ["used once, up to 25 s apart"] * 4
     w.settle()
 
 
