@@ -24,9 +24,10 @@ from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
 
 BLOCK = 16 << 10
-SMALL = {"dram": {"limit": "16MiB", "huge_pages": False}}
+SMALL = {"dram": {"limit": "16MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 WITH_NVME = {**SMALL, "nvme": {"limit": "64MiB", "io_threads": 2}, "policy": {"eviction": "lru"}}
-"""DRAM for about 1000 blocks in extents of 2 MiB, NVMe for 4096 in extents of 8 MiB. The order is known."""
+"""DRAM for about 1000 blocks in extents of 2 MiB, NVMe for 4096 in extents of 8 MiB. The order is known, and
+nobody but who asks finds what is altered."""
 
 _numbers = itertools.count()
 

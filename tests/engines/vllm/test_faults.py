@@ -15,8 +15,9 @@ from kvstore.lab.served import ServedDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import Engine, cached, connector, farthest, full_blocks, prompt, said
 
-DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}}
+DRAM_ONLY = {"dram": {"limit": "64MiB", "huge_pages": False}, "scrub": {"rate": 0}}
 WITH_NVME = {**DRAM_ONLY, "nvme": {"limit": "128MiB"}}
+"""The engine is the first to find what is altered, not the scrubber."""
 
 
 @pytest.fixture(scope="module")
