@@ -6,6 +6,7 @@ import mmap
 from typing import TypeVar
 
 import numpy as np
+import numpy.ma  # np.unique loads it when first called, which takes 10 ms: not within an event
 import numpy.typing as npt
 
 _T = TypeVar("_T", bound=np.generic)

@@ -26,7 +26,7 @@ _FIRST_S, _RATIO = 1.0, 1.35
 _EDGES = np.concatenate(([0.0], _FIRST_S * _RATIO ** np.arange(SPANS - 1)))
 _EDGE_LIST = _EDGES.tolist()
 _WIDTHS = np.diff(_EDGES, append=_FIRST_S * _RATIO ** (SPANS - 1))
-_LATER = np.triu(np.ones((SPANS, SPANS), np.bool_))
+_NOT_LATER = np.where(np.triu(np.ones((SPANS, SPANS), np.bool_)), 0.0, np.inf)
 _COHORTS = 160
 _COHORT_S = 2.0
 _BLUR = 0.15
@@ -202,20 +202,23 @@ class Curves:
             group = (used.sum(axis=rest) + _WEIGHT * group) / (reached.sum(axis=rest) + _WEIGHT)
             group = group[..., None, :]
         expected = np.broadcast_to(group, used.shape).reshape(-1, SPANS)[some]
-        hits = self._used[some] + _WEIGHT * (1 - _SMOOTH) * expected
-        out = self._reached[some] + _WEIGHT
+        reached_some = self._reached[some].T.astype(np.float64) + _WEIGHT
+        out: Floats = (self._used[some].T + _WEIGHT * (1 - _SMOOTH) * expected.T) / reached_some
+        leaning = _WEIGHT * _SMOOTH / reached_some
         last = expected[:, 0]
-        for span in range(SPANS):
-            last = np.clip((hits[:, span] + _WEIGHT * _SMOOTH * last) / out[:, span], 0, _SURE)
-            out[:, span] = last
-        return out.astype(np.float64)
+        for own, lean in zip(out, leaning, strict=True):
+            last = np.minimum(own + lean * last, _SURE)
+            own[:] = last
+        return np.ascontiguousarray(out.T)
 
 
 def _best_rate(hits: Floats, times: Floats) -> Floats:
     """The highest hits / time from each span on, over all later ends."""
     earned = hits[:, :-1, None] - hits[:, None, 1:]
     spent = times[:, :-1, None] - times[:, None, 1:]
-    best: Floats = np.divide(earned, spent, out=np.zeros_like(earned), where=_LATER).max(axis=2)
+    spent += _NOT_LATER
+    earned /= spent
+    best: Floats = earned.max(axis=2)
     return best
 
 
