@@ -23,6 +23,7 @@ from kvstore.core.policy import POLICIES, make
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
+from kvstore.daemon.main import GC_THRESHOLD
 
 FEW, MANY = 100_000, 10_000_000
 BATCH = 128
@@ -35,7 +36,8 @@ BOUND = Target("<=", 2.0)
 def run(bench: Bench) -> Iterator[Result]:
     """A line a policy; the bound is for the default one."""
     small, large = _blocks(FEW), _blocks(MANY)
-    gc.freeze()  # as the daemon does
+    gc.freeze()  # as the daemon does, which collects as rarely
+    gc.set_threshold(GC_THRESHOLD)
     for name in POLICIES:
         bench.doing(f"{name}: filling")
         many, few = _Filled(name, large), _Filled(name, small)

@@ -30,7 +30,7 @@ _log = logging.getLogger("kvstore")
 
 _SWITCH_INTERVAL_S = 1e-4
 _BACKLOG = 128
-_GC_THRESHOLD = 50_000  # blocks are no objects, so little is there to find
+GC_THRESHOLD = 50_000  # blocks are no objects, so little is there to find
 
 
 def run(path: Path | None) -> int:
@@ -83,7 +83,7 @@ async def _serve(config: Config, path: Path | None) -> int:
         gc.collect()
         gc.freeze()
         gc.enable()
-        gc.set_threshold(_GC_THRESHOLD)
+        gc.set_threshold(GC_THRESHOLD)
         _log.info("serving on %s", config.daemon.socket)
         notify("READY=1", f"STATUS=serving on {config.daemon.socket}")
         if watchdog_s():
