@@ -70,6 +70,8 @@ endif
 	    $(FILL_ONE) systemd/kvstore.$$kind.in > $(UNITS)/kvstore.$$kind && \
 	    $(FILL_MANY) systemd/kvstore.$$kind.in > $(UNITS)/kvstore@.$$kind || exit 1; \
 	done
+	$(FILL_ONE) systemd/kvstore-admin.service.in > $(UNITS)/kvstore-admin.service
+	$(FILL_MANY) systemd/kvstore-admin.service.in > $(UNITS)/kvstore-admin@.service
 	if [ "$(SYSTEMD_VERSION)" -ge 254 ] 2>/dev/null; then \
 	    install -D -m 644 systemd/preserve.conf $(UNITS)/kvstore.service.d/preserve.conf && \
 	    install -D -m 644 systemd/preserve.conf $(UNITS)/kvstore@.service.d/preserve.conf; \
@@ -83,6 +85,7 @@ endif
 uninstall:
 	rm -rf $(DESTDIR)$(ENVIRONMENT) $(UNITS)/kvstore.service.d $(UNITS)/kvstore@.service.d
 	rm -f $(UNITS)/kvstore.service $(UNITS)/kvstore.socket $(UNITS)/kvstore@.service $(UNITS)/kvstore@.socket
+	rm -f $(UNITS)/kvstore-admin.service $(UNITS)/kvstore-admin@.service
 	rm -f $(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf
 	rm -f $(DESTDIR)$(PREFIX)/bin/kvstore
 

@@ -37,6 +37,7 @@ NAMES = (
     "start",
     "seal",
     "qos",
+    "admin",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""

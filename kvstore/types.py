@@ -82,9 +82,12 @@ class Layout:
         return blake3(canonical).digest(length=16)
 
 
+TENANT_PATTERN = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
+
+
 def check_tenant(name: object) -> str:
     """A tenant's name itself. Raises MisuseError for what can be none: names go into records and logs."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+    if not isinstance(name, str) or not re.fullmatch(TENANT_PATTERN, name):
         raise MisuseError(
             f"{name!r:.80} can't be a tenant's name",
             "1 to 64 letters of a to z, digits, '-', '_' and '.', not starting with a dot",

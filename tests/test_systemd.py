@@ -16,7 +16,10 @@ from kvstore import config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-UNITS = ("kvstore.service", "kvstore.socket", "kvstore@.service", "kvstore@.socket")
+UNITS = (
+    *("kvstore.service", "kvstore.socket", "kvstore-admin.service"),
+    *("kvstore@.service", "kvstore@.socket", "kvstore-admin@.service"),
+)
 PRESERVE = ("kvstore.service.d/preserve.conf", "kvstore@.service.d/preserve.conf")
 
 
@@ -102,6 +105,7 @@ def test_the_configuration_fits_the_units(tmp_path: Path) -> None:
     assert loaded.nvme.path == Path("/var/lib/kvstore")
     assert loaded.daemon.socket.parent == Path("/run/kvstore")
     assert "RuntimeDirectory=kvstore\n" in text
+    assert loaded.admin.socket.parent == loaded.daemon.socket.parent
     timeout = re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
     assert timeout
     assert int(timeout[1]) > loaded.daemon.stop_timeout
@@ -120,21 +124,31 @@ def test_what_is_not_understood_would_be_seen(installed: Path) -> None:
     assert "ProtectHomes" in analyze("verify", unit).stderr
 
 
-@pytest.mark.parametrize("unit", ["kvstore.service", "kvstore@.service"])
-def test_the_exposure_is_what_the_readme_says(installed: Path, unit: str) -> None:
-    if unit == "kvstore@.service":
-        (installed / "kvstore@one.service").write_text((installed / unit).read_text())
-        unit = "kvstore@one.service"
+@pytest.mark.parametrize(
+    ("unit", "who"),
+    [
+        ("kvstore.service", "the daemon"),
+        ("kvstore@.service", "the daemon"),
+        ("kvstore-admin.service", "its interface"),
+        ("kvstore-admin@.service", "its interface"),
+    ],
+)
+def test_the_exposure_is_what_the_readme_says(installed: Path, unit: str, who: str) -> None:
+    if "@" in unit:
+        one = unit.replace("@", "@one")
+        (installed / one).write_text((installed / unit).read_text())
+        unit = one
     ran = analyze("security", "--offline=true", installed / unit)
     level = re.search(r"Overall exposure level for \S+ ([0-9.]+)", ran.stdout)
     assert level, ran.stdout + ran.stderr
-    said = re.search(r"`systemd-analyze security` gives them ([0-9.]+)", README)
+    said = re.search(rf"`systemd-analyze security` gives [^;]*{who} ([0-9.]+)", README)
     assert said
     assert float(level[1]) == float(said[1]) <= 2.0
 
 
-def test_every_restriction_has_its_reason() -> None:
-    text = (ROOT / "systemd" / "kvstore.service.in").read_text()
+@pytest.mark.parametrize("unit", ["kvstore.service.in", "kvstore-admin.service.in"])
+def test_every_restriction_has_its_reason(unit: str) -> None:
+    text = (ROOT / "systemd" / unit).read_text()
     restrictions = text[text.index("# A user who owns nothing else.") : text.index("[Install]")].splitlines()
     settings = [i for i, line in enumerate(restrictions) if re.match(r"[A-Z]\w*=", line)]
     assert len(settings) > 25

@@ -450,7 +450,9 @@ def test_time_in_the_queue_is_part_of_the_deadline() -> None:
     connection = Connection.__new__(Connection)
     handled: list[Any] = []
     connection._handle = handled.append  # type: ignore[method-assign]
+    connection._began_s, connection._server = {}, SimpleNamespace(stopwatch=lambda: 5.0)  # type: ignore[assignment]
     for waited_s in (0.0, 0.25, 2.0):
         connection.run(m.Acquire(1, 1, 1, b"", 1.0, 0.0), waited_s)
         connection.run(m.Release(1), waited_s)
     assert [message.timeout_s for message in handled[::2]] == [1.0, 0.75, 0.0]
+    assert connection._began_s == {1: (m.Acquire, 3.0)}, "and of how long it took"

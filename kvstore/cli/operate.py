@@ -49,6 +49,14 @@ def serve(config: ConfigOption = None) -> None:
 
 
 @app.command()
+def admin(config: ConfigOption = None) -> None:
+    """Run the REST interface of this machine's daemon until SIGTERM or SIGINT; SIGHUP reads tokens again."""
+    from kvstore.admin.main import run  # noqa: PLC0415
+
+    raise typer.Exit(run(config))
+
+
+@app.command()
 def supervise(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")] = None,
 ) -> None:

@@ -163,6 +163,13 @@ class AsyncClient:
         state: dict[str, Any] = await self._attempt(flows.status, self.deadline_s)
         return state
 
+    async def control(self, call: str, **arguments: Any) -> dict[str, Any]:
+        """See `kvstore.client.sync.Client`."""
+        answer: dict[str, Any] = await self._attempt(
+            lambda c: flows.control(c, call, arguments), self.deadline_s
+        )
+        return answer
+
     async def close(self) -> None:
         """Closes all idle connections."""
         links, self._idle = self._idle, []

@@ -341,6 +341,13 @@ def status(call: Call) -> Flow:
     return answer.status
 
 
+def control(call: Call, name: str, arguments: dict[str, Any]) -> Flow:
+    """What an operator asks for by name."""
+    answer = yield m.Control(0, name, arguments)
+    _check(answer)
+    return answer.status
+
+
 def ping(call: Call) -> Flow:
     """An empty round trip."""
     return _value((yield m.Ping(0)))

@@ -127,6 +127,14 @@ class Client:
         state: dict[str, Any] = self._attempt(flows.status, self.deadline_s)
         return state
 
+    def control(self, call: str, **arguments: Any) -> dict[str, Any]:
+        """What operators ask by name (`kvstore/daemon/control.py` says what there is), and its answer.
+
+        Raises DeniedError for what is refused, UnavailableError if the daemon does not answer.
+        """
+        answer: dict[str, Any] = self._attempt(lambda c: flows.control(c, call, arguments), self.deadline_s)
+        return answer
+
     def ping(self) -> None:
         """An empty round trip. Raises UnavailableError if the daemon does not answer."""
         self._attempt(flows.ping, self.deadline_s)

@@ -1,5 +1,6 @@
 """The one configuration: `file` reads it, `sections` and `tenants` say what may be in it."""
 
+from kvstore.config.admin import Admin, AdminToken, parse_listen
 from kvstore.config.example import example
 from kvstore.config.file import Config, changes, load, parse
 from kvstore.config.sections import SOCKET_PATH_BYTES, Daemon, Dram, Limits, Nvme, Policy, Scrub
@@ -11,6 +12,8 @@ __all__ = [
     "KIB",
     "MIB",
     "SOCKET_PATH_BYTES",
+    "Admin",
+    "AdminToken",
     "Config",
     "Daemon",
     "Dram",
@@ -28,5 +31,6 @@ __all__ = [
     "load",
     "parse",
     "parse_duration",
+    "parse_listen",
     "parse_size",
 ]

@@ -41,6 +41,20 @@ namespaces = 4096                     # most namespaces of the whole node, at mo
 namespaces_per_tenant = 1024          # most namespaces of one tenant, and open on one connection
 queued_requests = 1024                # a tenant's requests that wait for their turn, before it is told Busy
 
+[admin]
+socket = "/run/kvstore/admin.sock"    # Unix socket of the REST interface (kvstore admin)
+socket_mode = 0o600                   # its file mode: who may connect
+# listen = "127.0.0.1:9400"           # a port too: everywhere else than on loopback it needs TLS
+# certificate = "/etc/kvstore/tls.crt"
+# key = "/etc/kvstore/tls.key"
+requests_per_s = 50                   # of one caller; what is more is told 429
+
+# [[admin.tokens]]                    # who may call it over the port, or as another user than the daemon's
+# name = "grafana"                    # what the log calls it
+# hash = "sha256:0000000000000000000000000000000000000000000000000000000000000000"  # kvstore tenant token
+# role = "view"                       # or operate
+# expires = 2027-01-01T00:00:00Z
+
 [encryption]
 # key_file = "/etc/kvstore/key"       # 32 bytes as 64 hex digits; absent: the systemd credential kvstore-key
 

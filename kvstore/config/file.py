@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from kvstore.config.admin import Admin
 from kvstore.config.sections import Daemon, Dram, Limits, Nvme, Policy, Scrub, Section
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
@@ -33,6 +34,7 @@ class Config(Section):
     scrub: Scrub = Scrub()
     limits: Limits = Limits()
     encryption: Encryption = Encryption()
+    admin: Admin = Admin()
     tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096)] = {}
 
     @model_validator(mode="after")
@@ -63,7 +65,8 @@ def changes(old: Config, new: Config) -> tuple[list[str], list[str]]:
     changed += [f"tenants.{name} is gone" for name in old.tenants if name not in new.tenants]
     both = set(old.tenants) & set(new.tenants)
     before, after = _flat(_with_tenants(old, both)), _flat(_with_tenants(new, both))
-    differ = [key for key, value in after.items() if value != before[key]]
+    # What serves REST is another process, which reads its own part.
+    differ = [key for key, value in after.items() if value != before[key] and not key.startswith("admin.")]
     fixed = [key for key in differ if key not in _CHANGEABLE and not key.startswith("tenants.")]
     changed += [_line(key, after[key]) for key in differ if key not in fixed]
     return changed, fixed
@@ -160,6 +163,7 @@ def _nearest(place: list[Any]) -> str:
     near = near or [siblings[leaf] for leaf in difflib.get_close_matches(name, siblings, 1, 0.7)]
     leaves = difflib.get_close_matches(name, known.values(), 1, 0.7)
     near = near or [dotted for dotted, leaf in known.items() if leaf in leaves]
+    near.sort(key=lambda dotted: not dotted.startswith(f"{parts[0]}."))
     if not near:
         return "`kvstore config example` shows every key"
     return f"did you mean {near[0].replace(_SOME, _bare(tenant))}?"

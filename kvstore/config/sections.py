@@ -41,6 +41,9 @@ def _socket_path(path: Path) -> Path:
     return path
 
 
+SocketPath = Annotated[Path, BeforeValidator(as_path), AfterValidator(_socket_path)]
+
+
 class Section(BaseModel):
     """A table of the configuration: frozen, and strict about names and types."""
 
@@ -50,9 +53,7 @@ class Section(BaseModel):
 class Daemon(Section):
     """The process: its socket, how long a stop may take (seconds), how much it logs."""
 
-    socket: Annotated[Path, BeforeValidator(as_path), AfterValidator(_socket_path)] = Path(
-        "/run/kvstore/kvstore.sock"
-    )
+    socket: SocketPath = Path("/run/kvstore/kvstore.sock")
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
     stop_timeout: Annotated[Duration, Field(gt=0)] = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"

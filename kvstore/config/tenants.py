@@ -40,6 +40,9 @@ def _above_0(size: int) -> int:
     return size
 
 
+TokenHash = Annotated[str, BeforeValidator(_hash)]
+TokenExpires = Annotated[datetime, BeforeValidator(_moment)] | None
+
 _Number = Annotated[int, Field(ge=0, lt=(1 << 32) - 1)]
 _Numbers = Annotated[tuple[_Number, ...], Field(strict=False)]
 
@@ -47,9 +50,9 @@ _Numbers = Annotated[tuple[_Number, ...], Field(strict=False)]
 class Token(Section):
     """A token by its SHA-256, what its holders may do, and until when (None: for ever)."""
 
-    hash: Annotated[str, BeforeValidator(_hash)]
+    hash: TokenHash
     role: Role = "write"
-    expires: Annotated[datetime, BeforeValidator(_moment)] | None = None
+    expires: TokenExpires = None
 
     @property
     def digest(self) -> bytes:

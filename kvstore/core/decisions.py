@@ -9,6 +9,7 @@ Not covered: why a policy ordered blocks as it did; what was expected of them is
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -72,7 +73,10 @@ _RECORD = np.dtype(
 
 
 class Decisions:
-    """The latest `capacity` decisions about blocks of one index."""
+    """The latest `capacity` decisions about blocks of one index.
+
+    `blocks_by_what`: how many blocks each was about since the start, by what and tier (or `EVERY_TIER`).
+    """
 
     def __init__(self, blocks: Blocks, index: Index, reuse: Reuse, capacity: int = CAPACITY) -> None:
         self._blocks = blocks
@@ -81,6 +85,7 @@ class Decisions:
         self._who = np.zeros(capacity, np.uint64)
         self._records = np.zeros(capacity, _RECORD)
         self._written = 0
+        self.blocks_by_what: Counter[tuple[What, int]] = Counter()
 
     def __len__(self) -> int:
         return min(self._written, len(self._who))
@@ -115,6 +120,7 @@ class Decisions:
         score: float | npt.NDArray[np.float32],
         kind: int | npt.NDArray[np.int64],
     ) -> None:
+        self.blocks_by_what[what, tier] += len(marks)
         capacity = len(self._who)
         records = np.empty(len(marks), _RECORD)
         records["at"], records["score"], records["namespace"] = now, score, namespaces

@@ -21,6 +21,7 @@ class OpenNamespace:
 
     `domain` says who may map its extents; `ttl_s` after they were stored, blocks are misses (0: never).
     `extra_bytes` come on top of each payload below tier 0, where what is stored may be sealed.
+    `block_tokens` are only counted (0: nobody knows how many a block has).
     """
 
     request: int
@@ -30,6 +31,7 @@ class OpenNamespace:
     domain: int = 0
     ttl_s: float = 0.0
     extra_bytes: int = 0
+    block_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -186,11 +186,14 @@ class Placement:
         elif known is not None:
             known.ttl_s = event.ttl_s
             known.mortal |= event.ttl_s > 0
+            known.block_tokens = event.block_tokens
             self.ledger.say(Answer(event.request, event.namespace))
         else:
             pools = (upper, *[lower] * (len(r.tiers) - 1))
             ends = event.ttl_s > 0
-            spaces[event.namespace] = Space(event.namespace, event.block_bytes, pools, event.ttl_s, ends)
+            spaces[event.namespace] = Space(
+                event.namespace, event.block_bytes, pools, event.ttl_s, ends, block_tokens=event.block_tokens
+            )
             self.ledger.say(Answer(event.request, event.namespace))
 
     def _too_many(self, tenant: int) -> tuple[str, str] | None:

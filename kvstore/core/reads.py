@@ -181,11 +181,16 @@ class Reads:
         slots_told = extents.record[slots].copy()
         if tiers is None:
             r.counters[self._hit_names[0]] += n
+            r.traffic.count(event.tenant, 0, space, n)
         else:
             slots_told["tier"] = tiers
-            for state, name in zip(r.tiers, self._hit_names, strict=True):
-                r.counters[name] += int((tiers == state.spec.tier).sum())
-        r.counters["missed_blocks"] += event.keys.n - n
+            for i, (state, name) in enumerate(zip(r.tiers, self._hit_names, strict=True)):
+                hits = int((tiers == state.spec.tier).sum())
+                r.counters[name] += hits
+                r.traffic.count(event.tenant, i, space, hits)
+        if event.keys.n > n:
+            r.counters["missed_blocks"] += event.keys.n - n
+            r.traffic.count(event.tenant, len(r.tiers), space, event.keys.n - n)
         r.counters["served_bytes"] += n * space.block_bytes
         self._ledger.say(Grant(event.request, lease, space.pools[0].slot_bytes, slots_told))
         return None

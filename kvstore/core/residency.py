@@ -28,6 +28,7 @@ from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
 from kvstore.core.tenants import Pool, Space
+from kvstore.core.traffic import Traffic
 from kvstore.types import Tier
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4
@@ -104,6 +105,7 @@ class Residency:
         self.pinned_bytes: Counter[int] = Counter()
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
+        self.traffic = Traffic(len(specs))
         self.out: list[Action] = []
         self._touched: list[tuple[Picked, Space, int | None, bool, float]] = []
         self._parent_of = self.blocks.parent.data

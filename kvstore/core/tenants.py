@@ -48,7 +48,7 @@ class Space:
 
     `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end for what
     comes. `mortal`: blocks of it may have an end. `closed`: it is being forgotten, and nothing of it is
-    readable any more.
+    readable any more. `block_tokens` 0: nobody said how many a block has.
     """
 
     number: int
@@ -58,6 +58,7 @@ class Space:
     mortal: bool = False
     moved: bool = False
     closed: bool = False
+    block_tokens: int = 0
 
     @property
     def tenant(self) -> int:

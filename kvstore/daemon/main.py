@@ -77,6 +77,7 @@ async def _serve(config: Config, path: Path | None) -> int:
         shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
         server = Server(shell)
+        server.lag.start()
         listening = await loop.create_unix_server(server.connect, sock=listener, backlog=_BACKLOG)
         loop.add_signal_handler(signal.SIGHUP, _reload, shell, server, path)
         # What exists now stays: the collector need not walk it at every full pass.
@@ -150,10 +151,10 @@ def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, 
             listener = socket.socket(fileno=fd)
             listener.setblocking(False)
             return listener, False
-    return _listen(config.daemon.socket, config.daemon.socket_mode), True
+    return listen(config.daemon.socket, config.daemon.socket_mode), True
 
 
-def _listen(path: Path, mode: int) -> socket.socket:
+def listen(path: Path, mode: int) -> socket.socket:
     """A bound, listening socket. TierError names the path if it can't be had or another daemon has it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:

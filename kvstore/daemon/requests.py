@@ -43,6 +43,9 @@ class Wire(Asker, Protocol):
     def status(self) -> dict[str, Any]:
         """What this peer may see of the daemon's state."""
 
+    def control(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Runs an operator's call. Raises MisuseError."""
+
 
 class Requests:
     """The requests of one connection, and the namespaces that it has opened."""
@@ -74,6 +77,7 @@ class Requests:
             m.Publish: (Role.ADMIN, self._publish),
             m.Forget: (Role.ADMIN, self._forget),
             m.DeleteTenant: (Role.ADMIN, self._delete_tenant),
+            m.Control: (Role.READ, self._control),
         }
 
     def run(self, message: Any) -> None:
@@ -230,6 +234,15 @@ class Requests:
             self._shell.ask_durably(self._wire, q.id, event)
 
     # -- administration
+
+    def _control(self, q: m.Control) -> None:
+        if not self._wire.who.operator:
+            self._deny(q.id, "only operators may ask this", "ask whoever runs the daemon")
+            return
+        try:
+            self._wire.send(m.Report(q.id, self._wire.control(q.call, q.arguments)))
+        except MisuseError as error:
+            self._deny(q.id, error.message, error.hint)
 
     def _record(self, q: m.RecordStart) -> None:
         if not self._wire.who.operator:

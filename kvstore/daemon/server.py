@@ -19,7 +19,9 @@ from typing import Any, cast
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.daemon.control import Control
 from kvstore.daemon.explain import named
+from kvstore.daemon.figures import Calls, Lag
 from kvstore.daemon.peers import Peer, peer_of
 from kvstore.daemon.requests import Requests
 from kvstore.daemon.shell import Shell
@@ -55,8 +57,12 @@ class Server:
         """`clock` gives Unix time (s): tokens expire by it. `stopwatch`: see Turns."""
         self.shell = shell
         self.clock = clock
+        self.stopwatch = stopwatch
+        self.calls = Calls()
+        self.lag = Lag(shell.loop, stopwatch)
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
+        self.control = Control(self)
         self.reconfigure()
 
     def connect(self) -> Connection:
@@ -106,6 +112,8 @@ class Connection(asyncio.Protocol):
         self._requests: Requests | None = None
         self._line: Line
         self._hello_timer: asyncio.TimerHandle | None = None
+        self._began_s: dict[int, tuple[type, float]] = {}
+        self._runs = 0
 
     # -- the event loop's side
 
@@ -170,7 +178,12 @@ class Connection(asyncio.Protocol):
         """See Peer. Time in which a request waited for its turn is part of its deadline."""
         if waited_s and hasattr(message, "timeout_s"):
             message.timeout_s = max(0.0, message.timeout_s - waited_s)
+        request = getattr(message, "id", 0)
+        if request:
+            self._began_s[request] = type(message), self._server.stopwatch() - waited_s
+            self._runs = request
         self._handle(message)
+        self._runs = 0
 
     def busy(self, message: Any, retry_s: float) -> None:
         """See Peer."""
@@ -241,6 +254,7 @@ class Connection(asyncio.Protocol):
 
     def _send_descriptor(self, message: m.Mapped, fd: int) -> None:
         """A short frame with a descriptor, past the transport, which can't carry one."""
+        self._ended(message)
         number = os.dup(self._transport.get_extra_info("socket").fileno())
         with socket.socket(fileno=number) as sock:
             frame = pack(message)
@@ -281,14 +295,27 @@ class Connection(asyncio.Protocol):
         """See Wire."""
         return self._server.status(self.who)
 
+    def control(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """See Wire."""
+        return self._server.control.run(call, arguments)
+
     def send(self, message: Any) -> None:
         """See Wire. Hangs up on who does not read."""
         if self._transport.is_closing():
             return
+        self._ended(message)
         self._transport.write(pack(message, _FRAME_TO_CLIENT_BYTES))
         if self._transport.get_write_buffer_size() > _UNREAD_BYTES:
             _log.warning("connection %d does not read its answers: disconnected", self.number)
             self._transport.abort()
+
+    def _ended(self, answer: Any) -> None:
+        """A request has its answer: how long it took."""
+        request = getattr(answer, "id", 0)
+        began = self._began_s.pop(request, None)
+        if began is not None:
+            took_s = self._server.stopwatch() - began[1]
+            self._server.calls.add(began[0], request != self._runs, took_s)
 
     def _fail(self, why: str, hint: str) -> None:
         """Says what is wrong and hangs up."""

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from kvstore.core.residency import TierSpec, TierState
 from kvstore.core.reuse import Learned
 from kvstore.core.tenants import UNLIMITED
 from kvstore.daemon import learned
+from kvstore.daemon.figures import Histogram
 from kvstore.daemon.inherit import restore_dram, restore_nvme
 from kvstore.daemon.recorder import Recorder
 from kvstore.daemon.scrub import Scrubber
@@ -81,6 +82,7 @@ class Shell:
         self.placement = self._make_placement(dice(64))
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
+        self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
@@ -291,8 +293,11 @@ class Shell:
     def _copy(self, copy: ac.Copy) -> None:
         spaces = self.namespaces
 
+        copies, began_s = self.copies[copy.source, copy.target], time.perf_counter()
+
         def done(results: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-            self.soon(self.handle, ev.CopyDone(copy.transfer, results))
+            took_s = time.perf_counter() - began_s
+            self.soon(self._copied, copies, took_s, ev.CopyDone(copy.transfer, results))
 
         if copy.source == copy.target:
             self._move(copy, done)
@@ -304,6 +309,10 @@ class Shell:
             assert self.nvme is not None
             slots = self.dram.slots(copy.target_where)
             self.nvme.read(copy, slots, spaces.fingerprints, spaces.lengths, done, copy.urgent)
+
+    def _copied(self, copies: Histogram, took_s: float, event: ev.CopyDone) -> None:
+        copies.add(took_s)
+        self.handle(event)
 
     def _move(self, copy: ac.Copy, done: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         """From one extent in memory to another."""

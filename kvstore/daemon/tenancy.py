@@ -151,7 +151,10 @@ class Tenancy:
     def _event(self, space: Space, number: int) -> ev.OpenNamespace:
         nvme, name = self._shell.nvme, self.registry.name(space.tenant)
         extra = SEAL_BYTES if nvme is not None and nvme.encrypts(name) else 0
-        return ev.OpenNamespace(0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra)
+        tokens = space.layout.block_tokens if space.layout is not None else 0
+        return ev.OpenNamespace(
+            0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra, tokens
+        )
 
     def restore(self, space: Space) -> bool:
         """A namespace of which something was found, under its number if it has one; False: no room for it."""

@@ -96,18 +96,20 @@ class ServedDaemon:
         """
         assert not self._pid, "the daemon already runs"
         if self._process is None:
-            how = "supervise" if self._supervised else "serve"
-            command = [sys.executable, "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
             with (self.folder / "daemon.log").open("ab") as log:
                 # In a session of its own, so that Ctrl-C reaches only us and we stop it in order.
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
         try:
             self._pid = self._wait_for_answer(self._process)
         except BaseException:
             self._end()
             raise
+
+    def _command(self) -> list[str]:
+        how = "supervise" if self._supervised else "serve"
+        return [sys.executable, "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Asks the daemon to end (SIGTERM) and waits. Raises KVStoreError if it fails or takes too long."""
@@ -181,6 +183,7 @@ class ServedDaemon:
     def _config_text(self) -> str:
         settings = {name: dict(section) for name, section in self._settings.items()}
         settings.setdefault("daemon", {})["socket"] = self.socket
+        settings.setdefault("admin", {}).setdefault("socket", self.folder / "admin.sock")
         if "nvme" in settings and "path" not in settings["nvme"]:
             folder = self.folder / "nvme"
             folder.mkdir()

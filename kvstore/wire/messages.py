@@ -394,6 +394,15 @@ class Recorded:
 
 
 @dataclass(slots=True)
+class Control:
+    """A request of an operator's, by name and with arguments: see `daemon.control`. Answered by Report."""
+
+    id: int
+    call: str
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
 class Failure:
     """The peer broke the protocol; the connection ends after this."""
 
@@ -438,6 +447,7 @@ ALL: tuple[type, ...] = (
     RecordStart,
     RecordRead,
     Recorded,
+    Control,
 )
 """The tag of a message is its place here: append only."""
 

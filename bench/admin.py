@@ -1,0 +1,170 @@
+"""admin: p99 of acquire while the REST interface answers 100 requests a second, against none.
+
+Once with the interface in a process of its own, as it is shipped, and once in a thread of the daemon's.
+"""
+
+from __future__ import annotations
+
+import http.client
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness import MIB, Bench, Result, Target, quantile
+from bench.served import complete, wait_until
+from kvstore import Client, Layout
+from kvstore.lab.served import ServedDaemon
+
+BLOCKS, CHAINS = 32, 8
+CALLS, PACE_S = 1000, 0.001
+REQUESTS_A_S = 100
+PATHS = ("/metrics", "/v1/status", "/v1/tiers", "/v1/tenants", "/v1/namespaces")
+SETTINGS = {"dram": {"limit": 512 * MIB}, "admin": {"requests_per_s": 10 * REQUESTS_A_S}}
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """The bound is for the interface as it is shipped."""
+    yield from _measured(bench, "process", _with_process, Target("<=", 1.2))
+    yield from _measured(bench, "thread", _with_thread, None)
+
+
+def _measured(bench: Bench, name: str, served: object, target: Target | None) -> Iterator[Result]:
+    bench.doing(f"admin/{name}: filling")
+    with served() as daemon, Client(daemon.url, deadline_s=30.0, strict=True) as client:  # type: ignore[operator]
+        wait_until(client, complete)
+        space = client.namespace(Layout(model="bench", block_bytes=MIB))
+        chains = [[os.urandom(32) for _ in range(BLOCKS)] for _ in range(CHAINS)]
+        for keys in chains:
+            assert space.put(keys, np.zeros((BLOCKS, MIB), np.uint8)).stored == BLOCKS
+
+        def acquire_us(n: int) -> float:
+            start = time.perf_counter()
+            lease = space.acquire(chains[n % CHAINS])
+            took = time.perf_counter() - start
+            lease.release()
+            return 1e6 * took
+
+        def sample(_: int) -> float:
+            took, due = [], time.perf_counter()
+            for n in range(CALLS):
+                due += PACE_S
+                time.sleep(max(0.0, due - time.perf_counter()))
+                took.append(acquire_us(n))
+            return quantile(took, 0.99)
+
+        with _asking(daemon.folder / "admin.sock") as (asks, answers):
+
+            def busy(number: int) -> float:
+                asks.set()
+                try:
+                    return sample(number)
+                finally:
+                    asks.clear()
+
+            before = answers.value
+            rounds = bench.interleave(f"admin/{name}", (busy, sample), 0.5)
+            asked_s = (len(rounds.figures) + rounds.discarded + 1) * CALLS * PACE_S
+            yield rounds.result(
+                f"admin/{name}", "µs p99", target, requests_a_s=(answers.value - before) / asked_s
+            )
+
+
+@contextmanager
+def _asking(path: Path) -> Iterator[tuple[Event, multiprocessing.sharedctypes.Synchronized[int]]]:
+    """A process that asks while the event is set; and how many answers it has had."""
+    context = multiprocessing.get_context("spawn")
+    asks, answers = context.Event(), context.Value("q", 0)
+    process = context.Process(target=_ask, args=(path, asks, answers), daemon=True)
+    process.start()
+    try:
+        yield asks, answers
+    finally:
+        process.kill()
+        process.join()
+
+
+def _ask(path: Path, asks: Event, answers: object) -> None:
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(path))
+    number = 0
+    while True:
+        asks.wait()
+        due = time.monotonic()
+        while asks.is_set():
+            due += 1 / REQUESTS_A_S
+            time.sleep(max(0.0, due - time.monotonic()))
+            connection.request("GET", PATHS[number % len(PATHS)])
+            answer = connection.getresponse()
+            assert answer.read(), answer.status
+            assert answer.status == 200, answer.status
+            number += 1
+            answers.value += 1  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _with_process() -> Iterator[ServedDaemon]:
+    with ServedDaemon(SETTINGS) as daemon:
+        command = [sys.executable, "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            _wait_for(daemon.folder / "admin.sock")
+            yield daemon
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _with_thread() -> Iterator[ServedDaemon]:
+    with _InThread(SETTINGS) as daemon:
+        _wait_for(daemon.folder / "admin.sock")
+        yield daemon
+
+
+def _wait_for(path: Path) -> None:
+    ends = time.monotonic() + 30
+    while True:
+        with socket.socket(socket.AF_UNIX) as sock:
+            if sock.connect_ex(str(path)) == 0:
+                return
+        assert time.monotonic() < ends, "the interface did not start"
+        time.sleep(0.05)
+
+
+class _InThread(ServedDaemon):
+    """A daemon with the interface in a thread."""
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "bench.admin", str(self.folder / "kvstore.toml")]
+
+
+def _serve_both(path: Path) -> int:
+    import asyncio  # noqa: PLC0415 - only this process needs all of it
+
+    from kvstore.admin import app, main  # noqa: PLC0415
+    from kvstore.config import load  # noqa: PLC0415
+    from kvstore.daemon.main import listen, run  # noqa: PLC0415
+
+    config = load(path)
+
+    async def serve() -> None:
+        made = app.make(config, f"unix://{config.daemon.socket}")
+        await main.server_of(made).serve(sockets=[listen(config.admin.socket, 0o600)])
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+    return run(path)
+
+
+if __name__ == "__main__":
+    sys.exit(_serve_both(Path(sys.argv[1])))

@@ -1,0 +1,87 @@
+"""The application: routes, errors as problems, and a bound on what a request may bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvstore.admin import problems, routes
+from kvstore.admin.callers import Callers
+from kvstore.admin.snapshots import Snapshots
+from kvstore.client.aio import AsyncClient
+from kvstore.config import Config
+
+_MOST_BODY_BYTES = 64 << 10
+_DEADLINE_S = 5.0
+_ABOUT = """The REST interface of one kvstore daemon.
+
+Every path but the health checks needs `Authorization: Bearer TOKEN`, unless it is root or the daemon's own
+user who asks over the Unix socket. Errors are problems (RFC 9457) with a `hint`.
+"""
+
+
+def make(config: Config, url: str) -> FastAPI:
+    """An app that asks the daemon at `url`. Its state has `callers` and `snapshots`."""
+    app = FastAPI(
+        title="kvstore admin",
+        version=routes.VERSION,
+        description=_ABOUT,
+        # These would load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.callers = Callers(config.admin)
+    app.state.snapshots = Snapshots(AsyncClient(url, token="", deadline_s=_DEADLINE_S))
+    app.include_router(routes.health)
+    app.include_router(routes.v1)
+    problems.install(app)
+    app.add_middleware(_Bounded)
+    make_openapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = make_openapi()
+        scheme = {"type": "http", "scheme": "bearer"}
+        schema.setdefault("components", {})["securitySchemes"] = {"token": scheme}
+        for path, methods in schema["paths"].items():
+            if path not in ("/livez", "/readyz"):
+                for method in methods.values():
+                    method["security"] = [{"token": []}]
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+class _Bounded:
+    """Answers 413 to a body that is too large, before anything reads it to its end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > _MOST_BODY_BYTES:
+            await problems.answer(_too_large())(scope, receive, send)
+            return
+        read = 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > _MOST_BODY_BYTES:
+                raise _too_large()
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def _too_large() -> problems.ProblemError:
+    return problems.ProblemError(413, "the request is too large", f"at most {_MOST_BODY_BYTES} bytes")

@@ -1,0 +1,84 @@
+"""Who calls, and how often: users of this machine by their uid, everybody else by a bearer token."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import IntEnum
+
+from fastapi import Request
+
+from kvstore.admin.problems import ProblemError
+from kvstore.config import Admin
+from kvstore.daemon.tenants import hash_of
+
+PEER = "uid"
+"""What stands for the host where a caller is a process of this machine, and its uid for the port."""
+
+_BURST_S = 1.0
+_MOST_CALLERS = 4096
+_TOKEN_HINT = "send Authorization: Bearer TOKEN; admin.tokens in the configuration says which there are"
+
+
+class Role(IntEnum):
+    """What a caller may do, each with all before it."""
+
+    VIEW = 0
+    OPERATE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who it is, for the log, and what it may do."""
+
+    name: str
+    role: Role
+
+
+class Callers:
+    """Tells callers from one another, and holds back who calls too often."""
+
+    def __init__(self, admin: Admin, clock: Callable[[], float] = time.monotonic) -> None:
+        self.admin = admin
+        self._clock = clock
+        self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def identify(self, request: Request) -> Caller:
+        """Who sends a request. Raises ProblemError 401 for who is nobody."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and token:
+            return self._by_token(token.strip())
+        client = request.client
+        if not scheme and client is not None and client.host == PEER and client.port in (0, os.getuid()):
+            return Caller(f"uid {client.port}", Role.OPERATE)
+        raise ProblemError(401, "this needs a token", _TOKEN_HINT)
+
+    def _by_token(self, token: str) -> Caller:
+        digest, found = hash_of(token), None
+        # All are compared, whichever fits: how long that takes tells nothing.
+        for known in self.admin.tokens:
+            if hmac.compare_digest(known.digest, digest):
+                found = known
+        if found is None:
+            raise ProblemError(401, "this token is nobody's", _TOKEN_HINT)
+        if not found.holds(datetime.now(UTC)):
+            raise ProblemError(401, "this token has expired", "ask whoever runs the daemon for a new one")
+        return Caller(found.name, Role[found.role.upper()])
+
+    def count(self, who: str) -> None:
+        """One more request of somebody's. Raises ProblemError 429 for who is over `requests_per_s`."""
+        now, rate = self._clock(), float(self.admin.requests_per_s)
+        spent, at = self._spent.pop(who, (0.0, now))
+        spent = max(0.0, spent - (now - at) * rate) + 1
+        over = spent > rate * _BURST_S
+        self._spent[who] = (spent - 1 if over else spent), now
+        if len(self._spent) > _MOST_CALLERS:
+            self._spent.popitem(last=False)
+        if over:
+            hint = f"at most {self.admin.requests_per_s} a second: admin.requests_per_s"
+            raise ProblemError(429, "too many requests", hint, {"Retry-After": "1"})

@@ -1,0 +1,140 @@
+"""From configuration to a running process: a Unix socket, a port if there is to be one, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvstore.admin import app as application
+from kvstore.admin.callers import PEER
+from kvstore.config import Config, load, parse_listen
+from kvstore.daemon.main import listen
+from kvstore.daemon.notify import notify
+from kvstore.daemon.peers import peer_of
+from kvstore.errors import KVStoreError, TierError
+
+_log = logging.getLogger("kvstore.admin")
+
+_MOST_CONNECTIONS = 128
+_STOP_WITHIN_S = 5
+
+
+def run(path: Path | None) -> int:
+    """Serves by the configuration at `path` until SIGTERM or SIGINT; SIGHUP reads tokens again.
+
+    Returns the exit code. Raises KVStoreError if it cannot start.
+    """
+    config = load(path)
+    level = config.daemon.log_level.upper()
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    return asyncio.run(_serve(config, path))
+
+
+async def _serve(config: Config, path: Path | None) -> int:
+    loop, admin = asyncio.get_running_loop(), config.admin
+    app = application.make(config, f"unix://{config.daemon.socket}")
+    listeners = [listen(admin.socket, admin.socket_mode)]
+    servers = [server_of(app)]
+    try:
+        if admin.listen:
+            listeners.append(_listen_tcp(*parse_listen(admin.listen)))
+            servers.append(server_of(app, certificate=admin.certificate, key=admin.key))
+        stopping = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, _reload, app, path)
+        running = [
+            loop.create_task(server.serve(sockets=[listener]))
+            for server, listener in zip(servers, listeners, strict=True)
+        ]
+        where = f"{admin.socket}{f' and {admin.listen}' if admin.listen else ''}"
+        _log.info("serving on %s", where)
+        notify("READY=1", f"STATUS=serving on {where}")
+        await stopping.wait()
+        notify("STOPPING=1")
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+        await app.state.snapshots.client.close()
+    finally:
+        for listener in listeners:
+            listener.close()
+        admin.socket.unlink(missing_ok=True)
+    return 0
+
+
+def _reload(app: Any, path: Path | None) -> None:
+    try:
+        app.state.callers.admin = load(path).admin
+        _log.info("reloaded: tokens and rates")
+    except KVStoreError as error:
+        _log.error("not reloaded: %s", error)
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise TierError(
+            f"cannot listen on {host} port {port}: {error.strerror}", "set admin.listen"
+        ) from error
+    return listener
+
+
+def server_of(app: Any, certificate: Path | None = None, key: Path | None = None) -> uvicorn.Server:
+    """A server of an app, for sockets that are passed to `serve`. Raises TierError for files of no use."""
+    config = uvicorn.Config(
+        app,
+        http=_Http,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=_STOP_WITHIN_S,
+        ssl_certfile=certificate,
+        ssl_keyfile=None if key is None else os.fspath(key),
+    )
+    try:
+        config.load()
+    except OSError as error:
+        raise TierError(f"cannot use {certificate} and {key}: {error}", "see admin.certificate") from error
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: there may be two of them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn.Server."""
+        yield
+
+
+class _Http(H11Protocol):
+    """Says who is at the other end of a Unix socket."""
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        peer = transport.get_extra_info("socket")
+        if peer.family == socket.AF_UNIX:
+            self.client = PEER, peer_of(peer.fileno()).uid

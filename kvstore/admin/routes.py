@@ -1,0 +1,193 @@
+"""What can be asked. Every function is one path: it asks the daemon, and shapes what comes back."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from kvstore.admin import metrics, views
+from kvstore.admin.callers import Caller
+from kvstore.admin.problems import ProblemError, documented
+from kvstore.admin.snapshots import Snapshots
+from kvstore.errors import UnavailableError
+from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_AT_ONCE = 1000
+
+Limit = Annotated[int, Query(ge=1, le=_MOST_AT_ONCE, description="Most to answer with.")]
+OneTenant = Annotated[str, Query(pattern=f"^({TENANT_PATTERN})?$", description="Only this tenant's; or all.")]
+HexKey = Annotated[
+    str, Path(pattern=rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$", description="A key in hex.")
+]
+
+health = APIRouter(tags=["health"])
+v1 = APIRouter(prefix="/v1", responses=documented(401, 429, 503))
+
+
+def _snapshots(request: Request) -> Snapshots:
+    snapshots: Snapshots = request.app.state.snapshots
+    return snapshots
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.app.state.callers.identify(request)
+    request.app.state.callers.count(caller.name)
+    return caller
+
+
+def _anybody(request: Request) -> None:
+    request.app.state.callers.count(f"host {request.client.host if request.client else ''}")
+
+
+Daemon = Annotated[Snapshots, Depends(_snapshots)]
+Viewer = Depends(_caller)
+
+
+# -- health
+
+
+@health.get("/livez", dependencies=[Depends(_anybody)], responses=documented(429))
+async def livez() -> views.Live:
+    """Whether this process answers. Needs no token."""
+    return views.Live()
+
+
+@health.get(
+    "/readyz",
+    dependencies=[Depends(_anybody)],
+    responses={**documented(429), 503: {"model": views.Ready, "description": "Not ready, and why."}},
+)
+async def readyz(daemon: Daemon, response: Response) -> views.Ready:
+    """Whether the daemon serves from all of its tiers. Needs no token, and names nobody."""
+    try:
+        reasons = _reasons(await daemon.status())
+    except UnavailableError:
+        reasons = ["the daemon does not answer"]
+    response.status_code = 503 if reasons else 200
+    return views.Ready(ready=not reasons, reasons=reasons)
+
+
+def _reasons(status: dict[str, Any]) -> list[str]:
+    reasons = []
+    for tier in status["tiers"]:
+        if tier["fenced"]:
+            reasons.append(f"{tier['name']}: its device hangs")
+        elif not tier["readable"]:
+            reasons.append(f"{tier['name']}: reads are left out after failures")
+        elif not tier["writable"]:
+            reasons.append(f"{tier['name']}: writes are left out after failures")
+    return reasons
+
+
+@health.get("/version", dependencies=[Viewer], responses=documented(401, 429))
+async def show_version(daemon: Daemon) -> views.Version:
+    """What runs."""
+    try:
+        of_daemon = (await daemon.status())["version"]
+    except UnavailableError:
+        of_daemon = ""
+    return views.Version(admin=VERSION, daemon=of_daemon)
+
+
+@health.get(
+    "/metrics",
+    dependencies=[Viewer],
+    response_class=PlainTextResponse,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401, 429)},
+)
+async def show_metrics(daemon: Daemon) -> Response:
+    """Everything that is counted and measured, for Prometheus. `kvstore_up` is 0 while the daemon is away."""
+    try:
+        text = metrics.exposition(await daemon.status(), await daemon.figures())
+    except UnavailableError:
+        text = metrics.exposition_of_nothing()
+    return Response(text, media_type=_METRICS_TYPE)
+
+
+# -- what there is
+
+
+@v1.get("/status", dependencies=[Viewer], tags=["daemon"])
+async def show_status(daemon: Daemon) -> views.Status:
+    """The daemon as a whole: what it holds, and what it has counted since its start."""
+    return views.Status.model_validate(await daemon.status())
+
+
+@v1.get("/tiers", dependencies=[Viewer], tags=["tiers"])
+async def list_tiers(daemon: Daemon) -> views.Tiers:
+    """All tiers, the fastest first."""
+    return views.Tiers.model_validate(await daemon.status())
+
+
+@v1.get("/tiers/{name}", dependencies=[Viewer], tags=["tiers"], responses=documented(404, 422))
+async def show_tier(daemon: Daemon, name: Annotated[str, Path(examples=["dram"])]) -> views.Tier:
+    """One tier."""
+    tiers = (await daemon.status())["tiers"]
+    found = next((tier for tier in tiers if tier["name"] == name), None)
+    if found is None:
+        there = ", ".join(tier["name"] for tier in tiers)
+        raise ProblemError(404, f"there is no tier {name!r:.80}", f"there are {there}")
+    return views.Tier.model_validate(found)
+
+
+@v1.get("/tenants", dependencies=[Viewer], tags=["tenants"], responses=documented(422))
+async def list_tenants(
+    daemon: Daemon,
+    after: Annotated[str, Query(description="Only names behind this one.")] = "",
+    limit: Limit = 100,
+) -> views.Tenants:
+    """Tenants by name, a page at a time."""
+    tenants = sorted((await daemon.status())["tenants"], key=lambda tenant: tenant["name"])
+    rest = [tenant for tenant in tenants if tenant["name"] > after]
+    shown = [views.Tenant.model_validate(tenant) for tenant in rest[:limit]]
+    return views.Tenants(tenants=shown, next=shown[-1].name if len(rest) > limit else None)
+
+
+@v1.get("/tenants/{name}", dependencies=[Viewer], tags=["tenants"], responses=documented(404, 422))
+async def show_tenant(daemon: Daemon, name: str) -> views.Tenant:
+    """One tenant."""
+    found = next((tenant for tenant in (await daemon.status())["tenants"] if tenant["name"] == name), None)
+    if found is None:
+        raise ProblemError(404, f"there is no tenant {name!r:.80}", "GET /v1/tenants names them")
+    return views.Tenant.model_validate(found)
+
+
+@v1.get("/namespaces", dependencies=[Viewer], tags=["namespaces"], responses=documented(404, 422))
+async def list_namespaces(
+    daemon: Daemon,
+    tenant: OneTenant = "",
+    after: Annotated[int, Query(ge=0, lt=1 << 16, description="Only numbers above.")] = 0,
+    limit: Limit = 100,
+) -> views.Namespaces:
+    """Open namespaces by number, a page at a time."""
+    if tenant:
+        await show_tenant(daemon, tenant)
+    page = await daemon.client.control("namespaces", tenant=tenant, after=after, limit=limit)
+    shown = [views.Namespace.model_validate(namespace) for namespace in page["namespaces"]]
+    return views.Namespaces(namespaces=shown, next=shown[-1].number if page["more"] else None)
+
+
+@v1.get("/blocks/{key}", dependencies=[Viewer], tags=["blocks"], responses=documented(409, 422))
+async def explain_block(
+    daemon: Daemon,
+    key: HexKey,
+    tenant: OneTenant = "",
+    model: Annotated[str, Query(max_length=4096, description="Only in namespaces of this model.")] = "",
+) -> views.Blocks:
+    """Where a block is, what keeps it, and what was decided about it lately; empty if nothing is known."""
+    known = await daemon.client.explain([bytes.fromhex(key)], tenant, model)
+    return views.Blocks(blocks=[views.Block.model_validate(_in_hex(block)) for block in known])
+
+
+def _in_hex(block: dict[str, Any]) -> dict[str, Any]:
+    return block | {name: block[name].hex() for name in ("key", "parent") if name in block}
+
+
+try:
+    VERSION = version("kvstore")
+except PackageNotFoundError:
+    VERSION = "unknown"

@@ -1,0 +1,132 @@
+"""What operators ask by name: one function each, plain values in and out. Used by `kvstore.admin`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError, validate_call
+
+from kvstore.core.admission import Admission
+from kvstore.core.decisions import EVERY_TIER
+from kvstore.core.devices import DEMAND, PREFETCH, SCRUB, WRITE_BACK
+from kvstore.core.residency import TierState
+from kvstore.daemon.figures import BOUNDS_S
+from kvstore.daemon.namespaces import Space
+from kvstore.errors import MisuseError
+
+if TYPE_CHECKING:
+    from kvstore.daemon.server import Server
+
+_MOST_TENANTS = 20
+_MOST_AT_ONCE = 1000
+_CLASSES = {"demand": DEMAND, "prefetch": PREFETCH, "write_back": WRITE_BACK, "scrub": SCRUB}
+
+
+class Control:
+    """The calls of one daemon. Each takes its arguments by name and returns a map."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._shell = server.shell
+        calls = (self.figures, self.namespaces)
+        self._calls: dict[str, Callable[..., dict[str, Any]]] = {
+            call.__name__: validate_call(config={"strict": True})(call) for call in calls
+        }
+
+    def run(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Raises MisuseError for a call that there is not, or not with these arguments."""
+        known = self._calls.get(call)
+        if known is None:
+            raise MisuseError(f"there is no call {call!r:.80}", f"there are {', '.join(self._calls)}")
+        try:
+            return known(**arguments)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise MisuseError(f"{call}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+    # -- what is seen
+
+    def figures(self) -> dict[str, Any]:
+        """All that is counted and measured, for metrics: of many tenants only those that asked for most."""
+        shell, server = self._shell, self._server
+        residency = shell.placement.residency
+        names = [state.spec.tier.name.lower() for state in residency.tiers]
+        decided = residency.decisions.blocks_by_what
+        return {
+            "bounds_s": list(BOUNDS_S),
+            "calls": server.calls.plain(),
+            "copies": [
+                {"source": names[source], "target": names[target], **histogram.plain()}
+                for (source, target), histogram in shell.copies.items()
+            ],
+            "loop_lag": server.lag.histogram.plain(),
+            "decisions": [
+                {"what": what.name.lower(), "tier": "" if tier == EVERY_TIER else names[tier], "blocks": n}
+                for (what, tier), n in decided.items()
+            ],
+            "devices": [self._device(state) for state in residency.tiers],
+            "traffic": self._traffic(names),
+        }
+
+    def _device(self, state: TierState) -> dict[str, Any]:
+        device, admission = state.device, state.admission
+        return {
+            "tier": state.spec.tier.name.lower(),
+            "queued_bytes": {name: device.queue.waiting(kind) for name, kind in _CLASSES.items()},
+            "moving_bytes": {name: device.bytes_moving[kind] for name, kind in _CLASSES.items()},
+            "moving": device.moving,
+            "admission": _admission(admission),
+        }
+
+    def _traffic(self, names: list[str]) -> list[dict[str, Any]]:
+        """Sums by tenant and tier; of those beyond the largest together, as of no tenant."""
+        traffic, registry = self._shell.placement.residency.traffic, self._shell.tenancy.registry
+        sums = {tenant: traffic.of(tenant) for tenant in traffic}
+        most = heapq.nlargest(_MOST_TENANTS, sums, key=lambda tenant: sum(s.nbytes for s in sums[tenant]))
+        shown = [(registry.name(tenant), sums[tenant]) for tenant in sorted(most)]
+        others = [sums[tenant] for tenant in sums if tenant not in most]
+        if others:
+            added = [tuple(map(sum, zip(*column, strict=True))) for column in zip(*others, strict=True)]
+            shown.append(("", added))  # type: ignore[arg-type]
+        return [
+            {"tenant": name, "tier": tier, "blocks": blocks, "tokens": tokens, "bytes": nbytes}
+            for name, columns in shown
+            for tier, (blocks, tokens, nbytes) in zip([*names, ""], columns, strict=True)
+        ]
+
+    def namespaces(self, tenant: str = "", after: int = 0, limit: int = 100) -> dict[str, Any]:
+        """Open namespaces with numbers above `after`, `limit` of them at most; of one tenant, or all."""
+        if not 1 <= limit <= _MOST_AT_ONCE:
+            raise MisuseError(f"limit is {limit}", f"1 to {_MOST_AT_ONCE}")
+        registry = self._shell.tenancy.registry
+        asked = registry.number(tenant) if tenant else None
+        if tenant and asked is None:
+            raise MisuseError(f"there is no tenant {tenant!r:.80}", "`kvstore tenant list` names them")
+        spaces = (s for s in self._shell.namespaces if s.number > after and asked in (None, s.tenant))
+        some = heapq.nsmallest(limit + 1, spaces, key=lambda space: space.number)
+        shown = [self._namespace(space) for space in some[:limit]]
+        return {"namespaces": shown, "more": len(some) > limit}
+
+    def _namespace(self, space: Space) -> dict[str, Any]:
+        return {
+            "number": space.number,
+            "tenant": self._shell.tenancy.registry.name(space.tenant),
+            "layout": space.layout.to_map() if space.layout is not None else None,
+            "block_bytes": space.block_bytes,
+            "published_to": sorted(space.readers),
+            "ttl_s": space.ttl_s,
+        }
+
+
+def _admission(admission: Admission) -> dict[str, Any]:
+    rule = admission.rule
+    return {
+        "mode": rule.mode,
+        "threshold": admission.threshold,
+        "bytes_a_day": rule.bytes_a_day,
+        "written_bytes": admission.written,
+        "refused_blocks": admission.refused,
+        "spent": admission.spent,
+    }
