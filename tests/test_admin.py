@@ -423,10 +423,22 @@ def test_of_many_tenants_most_share_a_label() -> None:
     }
     section = {**WITH_NVME, "admin": settings(), "tenants": tenants}
     with ServedDaemon(section) as daemon, ServedAdmin(daemon) as admin:
-        read = readings(admin)
-        labels = {dict(labels)["tenant"] for (_, labels) in read if "tenant" in dict(labels)}
-        assert len(labels) == 21
-        assert "other" in labels
+        with Client(daemon.url, deadline_s=10, strict=True) as client:
+            ns, keys = client.namespace(new_layout()), names(30)
+            ns.put(keys, payloads(keys))
+            eventually(lambda: idle(client.status()))
+            used = {tier["name"]: tier["used_bytes"] for tier in client.status()["tiers"]}
+        read = eventually(lambda: (r := readings(admin)).get(("kvstore_blocks", ())) == 30 and r)
+        by_tenant = {dict(labels)["tenant"] for (_, labels) in read if "tenant" in dict(labels)}
+        assert len(by_tenant) == 21
+        assert {"(other)", "default"} <= by_tenant
+        for tier, nbytes in used.items():
+            parts = [
+                value
+                for (name, labels), value in read.items()
+                if name == "kvstore_tenant_used_bytes" and ("tier", tier) in labels
+            ]
+            assert sum(parts) == nbytes > 0
 
 
 def test_a_histogram_has_every_duration_in_one_bucket() -> None:
@@ -446,7 +458,7 @@ def test_a_histogram_has_every_duration_in_one_bucket() -> None:
 
 
 def test_only_operators_control_and_only_by_what_there_is(client: Client) -> None:
-    with pytest.raises(DeniedError, match=r"there is no call 'nothing' \(there are figures, namespaces"):
+    with pytest.raises(DeniedError, match=r"there is no call 'nothing' \(there are status, figures, "):
         client.control("nothing")
     with pytest.raises(DeniedError, match="limit"):
         client.control("namespaces", limit="all")

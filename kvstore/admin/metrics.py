@@ -14,10 +14,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-OTHER = "other"
-"""Stands for all tenants that have no label of their own."""
+OTHER = "(other)"
+"""Stands for all tenants that have no label of their own; none can be called so."""
 
-_MOST_TENANTS = 20
 _COUNTERS = {
     "stored_blocks": "Blocks that were put.",
     "present_blocks": "Blocks that were to be put and were there already.",
@@ -132,30 +131,16 @@ class _Reading(Collector):
             yield admitted
 
     def _tenants(self) -> Iterator[Metric]:
-        most = sorted(self._status["tenants"], key=_used, reverse=True)
-        shown = {tenant["name"] for tenant in most[:_MOST_TENANTS]}
         for key, what in (
             ("used_bytes", "What a tenant's blocks take in a tier."),
             ("floor_bytes", "What is never taken from a tenant."),
+            ("limit_bytes", "What a tenant may have at most; absent: the tier's."),
         ):
-            sums: dict[tuple[str, str], int] = {}
-            for tenant in most:
-                label = tenant["name"] if tenant["name"] in shown else OTHER
-                for tier in tenant["tiers"]:
-                    at = label, tier["name"]
-                    sums[at] = sums.get(at, 0) + tier[key]
             family = GaugeMetricFamily(f"kvstore_tenant_{key}", what, labels=["tenant", "tier"])
-            for labels, value in sums.items():
-                family.add_metric(labels, value)
+            for row in self._figures["holdings"]:
+                if row[key] is not None:
+                    family.add_metric([row["tenant"] or OTHER, row["tier"]], row[key])
             yield family
-        limits = GaugeMetricFamily(
-            "kvstore_tenant_limit_bytes", "What a tenant may have at most.", labels=["tenant", "tier"]
-        )
-        for tenant in most[:_MOST_TENANTS]:
-            for tier in tenant["tiers"]:
-                if tier["limit_bytes"] is not None:
-                    limits.add_metric([tenant["name"], tier["name"]], tier["limit_bytes"])
-        yield limits
 
     def _traffic(self) -> Iterator[Metric]:
         for unit in ("blocks", "tokens", "bytes"):
@@ -220,10 +205,6 @@ def exposition(status: Mapping[str, Any], figures: Mapping[str, Any]) -> bytes:
 def exposition_of_nothing() -> bytes:
     """The same while the daemon is away."""
     return b"# HELP kvstore_up Whether the daemon answers.\n# TYPE kvstore_up gauge\nkvstore_up 0.0\n"
-
-
-def _used(tenant: Mapping[str, Any]) -> int:
-    return sum(tier["used_bytes"] for tier in tenant["tiers"])
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -12,13 +12,14 @@ from kvstore.admin import metrics, views
 from kvstore.admin.callers import Caller
 from kvstore.admin.problems import ProblemError, documented
 from kvstore.admin.snapshots import Snapshots
-from kvstore.errors import UnavailableError
+from kvstore.daemon.control import MOST_AT_ONCE
+from kvstore.errors import DeniedError, UnavailableError
 from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_MOST_AT_ONCE = 1000
+_MOST_OF_A_PAGE = 1000
 
-Limit = Annotated[int, Query(ge=1, le=_MOST_AT_ONCE, description="Most to answer with.")]
+Limit = Annotated[int, Query(ge=1, le=_MOST_OF_A_PAGE, description="Most to answer with.")]
 OneTenant = Annotated[str, Query(pattern=f"^({TENANT_PATTERN})?$", description="Only this tenant's; or all.")]
 HexKey = Annotated[
     str, Path(pattern=rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$", description="A key in hex.")
@@ -141,19 +142,33 @@ async def list_tenants(
     limit: Limit = 100,
 ) -> views.Tenants:
     """Tenants by name, a page at a time."""
-    tenants = sorted((await daemon.status())["tenants"], key=lambda tenant: tenant["name"])
-    rest = [tenant for tenant in tenants if tenant["name"] > after]
-    shown = [views.Tenant.model_validate(tenant) for tenant in rest[:limit]]
-    return views.Tenants(tenants=shown, next=shown[-1].name if len(rest) > limit else None)
+    shown, more = await _pages(daemon, "tenants", limit, after, "name")
+    tenants = [views.Tenant.model_validate(tenant) for tenant in shown]
+    return views.Tenants(tenants=tenants, next=tenants[-1].name if more else None)
+
+
+async def _pages(
+    daemon: Snapshots, call: str, limit: int, after: Any, by: str, **more: Any
+) -> tuple[list[dict[str, Any]], bool]:
+    """`limit` rows of what the daemon gives in small pages, and whether there are more."""
+    rows: list[dict[str, Any]] = []
+    going = True
+    while going and len(rows) < limit:
+        n = min(limit - len(rows), MOST_AT_ONCE)
+        page = await daemon.client.control(call, after=after, limit=n, **more)
+        rows += page[call]
+        going = page["more"]
+        after = rows[-1][by] if rows else after
+    return rows, going
 
 
 @v1.get("/tenants/{name}", dependencies=[Viewer], tags=["tenants"], responses=documented(404, 422))
 async def show_tenant(daemon: Daemon, name: str) -> views.Tenant:
     """One tenant."""
-    found = next((tenant for tenant in (await daemon.status())["tenants"] if tenant["name"] == name), None)
-    if found is None:
-        raise ProblemError(404, f"there is no tenant {name!r:.80}", "GET /v1/tenants names them")
-    return views.Tenant.model_validate(found)
+    try:
+        return views.Tenant.model_validate(await daemon.client.control("tenant", name=name))
+    except DeniedError as error:
+        raise ProblemError(404, error.message, "GET /v1/tenants names them") from None
 
 
 @v1.get("/namespaces", dependencies=[Viewer], tags=["namespaces"], responses=documented(404, 422))
@@ -166,9 +181,9 @@ async def list_namespaces(
     """Open namespaces by number, a page at a time."""
     if tenant:
         await show_tenant(daemon, tenant)
-    page = await daemon.client.control("namespaces", tenant=tenant, after=after, limit=limit)
-    shown = [views.Namespace.model_validate(namespace) for namespace in page["namespaces"]]
-    return views.Namespaces(namespaces=shown, next=shown[-1].number if page["more"] else None)
+    shown, more = await _pages(daemon, "namespaces", limit, after, "number", tenant=tenant)
+    namespaces = [views.Namespace.model_validate(namespace) for namespace in shown]
+    return views.Namespaces(namespaces=namespaces, next=namespaces[-1].number if more else None)
 
 
 @v1.get("/blocks/{key}", dependencies=[Viewer], tags=["blocks"], responses=documented(409, 422))

@@ -18,11 +18,11 @@ class Snapshots:
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
-        self._status = _Shared(client.status)
+        self._status = _Shared(lambda: client.control("status"))
         self._figures = _Shared(lambda: client.control("figures"))
 
     async def status(self) -> dict[str, Any]:
-        """As `kvstore status --json` has it. Raises UnavailableError while the daemon is away."""
+        """The daemon as a whole, without tenants. Raises UnavailableError while the daemon is away."""
         return await self._status.get()
 
     async def figures(self) -> dict[str, Any]:

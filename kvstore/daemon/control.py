@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import ValidationError, validate_call
 
 from kvstore.core.admission import Admission
 from kvstore.core.decisions import EVERY_TIER
 from kvstore.core.devices import DEMAND, PREFETCH, SCRUB, WRITE_BACK
 from kvstore.core.residency import TierState
+from kvstore.core.tenants import UNLIMITED
 from kvstore.daemon.figures import BOUNDS_S
 from kvstore.daemon.namespaces import Space
 from kvstore.errors import MisuseError
@@ -20,17 +23,20 @@ if TYPE_CHECKING:
     from kvstore.daemon.server import Server
 
 _MOST_TENANTS = 20
-_MOST_AT_ONCE = 1000
+MOST_AT_ONCE = 64
+"""More would hold up everybody else's requests."""
+
 _CLASSES = {"demand": DEMAND, "prefetch": PREFETCH, "write_back": WRITE_BACK, "scrub": SCRUB}
 
 
 class Control:
     """The calls of one daemon. Each takes its arguments by name and returns a map."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, version: str) -> None:
         self._server = server
         self._shell = server.shell
-        calls = (self.figures, self.namespaces)
+        self._version = version
+        calls = (self.status, self.figures, self.tenants, self.tenant, self.namespaces)
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             call.__name__: validate_call(config={"strict": True})(call) for call in calls
         }
@@ -48,8 +54,14 @@ class Control:
 
     # -- what is seen
 
+    def status(self) -> dict[str, Any]:
+        """The daemon as a whole."""
+        server = self._server
+        first = {"version": self._version, "connections": len(server.connections)}
+        return {**first, **server.queues(), **self._shell.summary()}
+
     def figures(self) -> dict[str, Any]:
-        """All that is counted and measured, for metrics: of many tenants only those that asked for most."""
+        """All that is counted and measured, for metrics: of many tenants only those with most."""
         shell, server = self._shell, self._server
         residency = shell.placement.residency
         names = [state.spec.tier.name.lower() for state in residency.tiers]
@@ -68,6 +80,7 @@ class Control:
             ],
             "devices": [self._device(state) for state in residency.tiers],
             "traffic": self._traffic(names),
+            "holdings": self._holdings(names),
         }
 
     def _device(self, state: TierState) -> dict[str, Any]:
@@ -96,14 +109,54 @@ class Control:
             for tier, (blocks, tokens, nbytes) in zip([*names, ""], columns, strict=True)
         ]
 
-    def namespaces(self, tenant: str = "", after: int = 0, limit: int = 100) -> dict[str, Any]:
-        """Open namespaces with numbers above `after`, `limit` of them at most; of one tenant, or all."""
-        if not 1 <= limit <= _MOST_AT_ONCE:
-            raise MisuseError(f"limit is {limit}", f"1 to {_MOST_AT_ONCE}")
+    def _holdings(self, names: list[str]) -> list[dict[str, Any]]:
+        """What tenants have of each tier, those with most by name, all others together as of no tenant."""
+        tiers = self._shell.placement.residency.tiers
         registry = self._shell.tenancy.registry
-        asked = registry.number(tenant) if tenant else None
-        if tenant and asked is None:
+        used = np.zeros(len(registry.names()), np.int64)
+        for state in tiers:
+            mine = state.extents.holdings.used[: len(used)]
+            used[: len(mine)] += mine
+        most = np.sort(np.argsort(-used, kind="stable")[:_MOST_TENANTS]).tolist()
+        rows = []
+        for name, state in zip(names, tiers, strict=True):
+            holdings = state.extents.holdings
+            left_used = int(holdings.used.sum())
+            left_floor = int(holdings.floor.sum()) * holdings.extent_bytes
+            for tenant in most:
+                has, quota = holdings.of(tenant)
+                limit = None if quota.limit >= UNLIMITED else quota.limit
+                row = {"tenant": registry.name(tenant), "tier": name, "used_bytes": has}
+                rows.append(row | {"floor_bytes": quota.floor, "limit_bytes": limit})
+                left_used, left_floor = left_used - has, left_floor - quota.floor
+            if len(used) > len(most):
+                row = {"tenant": "", "tier": name, "used_bytes": left_used}
+                rows.append(row | {"floor_bytes": left_floor, "limit_bytes": None})
+        return rows
+
+    def tenants(self, after: str = "", limit: int = MOST_AT_ONCE) -> dict[str, Any]:
+        """Tenants whose names come after `after`, `limit` of them at most."""
+        _check_limit(limit)
+        names = sorted(self._shell.tenancy.registry.names())
+        start = bisect_right(names, after)
+        shown = [self._shell.tenant(name) for name in names[start : start + limit]]
+        return {"tenants": shown, "more": len(names) > start + limit}
+
+    def tenant(self, name: str) -> dict[str, Any]:
+        """One tenant."""
+        self._number(name)
+        return self._shell.tenant(name)
+
+    def _number(self, tenant: str) -> int:
+        number = self._shell.tenancy.registry.number(tenant)
+        if number is None:
             raise MisuseError(f"there is no tenant {tenant!r:.80}", "`kvstore tenant list` names them")
+        return number
+
+    def namespaces(self, tenant: str = "", after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:
+        """Open namespaces with numbers above `after`, `limit` of them at most; of one tenant, or all."""
+        _check_limit(limit)
+        asked = self._number(tenant) if tenant else None
         spaces = (s for s in self._shell.namespaces if s.number > after and asked in (None, s.tenant))
         some = heapq.nsmallest(limit + 1, spaces, key=lambda space: space.number)
         shown = [self._namespace(space) for space in some[:limit]]
@@ -118,6 +171,11 @@ class Control:
             "published_to": sorted(space.readers),
             "ttl_s": space.ttl_s,
         }
+
+
+def _check_limit(limit: int) -> None:
+    if not 1 <= limit <= MOST_AT_ONCE:
+        raise MisuseError(f"limit is {limit}", f"1 to {MOST_AT_ONCE}")
 
 
 def _admission(admission: Admission) -> dict[str, Any]:

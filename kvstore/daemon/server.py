@@ -62,7 +62,7 @@ class Server:
         self.lag = Lag(shell.loop, stopwatch)
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
-        self.control = Control(self)
+        self.control = Control(self, VERSION)
         self.reconfigure()
 
     def connect(self) -> Connection:
@@ -83,9 +83,12 @@ class Server:
     def status(self, who: Identity) -> dict[str, Any]:
         """What one may see of the shell's status and of the connections: operators all, others their own."""
         mine = [c for c in self.connections if who.operator or (c.greeted and c.who.tenant == who.tenant)]
-        queues = {"queued_requests": self.turns.waiting, "refused_requests": self.turns.refused}
-        more = queues if who.operator else {}
+        more = self.queues() if who.operator else {}
         return {"version": VERSION, "connections": len(mine), **more, **self.shell.status(who)}
+
+    def queues(self) -> dict[str, int]:
+        """Requests that wait, and that were told to come again."""
+        return {"queued_requests": self.turns.waiting, "refused_requests": self.turns.refused}
 
     async def close(self) -> None:
         """Disconnects everybody; returns when what they held is free."""

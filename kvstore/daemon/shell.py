@@ -406,9 +406,12 @@ class Shell:
 
     def status(self, who: Identity) -> dict[str, Any]:
         """What `kvstore status` shows: plain values only. Tenants see nothing of each other."""
-        mine = {"tenants": [t for t in self._tenants() if who.operator or t["name"] == who.name]}
         if not who.operator:
-            return mine
+            return {"tenants": [self.tenant(who.name)]}
+        return {**self.summary(), "tenants": [self.tenant(name) for name in self.tenancy.registry.names()]}
+
+    def summary(self) -> dict[str, Any]:
+        """The same for operators, without tenants, of which there may be thousands."""
         residency = self.placement.residency
         return {
             "pid": os.getpid(),
@@ -425,7 +428,6 @@ class Shell:
             "nvme_io": self.nvme.engine_name if self.nvme else "",
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),
-            **mine,
         }
 
     def _tier(self, state: TierState) -> dict[str, Any]:
@@ -445,25 +447,17 @@ class Shell:
             "scrub_passes": self.placement.counters[f"scrub_passes_{name}"],
         }
 
-    def _tenants(self) -> list[dict[str, Any]]:
-        out = []
-        for name in self.tenancy.registry.names():
-            number = self.tenancy.registry.add(name)
-            configured = self.config.tenants.get(name)
-            tiers = []
-            for state in self.placement.residency.tiers:
-                used, quota = state.extents.holdings.of(number)
-                tiers.append(
-                    {
-                        "name": state.spec.tier.name.lower(),
-                        "used_bytes": used,
-                        "floor_bytes": quota.floor,
-                        "limit_bytes": None if quota.limit >= UNLIMITED else quota.limit,
-                    }
-                )
-            share = configured.share if configured is not None else 1.0
-            out.append({"name": name, "share": share, "tiers": tiers})
-        return out
+    def tenant(self, name: str) -> dict[str, Any]:
+        """What a tenant that there is has of every tier, and may have."""
+        number = self.tenancy.registry.add(name)
+        configured = self.config.tenants.get(name)
+        tiers = []
+        for state in self.placement.residency.tiers:
+            used, quota = state.extents.holdings.of(number)
+            limit = None if quota.limit >= UNLIMITED else quota.limit
+            tier = {"name": state.spec.tier.name.lower(), "used_bytes": used}
+            tiers.append(tier | {"floor_bytes": quota.floor, "limit_bytes": limit})
+        return {"name": name, "share": configured.share if configured is not None else 1.0, "tiers": tiers}
 
 
 def _by_size(extents: Extents) -> dict[str, int]:
