@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import Client, Layout, config
@@ -415,6 +416,29 @@ def test_durations_are_counted_by_call_and_whether_it_waited(admin: ServedAdmin,
     assert 0 < read[f"{name}_sum", at_once] < 60
     assert read["kvstore_copy_seconds_count", (("source", "dram"), ("target", "nvme"))] > 0
     assert read["kvstore_loop_lag_seconds_count", ()] > 0
+
+
+def test_dashboards_and_alerts_ask_for_what_there_is(admin: ServedAdmin) -> None:
+    text = admin.get("/metrics", VIEW).body.decode()
+    there = {
+        name for family in text_string_to_metric_families(text) for name in _samples(family.name, family.type)
+    }
+    docs = Path(__file__).parent.parent / "docs"
+    board = json.loads((docs / "grafana.json").read_text())
+    rules = yaml.safe_load((docs / "alerts.yml").read_text())["groups"][0]["rules"]
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert all(panel["description"] for panel in board["panels"])
+    asked += [rule["expr"] for rule in rules]
+    assert all({"summary", "description"} <= set(rule["annotations"]) for rule in rules)
+    named = {name for expression in asked for name in re.findall(r"\bkvstore_\w+", expression)}
+    assert len(named) > 20
+    assert named <= there
+
+
+def _samples(name: str, kind: str) -> list[str]:
+    """Names of the samples that a family of this kind has."""
+    ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(kind, [""])
+    return [name + end for end in ends]
 
 
 def test_of_many_tenants_most_share_a_label() -> None:
