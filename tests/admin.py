@@ -10,8 +10,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from kvstore.daemon.tenants import hash_of, new_token
 from kvstore.lab.served import ServedDaemon
@@ -29,8 +37,6 @@ def free_port() -> int:
 
 def settings(**more: object) -> dict[str, Any]:
     """The `admin` section: a port, and tokens of every kind."""
-    from datetime import UTC, datetime  # noqa: PLC0415
-
     tokens: list[dict[str, object]] = [
         {"name": "grafana", "hash": f"sha256:{hash_of(VIEW).hex()}"},
         {"name": "ops", "hash": f"sha256:{hash_of(OPERATE).hex()}", "role": "operate"},
@@ -121,6 +127,20 @@ class ServedAdmin:
             return Answer(got.status, named, got.read())
         finally:
             connection.close()
+
+
+def self_signed(certificate: Path, key: Path) -> None:
+    """Writes a certificate for 127.0.0.1, and its key."""
+    made, name = (
+        ec.generate_private_key(ec.SECP256R1()),
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")]),
+    )
+    now, loopback = datetime.now(UTC), x509.IPAddress(ip_address("127.0.0.1"))
+    builder = x509.CertificateBuilder(name, name, made.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    builder = builder.add_extension(x509.SubjectAlternativeName([loopback]), critical=False)
+    certificate.write_bytes(builder.sign(made, hashes.SHA256()).public_bytes(Encoding.PEM))
+    key.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def problem(answer: Answer, status: int) -> dict[str, Any]:

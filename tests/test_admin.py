@@ -25,7 +25,7 @@ from kvstore.daemon.figures import BOUNDS_S, Calls, Histogram
 from kvstore.errors import ConfigError, DeniedError
 from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
-from tests.admin import EXPIRED, OPERATE, VIEW, ServedAdmin, free_port, problem, settings
+from tests.admin import EXPIRED, OPERATE, VIEW, ServedAdmin, free_port, problem, self_signed, settings
 from tests.daemons import (
     BLOCK,
     WITH_NVME,
@@ -284,9 +284,7 @@ def test_a_daemon_outlives_its_interface(daemon: ServedDaemon, client: Client) -
 
 def test_tls_where_it_is_configured(tmp_path: Path) -> None:
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
-    subprocess.run([*map(str, made), *subject], check=True, capture_output=True, timeout=60)
+    self_signed(certificate, key)
     port = free_port()
     section = settings(listen=f"127.0.0.1:{port}", certificate=certificate, key=key)
     with ServedDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
