@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import Client, Layout, config
+from kvstore.admin.snapshots import FRESH_S
 from kvstore.daemon.figures import BOUNDS_S, Calls, Histogram
 from kvstore.errors import ConfigError, DeniedError
 from kvstore.lab.served import ServedDaemon
@@ -71,7 +73,9 @@ def readings(admin: ServedAdmin) -> dict[tuple[str, tuple[tuple[str, str], ...]]
 # -- the whole of it
 
 
-def test_what_openapi_promises_is_what_is_answered(admin: ServedAdmin, client: Client) -> None:
+def test_what_openapi_promises_is_what_is_answered(
+    admin: ServedAdmin, client: Client, tmp_path: Path
+) -> None:
     ns, keys = client.namespace(new_layout()), names(40)
     ns.put(keys, payloads(keys))
     port = admin.connection(over_tcp=True).port
@@ -80,8 +84,9 @@ def test_what_openapi_promises_is_what_is_answered(admin: ServedAdmin, client: C
         *("--header", f"Authorization: Bearer {OPERATE}", "--max-examples", "40", "--seed", "1"),
         *("--checks", "all", "--no-color"),
     ]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
+    # Where it leaves what it found.
+
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     assert not re.search(r"\bTraceback\b", admin.log.read_text())
 
@@ -329,6 +334,19 @@ def test_tenants_and_namespaces_come_a_page_at_a_time() -> None:
         assert rest["next"] is None
         assert {n["layout"]["model"] for n in both} == {layout.model for layout in layouts}
         assert admin.get("/v1/namespaces?tenant=t01").json == {"namespaces": [], "next": None}
+
+
+def test_the_daemon_is_asked_seldom_however_many_ask(admin: ServedAdmin, client: Client) -> None:
+    def asked() -> int:
+        calls = client.control("figures")["calls"]
+        return sum(sum(row["counts"]) for row in calls if row["call"] == "control")
+
+    before, started_s = asked(), time.monotonic()
+    for n in range(100):
+        assert admin.get(("/v1/status", "/v1/tiers", "/v1/tenants", "/v1/namespaces")[n % 4]).status == 200
+    readings = (time.monotonic() - started_s) / FRESH_S + 2
+    # A status, a page of tenants and one of namespaces each time, and our own look.
+    assert asked() - before <= 3 * readings + 1
 
 
 def test_a_block_is_explained(admin: ServedAdmin, client: Client) -> None:

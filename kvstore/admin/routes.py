@@ -103,7 +103,7 @@ async def show_version(daemon: Daemon) -> views.Version:
 async def show_metrics(daemon: Daemon) -> Response:
     """Everything that is counted and measured, for Prometheus. `kvstore_up` is 0 while the daemon is away."""
     try:
-        text = metrics.exposition(await daemon.status(), await daemon.figures())
+        text = await daemon.metrics()
     except UnavailableError:
         text = metrics.exposition_of_nothing()
     return Response(text, media_type=_METRICS_TYPE)
@@ -155,7 +155,7 @@ async def _pages(
     going = True
     while going and len(rows) < limit:
         n = min(limit - len(rows), MOST_AT_ONCE)
-        page = await daemon.client.control(call, after=after, limit=n, **more)
+        page = await daemon.page(call, after=after, limit=n, **more)
         rows += page[call]
         going = page["more"]
         after = rows[-1][by] if rows else after

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from kvstore.admin.metrics import exposition
 from kvstore.client.aio import AsyncClient
+
+_T = TypeVar("_T")
 
 FRESH_S = 0.5
 """How old a snapshot may be."""
+
+_MOST_PAGES = 64
 
 
 class Snapshots:
@@ -19,30 +24,43 @@ class Snapshots:
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self._status = _Shared(lambda: client.control("status"))
-        self._figures = _Shared(lambda: client.control("figures"))
+        self._pages: dict[tuple[Any, ...], _Shared[dict[str, Any]]] = {}
+        self._metrics = _Shared(self._read_metrics)
 
     async def status(self) -> dict[str, Any]:
         """The daemon as a whole, without tenants. Raises UnavailableError while the daemon is away."""
         return await self._status.get()
 
-    async def figures(self) -> dict[str, Any]:
-        """All that is counted and measured: see `daemon.control`. Raises UnavailableError."""
-        return await self._figures.get()
+    async def metrics(self) -> bytes:
+        """All that is counted and measured, as Prometheus reads it. Raises UnavailableError."""
+        return await self._metrics.get()
+
+    async def _read_metrics(self) -> bytes:
+        return exposition(await self.status(), await self.client.control("figures"))
+
+    async def page(self, call: str, **arguments: Any) -> dict[str, Any]:
+        """A page of tenants or namespaces. Raises UnavailableError and DeniedError."""
+        key = call, *arguments.items()
+        shared = self._pages.pop(key, None) or _Shared(lambda: self.client.control(call, **arguments))
+        self._pages[key] = shared
+        if len(self._pages) > _MOST_PAGES:
+            self._pages.pop(next(iter(self._pages)))
+        return await shared.get()
 
 
-class _Shared:
+class _Shared(Generic[_T]):
     """One answer for all who ask at about the same time."""
 
-    def __init__(self, ask: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[_T]]) -> None:
         self._ask = ask
         self._lock = asyncio.Lock()
         self._asked_s = -FRESH_S
-        self._answer: dict[str, Any] = {}
+        self._answer: _T | None = None
 
-    async def get(self) -> dict[str, Any]:
+    async def get(self) -> _T:
         async with self._lock:
             now = time.monotonic()
-            if now - self._asked_s >= FRESH_S:
+            if self._answer is None or now - self._asked_s >= FRESH_S:
                 self._answer = await self._ask()
                 self._asked_s = now
             return self._answer

@@ -44,14 +44,17 @@ def run(path: Path | None) -> int:
     )
     # With the default of 5 ms, a thread in pure Python delays an answer by a millisecond.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with new_runner() as runner:
+        return runner.run(_serve(config, path))
+
+
+def new_runner() -> asyncio.Runner:
+    """Runs a coroutine on the fastest event loop that there is."""
     try:
         import uvloop  # noqa: PLC0415 - absent where it does not build
-
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     except ImportError:
-        runner = asyncio.Runner()
-    with runner:
-        return runner.run(_serve(config, path))
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 def load_all(path: Path | None) -> Config:
