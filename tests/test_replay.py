@@ -408,7 +408,7 @@ def test_config_commands(tmp_path: Path) -> None:
     file = tmp_path / "kvstore.toml"
     file.write_text(example)
     assert run("config", "check", file).stdout == f"{file}: ok\n"
-    file.write_text(example.replace("\n[encryption]\n", "\nlease = 1\n[encryption]\n"))
+    file.write_text(example.replace("\n[admin]\n", "\nlease = 1\n[admin]\n"))
     result = run("config", "check", file, code=2)
     assert result.stderr.startswith(f"error: {file}: unknown key limits.lease = 1 (")
     for wrong in ("fifo", "no.such.module:Policy"):

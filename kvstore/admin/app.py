@@ -8,13 +8,18 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.admin import problems, routes
+from kvstore.admin.audit import Audited, AuditLog
 from kvstore.admin.callers import Callers
+from kvstore.admin.changes import changes
 from kvstore.admin.snapshots import Snapshots
 from kvstore.client.aio import AsyncClient
 from kvstore.config import Config
 
 _MOST_BODY_BYTES = 64 << 10
 _DEADLINE_S = 5.0
+_CHANGING_S = 60.0
+"""Deleting is answered when nothing is left."""
+
 _ABOUT = """The REST interface of one kvstore daemon.
 
 Every path but the health checks needs `Authorization: Bearer TOKEN`, unless it is root or the daemon's own
@@ -35,11 +40,16 @@ def make(config: Config, url: str) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
     )
     app.state.callers = Callers(config.admin)
-    app.state.snapshots = Snapshots(AsyncClient(url, token="", deadline_s=_DEADLINE_S))
+    app.state.snapshots = Snapshots(
+        AsyncClient(url, token="", deadline_s=_DEADLINE_S),
+        AsyncClient(url, token="", deadline_s=_CHANGING_S),
+    )
     app.include_router(routes.health)
     app.include_router(routes.v1)
+    app.include_router(changes)
     problems.install(app)
     app.add_middleware(_Bounded)
+    app.add_middleware(Audited, log=AuditLog(config.admin.audit_log))
     make_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -80,7 +90,14 @@ class _Bounded:
                 raise _too_large()
             return message
 
-        await self._app(scope, bounded, send)
+        async def told(message: Message) -> None:
+            # Whatever became of the exception on its way here.
+            if read <= _MOST_BODY_BYTES:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                await problems.answer(_too_large())(scope, receive, send)
+
+        await self._app(scope, bounded, told)
 
 
 def _too_large() -> problems.ProblemError:

@@ -72,7 +72,7 @@ async def _serve(config: Config, path: Path | None) -> int:
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
-        await app.state.snapshots.client.close()
+        await app.state.snapshots.close()
     finally:
         for listener in listeners:
             listener.close()

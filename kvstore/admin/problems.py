@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -66,6 +67,15 @@ def answer(problem: ProblemError) -> JSONResponse:
     return JSONResponse(body.model_dump(), problem.status, headers, MEDIA_TYPE)
 
 
+def _allowed(request: Request) -> list[str]:
+    """Every method that a path takes: its functions are a route each, and a route knows only its own."""
+    methods: set[str] = set()
+    for path, taken in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), request.url.path):
+            methods |= {method.upper() for method in taken}
+    return sorted(methods)
+
+
 def install(app: FastAPI) -> None:
     """Has every error of an app answered as a problem."""
 
@@ -74,9 +84,12 @@ def install(app: FastAPI) -> None:
         return answer(error)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> JSONResponse:
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         hint = "/openapi.json says what there is" if error.status_code in (404, 405) else ""
-        return answer(ProblemError(error.status_code, str(error.detail), hint, error.headers))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_allowed(request))
+        return answer(ProblemError(error.status_code, str(error.detail), hint, headers))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from blake3 import blake3
+from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import PlainTextResponse
 
 from kvstore.admin import metrics, views
-from kvstore.admin.callers import Caller
+from kvstore.admin.depends import (
+    ANYBODY,
+    VIEWER,
+    Daemon,
+    KeyPath,
+    Limit,
+    NamespacePath,
+    OneTenant,
+    TenantPath,
+)
 from kvstore.admin.problems import ProblemError, documented
 from kvstore.admin.snapshots import Snapshots
 from kvstore.daemon.control import MOST_AT_ONCE
 from kvstore.errors import DeniedError, UnavailableError
-from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_MOST_OF_A_PAGE = 1000
-
-Limit = Annotated[int, Query(ge=1, le=_MOST_OF_A_PAGE, description="Most to answer with.")]
-OneTenant = Annotated[str, Query(pattern=f"^({TENANT_PATTERN})?$", description="Only this tenant's; or all.")]
-HexKey = Annotated[
-    str, Path(pattern=rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$", description="A key in hex.")
-]
 
 health = APIRouter(tags=["health"])
 v1 = APIRouter(prefix="/v1", responses=documented(401, 429, 503))
 
 
-def _snapshots(request: Request) -> Snapshots:
-    snapshots: Snapshots = request.app.state.snapshots
-    return snapshots
-
-
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.app.state.callers.identify(request)
-    request.app.state.callers.count(caller.name)
-    return caller
-
-
-def _anybody(request: Request) -> None:
-    request.app.state.callers.count(f"host {request.client.host if request.client else ''}")
-
-
-Daemon = Annotated[Snapshots, Depends(_snapshots)]
-Viewer = Depends(_caller)
-
-
 # -- health
 
 
-@health.get("/livez", dependencies=[Depends(_anybody)], responses=documented(429))
+@health.get("/livez", dependencies=[ANYBODY], responses=documented(429))
 async def livez() -> views.Live:
     """Whether this process answers. Needs no token."""
     return views.Live()
@@ -59,7 +43,7 @@ async def livez() -> views.Live:
 
 @health.get(
     "/readyz",
-    dependencies=[Depends(_anybody)],
+    dependencies=[ANYBODY],
     responses={**documented(429), 503: {"model": views.Ready, "description": "Not ready, and why."}},
 )
 async def readyz(daemon: Daemon, response: Response) -> views.Ready:
@@ -84,7 +68,7 @@ def _reasons(status: dict[str, Any]) -> list[str]:
     return reasons
 
 
-@health.get("/version", dependencies=[Viewer], responses=documented(401, 429))
+@health.get("/version", dependencies=[VIEWER], responses=documented(401, 429))
 async def show_version(daemon: Daemon) -> views.Version:
     """What runs."""
     try:
@@ -96,7 +80,7 @@ async def show_version(daemon: Daemon) -> views.Version:
 
 @health.get(
     "/metrics",
-    dependencies=[Viewer],
+    dependencies=[VIEWER],
     response_class=PlainTextResponse,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401, 429)},
 )
@@ -112,19 +96,19 @@ async def show_metrics(daemon: Daemon) -> Response:
 # -- what there is
 
 
-@v1.get("/status", dependencies=[Viewer], tags=["daemon"])
+@v1.get("/status", dependencies=[VIEWER], tags=["daemon"])
 async def show_status(daemon: Daemon) -> views.Status:
     """The daemon as a whole: what it holds, and what it has counted since its start."""
     return views.Status.model_validate(await daemon.status())
 
 
-@v1.get("/tiers", dependencies=[Viewer], tags=["tiers"])
+@v1.get("/tiers", dependencies=[VIEWER], tags=["tiers"])
 async def list_tiers(daemon: Daemon) -> views.Tiers:
     """All tiers, the fastest first."""
     return views.Tiers.model_validate(await daemon.status())
 
 
-@v1.get("/tiers/{name}", dependencies=[Viewer], tags=["tiers"], responses=documented(404, 422))
+@v1.get("/tiers/{name}", dependencies=[VIEWER], tags=["tiers"], responses=documented(404, 422))
 async def show_tier(daemon: Daemon, name: Annotated[str, Path(examples=["dram"])]) -> views.Tier:
     """One tier."""
     tiers = (await daemon.status())["tiers"]
@@ -135,7 +119,7 @@ async def show_tier(daemon: Daemon, name: Annotated[str, Path(examples=["dram"])
     return views.Tier.model_validate(found)
 
 
-@v1.get("/tenants", dependencies=[Viewer], tags=["tenants"], responses=documented(422))
+@v1.get("/tenants", dependencies=[VIEWER], tags=["tenants"], responses=documented(422))
 async def list_tenants(
     daemon: Daemon,
     after: Annotated[str, Query(description="Only names behind this one.")] = "",
@@ -162,16 +146,21 @@ async def _pages(
     return rows, going
 
 
-@v1.get("/tenants/{name}", dependencies=[Viewer], tags=["tenants"], responses=documented(404, 422))
-async def show_tenant(daemon: Daemon, name: str) -> views.Tenant:
+@v1.get("/tenants/{name}", dependencies=[VIEWER], tags=["tenants"], responses=documented(404, 422))
+async def show_tenant(daemon: Daemon, name: TenantPath) -> views.Tenant:
     """One tenant."""
+    return await found_tenant(daemon, name)
+
+
+async def found_tenant(daemon: Snapshots, name: str) -> views.Tenant:
+    """The tenant of this name as it is now. Raises ProblemError 404."""
     try:
         return views.Tenant.model_validate(await daemon.client.control("tenant", name=name))
     except DeniedError as error:
         raise ProblemError(404, error.message, "GET /v1/tenants names them") from None
 
 
-@v1.get("/namespaces", dependencies=[Viewer], tags=["namespaces"], responses=documented(404, 422))
+@v1.get("/namespaces", dependencies=[VIEWER], tags=["namespaces"], responses=documented(404, 422))
 async def list_namespaces(
     daemon: Daemon,
     tenant: OneTenant = "",
@@ -180,16 +169,37 @@ async def list_namespaces(
 ) -> views.Namespaces:
     """Open namespaces by number, a page at a time."""
     if tenant:
-        await show_tenant(daemon, tenant)
+        await found_tenant(daemon, tenant)
     shown, more = await _pages(daemon, "namespaces", limit, after, "number", tenant=tenant)
     namespaces = [views.Namespace.model_validate(namespace) for namespace in shown]
     return views.Namespaces(namespaces=namespaces, next=namespaces[-1].number if more else None)
 
 
-@v1.get("/blocks/{key}", dependencies=[Viewer], tags=["blocks"], responses=documented(409, 422))
+@v1.get("/namespaces/{id}", dependencies=[VIEWER], tags=["namespaces"], responses=documented(404, 422))
+async def show_namespace(daemon: Daemon, id: NamespacePath, response: Response) -> views.Namespace:
+    """One namespace. Its ETag changes with whom it is published to."""
+    namespace = await found_namespace(daemon, id)
+    response.headers["ETag"] = etag(namespace)
+    return namespace
+
+
+async def found_namespace(daemon: Snapshots, id: str) -> views.Namespace:
+    """The namespace of this id as it is now. Raises ProblemError 404."""
+    try:
+        return views.Namespace.model_validate(await daemon.client.control("namespace", id=id))
+    except DeniedError as error:
+        raise ProblemError(404, error.message, "GET /v1/namespaces lists them") from None
+
+
+def etag(namespace: views.Namespace) -> str:
+    """Stands for all of a namespace that can be changed."""
+    return f'"{blake3(json.dumps(namespace.published_to).encode()).hexdigest(8)}"'
+
+
+@v1.get("/blocks/{key}", dependencies=[VIEWER], tags=["blocks"], responses=documented(409, 422))
 async def explain_block(
     daemon: Daemon,
-    key: HexKey,
+    key: KeyPath,
     tenant: OneTenant = "",
     model: Annotated[str, Query(max_length=4096, description="Only in namespaces of this model.")] = "",
 ) -> views.Blocks:

@@ -1,4 +1,4 @@
-"""What the daemon says of itself, asked for at most every so often, however many want to know."""
+"""The daemon as paths see it. What it says of itself is asked for every so often, however many want it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ _MOST_PAGES = 64
 
 
 class Snapshots:
-    """The daemon's status and figures."""
+    """Ways to the daemon, and what it said of itself just now."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self.client = client
+    def __init__(self, client: AsyncClient, changing: AsyncClient) -> None:
+        """`changing` has the patience that changes take."""
+        self.client, self.changing = client, changing
         self._status = _Shared(lambda: client.control("status"))
         self._pages: dict[tuple[Any, ...], _Shared[dict[str, Any]]] = {}
         self._metrics = _Shared(self._read_metrics)
+
+    async def close(self) -> None:
+        """Closes idle connections."""
+        await self.client.close()
+        await self.changing.close()
 
     async def status(self) -> dict[str, Any]:
         """The daemon as a whole, without tenants. Raises UnavailableError while the daemon is away."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.daemon.control import LONGEST_S
+from kvstore.types import TENANT_PATTERN
 
 
 class View(BaseModel):
@@ -105,6 +108,7 @@ class Namespace(View):
     """A namespace: whose it is, what its blocks are."""
 
     number: int
+    id: str = Field(description="Names it for good; its number may change.")
     tenant: str
     layout: dict[str, Any] | None
     block_bytes: int
@@ -165,3 +169,27 @@ class Blocks(View):
     """What is known of one key, by namespace."""
 
     blocks: list[Block]
+
+
+class Changed(View):
+    """How many blocks a change was about."""
+
+    blocks: int
+
+
+class Readers(BaseModel):
+    """Who may read a namespace besides its own tenant."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenants: list[Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]] = Field(
+        max_length=64, examples=[["batch"]]
+    )
+
+
+class Pin(BaseModel):
+    """For how long a block is kept."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ttl_s: float = Field(gt=0, le=LONGEST_S, examples=[3600])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from kvstore.cli import lab, operate, play, record, tenant, why
+from kvstore.cli import lab, operate, play, record, tenant, top, why
 from kvstore.cli.common import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -16,6 +16,7 @@ app.add_typer(tenant.app, name="tenant")
 app.add_typer(play.app)
 app.add_typer(lab.app, name="lab")
 app.add_typer(why.app)
+app.add_typer(top.app)
 lab.app.command()(record.record)
 
 

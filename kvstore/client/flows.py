@@ -345,7 +345,7 @@ def control(call: Call, name: str, arguments: dict[str, Any]) -> Flow:
     """What an operator asks for by name."""
     answer = yield m.Control(0, name, arguments)
     _check(answer)
-    return answer.status
+    return answer.status if isinstance(answer, m.Report) else {"value": answer.value}
 
 
 def ping(call: Call) -> Flow:

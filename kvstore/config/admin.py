@@ -59,6 +59,7 @@ class AdminToken(Section):
 class Admin(Section):
     """The process that serves REST (`kvstore admin`): its Unix socket, and a port if it is to have one.
 
+    `audit_log`: where changes are written down; None: to the process's own log.
     On the socket, root and the daemon's own user need no token; everybody else does, everywhere.
     """
 
@@ -67,6 +68,7 @@ class Admin(Section):
     listen: Annotated[str, AfterValidator(_address)] = ""
     certificate: Annotated[Path, BeforeValidator(as_path)] | None = None
     key: Annotated[Path, BeforeValidator(as_path)] | None = None
+    audit_log: Annotated[Path, BeforeValidator(as_path)] | None = None
     requests_per_s: Annotated[int, Field(ge=1, le=100_000)] = 50
     tokens: Annotated[tuple[AdminToken, ...], Field(strict=False)] = ()
 

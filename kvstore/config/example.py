@@ -47,6 +47,7 @@ socket_mode = 0o600                   # its file mode: who may connect
 # listen = "127.0.0.1:9400"           # a port too: everywhere else than on loopback it needs TLS
 # certificate = "/etc/kvstore/tls.crt"
 # key = "/etc/kvstore/tls.key"
+# audit_log = "/var/log/kvstore/audit"  # a line for each change; absent: to the log of kvstore admin
 requests_per_s = 50                   # of one caller; what is more is told 429
 
 # [[admin.tokens]]                    # who may call it over the port, or as another user than the daemon's

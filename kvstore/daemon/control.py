@@ -1,4 +1,7 @@
-"""What operators ask by name: one function each, plain values in and out. Used by `kvstore.admin`."""
+"""What operators ask by name: one function each, plain values in and out. Used by `kvstore.admin`.
+
+What changes something becomes an event for the core, and its answer goes to the asker when there is one.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError, validate_call
 
+from kvstore.core import events as ev
 from kvstore.core.admission import Admission
 from kvstore.core.decisions import EVERY_TIER
 from kvstore.core.devices import DEMAND, PREFETCH, SCRUB, WRITE_BACK
+from kvstore.core.keys import Keys
 from kvstore.core.residency import TierState
 from kvstore.core.tenants import UNLIMITED
 from kvstore.daemon.figures import BOUNDS_S
 from kvstore.daemon.namespaces import Space
 from kvstore.errors import MisuseError
+from kvstore.types import MAX_KEY_BYTES, check_tenant
 
 if TYPE_CHECKING:
     from kvstore.daemon.server import Server
+    from kvstore.daemon.shell import Asker
 
+LONGEST_S = 86400.0
 _MOST_TENANTS = 20
 MOST_AT_ONCE = 64
 """More would hold up everybody else's requests."""
@@ -36,16 +44,20 @@ class Control:
         self._server = server
         self._shell = server.shell
         self._version = version
-        calls = (self.status, self.figures, self.tenants, self.tenant, self.namespaces)
-        self._calls: dict[str, Callable[..., dict[str, Any]]] = {
-            call.__name__: validate_call(config={"strict": True})(call) for call in calls
+        self._asker: tuple[Asker, int]
+        seen = (self.status, self.figures, self.tenants, self.tenant, self.namespaces, self.namespace)
+        blocks = (self.pin, self.unpin, self.prefetch, self.invalidate)
+        wholes = (self.publish, self.forget, self.delete_tenant)
+        self._calls: dict[str, Callable[..., dict[str, Any] | None]] = {
+            call.__name__: validate_call(config={"strict": True})(call) for call in (*seen, *blocks, *wholes)
         }
 
-    def run(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Raises MisuseError for a call that there is not, or not with these arguments."""
+    def run(self, asker: Asker, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer; None: `asker` gets it later. Raises MisuseError for a call that there is not."""
         known = self._calls.get(call)
         if known is None:
             raise MisuseError(f"there is no call {call!r:.80}", f"there are {', '.join(self._calls)}")
+        self._asker = asker, request
         try:
             return known(**arguments)
         except ValidationError as error:
@@ -162,15 +174,83 @@ class Control:
         shown = [self._namespace(space) for space in some[:limit]]
         return {"namespaces": shown, "more": len(some) > limit}
 
+    def namespace(self, id: str) -> dict[str, Any]:
+        """One namespace."""
+        return self._namespace(self._space(id))
+
     def _namespace(self, space: Space) -> dict[str, Any]:
         return {
             "number": space.number,
+            "id": space.fingerprint.hex(),
             "tenant": self._shell.tenancy.registry.name(space.tenant),
             "layout": space.layout.to_map() if space.layout is not None else None,
             "block_bytes": space.block_bytes,
             "published_to": sorted(space.readers),
             "ttl_s": space.ttl_s,
         }
+
+    def _space(self, id: str) -> Space:
+        """The namespace of this fingerprint, in hex: unlike its number, it stays what it is."""
+        for space in self._shell.namespaces:
+            if space.number and space.fingerprint.hex() == id:
+                return space
+        raise MisuseError(f"there is no namespace {id!r:.80}", "it is open once a client has used it")
+
+    # -- what is changed
+
+    def pin(self, namespace: str, keys: bytes, key_bytes: int, ttl_s: float) -> None:
+        """Keeps blocks for so long; answered by how many."""
+        space, until = self._space(namespace), self._shell.now() + _seconds(ttl_s)
+        self._shell.ask(*self._asker, ev.Pin(0, space.number, _keys(keys, key_bytes), until))
+
+    def unpin(self, namespace: str, keys: bytes, key_bytes: int) -> None:
+        """Keeps them no longer; answered by how many."""
+        space = self._space(namespace)
+        self._shell.ask(*self._asker, ev.Unpin(0, space.number, _keys(keys, key_bytes)))
+
+    def prefetch(self, namespace: str, keys: bytes, key_bytes: int) -> None:
+        """Brings a prefix up, as far as there is room; answered by how many blocks are or will be there."""
+        space = self._space(namespace)
+        self._shell.ask(*self._asker, ev.Prefetch(0, space.number, _keys(keys, key_bytes), space.tenant))
+
+    def invalidate(self, namespace: str, keys: bytes, key_bytes: int) -> None:
+        """Forgets blocks; answered by how many, when that is durable."""
+        space = self._space(namespace)
+        self._shell.ask_durably(*self._asker, ev.Invalidate(0, space.number, _keys(keys, key_bytes)))
+
+    def publish(
+        self, namespace: str, tenants: tuple[str, ...], instead_of: tuple[str, ...] | None
+    ) -> dict[str, Any] | None:
+        """Lets these tenants, and no others, read a namespace; answered when it holds.
+
+        Unless it is published to others than `instead_of` (None: whoever): then to whom it is.
+        """
+        space = self._space(namespace)
+        if instead_of is not None and set(instead_of) != space.readers:
+            return {"published_to": sorted(space.readers)}
+        self._shell.tenancy.publish(*self._asker, space, [check_tenant(name) for name in tenants])
+        return None
+
+    def forget(self, namespace: str) -> None:
+        """Empties a namespace; answered by how many blocks went, when nothing is left."""
+        self._shell.tenancy.forget(*self._asker, [self._space(namespace)])
+
+    def delete_tenant(self, name: str) -> None:
+        """Deletes all that a tenant has stored; answered by how many blocks, when nothing is left."""
+        self._number(name)
+        self._shell.tenancy.delete(*self._asker, name)
+
+
+def _keys(keys: bytes, key_bytes: int) -> Keys:
+    if not 1 <= key_bytes <= MAX_KEY_BYTES or len(keys) % key_bytes or not keys:
+        raise MisuseError(f"{len(keys)} bytes of keys of {key_bytes}", f"1 to {MAX_KEY_BYTES} bytes each")
+    return Keys(keys, key_bytes)
+
+
+def _seconds(ttl_s: float) -> float:
+    if not 0 < ttl_s <= LONGEST_S:
+        raise MisuseError(f"ttl_s is {ttl_s:g}", f"more than 0, and at most {LONGEST_S:g}")
+    return ttl_s
 
 
 def _check_limit(limit: int) -> None:

@@ -43,8 +43,8 @@ class Wire(Asker, Protocol):
     def status(self) -> dict[str, Any]:
         """What this peer may see of the daemon's state."""
 
-    def control(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Runs an operator's call. Raises MisuseError."""
+    def control(self, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """Runs an operator's call: its answer, None if that comes later. Raises MisuseError."""
 
 
 class Requests:
@@ -240,9 +240,12 @@ class Requests:
             self._deny(q.id, "only operators may ask this", "ask whoever runs the daemon")
             return
         try:
-            self._wire.send(m.Report(q.id, self._wire.control(q.call, q.arguments)))
+            answer = self._wire.control(q.id, q.call, q.arguments)
         except MisuseError as error:
             self._deny(q.id, error.message, error.hint)
+            return
+        if answer is not None:
+            self._wire.send(m.Report(q.id, answer))
 
     def _record(self, q: m.RecordStart) -> None:
         if not self._wire.who.operator:

@@ -298,9 +298,9 @@ class Connection(asyncio.Protocol):
         """See Wire."""
         return self._server.status(self.who)
 
-    def control(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def control(self, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """See Wire."""
-        return self._server.control.run(call, arguments)
+        return self._server.control.run(self, request, call, arguments)
 
     def send(self, message: Any) -> None:
         """See Wire. Hangs up on who does not read."""

@@ -395,7 +395,10 @@ class Recorded:
 
 @dataclass(slots=True)
 class Control:
-    """A request of an operator's, by name and with arguments: see `daemon.control`. Answered by Report."""
+    """A request of an operator's, by name and with arguments: see `daemon.control`.
+
+    Answered by Report, or by Value where all there is to say is how many.
+    """
 
     id: int
     call: str

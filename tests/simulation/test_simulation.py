@@ -264,7 +264,7 @@ CAUGHT_AS = {
     early_reports: (FORGOTTEN, SOUND, LOST, RECORDS),
     unsynced_records: (RECORDS,),
     hasty_writes: (RECORDS,),
-    late_records: (RECORDS, FORGOTTEN, WRONG, LOST),
+    late_records: (RECORDS, FORGOTTEN, WRONG, LOST, SOUND),  # SOUND: of a namespace that was forgotten
     trusting_readers: (WRONG,),
     readable_leftovers: (SOUND,),
     hasty_answers: (FORGOTTEN, WRONG),

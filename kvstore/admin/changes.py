@@ -1,0 +1,104 @@
+"""What can be changed. Needs a token that operates; every try is written down, see `audit`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header
+
+from kvstore.admin import views
+from kvstore.admin.depends import OPERATOR, Daemon, KeyPath, NamespacePath, TenantPath
+from kvstore.admin.problems import ProblemError, documented
+from kvstore.admin.routes import etag, found_namespace, found_tenant
+from kvstore.admin.snapshots import Snapshots
+
+changes = APIRouter(
+    prefix="/v1",
+    dependencies=[OPERATOR],
+    responses=documented(400, 401, 403, 404, 409, 413, 422, 429, 503),
+)
+
+IfMatch = Annotated[str | None, Header(description="Only if this is still its ETag; else 412.")]
+
+
+# -- tenants and namespaces
+
+
+@changes.delete("/tenants/{name}/blocks", tags=["tenants"])
+async def delete_blocks_of_tenant(daemon: Daemon, name: TenantPath) -> views.Changed:
+    """Deletes all that a tenant has stored, on every tier. It stays a tenant."""
+    await found_tenant(daemon, name)
+    return await _changed(daemon, "delete_tenant", name=name)
+
+
+@changes.delete("/namespaces/{id}/blocks", tags=["namespaces"])
+async def delete_blocks_of_namespace(daemon: Daemon, id: NamespacePath) -> views.Changed:
+    """Empties a namespace, on every tier. It stays open."""
+    await found_namespace(daemon, id)
+    return await _changed(daemon, "forget", namespace=id)
+
+
+@changes.put("/namespaces/{id}/readers", tags=["namespaces"], responses=documented(412))
+async def publish_namespace(
+    daemon: Daemon, id: NamespacePath, readers: views.Readers, if_match: IfMatch = None
+) -> views.Namespace:
+    """Lets these tenants, and no others, read a namespace."""
+    before = await found_namespace(daemon, id)
+    expected = None
+    if if_match is not None:
+        if if_match not in ("*", etag(before)):
+            raise _changed_meanwhile(before)
+        expected = before.published_to
+    answer = await daemon.changing.control(
+        "publish", namespace=id, tenants=readers.tenants, instead_of=expected
+    )
+    if "published_to" in answer:
+        raise _changed_meanwhile(await found_namespace(daemon, id))
+    return await found_namespace(daemon, id)
+
+
+def _changed_meanwhile(namespace: views.Namespace) -> ProblemError:
+    hint = f"look again: it is published to {', '.join(namespace.published_to) or 'nobody'}"
+    return ProblemError(
+        412, "the namespace has been changed by somebody else", hint, {"ETag": etag(namespace)}
+    )
+
+
+# -- blocks
+
+
+@changes.delete("/namespaces/{id}/blocks/{key}", tags=["blocks"])
+async def invalidate_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> views.Changed:
+    """Forgets a block, on every tier. What continues it is a miss until it is stored again."""
+    return await _changed_block(daemon, "invalidate", id, key)
+
+
+@changes.put("/namespaces/{id}/blocks/{key}/pin", tags=["blocks"])
+async def pin_block(daemon: Daemon, id: NamespacePath, key: KeyPath, pin: views.Pin) -> views.Changed:
+    """Keeps a block for some time, whatever else needs room."""
+    return await _changed_block(daemon, "pin", id, key, ttl_s=pin.ttl_s)
+
+
+@changes.delete("/namespaces/{id}/blocks/{key}/pin", tags=["blocks"])
+async def unpin_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> views.Changed:
+    """Keeps a block no longer than others."""
+    return await _changed_block(daemon, "unpin", id, key)
+
+
+@changes.post("/namespaces/{id}/blocks/{key}/prefetch", tags=["blocks"])
+async def prefetch_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> views.Changed:
+    """Brings a block up into DRAM, if there is room."""
+    return await _changed_block(daemon, "prefetch", id, key)
+
+
+async def _changed_block(daemon: Snapshots, call: str, id: str, key: str, **more: Any) -> views.Changed:
+    await found_namespace(daemon, id)
+    raw = bytes.fromhex(key)
+    changed = await _changed(daemon, call, namespace=id, keys=raw, key_bytes=len(raw), **more)
+    if not changed.blocks:
+        raise ProblemError(404, "no block is stored there under this key", f"GET /v1/blocks/{key} says more")
+    return changed
+
+
+async def _changed(daemon: Snapshots, call: str, **arguments: Any) -> views.Changed:
+    return views.Changed(blocks=(await daemon.changing.control(call, **arguments))["value"])

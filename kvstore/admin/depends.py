@@ -1,0 +1,57 @@
+"""What paths have in common: who asks, whom they ask, and parts of their addresses."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+
+from kvstore.admin.callers import Caller, Role
+from kvstore.admin.problems import ProblemError
+from kvstore.admin.snapshots import Snapshots
+from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
+
+_MOST_OF_A_PAGE = 1000
+_FINGERPRINT = r"^[0-9a-f]{32}$"
+
+Limit = Annotated[int, Query(ge=1, le=_MOST_OF_A_PAGE, description="Most to answer with.")]
+OneTenant = Annotated[str, Query(pattern=f"^({TENANT_PATTERN})?$", description="Only this tenant's; or all.")]
+TenantPath = Annotated[str, Path(pattern=f"^{TENANT_PATTERN}$", examples=["chat"])]
+NamespacePath = Annotated[str, Path(pattern=_FINGERPRINT, description="The `id` of a namespace.")]
+KeyPath = Annotated[
+    str, Path(pattern=rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$", description="A key in hex.")
+]
+
+
+def _snapshots(request: Request) -> Snapshots:
+    snapshots: Snapshots = request.app.state.snapshots
+    return snapshots
+
+
+def _anybody(request: Request) -> None:
+    request.app.state.callers.count(f"host {request.client.host if request.client else ''}")
+
+
+def _caller(request: Request) -> Caller:
+    try:
+        caller: Caller = request.app.state.callers.identify(request)
+    except ProblemError:
+        # Who tries one token after another is held back too.
+        _anybody(request)
+        raise
+    request.state.caller = caller.name
+    request.app.state.callers.count(caller.name)
+    return caller
+
+
+def _operator(caller: Annotated[Caller, Depends(_caller)]) -> None:
+    if caller.role < Role.OPERATE:
+        raise ProblemError(
+            403, f"{caller.name} may look, and not change anything", "use a token that operates"
+        )
+
+
+Daemon = Annotated[Snapshots, Depends(_snapshots)]
+ANYBODY = Depends(_anybody)
+VIEWER = Depends(_caller)
+OPERATOR = Depends(_operator)

@@ -1,0 +1,220 @@
+"""The command that shows what a daemon does, from one moment to the next."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from kvstore import Client
+from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
+from kvstore.cli.tables import tier_table
+from kvstore.config import format_size, parse_duration
+from kvstore.errors import MisuseError
+
+app = typer.Typer()
+
+_SHOWN_CALLS = ("lookup", "acquire", "reserve", "commit", "prefetch")
+_SHOWN_TENANTS = 8
+_DEADLINE_S = 5.0
+
+
+@app.command()
+def top(
+    socket: SocketOption = DEFAULT_SOCKET,
+    *,
+    every: Annotated[str, typer.Option(metavar="TIME", help="How often to look.")] = "1s",
+    count: Annotated[int, typer.Option(min=0, help="How often in all; 0: until Ctrl-C.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a running daemon: tiers, hits, calls and tenants, since the look before. For operators.
+
+    With --json, an object a line.
+
+    Example: kvstore top --every 5s
+    """
+    every_s = named("--every", parse_duration, every)
+    if not 0.1 <= every_s <= 3600:
+        raise MisuseError(f"--every is {every}", "0.1s to 1h")
+    looks = range(count) if count else itertools.count()
+    with Client(url_of(socket), deadline_s=_DEADLINE_S) as client:
+        before = look_at(client)
+        if as_json or not sys.stdout.isatty():
+            for _ in looks:
+                time.sleep(every_s)
+                now = look_at(client)
+                seen = between(before, now)
+                typer.echo(json.dumps(seen) if as_json else _as_text(_drawn(seen)))
+                before = now
+            return
+        with Live(_drawn(between(before, before)), console=Console(), screen=True) as live:
+            for _ in looks:
+                time.sleep(every_s)
+                now = look_at(client)
+                live.update(_drawn(between(before, now)))
+                before = now
+
+
+def look_at(client: Client) -> dict[str, Any]:
+    """All that a daemon says of itself, and when. Raises DeniedError, UnavailableError."""
+    return {"at": time.monotonic(), **client.control("status"), **client.control("figures")}
+
+
+def between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What happened from one look to the next, a second, and how things are at the later one.
+
+    Raises KeyError if one of them is none. After a restart of the daemon all counts begin anew.
+    """
+    if before["instance"] != now["instance"]:
+        before = {**now, "at": before["at"], "calls": [], "traffic": [], "decisions": [], "devices": []}
+    seconds = max(now["at"] - before["at"], 1e-9)
+    traffic = _more(before["traffic"], now["traffic"], ("tenant", "tier"), "tokens", "blocks", "bytes")
+    return {
+        "seconds": seconds,
+        "uptime_s": now["uptime_s"],
+        "blocks": now["blocks"],
+        "connections": now["connections"],
+        "queued_requests": now["queued_requests"],
+        "problems": now["problems"],
+        "tiers": [_tier(tier, before, now, traffic, seconds) for tier in now["tiers"]],
+        "hit_ratio": _ratio(traffic),
+        "missed_blocks_per_s": sum(row["blocks"] for row in traffic if not row["tier"]) / seconds,
+        "calls": _calls(before, now, seconds),
+        "tenants": _tenants(now, traffic, seconds),
+        "decisions": [
+            {"what": row["what"], "tier": row["tier"], "blocks_per_s": row["blocks"] / seconds}
+            for row in _more(before["decisions"], now["decisions"], ("what", "tier"), "blocks")
+            if row["blocks"]
+        ],
+    }
+
+
+def _more(
+    before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]], by: tuple[str, ...], *sums: str
+) -> list[dict[str, Any]]:
+    """Rows of now, with how much more their sums are than those of before."""
+    known = {tuple(row[name] for name in by): row for row in before}
+    return [
+        {**row, **{name: row[name] - known.get(tuple(row[k] for k in by), {}).get(name, 0) for name in sums}}
+        for row in now
+    ]
+
+
+def _tier(
+    tier: Mapping[str, Any],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    traffic: list[dict[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
+    name = tier["name"]
+
+    def written(look: Mapping[str, Any]) -> int:
+        return sum(d["admission"]["written_bytes"] for d in look["devices"] if d["tier"] == name)
+
+    hits = [row for row in traffic if row["tier"] == name]
+    return {
+        "name": name,
+        "used_bytes": tier["used_bytes"],
+        "limit_bytes": tier["limit_bytes"],
+        "hit_blocks_per_s": sum(row["blocks"] for row in hits) / seconds,
+        "served_bytes_per_s": sum(row["bytes"] for row in hits) / seconds,
+        "written_bytes_per_s": (written(now) - written(before)) / seconds,
+        "state": "hangs" if tier["fenced"] else "ok" if tier["readable"] and tier["writable"] else "fails",
+    }
+
+
+def _ratio(traffic: Iterable[Mapping[str, Any]]) -> float | None:
+    """Of the blocks that were asked for, how many were there; None if none was."""
+    sums: Counter[bool] = Counter()
+    for row in traffic:
+        sums[bool(row["tier"])] += row["blocks"]
+    return sums[True] / sums.total() if sums.total() else None
+
+
+def _calls(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """Calls a second, and how long they took: upper bounds, as buckets tell them."""
+    counts: dict[str, list[int]] = {}
+    for sign, look in ((1, now), (-1, before)):
+        for row in look["calls"]:
+            sums = counts.setdefault(row["call"], [0] * len(row["counts"]))
+            counts[row["call"]] = [have + sign * n for have, n in zip(sums, row["counts"], strict=True)]
+    bounds = [*now["bounds_s"], float("inf")]
+    return [
+        {
+            "call": call,
+            "per_s": sum(counts[call]) / seconds,
+            "p50_s": _quantile(bounds, counts[call], 0.5),
+            "p99_s": _quantile(bounds, counts[call], 0.99),
+        }
+        for call in _SHOWN_CALLS
+        if call in counts
+    ]
+
+
+def _quantile(bounds: list[float], counts: list[int], share: float) -> float | None:
+    total, seen = sum(counts), 0
+    for bound, count in zip(bounds, counts, strict=True):
+        seen += count
+        if total and seen >= share * total:
+            return bound if bound < float("inf") else bounds[-2]
+    return None
+
+
+def _tenants(now: Mapping[str, Any], traffic: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    used: Counter[str] = Counter()
+    for row in now["holdings"]:
+        used[row["tenant"]] += row["used_bytes"]
+    rows = []
+    for tenant, nbytes in used.items():
+        mine = [row for row in traffic if row["tenant"] == tenant]
+        asked = sum(row["blocks"] for row in mine) / seconds
+        of_it = {"asked_blocks_per_s": asked, "hit_ratio": _ratio(mine)}
+        rows.append({"tenant": tenant, "used_bytes": nbytes, **of_it})
+    return sorted(rows, key=lambda row: (-row["asked_blocks_per_s"], -row["used_bytes"]))
+
+
+# -- for people
+
+
+def _drawn(seen: Mapping[str, Any]) -> Group:
+    ratio = "nothing asked for" if seen["hit_ratio"] is None else f"{100 * seen['hit_ratio']:.1f} % hits"
+    line = (
+        f"kvstore, up {seen['uptime_s']:.0f} s: {seen['blocks']} blocks, {seen['connections']} clients, "
+        f"{seen['queued_requests']} requests waiting; {ratio}, {seen['missed_blocks_per_s']:.0f} missed/s"
+    )
+    calls = Table("call", "a second", "half within", "99 of 100 within", box=box.SIMPLE_HEAD)
+    for call in seen["calls"]:
+        calls.add_row(call["call"], f"{call['per_s']:.0f}", _time(call["p50_s"]), _time(call["p99_s"]))
+    tenants = Table("tenant", "has", "asked for, blocks/s", "hits", box=box.SIMPLE_HEAD)
+    for tenant in seen["tenants"][:_SHOWN_TENANTS]:
+        hits = "-" if tenant["hit_ratio"] is None else f"{100 * tenant['hit_ratio']:.1f} %"
+        asked = f"{tenant['asked_blocks_per_s']:.0f}"
+        tenants.add_row(tenant["tenant"] or "(others)", format_size(tenant["used_bytes"]), asked, hits)
+    decided = Table("decided", "tier", "blocks/s", box=box.SIMPLE_HEAD)
+    for row in seen["decisions"]:
+        decided.add_row(row["what"], row["tier"] or "all", f"{row['blocks_per_s']:.0f}")
+    return Group(line, *seen["problems"], tier_table(list(seen["tiers"])), calls, tenants, decided)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1e6 * seconds:.0f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
+
+
+def _as_text(group: Group) -> str:
+    console = Console(width=110)
+    with console.capture() as captured:
+        console.print(group)
+    return captured.get()
