@@ -192,7 +192,7 @@ def test_garbage_ends_that_connection_and_nothing_else(admin: ServedAdmin) -> No
 
 
 def test_who_asks_too_often_is_told_so_and_others_are_not() -> None:
-    section = settings(requests_per_s=20)
+    section = settings(requests_per_s=5)
     with ServedDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
         answers = [admin.get("/v1/tiers", VIEW) for _ in range(100)]
         refused = [answer for answer in answers if answer.status == 429]

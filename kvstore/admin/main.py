@@ -39,6 +39,7 @@ def run(path: Path | None) -> int:
     config = load(path)
     level = config.daemon.log_level.upper()
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it would say everything once a socket
     # The daemon and engines come first. The unit says the same, and forbids to say it here.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
