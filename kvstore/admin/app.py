@@ -14,6 +14,7 @@ from kvstore.admin.changes import changes
 from kvstore.admin.snapshots import Snapshots
 from kvstore.client.aio import AsyncClient
 from kvstore.config import Config
+from kvstore.daemon.server import VERSION
 
 _MOST_BODY_BYTES = 64 << 10
 _DEADLINE_S = 5.0
@@ -31,7 +32,7 @@ def make(config: Config, url: str) -> FastAPI:
     """An app that asks the daemon at `url`. Its state has `callers` and `snapshots`."""
     app = FastAPI(
         title="kvstore admin",
-        version=routes.VERSION,
+        version=VERSION,
         description=_ABOUT,
         # These would load scripts from elsewhere.
         docs_url=None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from blake3 import blake3
@@ -24,6 +23,7 @@ from kvstore.admin.depends import (
 from kvstore.admin.problems import ProblemError, documented
 from kvstore.admin.snapshots import Snapshots
 from kvstore.daemon.control import MOST_AT_ONCE
+from kvstore.daemon.server import VERSION
 from kvstore.errors import DeniedError, UnavailableError
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -210,9 +210,3 @@ async def explain_block(
 
 def _in_hex(block: dict[str, Any]) -> dict[str, Any]:
     return block | {name: block[name].hex() for name in ("key", "parent") if name in block}
-
-
-try:
-    VERSION = version("kvstore")
-except PackageNotFoundError:
-    VERSION = "unknown"

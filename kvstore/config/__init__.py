@@ -4,7 +4,7 @@ from kvstore.config.admin import Admin, AdminToken, parse_listen
 from kvstore.config.example import example
 from kvstore.config.file import Config, changes, load, parse
 from kvstore.config.sections import SOCKET_PATH_BYTES, Daemon, Dram, Limits, Nvme, Policy, Scrub
-from kvstore.config.tenants import Encryption, Tenant, TierQuota, Token
+from kvstore.config.tenants import Encryption, Secret, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Nvme",
     "Policy",
     "Scrub",
+    "Secret",
     "Tenant",
     "TierQuota",
     "Token",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvstore.config.sections import Section, SocketPath, as_path
-from kvstore.config.tenants import TokenExpires, TokenHash
+from kvstore.config.tenants import Secret
 from kvstore.errors import MisuseError
 
 _LISTEN_HINT = "an address and a port: 127.0.0.1:9400, or [::1]:9400"
@@ -35,25 +34,14 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class AdminToken(Section):
+class AdminToken(Secret):
     """Who may use the interface: `view` sees everything, `operate` changes things too.
 
-    Kept by its SHA-256; `name` is what the audit log calls its holder.
+    `name` is what the audit log calls its holder.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@-]{1,64}$")]
-    hash: TokenHash
     role: Literal["view", "operate"] = "view"
-    expires: TokenExpires = None
-
-    @property
-    def digest(self) -> bytes:
-        """The 32 bytes of the hash."""
-        return bytes.fromhex(self.hash.removeprefix("sha256:"))
-
-    def holds(self, now: datetime) -> bool:
-        """Whether it has not expired."""
-        return self.expires is None or now < self.expires
 
 
 class Admin(Section):

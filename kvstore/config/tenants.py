@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -40,24 +41,31 @@ def _above_0(size: int) -> int:
     return size
 
 
-TokenHash = Annotated[str, BeforeValidator(_hash)]
-TokenExpires = Annotated[datetime, BeforeValidator(_moment)] | None
-
 _Number = Annotated[int, Field(ge=0, lt=(1 << 32) - 1)]
 _Numbers = Annotated[tuple[_Number, ...], Field(strict=False)]
 
 
-class Token(Section):
-    """A token by its SHA-256, what its holders may do, and until when (None: for ever)."""
+class Secret(Section):
+    """A token by its SHA-256, and until when it holds (None: for ever)."""
 
-    hash: TokenHash
-    role: Role = "write"
-    expires: TokenExpires = None
+    hash: Annotated[str, BeforeValidator(_hash)]
+    expires: Annotated[datetime, BeforeValidator(_moment)] | None = None
 
     @property
     def digest(self) -> bytes:
         """The 32 bytes of the hash."""
         return bytes.fromhex(self.hash.removeprefix("sha256:"))
+
+    @property
+    def ends(self) -> float:
+        """From when on it does not hold, in Unix time (s)."""
+        return math.inf if self.expires is None else self.expires.timestamp()
+
+
+class Token(Secret):
+    """A token of a tenant, and what its holders may do."""
+
+    role: Role = "write"
 
 
 class TierQuota(Section):

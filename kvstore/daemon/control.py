@@ -6,6 +6,7 @@ What changes something becomes an event for the core, and its answer goes to the
 from __future__ import annotations
 
 import heapq
+import re
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,14 @@ from kvstore.core.decisions import EVERY_TIER
 from kvstore.core.devices import DEMAND, PREFETCH, SCRUB, WRITE_BACK
 from kvstore.core.keys import Keys
 from kvstore.core.residency import TierState
-from kvstore.core.tenants import UNLIMITED
 from kvstore.daemon.figures import BOUNDS_S
 from kvstore.daemon.namespaces import Space
+from kvstore.daemon.shell import Asker, holding
 from kvstore.errors import MisuseError
 from kvstore.types import MAX_KEY_BYTES, check_tenant
 
 if TYPE_CHECKING:
     from kvstore.daemon.server import Server
-    from kvstore.daemon.shell import Asker
 
 LONGEST_S = 86400.0
 _MOST_TENANTS = 20
@@ -36,19 +36,23 @@ MOST_AT_ONCE = 64
 
 _CLASSES = {"demand": DEMAND, "prefetch": PREFETCH, "write_back": WRITE_BACK, "scrub": SCRUB}
 
+Later = Callable[[Asker, int], None]
+"""Has something changed, and its answer given to the asker of that request."""
+
+Said = dict[str, Any] | Later
+
 
 class Control:
-    """The calls of one daemon. Each takes its arguments by name and returns a map."""
+    """The calls of one daemon. Each takes arguments by name, and returns a map or how to get one."""
 
     def __init__(self, server: Server, version: str) -> None:
         self._server = server
         self._shell = server.shell
         self._version = version
-        self._asker: tuple[Asker, int]
         seen = (self.status, self.figures, self.tenants, self.tenant, self.namespaces, self.namespace)
         blocks = (self.pin, self.unpin, self.prefetch, self.invalidate)
         wholes = (self.publish, self.forget, self.delete_tenant)
-        self._calls: dict[str, Callable[..., dict[str, Any] | None]] = {
+        self._calls: dict[str, Callable[..., Said]] = {
             call.__name__: validate_call(config={"strict": True})(call) for call in (*seen, *blocks, *wholes)
         }
 
@@ -57,12 +61,15 @@ class Control:
         known = self._calls.get(call)
         if known is None:
             raise MisuseError(f"there is no call {call!r:.80}", f"there are {', '.join(self._calls)}")
-        self._asker = asker, request
         try:
-            return known(**arguments)
+            said = known(**arguments)
         except ValidationError as error:
             first = error.errors()[0]
             raise MisuseError(f"{call}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        if isinstance(said, dict):
+            return said
+        said(asker, request)
+        return None
 
     # -- what is seen
 
@@ -136,11 +143,9 @@ class Control:
             left_used = int(holdings.used.sum())
             left_floor = int(holdings.floor.sum()) * holdings.extent_bytes
             for tenant in most:
-                has, quota = holdings.of(tenant)
-                limit = None if quota.limit >= UNLIMITED else quota.limit
-                row = {"tenant": registry.name(tenant), "tier": name, "used_bytes": has}
-                rows.append(row | {"floor_bytes": quota.floor, "limit_bytes": limit})
-                left_used, left_floor = left_used - has, left_floor - quota.floor
+                has = holding(state, tenant)
+                rows.append({"tenant": registry.name(tenant), "tier": name, **has})
+                left_used, left_floor = left_used - has["used_bytes"], left_floor - has["floor_bytes"]
             if len(used) > len(most):
                 row = {"tenant": "", "tier": name, "used_bytes": left_used}
                 rows.append(row | {"floor_bytes": left_floor, "limit_bytes": None})
@@ -191,36 +196,38 @@ class Control:
 
     def _space(self, id: str) -> Space:
         """The namespace of this fingerprint, in hex: unlike its number, it stays what it is."""
+        fingerprint = bytes.fromhex(id) if re.fullmatch(r"(?:[0-9a-f]{2})*", id) else b""
         for space in self._shell.namespaces:
-            if space.number and space.fingerprint.hex() == id:
+            if space.number and space.fingerprint == fingerprint:
                 return space
         raise MisuseError(f"there is no namespace {id!r:.80}", "it is open once a client has used it")
 
     # -- what is changed
 
-    def pin(self, namespace: str, keys: bytes, key_bytes: int, ttl_s: float) -> None:
+    def pin(self, namespace: str, keys: bytes, key_bytes: int, ttl_s: float) -> Later:
         """Keeps blocks for so long; answered by how many."""
-        space, until = self._space(namespace), self._shell.now() + _seconds(ttl_s)
-        self._shell.ask(*self._asker, ev.Pin(0, space.number, _keys(keys, key_bytes), until))
+        return self._about(ev.Pin, namespace, keys, key_bytes, self._shell.now() + _seconds(ttl_s))
 
-    def unpin(self, namespace: str, keys: bytes, key_bytes: int) -> None:
+    def unpin(self, namespace: str, keys: bytes, key_bytes: int) -> Later:
         """Keeps them no longer; answered by how many."""
-        space = self._space(namespace)
-        self._shell.ask(*self._asker, ev.Unpin(0, space.number, _keys(keys, key_bytes)))
+        return self._about(ev.Unpin, namespace, keys, key_bytes)
 
-    def prefetch(self, namespace: str, keys: bytes, key_bytes: int) -> None:
+    def prefetch(self, namespace: str, keys: bytes, key_bytes: int) -> Later:
         """Brings a prefix up, as far as there is room; answered by how many blocks are or will be there."""
-        space = self._space(namespace)
-        self._shell.ask(*self._asker, ev.Prefetch(0, space.number, _keys(keys, key_bytes), space.tenant))
+        return self._about(ev.Prefetch, namespace, keys, key_bytes, self._space(namespace).tenant)
 
-    def invalidate(self, namespace: str, keys: bytes, key_bytes: int) -> None:
+    def _about(
+        self, event: Callable[..., Any], namespace: str, keys: bytes, key_bytes: int, *more: Any
+    ) -> Later:
+        made = event(0, self._space(namespace).number, _keys(keys, key_bytes), *more)
+        return lambda asker, request: self._shell.ask(asker, request, made)
+
+    def invalidate(self, namespace: str, keys: bytes, key_bytes: int) -> Later:
         """Forgets blocks; answered by how many, when that is durable."""
-        space = self._space(namespace)
-        self._shell.ask_durably(*self._asker, ev.Invalidate(0, space.number, _keys(keys, key_bytes)))
+        event = ev.Invalidate(0, self._space(namespace).number, _keys(keys, key_bytes))
+        return lambda asker, request: self._shell.ask_durably(asker, request, event)
 
-    def publish(
-        self, namespace: str, tenants: tuple[str, ...], instead_of: tuple[str, ...] | None
-    ) -> dict[str, Any] | None:
+    def publish(self, namespace: str, tenants: tuple[str, ...], instead_of: tuple[str, ...] | None) -> Said:
         """Lets these tenants, and no others, read a namespace; answered when it holds.
 
         Unless it is published to others than `instead_of` (None: whoever): then to whom it is.
@@ -228,17 +235,18 @@ class Control:
         space = self._space(namespace)
         if instead_of is not None and set(instead_of) != space.readers:
             return {"published_to": sorted(space.readers)}
-        self._shell.tenancy.publish(*self._asker, space, [check_tenant(name) for name in tenants])
-        return None
+        readers = [check_tenant(name) for name in tenants]
+        return lambda asker, request: self._shell.tenancy.publish(asker, request, space, readers)
 
-    def forget(self, namespace: str) -> None:
+    def forget(self, namespace: str) -> Later:
         """Empties a namespace; answered by how many blocks went, when nothing is left."""
-        self._shell.tenancy.forget(*self._asker, [self._space(namespace)])
+        space = self._space(namespace)
+        return lambda asker, request: self._shell.tenancy.forget(asker, request, [space])
 
-    def delete_tenant(self, name: str) -> None:
+    def delete_tenant(self, name: str) -> Later:
         """Deletes all that a tenant has stored; answered by how many blocks, when nothing is left."""
         self._number(name)
-        self._shell.tenancy.delete(*self._asker, name)
+        return lambda asker, request: self._shell.tenancy.delete(asker, request, name)
 
 
 def _keys(keys: bytes, key_bytes: int) -> Keys:

@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
+from kvstore.daemon.control import LONGEST_S
 from kvstore.daemon.explain import namespaces_for
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.shell import Asker, Shell
@@ -23,7 +24,6 @@ from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
 
-_LONGEST_S = 86400.0
 _ABSENT = "there is no such namespace, or it is not published to this tenant"
 _ABSENT_HINT = "its owner publishes it; then open it again"
 
@@ -305,7 +305,7 @@ class Requests:
         return Keys(q.keys, q.key_bytes)
 
     def _deadline(self, timeout_s: float) -> float:
-        return self._shell.now() + min(max(timeout_s, 0.0), _LONGEST_S)
+        return self._shell.now() + min(max(timeout_s, 0.0), LONGEST_S)
 
     def _lacks(self, request: int, role: Role) -> None:
         mine = self._wire.who.role.name.lower()

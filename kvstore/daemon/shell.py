@@ -451,13 +451,18 @@ class Shell:
         """What a tenant that there is has of every tier, and may have."""
         number = self.tenancy.registry.add(name)
         configured = self.config.tenants.get(name)
-        tiers = []
-        for state in self.placement.residency.tiers:
-            used, quota = state.extents.holdings.of(number)
-            limit = None if quota.limit >= UNLIMITED else quota.limit
-            tier = {"name": state.spec.tier.name.lower(), "used_bytes": used}
-            tiers.append(tier | {"floor_bytes": quota.floor, "limit_bytes": limit})
+        tiers = [
+            {"name": state.spec.tier.name.lower(), **holding(state, number)}
+            for state in self.placement.residency.tiers
+        ]
         return {"name": name, "share": configured.share if configured is not None else 1.0, "tiers": tiers}
+
+
+def holding(state: TierState, tenant: int) -> dict[str, Any]:
+    """What a tenant has of a tier, and may have; `limit_bytes` None: no limit of its own."""
+    used, quota = state.extents.holdings.of(tenant)
+    limit = None if quota.limit >= UNLIMITED else quota.limit
+    return {"used_bytes": used, "floor_bytes": quota.floor, "limit_bytes": limit}
 
 
 def _by_size(extents: Extents) -> dict[str, int]:

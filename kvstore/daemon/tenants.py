@@ -10,16 +10,19 @@ import hmac
 import math
 import os
 from base64 import urlsafe_b64encode
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, TypeVar
 
-from kvstore.config import Config, Tenant
+from kvstore.config import Config, Secret, Tenant
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import check_tenant
 
+_S = TypeVar("_S", bound=Secret)
+
 DEFAULT = "default"
+EXPIRED, EXPIRED_HINT = "the token has expired", "ask whoever runs the daemon for a new one"
 _MOST_TENANTS = 1 << 16
 _UNKNOWN = "this peer is known by neither token, user nor group"
 _UNKNOWN_HINT = "pass a valid token (KVSTORE_TOKEN), or ask whoever runs the daemon for access"
@@ -107,21 +110,15 @@ class Registry:
         raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
 
     def _by_token(self, token: str, now: float) -> Identity:
-        digest = hash_of(token)
-        found = None
-        # All are compared, whichever fits: how long that takes tells nothing.
-        for name, tenant in self._configured.items():
-            for known in tenant.tokens:
-                if hmac.compare_digest(known.digest, digest):
-                    found = name, known
+        known = [(each, name) for name, tenant in self._configured.items() for each in tenant.tokens]
+        found = find_token(token, [each for each, _ in known])
         if found is None:
             raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
-        name, known = found
-        expires = math.inf if known.expires is None else known.expires.timestamp()
-        if now >= expires:
-            raise RefusedError("the token has expired", "ask whoever runs the daemon for a new one")
+        if now >= found.ends:
+            raise RefusedError(EXPIRED, EXPIRED_HINT)
+        [name] = [name for each, name in known if each is found]
         # Engines often run as root: whoever shows a token asks for no more than that gives.
-        return self._identity(name, known.role, operator=False, expires=expires)
+        return self._identity(name, found.role, operator=False, expires=found.ends)
 
     def _owner(self, ids: Collection[int], kind: Literal["uids", "gids"]) -> str | None:
         """The one tenant that has one of these ids. Raises RefusedError if several have."""
@@ -139,6 +136,16 @@ def new_token(random_bytes: bytes) -> str:
     """A token made of 32 random bytes."""
     assert len(random_bytes) == 32
     return "kvs_" + urlsafe_b64encode(random_bytes).decode().rstrip("=")
+
+
+def find_token(token: str, known: Iterable[_S]) -> _S | None:
+    """The secret that a token is; None if it is none of these."""
+    digest, found = hash_of(token), None
+    # All are compared, whichever fits: how long that takes tells nothing.
+    for each in known:
+        if hmac.compare_digest(each.digest, digest):
+            found = each
+    return found
 
 
 def hash_of(token: str) -> bytes:
