@@ -323,7 +323,12 @@ def test_replay_against_a_daemon(daemon: ServedDaemon, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_dram_comes_from_nvme_also_after_a_restart(tmp_path: Path) -> None:
     path = chat_trace(tmp_path / "t")
-    settings = {"dram": {"limit": "2MiB", "huge_pages": False}, "nvme": {"limit": "64MiB"}}
+    # What is scrubbed holds slots, of which there are few.
+    settings = {
+        "dram": {"limit": "2MiB", "huge_pages": False},
+        "nvme": {"limit": "64MiB"},
+        "scrub": {"rate": 0},
+    }
     with ServedDaemon(settings) as served:
         options = Options(concurrency=1, block_bytes=256 << 10)
         with Client(served.url, deadline_s=10.0) as client:

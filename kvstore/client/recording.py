@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -69,6 +70,18 @@ async def record(
         raise UnavailableError(f"no answer from the daemon at {path}: {error}", "is it running?") from None
     finally:
         link.close()
+
+
+def trace_line(asked: Asked, block_tokens: int) -> bytes:
+    """A request as a line of a trace that `kvstore lab` reads."""
+    row = {
+        "timestamp": round(1000 * asked.time_s, 3),
+        "input_length": block_tokens * len(asked.hashes),
+        "output_length": 0,
+        "block_tokens": block_tokens,
+        "hash_ids": asked.hashes,
+    }
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
 async def _call(link: AsyncLink, message: Any) -> Any:

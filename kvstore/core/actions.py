@@ -210,4 +210,22 @@ class Renew:
     extent: int
 
 
-Action = Grant | Room | Answer | Explained | Deny | Copy | Stamp | Drop | Probe | Format | Renew
+@dataclass(slots=True)
+class Remove:
+    """An extent is too much: nothing that was in it may be seen again. Ends with ExtentLost."""
+
+    tier: int
+    extent: int
+
+
+@dataclass(slots=True)
+class Make:
+    """So many extents more are wanted. Ends with ExtentReady for each that can be had, then ExtentsEnd."""
+
+    tier: int
+    count: int
+
+
+Action = (
+    Grant | Room | Answer | Explained | Deny | Copy | Stamp | Drop | Probe | Format | Renew | Remove | Make
+)

@@ -7,6 +7,7 @@ blocks most likely to come back, and never exceeded.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,8 @@ _SLACK = 0.04
 _STEP_S = 60.0
 _GAIN = 0.5
 _LOWEST, _HIGHEST = -7.0, 7.0
+_HOUR_S = 3600.0
+_HOURS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,36 @@ class Admission:
         self._at: float | None = None
         self._next_step_s = 0.0
         self._left = 0.0
+        self._by_hour: deque[tuple[int, int]] = deque(maxlen=_HOURS + 1)
         self.rule = rule
+
+    def change(self, rule: Rule, now: float) -> None:
+        """Another rule from now on. A new budget is one of this day: what was written lately counts."""
+        before, self.rule = self.rule.bytes_a_day, rule
+        if rule.bytes_a_day == before:
+            return
+        if not rule.bytes_a_day:
+            self._odds = _LOWEST
+        self._at = now
+        self._left = -self._beyond(rule.bytes_a_day, now)
+
+    def _beyond(self, bytes_a_day: int, now: float) -> float:
+        """By how much some last hours exceeded their part of a budget: a day's worth at most.
+
+        Each hour counts as its end: more than it was, if anything.
+        """
+        most = 0.0
+        written = 0
+        for hour, nbytes in reversed(self._by_hour):
+            written += nbytes
+            age_s = max(now - (hour + 1) * _HOUR_S, 0.0)
+            if age_s < DAY_S:
+                most = max(most, written - bytes_a_day * age_s / DAY_S)
+        return min(most, float(bytes_a_day))
+
+    def written_in_a_day(self, now: float) -> int:
+        """Bytes written in the last 24 hours, to the hour."""
+        return sum(nbytes for hour, nbytes in self._by_hour if now - (hour + 1) * _HOUR_S < DAY_S)
 
     @property
     def threshold(self) -> float:
@@ -71,10 +103,14 @@ class Admission:
         self.refused += len(rows) - int(admitted.sum())
         return admitted
 
-    def wrote(self, nbytes: int) -> None:
+    def wrote(self, nbytes: int, now: float) -> None:
         """So many bytes are on their way to the device."""
         self.written += nbytes
         self._left -= nbytes
+        hour = int(now // _HOUR_S)
+        if self._by_hour and self._by_hour[-1][0] == hour:
+            nbytes += self._by_hour.pop()[1]
+        self._by_hour.append((hour, nbytes))
 
     def _step(self, now: float) -> None:
         """Lets the budget grow with time; the less is left, the higher the threshold rises."""

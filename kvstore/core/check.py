@@ -57,8 +57,10 @@ def _check_rows(r: Residency) -> None:
 def _check_tier(ledger: Ledger, tier: int) -> None:
     r = ledger.residency
     extents, slot = r.tiers[tier].extents, r.blocks.slot[tier]
-    assert extents.capacity_bytes <= extents.limit_bytes, "more extents than the limit allows"
-    assert extents.used_bytes <= extents.limit_bytes, "over the limit"
+    assert extents.limit_bytes <= extents.bound_bytes, "a bound below the limit"
+    assert extents.total * extents.extent_bytes <= extents.bound_bytes, "more extents than the limit allows"
+    assert extents.used_bytes <= extents.capacity_bytes, "more in use than there is"
+    assert extents.removing <= set(extents.renewing), "what is removed can be used"
     live = np.flatnonzero(r.blocks.state != FREE)
     rows = live[slot[live] >= 0]
     assert len(set(slot[rows].tolist())) == len(rows), "a slot has two owners"
@@ -80,7 +82,8 @@ def _check_tier(ledger: Ledger, tier: int) -> None:
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((extents.owner[numbers] >= 0).sum())
         assert known == owned, "the policy knows other blocks than the tier holds"
-    r.tiers[tier].segments.check()
+    for era in r.tiers[tier].eras:
+        era.segments.check()
 
 
 def _check_tenants(ledger: Ledger, tier: int) -> None:

@@ -1,7 +1,7 @@
 """What was decided about blocks lately: given up, refused, not written down. A ring, so that it stays small.
 
-A record names its block by a secret hash of the key, as wide as the index's: nothing is asked of it but what
-became of a key, and that is rare. Looking one up reads the whole ring.
+A record names its block by a secret hash of the key, as wide as the index's, and by the key. What became of a
+key is rarely asked: looking one up reads the whole ring. What came after a record is read a page at a time.
 
 Not covered: why a policy ordered blocks as it did; what was expected of them is kept, as far as it is known.
 """
@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.index import Index
-from kvstore.core.keys import Keys
+from kvstore.core.keys import Keys, Words
 from kvstore.core.reuse import Reuse
+from kvstore.types import MAX_KEY_BYTES
 
 CAPACITY = 1 << 16
-"""Records that are kept: 25 bytes each, 1.6 MiB in all once all are used."""
+"""Records that are kept: 90 bytes each, 5.6 MiB in all once all are used."""
 
 EVERY_TIER = 0xFF
 NO_CLASS = 0xFF
@@ -31,6 +32,9 @@ NOBODY = -1
 
 _MOST_SHOWN = 256
 _MOST_SHOWN_OF_ONE = 8
+_READ_AT_ONCE = 1 << 12
+"""Records that one page looks at: more would hold up everybody else's requests."""
+_NUMBERS = 1 << 16
 
 
 class What(IntEnum):
@@ -67,15 +71,29 @@ class Decision:
     kind: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One record with what it is about. `place`: how many were written before it."""
+
+    place: int
+    namespace: int
+    key: bytes
+    decision: Decision
+
+
 _RECORD = np.dtype(
-    [("at", "<f8"), ("score", "<f4"), ("namespace", "<u2"), ("tier", "u1"), ("what", "u1"), ("kind", "u1")]
+    [
+        *(("at", "<f8"), ("score", "<f4"), ("namespace", "<u2")),
+        *(("tier", "u1"), ("what", "u1"), ("kind", "u1"), ("key_bytes", "u1")),
+    ]
 )
 
 
 class Decisions:
     """The latest `capacity` decisions about blocks of one index.
 
-    `blocks_by_what`: how many blocks each was about since the start, by what and tier (or `EVERY_TIER`).
+    `blocks_by_what`: how many blocks each was about since the start, by what and tier (or `EVERY_TIER`);
+    `written`: how many records there were in all.
     """
 
     def __init__(self, blocks: Blocks, index: Index, reuse: Reuse, capacity: int = CAPACITY) -> None:
@@ -84,11 +102,12 @@ class Decisions:
         self._reuse = reuse
         self._who = np.zeros(capacity, np.uint64)
         self._records = np.zeros(capacity, _RECORD)
-        self._written = 0
+        self._keys = np.zeros((capacity, MAX_KEY_BYTES // 8), np.uint64)
+        self.written = 0
         self.blocks_by_what: Counter[tuple[What, int]] = Counter()
 
     def __len__(self) -> int:
-        return min(self._written, len(self._who))
+        return min(self.written, len(self._who))
 
     def record(self, what: What, tier: int, rows: Rows, now: float, tenant: int = NOBODY) -> None:
         """This was decided about rows, which still have their keys, in a tier (or `EVERY_TIER`).
@@ -100,7 +119,8 @@ class Decisions:
             if tenant != NOBODY:
                 score = self._reuse.density(tenant, kinds, self._reuse.last_used(rows), now)
             marks, namespaces = self._index.fingerprints(rows), self._blocks.namespace[rows]
-            self._append(what, tier, namespaces, marks, now, score, self._reuse.classes(rows))
+            about = marks, self._blocks.words[rows], self._blocks.key_bytes[rows]
+            self._append(what, tier, namespaces, about, now, score, self._reuse.classes(rows))
 
     def record_keys(
         self, what: What, tier: int, namespace: int, keys: Keys, which: npt.NDArray[np.bool_], now: float
@@ -108,54 +128,88 @@ class Decisions:
         """The same for marked keys of a request, which may have no rows."""
         if which.any():
             marks = self._index.fingerprints_of(keys)[which]
-            self._append(what, tier, namespace, marks, now, math.nan, NO_CLASS)
+            self._append(
+                what, tier, namespace, (marks, keys.words[which], keys.size), now, math.nan, NO_CLASS
+            )
 
     def _append(
         self,
         what: What,
         tier: int,
         namespaces: int | npt.NDArray[np.uint16],
-        marks: npt.NDArray[np.uint64],
+        about: tuple[npt.NDArray[np.uint64], Words, int | npt.NDArray[np.uint8]],
         now: float,
         score: float | npt.NDArray[np.float32],
         kind: int | npt.NDArray[np.int64],
     ) -> None:
+        marks, words, key_bytes = about
         self.blocks_by_what[what, tier] += len(marks)
         capacity = len(self._who)
         records = np.empty(len(marks), _RECORD)
         records["at"], records["score"], records["namespace"] = now, score, namespaces
         records["tier"], records["what"], records["kind"] = tier, what, kind
-        marks, records = marks[-capacity:], records[-capacity:]
-        start = self._written % capacity
-        head = min(len(marks), capacity - start)
-        for column, values in ((self._who, marks), (self._records, records)):
+        records["key_bytes"] = key_bytes
+        start = self.written % capacity
+        n = min(len(marks), capacity)
+        head = min(n, capacity - start)
+        columns = (self._who, marks), (self._records, records), (self._keys[:, : words.shape[1]], words)
+        for column, all_values in columns:
+            values = all_values[-n:]
             column[start : start + head] = values[:head]
-            column[: len(values) - head] = values[head:]
-        self._written += len(marks)
+            column[: n - head] = values[head:]
+        self.written += len(marks)
 
     def of(self, mark: int) -> dict[int, list[Decision]]:
         """The latest decisions about keys of this fingerprint, newest first, by namespace."""
         at = np.flatnonzero(self._who[: len(self)] == np.uint64(mark))
         # Where the ring goes on is where its oldest record is.
-        age = (self._written - 1 - at) % len(self._who)
+        age = (self.written - 1 - at) % len(self._who)
         found: dict[int, list[Decision]] = {}
-        for record in self._records[at[np.argsort(age)][:_MOST_SHOWN]]:
-            decided = found.setdefault(int(record["namespace"]), [])
+        for when, score, namespace, *rest in self._records[at[np.argsort(age)][:_MOST_SHOWN]].tolist():
+            decided = found.setdefault(namespace, [])
             if len(decided) < _MOST_SHOWN_OF_ONE:
-                decided.append(_plain(record))
+                decided.append(_plain(when, score, *rest[:3]))
         return found
+
+    def after(
+        self, place: int, limit: int, what: Iterable[int] = (), namespaces: Iterable[int] | None = None
+    ) -> tuple[list[Noted], int]:
+        """Up to `limit` records that follow the first `place` ones, and how many have been looked at then.
+
+        Only of these kinds (none: all of them), and of these namespaces (None: all of them).
+        """
+        start = max(place, self.written - len(self))
+        first = start % len(self._who)
+        # Up to where the ring begins anew, at most: without a copy.
+        records = self._records[first : first + max(0, min(_READ_AT_ONCE, self.written - start))]
+        wanted = np.ones(len(records), np.bool_)
+        for field, values in (("what", what or None), ("namespace", namespaces)):
+            if values is not None:
+                among = np.zeros(_NUMBERS, np.bool_)
+                among[list(values)] = True
+                wanted &= among[records[field]]
+        which = np.flatnonzero(wanted)
+        seen = len(records) if len(which) <= limit else int(which[limit - 1]) + 1
+        which = which[:limit]
+        words, raws = self._keys[first + which], records[which].tolist()
+        noted = [
+            Noted(start + i, namespace, key.tobytes()[:key_bytes], _plain(at, score, *rest))
+            for i, key, (at, score, namespace, *rest, key_bytes) in zip(
+                which.tolist(), words, raws, strict=True
+            )
+        ]
+        return noted, start + seen
 
     def ram_bytes(self) -> int:
         """Bytes of the records so far."""
-        return len(self) * (self._who.itemsize + _RECORD.itemsize)
+        return len(self) * (self._who.itemsize + _RECORD.itemsize + MAX_KEY_BYTES)
 
 
-def _plain(record: Any) -> Decision:
-    tier, score, kind = int(record["tier"]), float(record["score"]), int(record["kind"])
+def _plain(at: float, score: float, tier: int, what: int, kind: int) -> Decision:
     return Decision(
-        What(int(record["what"])),
+        What(what),
         None if tier == EVERY_TIER else tier,
-        float(record["at"]),
+        at,
         None if math.isnan(score) else score,
         None if kind == NO_CLASS else kind,
     )

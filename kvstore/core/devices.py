@@ -14,6 +14,9 @@ from kvstore.core.schedule import Fair
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = range(4)
 """Classes of work: somebody waits; somebody will; what is stored goes down; what is stored is looked at."""
 
+SERVING, DRAINING, FENCED = "serving", "draining", "fenced"
+"""What an operator has it do: all; no more writes; nothing at all."""
+
 _WEIGHTS = (16.0, 4.0, 4.0, 1.0)
 _QUANTUM_BYTES = 4 << 20
 _SAVED_BYTES = 64 << 20
@@ -57,7 +60,8 @@ class Breaker:
 class Device:
     """One device. So many copies are under way (`moving`), of so many bytes by class (`bytes_moving`).
 
-    `fenced`: something has been under way for too long, and until it ends nothing else is tried.
+    `fenced`: something has been under way for too long, and until it ends nothing else is tried. `state` is
+    what an operator wants.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,7 @@ class Device:
         self.moving = 0
         self.bytes_moving = [0, 0, 0, 0]
         self.fenced = False
+        self.state = SERVING
         self.quiet_since = 0.0
         self._asker = -1
         self._shared_until = self._asked_until = 0.0
@@ -79,12 +84,12 @@ class Device:
     @property
     def takes_writes(self) -> bool:
         """Whether copies to it may start."""
-        return not self.writes.opened_until and not self.fenced
+        return not self.writes.opened_until and not self.fenced and self.state == SERVING
 
     @property
     def readable(self) -> bool:
         """Whether copies from it may start."""
-        return not self.reads.opened_until and not self.fenced
+        return not self.reads.opened_until and not self.fenced and self.state != FENCED
 
     # -- who is next
 
@@ -102,19 +107,27 @@ class Device:
 
     def next(self, now: float) -> Iterator[tuple[int, int, int]]:
         """What may start now: (number, class, bytes), counted as under way."""
-        if self.fenced:
+        if self.fenced or self.state == FENCED:
             return
-        while kinds := self._open_kinds(now):
-            chosen = self.queue.take(now, kinds)
-            if chosen is None:
-                return
-            _, kind, nbytes, number = chosen
-            if not self.moving:
-                self.quiet_since = self._busy_since = now
-                self._bytes_done = 0
-            self.moving += 1
-            self.bytes_moving[kind] += nbytes
-            yield number, kind, nbytes
+        while (kinds := self._open_kinds(now)) and (chosen := self._take(now, kinds)):
+            yield chosen
+
+    def called_off(self, now: float) -> Iterator[tuple[int, int, int]]:
+        """What waits for a device that an operator has fenced, as `next` gives it: none of it will start."""
+        while self.state == FENCED and (chosen := self._take(now, None)):
+            yield chosen
+
+    def _take(self, now: float, kinds: list[int] | None) -> tuple[int, int, int] | None:
+        chosen = self.queue.take(now, kinds)
+        if chosen is None:
+            return None
+        _, kind, nbytes, number = chosen
+        if not self.moving:
+            self.quiet_since = self._busy_since = now
+            self._bytes_done = 0
+        self.moving += 1
+        self.bytes_moving[kind] += nbytes
+        return number, kind, nbytes
 
     def _open_kinds(self, now: float) -> list[int]:
         """Classes of which more may be under way; the others hold back while somebody waits."""

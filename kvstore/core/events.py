@@ -8,11 +8,16 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.admission import Rule
 from kvstore.core.keys import Keys
 from kvstore.core.tenants import Quota
 
 OK, CORRUPT, FAILED = range(3)
 """How one block of a copy ended: bytes arrived; they do not match their checksum; the device refused."""
+
+
+UNKNOWN = -1
+"""Whose an extent was, if that is no tenant that there is."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,40 @@ class SetTenant:
     pin_bytes: int = 1 << 62
     rate: float = 0.0
     burst: float = 0.0
+
+
+@dataclass(slots=True)
+class SetPolicy:
+    """From now on blocks leave by another eviction policy, which goes on from what the last one knew."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class SetAdmission:
+    """From now on, tier number `tier` takes what this rule says."""
+
+    tier: int
+    rule: Rule
+
+
+@dataclass(slots=True)
+class SetDevice:
+    """What the device of tier number `tier`, not the first, is to do from now on: see `devices`."""
+
+    tier: int
+    state: str
+
+
+@dataclass(slots=True)
+class SetLimit:
+    """Tier number `tier` is to have extents of `limit_bytes` together: more are asked for, or some leave.
+
+    At least one, and no more than `Extents.most_bytes`.
+    """
+
+    tier: int
+    limit_bytes: int
 
 
 @dataclass(slots=True)
@@ -258,7 +297,8 @@ class ExtentReady:
     """An extent of tier number `tier` can be used.
 
     `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones, `tenant`
-    and `domain` whose it was. `replaces` is the extent that it was renewed from, -1 for a first one.
+    and `domain` whose it was; if that is `UNKNOWN`, it is made anew first. `replaces` is the extent that it
+    was renewed from, -1 for a first one.
     """
 
     tier: int
@@ -272,7 +312,7 @@ class ExtentReady:
 
 @dataclass(slots=True)
 class ExtentLost:
-    """An extent that was to be renewed could not be; there is one less."""
+    """An extent that was to be renewed could not be, or one that was to be removed has been: one less."""
 
     tier: int
     extent: int
@@ -329,6 +369,10 @@ class Tick:
 Event = (
     OpenNamespace
     | SetTenant
+    | SetPolicy
+    | SetAdmission
+    | SetDevice
+    | SetLimit
     | Publish
     | Forget
     | ForgetTenant

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Format, Renew
+from kvstore.core.actions import Format, Remove, Renew
 from kvstore.core.blocks import Rows
 from kvstore.core.decisions import What
 from kvstore.core.extents import SlotClass
@@ -159,14 +159,14 @@ class Eviction:
             return n
         leaving = self._demote(tier, rows)
         n += int(leaving.sum())
-        stuck = rows
-        if not (self._lower_tier_takes(tier, pool) and self._can_wait(pool, bool(leaving.any()))):
+        waits = self._lower_tier_takes(tier, pool) and self._can_wait(pool, bool(leaving.any()))
+        if not waits:
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
             self._r.decisions.record(What.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[leaf])
-            n, stuck = n + int(leaf.sum()), rows[~leaf]
-        self._r.policy(tier, pool).defer(stuck)
+            n, rows = n + int(leaf.sum()), rows[~leaf]
+        self._r.policy(tier, pool).defer(rows, parents=not waits)
         return n
 
     def _drop_refused(self, tier: int, pool: Pool, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -238,7 +238,8 @@ class Eviction:
             if over:
                 self._shrink(tier, tenant, min(over, _EMPTIED_AT_ONCE * 4096))
             elif holdings.extents[tenant] > -(-int(holdings.limit[tenant]) // holdings.extent_bytes):
-                self._give_back_one(tier, tenant)
+                if not self._r.tiers[tier].extents.renewing:
+                    self.give_back_one(tier, tenant)
             else:
                 self.shrinking.discard((tier, tenant))
         for tier, leaving in list(self._leaving.items()):
@@ -256,6 +257,15 @@ class Eviction:
 
     def _step_at(self, when: float) -> None:
         self._next_step = min(self._next_step, when)
+
+    def has_leaving(self, tier: int) -> bool:
+        """Whether an extent of a tier is on its way to somebody, or away."""
+        return tier in self._leaving
+
+    def call_off(self, tier: int) -> None:
+        """No extent goes to another pool: there are more than there may be."""
+        if tier in self._leaving and self._leaving[tier].taker is not None:
+            self._stay(tier)
 
     def is_emptying(self, tier: int, extent: int) -> bool:
         """Whether an extent is on its way to somebody."""
@@ -286,7 +296,7 @@ class Eviction:
             if self._leaving[tier].taker == pool:
                 self._empty(tier, self._leaving[tier])
             return
-        if extents.renewing or not extents.slots_in(pool.slot_bytes):
+        if extents.renewing or extents.surplus or not extents.slots_in(pool.slot_bytes):
             return
         extent = self._own_to_spare(tier, pool)
         if extent is None:
@@ -320,27 +330,32 @@ class Eviction:
             return None
         return self._emptiest(tier, [donor])
 
-    def _emptiest(self, tier: int, classes: list[SlotClass]) -> int | None:
-        """Of these, the extent with the fewest blocks that nobody uses and no pin keeps."""
+    def _emptiest(self, tier: int, classes: list[SlotClass], used: bool = False) -> int | None:
+        """Of these, the extent with the fewest blocks that nobody uses and no pin keeps.
+
+        `used`: one that somebody uses, if there is no other.
+        """
         extents, pinned = self._r.tiers[tier].extents, self._r.blocks.pinned
         members = [e for c in classes for e in c.extents if e not in extents.leaving]
         by_rows = sorted(members, key=lambda e: np.count_nonzero(extents.owner[extents.span(e)] >= 0))
-        for extent in by_rows[:_LOOK]:
-            if not extents.is_referred(extent) and not pinned[extents.rows_of(extent)].any():
+        unpinned = [e for e in by_rows[:_LOOK] if not pinned[extents.rows_of(e)].any()]
+        for extent in unpinned:
+            if not extents.is_referred(extent):
                 return extent
-        return None
+        return unpinned[0] if used and unpinned else None
 
-    def _give_back_one(self, tier: int, tenant: int) -> None:
-        """An extent of a tenant that has more than its limit goes to nobody."""
+    def give_back_one(self, tier: int, tenant: int, used: bool = False) -> bool:
+        """Has an extent of a tenant go to nobody; whether one is on its way now. `used`: see `_emptiest`."""
         extents = self._r.tiers[tier].extents
-        if tier in self._leaving or extents.renewing:
-            return
+        if tier in self._leaving:
+            return False
         if extents.promised.get(tenant):
             self._hand_over(tier, extents.promised[tenant].pop(), tenant, -1)
-            return
-        extent = self._emptiest(tier, extents.classes_of(tenant))
+            return True
+        extent = self._emptiest(tier, extents.classes_of(tenant), used)
         if extent is not None:
             self._leave(tier, Leaving(extent, None, self._r.now))
+        return extent is not None
 
     def _leave(self, tier: int, leaving: Leaving) -> None:
         self._r.tiers[tier].extents.leave(leaving.extent)
@@ -395,6 +410,19 @@ class Eviction:
         self._renew(tier, extent, taker)
 
     def _renew(self, tier: int, extent: int, tenant: int) -> None:
+        if tenant < 0 and self._r.tiers[tier].extents.surplus:
+            self.remove(tier, extent)
+            return
         self._r.tiers[tier].extents.renew(extent, tenant)
         self._r.counters["renewed_extents"] += 1
         self._r.out.append(Renew(tier, extent))
+
+    def renew(self, tier: int, extent: int) -> None:
+        """An extent that is nobody's is made anew."""
+        self._renew(tier, extent, -1)
+
+    def remove(self, tier: int, extent: int) -> None:
+        """An extent that is nobody's goes for good."""
+        self._r.tiers[tier].extents.remove(extent)
+        self._r.counters["removed_extents"] += 1
+        self._r.out.append(Remove(tier, extent))

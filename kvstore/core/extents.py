@@ -23,6 +23,9 @@ from kvstore.types import SLOT_RECORD, Geometry
 
 Slots = Rows
 
+GROWS = 4
+"""A tier may become so many times as large as it was at the start: numbers of slots are there for that."""
+
 
 @dataclass(slots=True)
 class SlotClass:
@@ -61,7 +64,8 @@ class Extents:
     """Extents of `extent_bytes` up to `limit_bytes`, which have no more than `max_slots` slots together.
 
     `promised` has extents that are a tenant's, but not cut yet; `renewing` those that are being made anew,
-    and for whom (-1: nobody); from those that are `leaving` nothing is handed out.
+    and for whom (-1: nobody), some of them `removing`, for good; from those that are `leaving` nothing is
+    handed out. `bound_bytes` is above the limit while those that it no longer allows are not gone yet.
     `record` has for each slot what a client is told of it; `tier` is the number that goes into it.
     No extent has more slots than its part of them, so that one tenant's tiny blocks do not keep others from
     cutting theirs.
@@ -72,11 +76,13 @@ class Extents:
         self.extent_bytes = extent_bytes
         self.table = table
         extents = max(1, limit_bytes // extent_bytes)
+        self.bound_bytes = limit_bytes
+        self.most_bytes = GROWS * extents * extent_bytes
         self._most_in_one = max(1, max_slots // extents)
         # Zero pages at full length, of which `owner`, `refs` and `record` show what is in use: nothing is
         # ever copied to make room for more. Twice what can be in use: then the n gaps between n - 1 extents
         # are more than n extents long in all, and one of them has room for one more.
-        length = 2 * extents * self._most_in_one
+        length = 2 * GROWS * extents * self._most_in_one
         self._columns = (
             np.zeros(length, np.int32),
             np.zeros(length, np.int32),
@@ -90,6 +96,7 @@ class Extents:
         self.promised: dict[int, list[int]] = {}
         self.ready: set[int] = set()
         self.renewing: dict[int, int] = {}
+        self.removing: set[int] = set()
         self.leaving: set[int] = set()
         self.classes: dict[Pool, SlotClass] = {}
         self._numbered: dict[int, SlotClass] = {}
@@ -102,11 +109,11 @@ class Extents:
     # -- extents
 
     def add(self, extent: int, replaces: int = -1) -> None:
-        """An extent has become usable. Raises AssertionError beyond the limit: never exceed."""
+        """An extent has become usable. Raises AssertionError beyond the bound: never exceed."""
         assert extent not in self.ready
         tenant = self.renewing.pop(replaces, -1)
         self.ready.add(extent)
-        assert (len(self.ready) + len(self.renewing)) * self.extent_bytes <= self.limit_bytes
+        assert self.total * self.extent_bytes <= self.bound_bytes
         if tenant >= 0:
             self.promised.setdefault(tenant, []).append(extent)
         else:
@@ -120,7 +127,8 @@ class Extents:
         self.holdings.hold(tenant, 1)
 
     def lose(self, extent: int) -> None:
-        """An extent could not be made anew."""
+        """An extent could not be made anew, or is removed."""
+        self.removing.discard(extent)
         tenant = self.renewing.pop(extent)
         if tenant >= 0:
             self.holdings.hold(tenant, -1)
@@ -132,6 +140,32 @@ class Extents:
         self.renewing[extent] = tenant
         if tenant >= 0:
             self.holdings.hold(tenant, 1)
+
+    def remove(self, extent: int) -> None:
+        """An extent without a pool is being removed."""
+        self.renew(extent, -1)
+        self.removing.add(extent)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """From now on; what is beyond is still there."""
+        assert self.extent_bytes <= limit_bytes <= max(self.most_bytes, self.limit_bytes)
+        self.limit_bytes = limit_bytes
+        self.bound_bytes = max(self.bound_bytes, limit_bytes)
+
+    @property
+    def total(self) -> int:
+        """Extents that take memory or disk, whether they can be used or not."""
+        return len(self.ready) + len(self.renewing)
+
+    @property
+    def surplus(self) -> int:
+        """By how many extents, besides those that are being removed, the limit is exceeded."""
+        return max(0, self.total - len(self.removing) - self.limit_bytes // self.extent_bytes)
+
+    @property
+    def lacking(self) -> int:
+        """How many extents more the limit allows."""
+        return max(0, self.limit_bytes // self.extent_bytes - self.total)
 
     def span(self, extent: int) -> slice:
         """The flat numbers of an assigned extent's slots."""
@@ -173,11 +207,18 @@ class Extents:
         return self.class_of(extent).pool if extent in self._base else None
 
     def assign(self, pool: Pool, extent: int | None = None) -> int | None:
-        """Gives an extent that the pool's tenant may have (or the one named) to a pool; None if none."""
+        """Gives an extent that the pool's tenant may have (or the one named) to a pool; None if none.
+
+        None while there are more than the limit allows, too.
+        """
         slots = self.slots_in(pool.slot_bytes)
         own = self.promised.get(pool.tenant, [])
         if extent is None:
-            if not slots or not (own or self.holdings.may_hold_one_more(pool.tenant, len(self.unassigned))):
+            if (
+                self.surplus
+                or not slots
+                or not (own or self.holdings.may_hold_one_more(pool.tenant, len(self.unassigned)))
+            ):
                 return None
             extent = own[-1] if own else self.unassigned[-1]
         base = self._take_range(slots)
@@ -411,7 +452,7 @@ class Extents:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all usable extents; never above the limit."""
+        """Bytes of all usable extents; never above the limit, but for a while after it was lowered."""
         return len(self.ready) * self.extent_bytes
 
     @property

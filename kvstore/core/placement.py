@@ -27,7 +27,9 @@ from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import Ledger, Limits
 from kvstore.core.reads import Reads
 from kvstore.core.residency import Residency, TierSpec
+from kvstore.core.resizing import Resizing
 from kvstore.core.restoring import restore
+from kvstore.core.switch import Switch
 from kvstore.core.tenants import Pool, Space
 from kvstore.core.transfers import Transfers
 from kvstore.core.writes import Writes
@@ -49,6 +51,7 @@ _FREES = {
     ev.ExtentsEnd,
     ev.Forget,
     ev.ForgetTenant,
+    ev.SetDevice,
     ev.Tick,
 }
 """Events after which somebody who waits may go on."""
@@ -70,17 +73,23 @@ class Placement:
         prefetch_blocks: int = 0,
     ) -> None:
         self.residency = Residency(specs, max_blocks, seed, policy)
+        self.switch = Switch(self.residency, policy)
         self.transfers = Transfers(self.residency)
         self.limits = limits or Limits()
         self.ledger = Ledger(self.residency, self.transfers, self.limits)
         self._reads = Reads(self.ledger, prefetch_blocks)
         self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
+        self.resizing = Resizing(self.residency, self.transfers.eviction)
         self._forgetting = Forgetting(self.ledger, keeping, self._reads)
         self._publishing: dict[int, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: self._open,
             ev.SetTenant: self._set_tenant,
+            ev.SetPolicy: lambda event, now: self.switch.to(event.name, now),
+            ev.SetAdmission: self._set_admission,
+            ev.SetDevice: self._set_device,
+            ev.SetLimit: self.resizing.set_limit,
             ev.Publish: self._publish,
             ev.Forget: self._forgetting.forget,
             ev.ForgetTenant: self._forgetting.forget_tenant,
@@ -101,8 +110,8 @@ class Placement:
             ev.CopyDone: self._copy_done,
             ev.ProbeDone: keeping.probe_done,
             ev.ExtentReady: self._extent_ready,
-            ev.ExtentLost: self._extent_lost,
-            ev.ExtentsEnd: self._extents_end,
+            ev.ExtentLost: lambda event, now: self.resizing.lost(event.tier, event.extent),
+            ev.ExtentsEnd: lambda event, now: self.resizing.ended(event.tier),
             ev.Scrub: keeping.scrub,
             ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
             ev.Flush: self._flush,
@@ -147,14 +156,22 @@ class Placement:
             self.transfers.eviction.wakes_at(),
             self._keeping.wakes_at(),
             self._forgetting.wakes_at(),
+            self.switch.wakes_at(),
+            self.resizing.wakes_at(),
             r.next_unpin,
         )
         return None if wake == math.inf else wake
 
     def reconfigure(
-        self, write_policy: str, leases_per_client: int, namespaces: int, namespaces_per_tenant: int
+        self,
+        write_policy: str,
+        prefetch_blocks: int,
+        leases_per_client: int,
+        namespaces: int,
+        namespaces_per_tenant: int,
     ) -> None:
         """From now on."""
+        self._reads.prefetch_blocks = prefetch_blocks
         self._writes.write_through = write_policy == "write_through"
         self.limits.leases_per_client = leases_per_client
         self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
@@ -167,6 +184,11 @@ class Placement:
     def check(self) -> None:
         """Asserts every invariant; costs time proportional to the state. For tests and debugging."""
         check(self.ledger)
+        for tier, state in enumerate(self.residency.tiers):
+            beyond = state.extents.bound_bytes > state.extents.limit_bytes
+            assert not beyond or self.resizing.is_at_work(tier), (
+                "over the limit, and nothing is done about it"
+            )
 
     # -- namespaces, tenants
 
@@ -216,6 +238,18 @@ class Placement:
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
             self.transfers.eviction.shrink(tier, event.tenant)
         self._keeping.pin_bytes[event.tenant] = event.pin_bytes
+
+    def _set_admission(self, event: ev.SetAdmission, now: float) -> None:
+        self.residency.tiers[event.tier].admission.change(event.rule, now)
+
+    def _set_device(self, event: ev.SetDevice, now: float) -> None:
+        self.residency.tiers[event.tier].device.state = event.state
+        self._call_off(now)
+
+    def _call_off(self, now: float) -> None:
+        """What waits for a device that is fenced ends, some of it; others are told that there is nothing."""
+        for end in self.transfers.call_off(now):
+            self._handlers[type(end)](end, now)
 
     def _publish(self, event: ev.Publish, now: float) -> None:
         space = self.residency.spaces[event.namespace]
@@ -291,9 +325,12 @@ class Placement:
             elif request in self.ledger.stalled:
                 self._try_again(self.ledger.stalled.pop(request), now)
         self.transfers.at(now)
+        self._call_off(now)
         self.transfers.eviction.at(now)
         self._keeping.at(now)
         self._forgetting.at(now)
+        self.switch.at(now)
+        self.resizing.at(now)
         self.residency.at(now)
 
     # -- start and stop
@@ -301,6 +338,8 @@ class Placement:
     def _extent_ready(self, event: ev.ExtentReady, now: float) -> None:
         extents = self.residency.tiers[event.tier].extents
         extents.add(event.extent, event.replaces)
+        if event.tenant == ev.UNKNOWN:
+            self.transfers.eviction.renew(event.tier, event.extent)
         cut = None
         if event.slot_bytes:
             cut = extents.assign(Pool(event.tenant, event.domain, event.slot_bytes), event.extent)
@@ -308,12 +347,6 @@ class Placement:
         if event.versions is not None and cut is not None:
             slots = extents.slots_of(event.extent)
             extents.version[slots] = event.versions[: len(slots)]
-
-    def _extent_lost(self, event: ev.ExtentLost, now: float) -> None:
-        self.residency.tiers[event.tier].extents.lose(event.extent)
-
-    def _extents_end(self, event: ev.ExtentsEnd, now: float) -> None:
-        self.residency.tiers[event.tier].growing = False
 
     def _flush(self, event: ev.Flush, now: float) -> None:
         r = self.residency

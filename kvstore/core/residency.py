@@ -23,7 +23,7 @@ from kvstore.core.extents import Extents, Slots
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Index
 from kvstore.core.keys import Keys
-from kvstore.core.policy import Policy, find
+from kvstore.core.policy import Factory, Policy, find
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
@@ -56,20 +56,34 @@ class TierSpec:
 
 
 @dataclass(slots=True)
+class Era:
+    """What all policies of a tier share that `make` made: a block is in one pool of it."""
+
+    make: Factory
+    segments: Segments
+    ghosts: Ghosts | None = None
+
+
+@dataclass(slots=True)
 class TierState:
     """A tier at run time. `growing`: more extents are on their way.
 
-    All policies of a tier share `segments`, since a block is in one pool of it, and `ghosts`.
+    New policies are of the `era`. While those before it are replaced, `before` is theirs: see `switch`.
     """
 
     spec: TierSpec
     extents: Extents
-    segments: Segments
+    era: Era
     admission: Admission
     policies: dict[Pool, Policy] = field(default_factory=dict)
     growing: bool = True
     device: Device = field(default_factory=Device)
-    ghosts: Ghosts | None = None
+    before: Era | None = None
+
+    @property
+    def eras(self) -> list[Era]:
+        """Those that have policies."""
+        return [self.era] if self.before is None else [self.before, self.era]
 
 
 class Residency:
@@ -84,18 +98,18 @@ class Residency:
         self.index = Index(self.blocks, seed)
         self.reuse = Reuse(self.blocks, max(max_blocks, _LEAST_GHOSTS), seed)
         self.decisions = Decisions(self.blocks, self.index, self.reuse)
+        make = find(policy)
         self.tiers = [
             TierState(
                 s,
                 Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier),
-                Segments(zeros(max_blocks, np.int32)),
+                self.new_era(make),
                 Admission(s.admission, self.reuse),
             )
             for s in specs
         ]
         self.recompute_s = np.zeros(1 << 16, np.float32)
-        self._make_policy = find(policy)
-        self._seed = seed
+        self._seed, self._policies_made = seed, 0
         self.now = 0.0
         self.ending = False
         self.spaces: dict[int, Space] = {}
@@ -114,27 +128,28 @@ class Residency:
         """The policy of one pool of a tier."""
         state = self.tiers[tier]
         if pool not in state.policies:
-
-            def ghosts() -> Ghosts:
-                if state.ghosts is None:
-                    # Half full, it forgets few before their time.
-                    blocks = state.spec.limit_bytes // pool.slot_bytes
-                    state.ghosts = Ghosts(2 * min(blocks, self.blocks.capacity))
-                return state.ghosts
-
-            made = sum(len(t.policies) for t in self.tiers)
-            state.policies[pool] = self._make_policy(
-                Shelf(
-                    state.segments,
-                    self.blocks,
-                    ghosts,
-                    self._seed + made,
-                    pool.tenant,
-                    self.recompute_s,
-                    self.reuse,
-                )
-            )
+            state.policies[pool] = self.make_policy(tier, pool, state.era)
         return state.policies[pool]
+
+    def new_era(self, make: Factory) -> Era:
+        """The beginning of one."""
+        return Era(make, Segments(zeros(self.blocks.capacity, np.int32)))
+
+    def make_policy(self, tier: int, pool: Pool, era: Era) -> Policy:
+        """A policy for a pool of a tier, used by nobody so far."""
+        limit_bytes = self.tiers[tier].spec.limit_bytes
+
+        def ghosts() -> Ghosts:
+            if era.ghosts is None:
+                # Half full, it forgets few before their time.
+                era.ghosts = Ghosts(2 * min(limit_bytes // pool.slot_bytes, self.blocks.capacity))
+            return era.ghosts
+
+        seed = self._seed + self._policies_made
+        self._policies_made += 1
+        return era.make(
+            Shelf(era.segments, self.blocks, ghosts, seed, pool.tenant, self.recompute_s, self.reuse)
+        )
 
     def by_space(self, rows: Rows) -> Iterator[tuple[Space, Rows]]:
         """The namespaces of rows, mostly one, and which rows are whose."""
@@ -412,8 +427,9 @@ class Residency:
     def ram_bytes(self) -> int:
         """Bytes of all state about blocks, by the rows and slots used so far."""
         policies = sum(p.ram_bytes() for t in self.tiers for p in t.policies.values())
-        policies += sum(t.segments.bytes_a_row for t in self.tiers) * self.blocks.rows_touched
-        policies += sum(t.ghosts.ram_bytes() for t in self.tiers if t.ghosts)
+        eras = [era for t in self.tiers for era in t.eras]
+        policies += sum(era.segments.bytes_a_row for era in eras) * self.blocks.rows_touched
+        policies += sum(era.ghosts.ram_bytes() for era in eras if era.ghosts)
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
         return blocks + policies + extents + self.decisions.ram_bytes() + self.reuse.ram_bytes

@@ -99,6 +99,11 @@ class Holdings:
         floor = int(self.floor[tenant]) * self.extent_bytes
         return int(self.used[tenant]), Quota(floor, int(self.limit[tenant]), float(self.share[tenant]))
 
+    def held(self, tenant: int) -> int:
+        """Bytes of the extents that a tenant holds."""
+        self._reach(tenant)
+        return int(self.extents[tenant]) * self.extent_bytes
+
     def hold(self, tenant: int, extents: int) -> None:
         """So many extents more (or less)."""
         self._reach(tenant)
@@ -158,6 +163,12 @@ class Holdings:
         """Bytes that a tenant uses beyond its floor."""
         self._reach(tenant)
         return max(0, int(self.used[tenant] - self.floor[tenant] * self.extent_bytes))
+
+    def above_floors(self) -> list[int]:
+        """Tenants with more than their floors, those first that have most beyond it for their share."""
+        over = (self.extents - self.floor) / self.share
+        first: list[int] = np.argsort(-over, kind="stable").tolist()
+        return first[: int((over > 0).sum())]
 
     def giver(self, taker: int, now: float) -> int | None:
         """Who should give an extent to `taker`, who wants one: see `giver`."""

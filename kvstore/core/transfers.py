@@ -19,7 +19,7 @@ from kvstore.core.actions import Copy, Drop, Identity, Probe
 from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.decisions import What
 from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK
-from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone
+from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
 from kvstore.core.eviction import Eviction
 from kvstore.core.extents import Slots
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
@@ -30,6 +30,8 @@ _WRITE_BYTES = 16 << 20
 _CHUNK_BLOCKS = 64
 _WRITES_IN_FLIGHT = 4
 _TENANTS_AT_ONCE = 16
+_CALLED_OFF_AT_ONCE = 8
+_NEXT_STEP_S = 0.001
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class Transfers:
         self._probes: dict[int, tuple[Probe, int]] = {}
         self._queued = 0
         self._last = 0
+        self._next_step = math.inf
 
     # -- starting
 
@@ -271,7 +274,7 @@ class Transfers:
             self.under_way[self._last] = transfer
             r.copying[pool.tenant] += 1
             if flag == WRITING:
-                r.tiers[target].admission.wrote(transfer.nbytes)
+                r.tiers[target].admission.wrote(transfer.nbytes, r.now)
                 self.writing[pool.tenant] += 1
                 self._writes += 1
             if source == target:
@@ -327,6 +330,21 @@ class Transfers:
         t.rows, t.identity = t.rows[t.alive], t.identity.only(t.alive)
         t.source_slots, t.target_slots = t.source_slots[t.alive], t.target_slots[t.alive]
         t.alive = t.alive[t.alive]
+
+    def call_off(self, now: float) -> list[CopyDone | ProbeDone]:
+        """How some of what waits for devices that an operator has fenced ends: without having begun."""
+        ends: list[CopyDone | ProbeDone] = []
+        for state in self._r.tiers[1:]:
+            for number, _, _ in islice(state.device.called_off(now), _CALLED_OFF_AT_ONCE):
+                self._queued -= 1
+                if number in self._probes:
+                    probe = self._probes[number][0]
+                    ends.append(ProbeDone(probe.probe, np.full(len(probe.identity), FAILED, np.uint8)))
+                else:
+                    results = np.full(len(self.under_way[number].rows), FAILED, np.uint8)
+                    ends.append(CopyDone(number, results))
+        self._next_step = now + _NEXT_STEP_S if ends else math.inf
+        return ends
 
     def concern(self, namespaces: Sequence[int]) -> bool:
         """Whether copies or looks at blocks of these namespaces are under way."""
@@ -400,6 +418,10 @@ class Transfers:
     def _judge_device(self, t: Transfer, results: npt.NDArray[np.uint8]) -> None:
         """Lifts a fence; closes a lower tier for a while when everything keeps failing."""
         device, now = self._r.tiers[max(t.source, t.target)].device, self._r.now
+        if not t.started:
+            self._r.counters["called_off_blocks"] += len(t.rows)
+            device.ended(now, t.kind, t.nbytes, 0)
+            return
         self._r.counters["failed_blocks"] += int((results[t.alive] != OK).sum())
         # Wrong bytes are their writer's fault, and no reason to close the device for everybody.
         results = results[t.alive | (results != FAILED)]
@@ -444,7 +466,8 @@ class Transfers:
 
     def wakes_at(self, now: float) -> float:
         """When time alone changes something."""
-        return min((t.device.wakes_at(now) for t in self._r.tiers[1:]), default=math.inf)
+        devices = (t.device.wakes_at(now) for t in self._r.tiers[1:])
+        return min(self._next_step, min(devices, default=math.inf))
 
 
 def _chunk(slot_bytes: int, nbytes: int) -> int:

@@ -173,7 +173,18 @@ class DramTier:
 
     def make(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """What `start` does, here and now."""
-        for _ in range(self._missing):
+        self._make(self._missing, ready, ended)
+
+    def grow(
+        self, count: int, ready: Callable[[int], None], ended: Callable[[TierError | None], None]
+    ) -> None:
+        """Makes so many extents more in a thread, which calls `ready` with each number, then `ended`."""
+        self._worker.submit(self._make, count, ready, ended)
+
+    def _make(
+        self, count: int, ready: Callable[[int], None], ended: Callable[[TierError | None], None]
+    ) -> None:
+        for _ in range(count):
             if self._stop.is_set():
                 return
             try:
@@ -224,11 +235,38 @@ class DramTier:
         Whoever maps the old one sees zeros by then, and it counts no more. It is unknown from now on, and no
         later daemon uses it. `ready` or `failed` comes on the tier's thread, or never after `close`.
         """
+        self._worker.submit(self._renew, number, self._let_go(number), ready, failed)
+
+    def remove(self, number: int, done: Callable[[TierError | None], None]) -> None:
+        """Gives the memory of an extent that nobody refers to back to the kernel, as `renew` does.
+
+        `done` comes on the tier's thread, with the reason if that failed, or never after `close`.
+        """
+        self._worker.submit(self._remove, number, self._let_go(number), done)
+
+    def _let_go(self, number: int) -> Extent:
+        """An extent that is unknown from now on, and that no later daemon uses."""
         extent = self._extents.pop(number)
         for known in (self._headers, self._cuts, self._offsets):
             known.pop(number, None)
         self._owners.remove(number)
-        self._worker.submit(self._renew, number, extent, ready, failed)
+        return extent
+
+    def _empty(self, number: int, extent: Extent) -> None:
+        try:
+            extent.punch()
+        finally:
+            extent.close()
+            if self._keeper is not None:
+                self._keeper.forget(_name(number))
+
+    def _remove(self, number: int, extent: Extent, done: Callable[[TierError | None], None]) -> None:
+        try:
+            self._empty(number, extent)
+        except TierError as error:
+            done(error)
+        else:
+            done(None)
 
     def _renew(
         self,
@@ -238,12 +276,7 @@ class DramTier:
         failed: Callable[[TierError], None],
     ) -> None:
         try:
-            try:
-                extent.punch()
-            finally:
-                extent.close()
-                if self._keeper is not None:
-                    self._keeper.forget(_name(number))
+            self._empty(number, extent)
             if self._stop.is_set():
                 return
             renewed = self._new()

@@ -71,8 +71,8 @@ class Told:
         self.now = self.now if now is None else now
         return self.policy.coldest(n, self.now, below)
 
-    def defer(self, rows: Rows) -> None:
-        self.policy.defer(rows)
+    def defer(self, rows: Rows, parents: bool = False) -> None:
+        self.policy.defer(rows, parents)
 
     def refresh(self, rows: Rows) -> None:
         self.policy.refresh(rows)

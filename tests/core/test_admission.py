@@ -38,7 +38,7 @@ def test_always_takes_all() -> None:
     admission = Admission(Rule(), Expected())
     assert admission.admits(np.arange(101), 0, 0.0).all()
     assert (admission.threshold, admission.refused) == (0.0, 0)
-    admission.wrote(1 << 50)
+    admission.wrote(1 << 50, 0.0)
     assert admission.admits(array(0), 0, 0.0).all(), "no budget, no bound"
     assert admission.written == 1 << 50
     assert admission.admits(array(), 0, 0.0).tolist() == []
@@ -95,7 +95,7 @@ def write(
     for i, now in enumerate(times.tolist()):
         rows = (100 * dice.random(wanted(now % DAY_S)) ** 3).astype(np.int64)
         taken = rows[admission.admits(rows, 0, now)]
-        admission.wrote(len(taken) * block)
+        admission.wrote(len(taken) * block, now)
         bytes_then[i] = len(taken) * block
         chances += (taken / 100).tolist()
     return times, bytes_then, float(np.mean(chances))
@@ -130,6 +130,91 @@ def test_a_budget_is_never_exceeded_and_nearly_all_used(name: str, mode: str) ->
     assert chance >= (0.25 if name == "little more than allowed" else 0.3), "the best were chosen"
 
 
+def told(written: dict[float, int], now: float, bytes_a_day: int, before: int = 0) -> Admission:
+    """One that wrote so much at those hours, and gets another budget now."""
+    admission = Admission(Rule("always", 0.0, before), Expected())
+    for hour, nbytes in written.items():
+        admission.wrote(nbytes, hour * 3600)
+    admission.change(Rule("always", 0.0, bytes_a_day), now)
+    return admission
+
+
+def silent_for(admission: Admission, now: float) -> float:
+    """Hours until something may be written again, in steps of a quarter."""
+    for quarter in range(1, 400):
+        if admission.admits(array(100), 0, now + 900.0 * quarter).any():
+            return quarter / 4
+    return float("inf")
+
+
+@pytest.mark.parametrize(
+    ("written", "hours"),
+    [
+        ({}, 0.25),
+        ({20: 1000 * MIB}, 0.25),  # more than a day ago
+        ({50: 12 * MIB}, 7.25),  # half a day's worth five hours ago, the last hour of which counts as now
+        ({55: 12 * MIB}, 12.25),
+        ({44: 6 * MIB, 50: 6 * MIB}, 1.25),
+        ({54: 10_000 * MIB}, 24.25),  # whatever it was, a day without any is enough
+    ],
+)
+def test_a_new_budget_counts_what_was_written_today(written: dict[float, int], hours: float) -> None:
+    for before in (0, 500 * MIB):
+        now = 55.9999 * 3600
+        assert silent_for(told(written, now, 24 * MIB, before), now) == pytest.approx(hours, abs=0.26)
+
+
+def test_a_change_of_budgets_keeps_the_lower_one_from_the_change_on() -> None:
+    """Every day, the one in which it was changed included, as far as what was written before leaves room."""
+    day = 10 * 2880 * MIB
+    admission = Admission(Rule("always", 0.0, 3 * day), Expected())
+    times, written, _ = write(admission, lambda at: 40, 1.5, MIB)
+    admission.change(Rule("always", 0.0, day), 1.5 * DAY_S)
+    dice, later = np.random.default_rng(5), np.arange(1.5 * DAY_S, 4 * DAY_S, 30.0)
+    bytes_then = []
+    for now in later.tolist():
+        rows = dice.integers(0, 101, 40)
+        taken = int(admission.admits(rows, 0, now).sum()) * MIB
+        admission.wrote(taken, now)
+        bytes_then.append(taken)
+    more = np.array(bytes_then)
+    assert most_in_a_day(later, more) <= 1.04 * day + 40 * MIB
+    assert more[later >= 3 * DAY_S].sum() >= 0.9 * day
+    both_times, both = np.concatenate((times, later)), np.concatenate((written, more))
+    straddling = [both[(both_times >= s) & (both_times < s + DAY_S)].sum() for s in times[-2000::50]]
+    before = [written[times >= s].sum() for s in times[-2000::50]]
+    for total, already in zip(straddling, before, strict=True):
+        assert total <= max(1.04 * day, already) + 40 * MIB
+
+
+def test_without_a_budget_nothing_is_held_back_any_more() -> None:
+    admission = told({1: 10 * MIB}, 7200.0, 0, before=1)
+    assert not admission.spent
+    assert admission.threshold == 0.0
+    assert admission.admits(array(0), 0, 7201.0).all()
+
+
+def test_another_rule_of_the_same_budget_leaves_its_account_alone() -> None:
+    admission = Admission(Rule("always", 0.0, 24 * MIB), Expected())
+    admission.admits(array(1), 0, 0.0)
+    admission.admits(array(1), 0, 1800.0)
+    left = admission._left
+    assert left > 0
+    admission.change(Rule("reuse", 0.6, 24 * MIB), 1800.0)
+    assert admission._left == left
+    assert admission.admits(array(70, 50), 0, 1800.0).tolist() == [True, False]
+
+
+def test_what_was_written_in_a_day_is_told_to_the_hour() -> None:
+    admission = Admission(Rule(), Expected())
+    for hour in range(40):
+        admission.wrote(MIB, hour * 3600.0)
+        admission.wrote(MIB, hour * 3600.0 + 1800)
+    assert admission.written_in_a_day(39.75 * 3600) == 50 * MIB, "of the oldest hour all"
+    assert admission.written_in_a_day(60.5 * 3600) == 2 * 4 * MIB
+    assert admission.written_in_a_day(100 * 3600) == 0
+
+
 def test_after_a_quiet_day_no_more_is_saved_up_than_the_slack() -> None:
     day = 10 * 2880 * MIB
     admission = Admission(Rule("always", 0.0, day), Expected())
@@ -153,7 +238,7 @@ def test_the_threshold_rises_while_there_is_much_and_falls_when_there_is_little(
     seen = []
     for now in range(0, 3 * 3600, 30):
         taken = admission.admits(np.arange(101), 0, float(now))
-        admission.wrote(int(taken.sum()) * MIB)
+        admission.wrote(int(taken.sum()) * MIB, float(now))
         seen.append(admission.threshold)
     assert seen[-1] > 0.5
     assert max(seen) < 1.0, "what surely comes back is always welcome"
@@ -253,7 +338,7 @@ def test_beyond_a_budget_not_even_parents_of_what_is_below_are_written() -> None
         w.finish_all()
     written = w.p.counters["written_blocks"]
     assert written < 6
-    admission.wrote(1000 * ALIGN)
+    admission.wrote(1000 * ALIGN, w.now)
     for _ in range(40):
         w.put(0, 1, [b"other%03d" % (i := i + 1)])
         w.finish_all()

@@ -212,12 +212,12 @@ def test_what_the_device_does_not_take_was_not_written_down() -> None:
 # -- the ring
 
 
-def rows_of(n: int) -> tuple[Decisions, np.ndarray, Keys, Index]:
+def rows_of(n: int, capacity: int = 16) -> tuple[Decisions, np.ndarray, Keys, Index]:
     blocks = Blocks(2 * n, 1)
     index = Index(blocks, 7)
     keys = Keys(b"".join(b"%08d" % i for i in range(n)), 8)
     rows = blocks.take(3, keys, np.arange(n))
-    return Decisions(blocks, index, Reuse(blocks, 64, 7), capacity=16), rows, keys, index
+    return Decisions(blocks, index, Reuse(blocks, 64, 7), capacity), rows, keys, index
 
 
 def test_the_newest_decisions_come_first_and_the_oldest_make_way() -> None:
@@ -244,6 +244,54 @@ def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
     assert [i for i in range(40) if ring.of(marks[i]).get(3, [])] == list(range(24, 40))
 
 
+def test_what_came_after_a_record_is_read_a_page_at_a_time() -> None:
+    ring, rows, keys, _ = rows_of(40)
+    ring.record(What.DROPPED, 0, rows[:5], 1.0)
+    ring.record_keys(What.DENIED, 0, 7, keys, np.arange(40) == 20, 2.0)
+    first, seen = ring.after(0, 4)
+    assert ([n.place for n in first], seen) == ([0, 1, 2, 3], 4)
+    rest, seen = ring.after(seen, 4)
+    assert [(n.place, n.namespace, n.key, n.decision.what) for n in rest] == [
+        (4, 3, keys[4], What.DROPPED),
+        (5, 7, keys[20], What.DENIED),
+    ]
+    assert seen == 6
+    assert ring.after(seen, 4) == ([], 6)
+    assert [n.place for n in ring.after(0, 64, [What.DENIED])[0]] == [5]
+    assert [n.place for n in ring.after(0, 64, (), [3])[0]] == [0, 1, 2, 3, 4]
+    assert ring.after(0, 64, [What.DENIED], [3]) == ([], 6)
+    ring.record(What.EVICTED, 0, rows[:13], 3.0)
+    over, seen = ring.after(0, 64)
+    more, end = ring.after(seen, 64)
+    assert [n.place for n in [*over, *more]] == list(range(3, 19))
+    assert (over[0].key, end, ring.after(end, 64)) == (keys[3], 19, ([], 19))
+
+
+def test_a_short_key_after_a_long_one_in_the_ring_is_whole() -> None:
+    blocks = Blocks(8, 1)
+    index = Index(blocks, 7)
+    ring = Decisions(blocks, index, Reuse(blocks, 8, 7), capacity=1)
+    for key in (b"l" * 64, b"short", b"m" * 64):
+        ring.record_keys(What.DENIED, 0, 1, Keys(key, len(key)), np.ones(1, bool), 0.0)
+        [noted] = ring.after(0, 1)[0]
+        assert noted.key == key
+
+
+def test_a_page_of_a_full_ring_is_found_at_once() -> None:
+    ring, rows, _, _ = rows_of(64, CAPACITY)
+    for i in range(CAPACITY // 64):
+        ring.record(What.EVICTED, 0, rows, float(i))
+    place, pages, took = 0, 0, []
+    while place < ring.written:
+        start = time.perf_counter()
+        found, place = ring.after(place, 64, [What.DENIED], [3])
+        took.append(time.perf_counter() - start)
+        assert not found
+        pages += 1
+    assert pages == 16
+    assert min(took) < 0.001
+
+
 def test_keys_and_rows_have_the_same_fingerprint_whatever_their_length() -> None:
     for size in (1, 7, 8, 31, 32, 64):
         blocks = Blocks(32, 1)
@@ -262,7 +310,7 @@ def test_a_full_ring_is_small_and_looked_through_at_once() -> None:
     ring = Decisions(blocks, index, Reuse(blocks, 64, 7))
     for i in range(CAPACITY // 64 + 1):
         ring.record(What.EVICTED, 0, rows, float(i))
-    assert ring.ram_bytes() == 25 * CAPACITY < 2 << 20
+    assert ring.ram_bytes() == 90 * CAPACITY < 6 << 20
     mark, took = int(index.fingerprints(rows[:1])[0]), []
     for _ in range(20):
         start = time.perf_counter()

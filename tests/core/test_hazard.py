@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore.core import events as ev
 from kvstore.core.curves import span_of
 from kvstore.core.policy.hazard import Hazard
 from tests.core.shelf import Tier, Told
@@ -180,12 +181,12 @@ def test_parents_come_back_when_their_last_child_has_gone() -> None:
     policy.insert(array(0, 1, 2, 3), 0.0)
     policy.insert(np.arange(100, 200), 50.0)
     policy.coldest(1, 100.0)
-    policy.defer(array(1, 0))
+    policy.defer(array(1, 0), parents=True)
     assert set(policy.coldest(150, 100.0).tolist()) == {2, 3, *range(100, 200)}
     assert len(policy) == 104
     leave(tier, policy, array(3))
     assert policy.coldest(1, 100.0).tolist() == [1], "it may be its last one here"
-    policy.defer(array(1))
+    policy.defer(array(1), parents=True)
     assert policy.coldest(5, 100.0).tolist() == [2, 1, 0, 199, 198], "each right behind its last child"
     assert policy.coldest(2, 100.0).tolist() == [2, 1]
     leave(tier, policy, array(2))
@@ -202,7 +203,7 @@ def test_parents_that_were_not_set_aside_are_offered_once_and_where_they_are() -
     policy.insert(array(2, 3, 4), 0.0)
     policy.insert(array(0, 1), 50.0)
     policy.coldest(1, 60.0)
-    policy.defer(array(0))
+    policy.defer(array(0), parents=True)
     policy.touch(array(2), 60.0)
     assert policy.coldest(10, 60.0).tolist() == [4, 3, 1, 0, 2]
 
@@ -249,10 +250,40 @@ def test_parents_whose_children_are_lost_elsewhere_come_back_after_some_seconds(
     policy.insert(array(0), 0.0)
     policy.insert(np.arange(100, 200), 50.0)
     policy.coldest(1, 100.0)
-    policy.defer(array(0))
+    policy.defer(array(0), parents=True)
     tier.blocks.children[0] = 0
     assert policy.coldest(1, 100.1).tolist() != [0]
     assert policy.coldest(1, 111.0).tolist() == [0]
+
+
+def test_parents_in_use_do_not_wait_for_children_that_went_before_them() -> None:
+    """Their copies here went while the parents were read, so that none is left whose going would say so."""
+    world = World(dram=1, nvme=4, policy="hazard")
+    world.open(1)
+    chain = [b"a", b"b", b"c", b"d"]
+    assert world.put(0, 1, chain) == 4
+    world.pass_time(1)
+    read = world.acquire(1, 1, chain[:3])
+    assert world.put(0, 1, [b"instead of d"]) == 1
+    world.pass_time(1)
+    other = world.acquire(2, 1, [b"instead of d"])
+    assert world.put(0, 1, [b"no room"]) == 0, "all is in use"
+    for client, lease in ((1, read), (2, other)):
+        world.send(ev.Release(client, lease.lease))
+    world.pass_time(1)
+    assert world.put(0, 1, [b"1", b"2", b"3", b"4"]) == 4
+
+
+def test_parents_that_wait_for_nobody_are_offered_where_there_is_nothing_else() -> None:
+    tier = Tier(20)
+    policy = tier.told("hazard")
+    chain(tier, 0, 1, 2)
+    policy.insert(array(0, 1), 0.0)
+    policy.insert(array(5), 1.0)
+    policy.defer(array(1), parents=True)
+    assert policy.coldest(5, 2.0).tolist() == [5]
+    leave(tier, policy, array(5))
+    assert set(policy.coldest(5, 2.0).tolist()) == {0, 1}
 
 
 def test_busy_ones_come_back_after_a_moment() -> None:
@@ -297,7 +328,7 @@ def test_leaf_first_a_chain_leaves_from_its_tail_in_few_looks(seed: int) -> None
         some = policy.coldest(16, 300.0)
         looked += len(some)
         leaves = some[tier.blocks.children[some] == 0][:1]
-        policy.defer(np.setdiff1d(some, leaves))
+        policy.defer(np.setdiff1d(some, leaves), parents=True)
         leave(tier, policy, leaves)
         left += leaves.tolist()
         assert looked < 20 * 300

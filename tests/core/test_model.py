@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.admission import DAY_S, Rule
+from kvstore.core.devices import DRAINING, FENCED, SERVING
 from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN
 from tests.core.world import World, granted_of, hash_of, joined, payload
@@ -221,6 +222,10 @@ class Machine(RuleBasedStateMachine):
     def copy_ends(self, which: int) -> None:
         self.w.finish(list(self.w.copies)[which % len(self.w.copies)], [])
 
+    @rule(name=st.sampled_from(list(POLICIES)))
+    def policy_changes(self, name: str) -> None:
+        self.w.send(ev.SetPolicy(name))
+
     @rule(ms=st.integers(0, 50))
     def time_passes(self, ms: int) -> None:
         self.w.now += ms / 1000
@@ -246,7 +251,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_over_its_limit(self) -> None:
         for state in self.w.p.residency.tiers:
-            assert state.extents.used_bytes <= state.extents.limit_bytes
+            assert state.extents.used_bytes <= state.extents.bound_bytes
 
     def teardown(self) -> None:
         if hasattr(self, "w"):
@@ -353,6 +358,28 @@ class Faulty(Machine):
     def scrub(self, tier: int, blocks: int) -> None:
         if tier < len(self.w.p.residency.tiers):
             self.w.send(ev.Scrub(tier, blocks * ALIGN))
+
+    @precondition(lambda self: len(self.w.p.residency.tiers) > 1)
+    @rule(state=st.sampled_from([SERVING, SERVING, DRAINING, FENCED]))
+    def operator_acts(self, state: str) -> None:
+        self.w.send(ev.SetDevice(1, state))
+
+    @rule(tier=st.integers(0, 1), extents=st.integers(1, 5))
+    def tier_is_resized(self, tier: int, extents: int) -> None:
+        if tier < len(self.w.p.residency.tiers):
+            state = self.w.p.residency.tiers[tier].extents
+            floors = int(state.holdings.floor.sum())
+            self.w.resize(tier, min(max(extents, floors), state.most_bytes // state.extent_bytes))
+
+    @precondition(lambda self: self.w.removals)
+    @rule(which=some)
+    def extent_is_removed(self, which: int) -> None:
+        self.w.remove(which % len(self.w.removals))
+
+    @precondition(lambda self: self.w.wanted)
+    @rule(all_of_them=st.booleans())
+    def extents_are_made(self, all_of_them: bool) -> None:
+        self.w.make(all_of_them)
 
     @precondition(lambda self: self.w.copies)
     @rule()

@@ -114,15 +114,19 @@ class World:
             write_policy=self._write_policy,
             limits=self._limits,
         )
+        self.p.switch.rows_at_once = 3
         self.copies: dict[int, ac.Copy] = {}
         self.unwanted: set[Place] = set()
         self.probes: dict[int, ac.Probe] = {}
         self.renewals: list[ac.Renew] = []
+        self.removals: list[ac.Remove] = []
+        self.wanted: list[ac.Make] = []
         self.answers: dict[int, ac.Action] = {}
         self.asked: dict[int, ev.Event] = {}
         self.actions: list[ac.Action] = []
         for event in [*self.tenants.values(), *self.opened.values()]:
             self.send(event)
+        self._drop_beyond()
         if self.records or self.formats:
             for extent, slot_bytes in sorted(self.formats.items()):
                 self.send(ev.ExtentReady(1, extent, slot_bytes, None, *self._owner(1, extent)))
@@ -142,6 +146,21 @@ class World:
             for extent in new[: n - len(there[tier])]:
                 self.send(ev.ExtentReady(tier, extent))
             self.send(ev.ExtentsEnd(tier))
+
+    def _drop_beyond(self) -> None:
+        """What a lower limit has no room for, of what was kept."""
+        for tier, kept in enumerate((self.cuts, self.formats)[: len(self._specs)]):
+            for extent in sorted(kept)[self._extents[tier] :]:
+                self._erase(tier, extent)
+                gone = [who for who, r in self.records.items() if r.place[:2] == (tier, extent)]
+                for who in gone:
+                    del self.records[who]
+                self.headers = {p: h for p, h in self.headers.items() if p[:2] != (tier, extent)}
+
+    def _erase(self, tier: int, extent: int) -> None:
+        self.bytes = {p: data for p, data in self.bytes.items() if p[:2] != (tier, extent)}
+        (self.cuts, self.formats)[tier].pop(extent, None)
+        self.whose.pop((tier, extent), None)
 
     def _owner(self, tier: int, extent: int) -> tuple[int, int]:
         """(tenant, domain) of an extent that was kept."""
@@ -213,11 +232,16 @@ class World:
                 self.answers[action.request] = action
             if isinstance(action, ac.Grant | ac.Room) and action.lease:
                 self._check_mapping(self.asked[action.request], action)
-        elif isinstance(action, ac.Renew):
+        elif isinstance(action, ac.Make):
+            self.wanted.append(action)
+        elif isinstance(action, ac.Renew | ac.Remove):
             assert not any(p[:2] == (action.tier, action.extent) for p in self.headers), "a header stays"
             left = [r for r in self.records.values() if r.place[:2] == (action.tier, action.extent)]
             assert not left, "a record stays"
-            self.renewals.append(action)
+            if isinstance(action, ac.Remove):
+                self.removals.append(action)
+            else:
+                self.renewals.append(action)
         elif isinstance(action, ac.Copy):
             self.copies[action.transfer] = action
         elif isinstance(action, ac.Probe):
@@ -319,9 +343,7 @@ class World:
         """Makes an extent anew: its number in tier 0 is a new one. Returns it; -1 if it is `lost`."""
         tier, extent = self.renewals[which].tier, self.renewals[which].extent
         del self.renewals[which]
-        self.bytes = {p: data for p, data in self.bytes.items() if p[:2] != (tier, extent)}
-        (self.cuts, self.formats)[tier].pop(extent, None)
-        self.whose.pop((tier, extent), None)
+        self._erase(tier, extent)
         if lost:
             self._extents[tier] -= 1
             self.send(ev.ExtentLost(tier, extent))
@@ -330,13 +352,45 @@ class World:
         self.send(ev.ExtentReady(tier, new, replaces=extent))
         return new
 
+    def remove(self, which: int = 0) -> None:
+        """An extent that was too much is gone."""
+        gone = self.removals.pop(which)
+        self._erase(gone.tier, gone.extent)
+        self.send(ev.ExtentLost(gone.tier, gone.extent))
+
+    def make(self, all_of_them: bool = True) -> None:
+        """Extents that were asked for are there, or the first of them."""
+        wanted = self.wanted.pop(0)
+        for _ in range(wanted.count if all_of_them else 1):
+            used = self.p.residency.tiers[1].extents if wanted.tier else None
+            taken = used.ready | set(used.renewing) if used else set()
+            new = min(set(range(len(taken) + 1)) - taken) if wanted.tier else self._new_extent()
+            self.send(ev.ExtentReady(wanted.tier, new))
+        self.send(ev.ExtentsEnd(wanted.tier))
+
+    def resize(self, tier: int, extents: int) -> None:
+        """From now on, and after a restart."""
+        size = self._specs[tier].extent_bytes
+        self._specs[tier] = replace(self._specs[tier], limit_bytes=extents * size)
+        self._extents[tier] = extents
+        self.send(ev.SetLimit(tier, extents * size))
+
+    def move_extents(self) -> None:
+        """All that waits to be made, made anew or removed is."""
+        while self.renewals or self.removals or self.wanted:
+            if self.renewals:
+                self.renew()
+            elif self.removals:
+                self.remove()
+            else:
+                self.make()
+
     def pass_time(self, seconds: float) -> int:
         """Ticks come when they are due, and all that is under way ends well; returns how many came."""
         until, ticks = self.now + seconds, 0
         while True:
             self.finish_all()
-            while self.renewals:
-                self.renew()
+            self.move_extents()
             wake = self.p.next_wakeup()
             if wake is None or wake > until:
                 self.now = max(self.now, until)
@@ -363,12 +417,11 @@ class World:
         for client in range(clients):
             self.send(ev.ClientLost(client))
         self.now += 1000
-        while self.copies or self.probes or self.renewals:
+        while self.copies or self.probes or self.renewals or self.removals or self.wanted:
             self.finish_all()
             for number in list(self.probes):
                 self.probe(number)
-            while self.renewals:
-                self.renew()
+            self.move_extents()
         self.send(ev.Tick())
         self.pass_time(20)
         p = self.p

@@ -99,8 +99,9 @@ def daemon_is_sound(life: Life, disk: Disk, corrupted: bool) -> None:
     placement = life.shell.placement
     placement.check()
     r = placement.residency
-    assert disk.nbytes <= (life.nvme.limit_bytes if life.nvme else 0), "more slabs than the limit allows"
-    assert len(life.dram._extents) * life.dram.extent_bytes <= life.dram.limit_bytes, "more DRAM than allowed"
+    bounds = [state.extents.bound_bytes for state in r.tiers]
+    assert disk.nbytes <= (bounds[NVME] if life.nvme else 0), "more slabs than the limit allows"
+    assert len(life.dram._extents) * life.dram.extent_bytes <= bounds[DRAM], "more DRAM than allowed"
     _dram_is_sound(life, corrupted)
     if len(r.tiers) > 1:
         _nvme_is_on_record(life, disk)

@@ -137,10 +137,14 @@ class Engine:
         salt = self.world.new_salt()
         blocks = [self.world.payload(space, key, salt) for key in keys]
         puts = self.world.oracle.put_begins(space, keys, salt)
+        over_at = math.inf
         try:
             result = await self._timed(f"put {space} {keys[-1].decode()}", ns.put(keys, blocks, parent))
+            # What nobody answered may be stored later than that was noticed.
+            unknown = result.why.startswith(("no answer", "the daemon did not answer"))
+            over_at = math.inf if unknown else self._over_at(space)
         finally:
-            self.world.oracle.put_ends(puts, self._over_at(space))
+            self.world.oracle.put_ends(puts, over_at)
         self.world.counts["stored"] += result.stored
         self.world.counts["denied"] += result.denied
         if result.why:
@@ -202,15 +206,16 @@ class Engine:
         space, ns, keys = self._some(own=True)
         salt = self.world.new_salt()
         puts = self.world.oracle.put_begins(space, keys, salt)
+        over_at = math.inf
         try:
             room: Room = await self._timed(f"reserve {space} {keys[-1].decode()}", ns.reserve(keys))
             with room:
                 await self._fill(space, keys, room, salt)
                 what = self.dice.random()
-                if what < 0.7:
-                    await self._timed(f"commit {space} {keys[-1].decode()}", room.commit())
+                if what < 0.7 and await self._timed(f"commit {space} {keys[-1].decode()}", room.commit()):
+                    over_at = self._over_at(space)
         finally:
-            self.world.oracle.put_ends(puts, self._over_at(space))
+            self.world.oracle.put_ends(puts, over_at)
 
     async def _fill(self, space: int, keys: list[bytes], room: Room, salt: int) -> None:
         for i, wanted in enumerate(room.wanted):
@@ -288,8 +293,8 @@ class Engine:
             self.world.oracle.forgotten([space] if what == "space" else self.own, began)
 
     async def reload(self) -> None:
-        """Quotas change."""
-        self.world.change_quotas()
+        """Quotas change, and perhaps who goes first."""
+        self.world.change_settings()
 
     async def works(self) -> None:
         """A put, then a get of the same: it has to work within two minutes."""

@@ -18,6 +18,7 @@ from kvstore.core import events as ev
 from kvstore.core.admission import Rule
 from kvstore.core.policy import POLICIES
 from kvstore.daemon.server import Server
+from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
@@ -153,6 +154,8 @@ class Life:
         self.shell = Shell(
             setup.config(), self.process, self.dram, self.nvme, dice.getrandbits, lambda: disk.loop.now
         )
+        # So that much happens while one policy follows another.
+        self.shell.placement.switch.rows_at_once = 4
         self.tenants_forgotten = 0
         handle = self.shell.placement.handle
 
@@ -161,7 +164,7 @@ class Life:
             return handle(event, now)
 
         self.shell.placement.handle = counted  # type: ignore[method-assign]
-        self.server = Server(self.shell, lambda: disk.loop.now, _Stopwatch(disk))
+        self.server = Server(self.shell, Settings(None), lambda: disk.loop.now, _Stopwatch(disk))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.connections = _Ordered()  # type: ignore[assignment]
         self._serving = self._serve()

@@ -135,6 +135,9 @@ class SimSlabs:
     def stored(self) -> list[int]:
         return sorted(self._disk.slabs)
 
+    def free_bytes(self) -> int:
+        return max(0, self._disk.room - len(self._disk.slabs)) * self.extent_bytes
+
     def sync(self, extents: Iterable[int]) -> None:
         disk = self._disk
         for extent in sorted(extents):

@@ -12,10 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.client.holds import Room
+from kvstore.core import events as ev
+from kvstore.core.devices import DRAINING, FENCED, SERVING
+from kvstore.daemon import shell
 from kvstore.daemon.tenants import Identity, Role
+from kvstore.types import ALIGN
 from tests.simulation import audit
 from tests.simulation.clients import SPACES, Engine
-from tests.simulation.daemon import DRAM, TENANTS, Life, Manager, Setup
+from tests.simulation.daemon import DRAM, NVME, TENANTS, Life, Manager, Setup
 from tests.simulation.device import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Loop, Process
@@ -56,9 +60,10 @@ class World:
         self.loop = Loop(dice, self.log)
         self.faults = Faults.draw(dice)
         self.setup = Setup.draw(dice)
-        if not plain:
-            # With dice of its own: all else is the same with every policy.
-            self.setup.draw_policy(random.Random(f"policy {seed}"))
+        # With dice of its own: all else is the same with every policy.
+        self._policy_dice = None if plain else random.Random(f"policy {seed}")
+        if self._policy_dice is not None:
+            self.setup.draw_policy(self._policy_dice)
         self.oracle = Oracle()
         self.operations: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -101,17 +106,57 @@ class World:
                 self.fail("blocks end", f"{key!r} of {SPACES[space]}")
             self.fail("never a wrong block", f"{key!r} of {SPACES[space]}")
 
-    def change_quotas(self, none: bool = False) -> None:
-        """Other floors and limits, from now on, or none."""
+    def change_settings(self, none: bool = False) -> None:
+        """Other floors and limits, from now on, or none; now and then another policy, other rules."""
+        self._resize()
         if none:
             self.setup.quotas = {}
         else:
             self.setup.draw_quotas(self.dice)
-        self.log(f"quotas: {self.setup.quotas}")
+        if self._policy_dice is not None and self._policy_dice.random() < 0.7:
+            self.setup.draw_policy(self._policy_dice)
+            self.counts["switched"] += 1
+        self.log(f"settings: {self.setup.policy} {self.setup.admission} {self.setup.quotas}")
         if self.life is not None and self.life.up:
-            self.life.shell.reconfigure(self.setup.config())
-            self.life.server.reconfigure()
+            self.life.server._reconfigure(self.setup.config(), [])
+            self._change_device(none)
         self.quotas = audit.Quotas()
+
+    def _resize(self) -> None:
+        """A running daemon's tiers become larger or smaller."""
+        life, dice, setup = self.life, self._policy_dice, self.setup
+        if dice is None:
+            return
+        wanted = [dice.choice((setup.dram_extents, dice.randint(2, 8)))]
+        if setup.nvme_extents:
+            wanted.append(dice.choice((setup.nvme_extents, dice.randint(2, 8))))
+        if life is None or not life.up:
+            return
+        for tier, (most, state) in enumerate(zip(wanted, life.shell.placement.residency.tiers, strict=True)):
+            size, has = setup.extent_bytes, state.extents.limit_bytes // setup.extent_bytes
+            # Of more, the next daemon would cut each into fewer slots: it has few rows here.
+            uncut = max(has, shell._MIN_ROWS // state.extents.geometry(ALIGN).slots)
+            n = min(most, state.extents.most_bytes // size, uncut)
+            if n != has:
+                self.log(f"tier {tier} of {has} extents gets {n}")
+                self.counts["grown" if n > has else "shrunk"] += 1
+                if tier == NVME:
+                    self.disk.room += max(0, n - has)
+                life.shell.handle(ev.SetLimit(tier, n * size))
+            if tier == NVME:
+                setup.nvme_extents = n
+            else:
+                setup.dram_extents = n
+
+    def _change_device(self, none: bool) -> None:
+        """NVMe is fenced, drains, or serves again."""
+        life, dice = self.life, self._policy_dice
+        if life is None or life.nvme is None or dice is None:
+            return
+        state = SERVING if none else dice.choice((SERVING, SERVING, DRAINING, FENCED))
+        self.counts[state] += 1
+        self.log(f"nvme: {state}")
+        life.server.control.machinery.set_device("nvme", state, None)
 
     def some_link(self, process: Process) -> Link | None:
         mine = [x for x in self.net.connections.values() if x.owner is process]
@@ -157,7 +202,7 @@ class World:
         self.counts["refused"] += life.shell.placement.counters["refused_blocks"]
         handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
-        self._left = audit.Left.of(life, self.disk, handed_over)
+        self._left = None if self._will_lose_some(life) else audit.Left.of(life, self.disk, handed_over)
         if kind == POWER:
             self.disk.lose_power()
             self.disk.stalled_until = 0.0
@@ -186,6 +231,13 @@ class World:
                 quarantined = self.life.shell.placement.counters["quarantined_blocks"]
                 if quarantined:
                     self.fail("nothing good is quarantined", f"{quarantined} blocks")
+
+    def _will_lose_some(self, life: Life) -> bool:
+        """Whether extents may lie beyond a lower limit."""
+        resizing = life.shell.placement.resizing
+        lost = any(resizing.is_at_work(tier) for tier in range(len(life.shell.placement.residency.tiers)))
+        self.counts["crashed_while_resizing"] += lost
+        return lost
 
     def _audit_disk(self) -> None:
         if not self.faults.corrupted:
@@ -274,7 +326,7 @@ class World:
             lambda: all(t.done() for e in self.engines for t in e.tasks), _REST_S, "a call does not end"
         )
         self.audit()
-        self.change_quotas(none=True)
+        self.change_settings(none=True)
         if self.faults.corrupted:
             # Quarantined slots come back with a restart only.
             self.crash(KILL, memory_too=True)

@@ -86,7 +86,7 @@ def test_nothing_goes_while_the_deletions_fail(
         site.step()
     assert heard.ready == []
     [why] = heard.failed
-    assert "extent 0 cannot be renewed" in why
+    assert "extent 0 cannot be taken off the record" in why
     assert SECRET in slab.read_bytes()
     assert 0 in site.store.load().extents
 

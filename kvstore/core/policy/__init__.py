@@ -48,8 +48,8 @@ class Policy(Protocol):
         A policy that `weighs` knows what blocks earn: it offers none that earns `below` a second or more.
         """
 
-    def defer(self, rows: Rows) -> None:
-        """These cannot go now (in use, or not a leaf): do not offer them again soon.
+    def defer(self, rows: Rows, parents: bool = False) -> None:
+        """These cannot go now: in use, or `parents` that must wait for a child. Do not offer them again soon.
 
         They come in the order of `coldest`. Unknown rows are ignored.
         """

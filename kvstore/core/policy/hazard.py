@@ -84,14 +84,11 @@ class Hazard:
             above = above[above >= 0]
             self._orphans.append(above[self._are_aside(above)])
 
-    def defer(self, rows: Rows) -> None:
-        """See Policy."""
-        rows = self._segments.known(rows)
-        parents = self._children[rows] > 0
-        if not len(self._busy):
+    def defer(self, rows: Rows, parents: bool = False) -> None:
+        """See Policy. Only parents wait for a child to go: that of one in use may long be gone from here."""
+        if not parents and not len(self._busy):
             self._back_s = self._now + _BACK_AFTER_S
-        self._parents.append(rows[parents])
-        self._busy.append(rows[~parents])
+        (self._parents if parents else self._busy).append(self._segments.known(rows))
 
     def cool(self, rows: Rows) -> None:
         """See Policy."""
@@ -145,6 +142,8 @@ class Hazard:
         if not len(found) and below == math.inf:
             self._file(self._busy.head(_BACK_AT_ONCE), now)
             self._look(now)
+            # What a parent waits for may never come: no child here, or a way down that is open again.
+            self._file(self._parents.head(_BACK_AT_ONCE), now)
             found = self._lowest(n, now, below)
         return found
 

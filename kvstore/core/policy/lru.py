@@ -38,7 +38,7 @@ class LRU:
         """See Policy."""
         self._segments.forget(rows)
 
-    def defer(self, rows: Rows) -> None:
+    def defer(self, rows: Rows, parents: bool = False) -> None:
         """See Policy."""
         self._queue.append(self._segments.known(rows))
 

@@ -80,6 +80,15 @@ class Segments:
         """What stamps and columns take for a row."""
         return self.stamps.itemsize + len(self._columns)
 
+    @property
+    def known_rows(self) -> int:
+        """How many rows are in a queue."""
+        return self._known
+
+    def ram_bytes(self) -> int:
+        """Bytes of all queues and of the rows' stamps and columns, as far as rows are in a queue."""
+        return self._room * 4 + self._known * self.bytes_a_row
+
     def known(self, rows: Rows) -> Rows:
         """Those of rows that are in a queue."""
         inside = self.stamps.take(rows) > 0

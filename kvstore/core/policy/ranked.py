@@ -71,7 +71,7 @@ class Ranked(ABC):
         self._stuck = False
         return out
 
-    def defer(self, rows: Rows) -> None:
+    def defer(self, rows: Rows, parents: bool = False) -> None:
         """See Policy."""
         rows = self._segments.known(rows)
         if len(rows):

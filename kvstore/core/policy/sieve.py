@@ -36,7 +36,7 @@ class SIEVE(Ranked):
         if len(self._cool):
             self._forward(rows[self._of(self._cool, rows)][::-1])
 
-    def defer(self, rows: Rows) -> None:
+    def defer(self, rows: Rows, parents: bool = False) -> None:
         """See Policy: the hand passes over them."""
         self._passed.append(self._segments.known(rows))
 

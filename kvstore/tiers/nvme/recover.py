@@ -39,9 +39,9 @@ class Recovered:
 
 
 def recover(journal: Journal, slabs: Slabs, count: int, seals: Seals | None = None) -> Recovered:
-    """Opens the slabs of `count` extents and tells what is in them.
+    """Opens the slabs of `count` extents on record, the lowest, and tells what is in them.
 
-    Extents beyond, records that name no slot of theirs, and sealed blocks without a data key are forgotten
+    Those beyond, records that name no slot of theirs, and sealed blocks without a data key are forgotten
     with a warning. So is all of a tenant that is to be encrypted from now on, or no longer; that is durable.
     """
     loaded = journal.load()
@@ -91,11 +91,9 @@ def _without_key(loaded: Loaded, seals: Seals | None) -> list[int]:
 
 def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
     """The bytes that each slab had, of those that are on record and could be opened."""
-    sizes = {}
+    sizes: dict[int, int] = {}
     for extent in slabs.stored():
-        if extent >= count:
-            slabs.remove(extent)
-        elif extent in extents:
+        if extent in extents and len(sizes) < count:
             try:
                 sizes[extent] = slabs.open_existing(extent)
             except TierError as error:

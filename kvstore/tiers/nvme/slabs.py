@@ -87,6 +87,11 @@ class Slabs:
         """Every extent that has a file, open or not. One that the journal does not know is a leftover."""
         return sorted(int(path.stem) for path in self.folder.glob("*.slab") if path.stem.isdecimal())
 
+    def free_bytes(self) -> int:
+        """What the file system has free for this user."""
+        space = os.statvfs(self.folder)
+        return space.f_bavail * space.f_frsize
+
     def sync(self, extents: Iterable[int]) -> None:
         """Returns when all that was written to these extents is on the device. TierError if it may not be."""
         for extent in extents:
@@ -135,7 +140,5 @@ class Slabs:
         what = f"cannot allocate {self.extent_bytes} bytes in {self.folder}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return TierError(f"{what}: {error.strerror}")
-        space = os.statvfs(self.folder)
-        free = space.f_bavail * space.f_frsize
         hint = "give the tier less, or make room there"
-        return TierError(f"{what}: {error.strerror}, {free} bytes free", hint)
+        return TierError(f"{what}: {error.strerror}, {self.free_bytes()} bytes free", hint)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,7 @@ class NvmeTier:
         self._latest = 0.0
         self._formats: dict[int, int] = {}
         self._missing = list(range(self._count))
+        self._taken = set(self._missing)
         self._stop = threading.Event()
         self._worker = Worker("kvstore-slabs")
         self._lock = threading.Lock()
@@ -122,7 +124,10 @@ class NvmeTier:
         """What the folder holds."""
         recovered = recover(self._journal, self._slabs, self._count, self._seals)
         self._formats = dict(recovered.formats)
-        self._missing = [extent for extent in range(self._count) if extent not in self._formats]
+        lacking = self._count - len(self._formats)
+        self._taken = set(self._formats)
+        self._missing = self._take(lacking)
+        self._remove_leftovers()
         self._latest = recovered.latest
         for number in np.unique(recovered.restore.namespace).tolist():
             self._set_seal(number, recovered.namespaces[number])
@@ -134,16 +139,56 @@ class NvmeTier:
 
     def allocate(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """What `start` does, here and now."""
-        for extent in self._missing:
+        self._allocate(self._missing, ready, ended)
+
+    def grow(
+        self, count: int, ready: Callable[[int], None], ended: Callable[[TierError | None], None]
+    ) -> None:
+        """Allocates so many slabs more in a thread, which calls `ready` for each, then `ended`."""
+        self._worker.submit(self._allocate, self._take(count), ready, ended)
+
+    def free_bytes(self) -> int:
+        """What the folder's file system has free."""
+        return self._slabs.free_bytes()
+
+    def _take(self, count: int) -> list[int]:
+        """The lowest numbers that no extent has, which these have from now on."""
+        free = (number for number in itertools.count() if number not in self._taken)
+        taken = list(itertools.islice(free, count))
+        self._taken.update(taken)
+        return taken
+
+    def _remove_leftovers(self) -> None:
+        """Slabs that a crash left, or a higher limit."""
+        for extent in set(self._slabs.stored()) - self._taken:
+            self._slabs.remove(extent)
+
+    def _allocate(
+        self,
+        extents: list[int],
+        ready: Callable[[int], None],
+        ended: Callable[[TierError | None], None],
+    ) -> None:
+        for i, extent in enumerate(extents):
             if self._stop.is_set():
                 return
             try:
                 self._slabs.allocate(extent)
             except TierError as error:
+                self._give_up(extents[i:])
                 ended(error)
                 return
             ready(extent)
         ended(None)
+
+    def _give_up(self, extents: list[int]) -> None:
+        """Slabs that are not to be: what a crash left there would take room."""
+        for extent in extents:
+            try:
+                self._slabs.remove(extent)
+                self._taken.discard(extent)
+            except TierError as error:
+                _log.error("%s", error)
 
     def close(self) -> None:
         """Ends what is under way, makes every record durable, closes all files."""
@@ -173,6 +218,19 @@ class NvmeTier:
         Its slab is removed when no record speaks of it any more: after every deletion so far. `ready` or
         `failed` comes on a thread of the tier, or never after `close`.
         """
+        self._forget(extent, failed, self._renew, ready, failed)
+
+    def remove(self, extent: int, done: Callable[[TierError | None], None]) -> None:
+        """Removes the slab of an extent that nobody refers to, when no record speaks of it any more.
+
+        `done` comes on a thread of the tier, with the reason if that failed, or never after `close`.
+        """
+        self._forget(extent, done, self._remove, done)
+
+    def _forget(
+        self, extent: int, failed: Callable[[TierError], None], then: Callable[..., None], *more: Any
+    ) -> None:
+        """Takes an extent off the record; `then` happens on the worker's thread when that is durable."""
 
         def forgotten(error: Exception | None) -> None:
             # On the journal's thread, where the slabs are synced: no sync of this one is under way.
@@ -180,9 +238,9 @@ class NvmeTier:
                 self._sync_extents.discard(extent)
                 self._unsettled.pop(extent, None)
             if error is None:
-                self._worker.submit(self._renew, extent, ready, failed)
+                self._worker.submit(then, extent, *more)
             else:
-                failed(TierError(f"extent {extent} cannot be renewed: {error}"))
+                failed(TierError(f"extent {extent} cannot be taken off the record: {error}"))
 
         self._formats.pop(extent, None)  # it may be uncut
         self._journal.delete_extent(extent)
@@ -198,6 +256,15 @@ class NvmeTier:
             failed(error)
         else:
             ready(extent)
+
+    def _remove(self, extent: int, done: Callable[[TierError | None], None]) -> None:
+        try:
+            self._slabs.remove(extent)
+        except TierError as error:
+            done(error)
+        else:
+            self._taken.discard(extent)
+            done(None)
 
     def forget_namespace(self, number: int) -> None:
         """Deletes what is on record of a namespace, after what was asked for before. Its blocks are gone."""

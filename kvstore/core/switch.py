@@ -1,0 +1,119 @@
+"""Another eviction policy while blocks come and go: pool by pool, some rows at a time.
+
+Until a pool's turn comes, its policy stays as it is; how one is replaced says `policy.succession`. What is
+asked for during a switch begins when that is over.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.columns import zeros
+from kvstore.core.policy import Policy, find
+from kvstore.core.policy.succession import Succession
+from kvstore.core.residency import Era, Residency
+from kvstore.core.tenants import Pool
+from kvstore.errors import MisuseError
+
+_ROWS_AT_ONCE = 64
+_POOLS_AT_ONCE = 4
+_NEXT_STEP_S = 0.001
+_NEXT_LOOK_S = 0.05
+_NOBODY = Pool(0, 0, 4096)
+_PARTS = [name for name in (*Policy.__annotations__, *vars(Policy)) if not name.startswith("_")]
+_WANTED = "a class like those in kvstore.core.policy"
+
+
+class Switch:
+    """The eviction policy of one residency. `name` is what new pools get, `wanted` what it is to become.
+
+    `rows_at_once`: how many rows move in one step.
+    """
+
+    def __init__(self, residency: Residency, name: str) -> None:
+        self._r = residency
+        self.name = self.wanted = name
+        self.rows_at_once = _ROWS_AT_ONCE
+        self._todo: list[tuple[int, Pool]] = []
+        self._marks: list[npt.NDArray[np.uint32]] = []
+        self._under_way = False
+        self._next_step = math.inf
+
+    @property
+    def pools_left(self) -> int:
+        """How many pools have the policy from before."""
+        return len(self._todo)
+
+    def to(self, name: str, now: float) -> None:
+        """Begins to switch. Raises MisuseError, and changes nothing, if there is no such policy."""
+        if name == self.wanted:
+            return
+        eras = self._eras(name)
+        self.wanted = name
+        if not self._under_way:
+            self._begin(eras, now)
+
+    def _eras(self, name: str) -> list[Era]:
+        """A new era for each tier, in which a policy can be made: one is, to see."""
+        make = find(name)
+        eras = [self._r.new_era(make) for _ in self._r.tiers]
+        try:
+            made = self._r.make_policy(0, _NOBODY, eras[0])
+        except Exception as error:
+            raise MisuseError(f"eviction policy {name!r} cannot be made: {error}", _WANTED) from error
+        lacking = [part for part in _PARTS if not hasattr(made, part)]
+        if lacking:
+            raise MisuseError(f"eviction policy {name!r} has no {', '.join(lacking)}", _WANTED)
+        return eras
+
+    def _begin(self, eras: list[Era], now: float) -> None:
+        r = self._r
+        self.name, self._under_way = self.wanted, True
+        for state, era in zip(r.tiers, eras, strict=True):
+            state.before, state.era = state.era, era
+        self._todo = [(tier, pool) for tier, state in enumerate(r.tiers) for pool in state.policies]
+        self._marks = [zeros(r.blocks.capacity, np.uint32) for _ in r.tiers]
+        self._next_step = now
+
+    def wakes_at(self) -> float:
+        """When there is something to go on with."""
+        return self._next_step
+
+    def at(self, now: float) -> None:
+        """It is `now`: goes on with a switch."""
+        if now < self._next_step:
+            return
+        rows, pools = self.rows_at_once, len(self._todo)
+        for _ in range(_POOLS_AT_ONCE):
+            if rows <= 0 or not self._todo:
+                break
+            rows -= self._move_some(*self._todo[-1], rows, now)
+        got_on = rows < self.rows_at_once or len(self._todo) < pools
+        self._next_step = now + (_NEXT_STEP_S if got_on else _NEXT_LOOK_S)
+        if not self._todo:
+            self._end(now)
+
+    def _move_some(self, tier: int, pool: Pool, n: int, now: float) -> int:
+        """Moves up to n rows of a pool; how many. The pool is done when it has no more."""
+        state = self._r.tiers[tier]
+        policy = state.policies[pool]
+        if not isinstance(policy, Succession):
+            new = self._r.make_policy(tier, pool, state.era)
+            # No two pools of a switch have the same number here.
+            policy = state.policies[pool] = Succession(policy, new, self._marks[tier], len(self._todo))
+        moved = policy.go_on(n, now)
+        if not policy.left:
+            state.policies[pool] = policy.new
+            self._todo.pop()
+        return moved
+
+    def _end(self, now: float) -> None:
+        """What is left of the policies before goes; what is wanted by now begins."""
+        for state in self._r.tiers:
+            state.before = None
+        self._marks, self._under_way, self._next_step = [], False, math.inf
+        if self.wanted != self.name:
+            self._begin(self._eras(self.wanted), now)
