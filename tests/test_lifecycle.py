@@ -140,7 +140,9 @@ def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
         ns.put(keys, payloads(keys))
         old = (daemon.folder / "kvstore.toml").read_text()
         assert "reloaded: nothing has changed" in hangup(daemon)
-        new = old.replace("leases_per_connection = 4", "leases_per_connection = 1").replace("16MiB", "32MiB")
+        new = old.replace("leases_per_connection = 4", "leases_per_connection = 1").replace(
+            "huge_pages = false", "huge_pages = true"
+        )
         edit(daemon, new.replace("rate = 0", 'rate = "64MiB"') + "[daemon.x]\ny = 1\n")
         assert "not reloaded" in hangup(daemon)
         edit(
@@ -150,8 +152,8 @@ def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
         said = hangup(daemon)
         for change in ("leases_per_connection = 1", "scrub.rate = 67108864", "nvme.write_policy = on_evict"):
             assert change in said
-        assert "needs a restart: dram.limit" in said
-        assert tier(client.status(), "dram")["limit_bytes"] == 16 << 20
+        assert "needs a restart: dram.huge_pages" in said
+        assert not client.status()["huge_pages"]
         with ns.acquire(keys[:1]) as one:
             assert len(one) == 1
         eventually(lambda: idle(client.status()))
@@ -167,10 +169,47 @@ def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
         assert got(ns, keys) == 8
 
 
+def test_who_goes_first_and_what_is_written_change_while_it_runs() -> None:
+    """And of a policy that there is not, nothing."""
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+        ns, keys = client.namespace(new_layout()), names(300)
+        assert ns.put(keys, payloads(keys)).stored == 300
+        eventually(lambda: idle(client.status()))
+        old = (daemon.folder / "kvstore.toml").read_text()
+        new = old.replace('eviction = "lru"', 'eviction = "hazard"')
+        new = new.replace("[nvme]", '[nvme]\nadmission = "twice"\nwrite_budget = "1x"\nprefetch_blocks = 7')
+        edit(daemon, new.replace("hazard", "best"))
+        assert "no eviction policy 'best'" in hangup(daemon)
+        said = client.control("policy")
+        assert (said["name"], said["pools_left"]) == ("lru", 0)
+        assert client.control("figures")["devices"][1]["admission"]["mode"] == "always"
+        edit(daemon, new)
+        said = hangup(daemon)
+        for change in ("policy.eviction = hazard", "nvme.admission = twice", "nvme.write_budget = 1x"):
+            assert change in said
+        assert "nvme.prefetch_blocks = 7" in said
+        assert "needs a restart" not in said
+        eventually(lambda: client.control("policy")["pools_left"] == 0)
+        policy = client.control("policy")
+        assert policy["name"] == policy["wanted"] == "hazard"
+        assert [(t["tier"], t["blocks"], t["weighs"]) for t in policy["tiers"]] == [
+            ("dram", 300, True),
+            ("nvme", 300, True),
+        ]
+        admission = client.control("figures")["devices"][1]["admission"]
+        assert (admission["mode"], admission["bytes_a_day"]) == ("twice", 64 << 20)
+        assert client.explain(keys[:1])[0]["copies"][0]["policy"] == "hazard"
+        other = names(20, "after")
+        assert ns.put(other, payloads(other)).stored == 20
+        eventually(lambda: client.status()["counters"].get("refused_blocks") == 20)
+        assert got(ns, keys) == 300
+
+
 def test_every_setting_either_changes_or_is_named() -> None:
     old = parse("")
     new = parse(
         '[daemon]\nsocket = "/x"\nsocket_mode = 0o660\nstop_timeout = 1\nlog_level = "debug"\n'
+        'changes = "/w"\n'
         '[dram]\nlimit = "2MiB"\nhuge_pages = false\n'
         '[nvme]\npath = "/y"\nlimit = "2MiB"\nwrite_policy = "on_evict"\nio_threads = 1\n'
         'prefetch_blocks = 8\nadmission = "twice"\nadmission_threshold = 0.5\nwrite_budget = "1x"\n'
@@ -183,7 +222,8 @@ def test_every_setting_either_changes_or_is_named() -> None:
     keys = {f"{s}.{n}" for s, f in old.model_dump().items() for n in f if s != "admin"}
     assert {c.partition(" = ")[0] for c in changed} | set(fixed) == keys
     assert "nvme.write_policy = on_evict" in changed
-    assert {"dram.limit", "policy.eviction"} <= set(fixed)
+    assert {"dram.huge_pages", "nvme.path"} <= set(fixed)
+    assert "policy.eviction = arc" in changed
 
 
 # -- scrubbing, for real

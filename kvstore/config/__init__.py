@@ -1,14 +1,16 @@
-"""The one configuration: `file` reads it, `sections` and `tenants` say what may be in it."""
+"""The one configuration: `file` reads it, with `patches`; `sections` and `tenants` say what may be in it."""
 
-from kvstore.config.admin import Admin, AdminToken, parse_listen
+from kvstore.config.admin import HOLDER_PATTERN, Admin, AdminToken, parse_listen
 from kvstore.config.example import example
-from kvstore.config.file import Config, changes, load, parse
+from kvstore.config.file import Config, Source, changes, load, parse, read
+from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
 from kvstore.config.sections import SOCKET_PATH_BYTES, Daemon, Dram, Limits, Nvme, Policy, Scrub
 from kvstore.config.tenants import Encryption, Secret, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
 
 __all__ = [
     "GIB",
+    "HOLDER_PATTERN",
     "KIB",
     "MIB",
     "SOCKET_PATH_BYTES",
@@ -23,15 +25,23 @@ __all__ = [
     "Policy",
     "Scrub",
     "Secret",
+    "Source",
     "Tenant",
     "TierQuota",
     "Token",
+    "Values",
     "changes",
+    "difference",
+    "etag",
     "example",
     "format_size",
+    "keep_changes",
     "load",
+    "merged",
     "parse",
     "parse_duration",
     "parse_listen",
     "parse_size",
+    "plain",
+    "read",
 ]

@@ -12,6 +12,9 @@ from kvstore.config.sections import Section, SocketPath, as_path
 from kvstore.config.tenants import Secret
 from kvstore.errors import MisuseError
 
+HOLDER_PATTERN = r"^[A-Za-z0-9_.@-]{1,64}$"
+"""What the holder of a token may be called."""
+
 _LISTEN_HINT = "an address and a port: 127.0.0.1:9400, or [::1]:9400"
 
 
@@ -40,7 +43,7 @@ class AdminToken(Secret):
     `name` is what the audit log calls its holder.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@-]{1,64}$")]
+    name: Annotated[str, Field(pattern=HOLDER_PATTERN)]
     role: Literal["view", "operate"] = "view"
 
 

@@ -11,6 +11,7 @@ socket = "/run/kvstore/kvstore.sock"  # Unix socket that clients connect to, at 
 socket_mode = 0o600                   # its file mode: who may connect
 stop_timeout = "10s"                  # how long a stop waits for transfers in flight
 log_level = "info"                    # debug, info, warning or error
+# changes = "/var/lib/kvstore/changes.json"  # keeps what is changed while it runs; absent: until a restart
 
 [dram]
 limit = "1GiB"                        # hard limit of shared memory, at least 2MiB

@@ -10,12 +10,15 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from dataclasses import field as by_default
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from kvstore.config.admin import Admin
+from kvstore.config.patches import Values, difference, merged, read_changes
 from kvstore.config.sections import Daemon, Dram, Limits, Nvme, Policy, Scrub, Section
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
@@ -48,25 +51,36 @@ class Config(Section):
 _CHANGEABLE = {
     "daemon.stop_timeout",
     "daemon.log_level",
+    "dram.limit",
+    "nvme.admission",
+    "nvme.admission_threshold",
+    "nvme.limit",
+    "nvme.prefetch_blocks",
+    "nvme.write_budget",
     "nvme.write_policy",
+    "policy.eviction",
     "scrub.rate",
     "limits.connections",
     "limits.leases_per_connection",
     "limits.namespaces",
     "limits.namespaces_per_tenant",
     "limits.queued_requests",
+    "admin.requests_per_s",
+    "admin.tokens",
 }
 """What a running daemon takes over when it reads its configuration again, besides all of its tenants."""
 
 
-def changes(old: Config, new: Config) -> tuple[list[str], list[str]]:
-    """Which settings differ: those that can change at run time, as `key = value`, and those that cannot."""
+def changes(old: Config, new: Config, admin: bool = False) -> tuple[list[str], list[str]]:
+    """Which settings differ: those that can change at run time, as `key = value`, and those that cannot.
+
+    What serves REST is another process: its own part counts if `admin`.
+    """
     changed = [f"tenants.{name} is new" for name in new.tenants if name not in old.tenants]
     changed += [f"tenants.{name} is gone" for name in old.tenants if name not in new.tenants]
     both = set(old.tenants) & set(new.tenants)
     before, after = _flat(_with_tenants(old, both)), _flat(_with_tenants(new, both))
-    # What serves REST is another process, which reads its own part.
-    differ = [key for key, value in after.items() if value != before[key] and not key.startswith("admin.")]
+    differ = [key for key in after if after[key] != before[key] and (admin or not key.startswith("admin."))]
     fixed = [key for key in differ if key not in _CHANGEABLE and not key.startswith("tenants.")]
     changed += [_line(key, after[key]) for key in differ if key not in fixed]
     return changed, fixed
@@ -89,21 +103,59 @@ def _line(key: str, value: Any) -> str:
     return f"{key}: {len(value)}" if key.endswith(".tokens") else f"{key} = {value}"
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a configuration is from: what its file has, and changes since (a merge patch), kept in a file."""
+
+    name: str = "config"
+    values: Values = by_default(default_factory=dict)
+    changes: Values = by_default(default_factory=dict)
+    kept_in: Path | None = None
+
+    @property
+    def effective(self) -> Values:
+        """What holds."""
+        return merged(self.values, self.changes)
+
+    def changed(self, effective: Values) -> Source:
+        """The same file with such changes that this is what holds."""
+        return replace(self, changes=difference(self.values, effective))
+
+    def config(self) -> Config:
+        """What holds, as a configuration. Raises ConfigError for what can't be."""
+        try:
+            return Config.model_validate(self.effective)
+        except ValidationError as e:
+            # What is missing may have been misspelt, and then that is what to say.
+            error = min(e.errors(), key=lambda error: error["type"] == "missing")
+            name = f"{self.name} with {self.kept_in or 'its changes'}" if self.changes else self.name
+            raise _explain(name, error) from None
+
+
 def parse(text: str, source: str = "config") -> Config:
     """The configuration written in `text` (TOML). Raises ConfigError that starts with `source`."""
+    return _source(text, source).config()
+
+
+def _source(text: str, name: str) -> Source:
     try:
-        return Config.model_validate(tomllib.loads(text))
+        return Source(name, tomllib.loads(text))
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{source} is not TOML: {e}") from None
-    except ValidationError as e:
-        # What is missing may have been misspelt, and then that is what to say.
-        raise _explain(source, min(e.errors(), key=lambda error: error["type"] == "missing")) from None
+        raise ConfigError(f"{name} is not TOML: {e}") from None
 
 
 def load(path: Path | None) -> Config:
-    """The configuration in the file at `path`; without one, the embedded default. Raises ConfigError."""
+    """The configuration in the file at `path`, with the changes that are kept beside it; see read."""
+    return read(path).config()
+
+
+def read(path: Path | None) -> Source:
+    """What the file at `path` has, and its changes; without one, nothing but defaults. Raises ConfigError.
+
+    Not whether that makes a configuration: see Source.config.
+    """
     if path is None:
-        return Config()
+        return Source()
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
@@ -111,7 +163,9 @@ def load(path: Path | None) -> Config:
     except OSError as e:
         hint = "`kvstore config example` prints one to start from" if isinstance(e, FileNotFoundError) else ""
         raise ConfigError(f"cannot read {path}: {e.strerror}", hint) from None
-    return parse(text, str(path))
+    source = _source(text, str(path))
+    kept_in = source.config().daemon.changes
+    return source if kept_in is None else replace(source, changes=read_changes(kept_in), kept_in=kept_in)
 
 
 def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -51,12 +51,16 @@ class Section(BaseModel):
 
 
 class Daemon(Section):
-    """The process: its socket, how long a stop may take (seconds), how much it logs."""
+    """The process: its socket, how long a stop may take (seconds), how much it logs.
+
+    `changes`: the file that keeps what is changed while it runs; None: such changes end with the daemon.
+    """
 
     socket: SocketPath = Path("/run/kvstore/kvstore.sock")
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
     stop_timeout: Annotated[Duration, Field(gt=0)] = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    changes: Annotated[Path, BeforeValidator(as_path)] | None = None
 
 
 class Dram(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,9 @@ def _hash(value: object) -> str:
 
 
 def _moment(value: object) -> datetime:
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = datetime.fromisoformat(value)  # as JSON has it
     if not isinstance(value, datetime) or value.tzinfo is None:
         raise MisuseError(f"{value!s:.40} is no moment", "a date, a time and an offset: 2027-01-01T00:00:00Z")
     return value

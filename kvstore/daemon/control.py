@@ -5,41 +5,46 @@ What changes something becomes an event for the core, and its answer goes to the
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import re
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from pydantic import ValidationError, validate_call
 
+from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.admission import Admission
 from kvstore.core.decisions import EVERY_TIER
-from kvstore.core.devices import DEMAND, PREFETCH, SCRUB, WRITE_BACK
 from kvstore.core.keys import Keys
-from kvstore.core.residency import TierState
+from kvstore.daemon.chronicle import MOST_EVENTS
 from kvstore.daemon.figures import BOUNDS_S
+from kvstore.daemon.machinery import MOST_AT_ONCE, Machinery, brief, check_limit
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.shell import Asker, holding
-from kvstore.errors import MisuseError
+from kvstore.errors import KVStoreError, MisuseError
 from kvstore.types import MAX_KEY_BYTES, check_tenant
+from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
     from kvstore.daemon.server import Server
 
 LONGEST_S = 86400.0
 _MOST_TENANTS = 20
-MOST_AT_ONCE = 64
-"""More would hold up everybody else's requests."""
-
-_CLASSES = {"demand": DEMAND, "prefetch": PREFETCH, "write_back": WRITE_BACK, "scrub": SCRUB}
 
 Later = Callable[[Asker, int], None]
 """Has something changed, and its answer given to the asker of that request."""
 
-Said = dict[str, Any] | Later
+Said = dict[str, Any] | Later | Coroutine[Any, Any, dict[str, Any]]
+
+
+class Waiting(Asker, Protocol):
+    """An operator's connection."""
+
+    def send(self, message: Any) -> None:
+        """Sends an answer."""
 
 
 class Control:
@@ -49,14 +54,21 @@ class Control:
         self._server = server
         self._shell = server.shell
         self._version = version
-        seen = (self.status, self.figures, self.tenants, self.tenant, self.namespaces, self.namespace)
+        parts = (self.tenants, self.tenant, self.namespaces, self.namespace)
+        seen = (self.status, self.figures, self.events, *parts)
         blocks = (self.pin, self.unpin, self.prefetch, self.invalidate)
         wholes = (self.publish, self.forget, self.delete_tenant)
-        self._calls: dict[str, Callable[..., Said]] = {
-            call.__name__: validate_call(config={"strict": True})(call) for call in (*seen, *blocks, *wholes)
-        }
+        configured = (self.settings, self.change, self.reload)
+        m = self.machinery = Machinery(self._shell)
+        machinery = (m.policy, m.devices, m.device, m.set_device, m.transfers)
+        calls: tuple[Callable[..., Said], ...] = (*seen, *blocks, *wholes, *configured, *machinery)
+        strict = validate_call(config={"strict": True})
+        self._calls = {call.__name__: strict(call) for call in calls}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, asker: Asker, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    def run(
+        self, asker: Waiting, request: int, call: str, arguments: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """The answer; None: `asker` gets it later. Raises MisuseError for a call that there is not."""
         known = self._calls.get(call)
         if known is None:
@@ -68,7 +80,12 @@ class Control:
             raise MisuseError(f"{call}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         if isinstance(said, dict):
             return said
-        said(asker, request)
+        if isinstance(said, Coroutine):
+            task = self._shell.loop.create_task(_answer(asker, request, said))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            said(asker, request)
         return None
 
     # -- what is seen
@@ -97,19 +114,9 @@ class Control:
                 {"what": what.name.lower(), "tier": "" if tier == EVERY_TIER else names[tier], "blocks": n}
                 for (what, tier), n in decided.items()
             ],
-            "devices": [self._device(state) for state in residency.tiers],
+            "devices": [brief(state) for state in residency.tiers],
             "traffic": self._traffic(names),
             "holdings": self._holdings(names),
-        }
-
-    def _device(self, state: TierState) -> dict[str, Any]:
-        device, admission = state.device, state.admission
-        return {
-            "tier": state.spec.tier.name.lower(),
-            "queued_bytes": {name: device.queue.waiting(kind) for name, kind in _CLASSES.items()},
-            "moving_bytes": {name: device.bytes_moving[kind] for name, kind in _CLASSES.items()},
-            "moving": device.moving,
-            "admission": _admission(admission),
         }
 
     def _traffic(self, names: list[str]) -> list[dict[str, Any]]:
@@ -151,9 +158,17 @@ class Control:
                 rows.append(row | {"floor_bytes": left_floor, "limit_bytes": None})
         return rows
 
+    def events(
+        self, after: int = 0, limit: int = MOST_EVENTS, tenant: str = "", what: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """What happened after the event of number `after`, the oldest first: see `Chronicle.page`."""
+        if not 1 <= limit <= MOST_EVENTS:
+            raise MisuseError(f"limit is {limit}", f"1 to {MOST_EVENTS}")
+        return self._shell.chronicle.page(after, limit, self._number(tenant) if tenant else None, what)
+
     def tenants(self, after: str = "", limit: int = MOST_AT_ONCE) -> dict[str, Any]:
         """Tenants whose names come after `after`, `limit` of them at most."""
-        _check_limit(limit)
+        check_limit(limit)
         names = sorted(self._shell.tenancy.registry.names())
         start = bisect_right(names, after)
         shown = [self._shell.tenant(name) for name in names[start : start + limit]]
@@ -172,7 +187,7 @@ class Control:
 
     def namespaces(self, tenant: str = "", after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:
         """Open namespaces with numbers above `after`, `limit` of them at most; of one tenant, or all."""
-        _check_limit(limit)
+        check_limit(limit)
         asked = self._number(tenant) if tenant else None
         spaces = (s for s in self._shell.namespaces if s.number > after and asked in (None, s.tenant))
         some = heapq.nsmallest(limit + 1, spaces, key=lambda space: space.number)
@@ -201,6 +216,22 @@ class Control:
             if space.number and space.fingerprint == fingerprint:
                 return space
         raise MisuseError(f"there is no namespace {id!r:.80}", "it is open once a client has used it")
+
+    # -- the configuration
+
+    async def settings(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What is set of a part of the configuration; see Settings.shown."""
+        return await self._server.settings.shown(part)
+
+    async def change(
+        self, patch: dict[str, Any], part: tuple[str, ...] = (), expected: str = "", dry_run: bool = False
+    ) -> dict[str, Any]:
+        """Changes settings, and keeps that; see Settings.change."""
+        return await self._server.settings.change(patch, part, expected, dry_run)
+
+    async def reload(self) -> dict[str, Any]:
+        """Reads the configuration again; see Settings.reload."""
+        return await self._server.settings.reload()
 
     # -- what is changed
 
@@ -249,6 +280,15 @@ class Control:
         return lambda asker, request: self._shell.tenancy.delete(asker, request, name)
 
 
+async def _answer(asker: Waiting, request: int, said: Coroutine[Any, Any, dict[str, Any]]) -> None:
+    try:
+        answer = await said
+    except KVStoreError as error:
+        asker.answer(request, ac.Deny(request, error.message, error.hint))
+    else:
+        asker.send(m.Report(request, answer))
+
+
 def _keys(keys: bytes, key_bytes: int) -> Keys:
     if not 1 <= key_bytes <= MAX_KEY_BYTES or len(keys) % key_bytes or not keys:
         raise MisuseError(f"{len(keys)} bytes of keys of {key_bytes}", f"1 to {MAX_KEY_BYTES} bytes each")
@@ -259,20 +299,3 @@ def _seconds(ttl_s: float) -> float:
     if not 0 < ttl_s <= LONGEST_S:
         raise MisuseError(f"ttl_s is {ttl_s:g}", f"more than 0, and at most {LONGEST_S:g}")
     return ttl_s
-
-
-def _check_limit(limit: int) -> None:
-    if not 1 <= limit <= MOST_AT_ONCE:
-        raise MisuseError(f"limit is {limit}", f"1 to {MOST_AT_ONCE}")
-
-
-def _admission(admission: Admission) -> dict[str, Any]:
-    rule = admission.rule
-    return {
-        "mode": rule.mode,
-        "threshold": admission.threshold,
-        "bytes_a_day": rule.bytes_a_day,
-        "written_bytes": admission.written,
-        "refused_blocks": admission.refused,
-        "spent": admission.spent,
-    }

@@ -27,7 +27,7 @@ def restore_nvme(shell: Shell, nvme: NvmeTier) -> None:
     for extent, size in sorted(found.formats.items()):
         tenant = tenancy.known(found.owners[extent])
         if tenant is None:
-            _renew(shell, nvme, NVME, extent)
+            shell.handle(ev.ExtentReady(NVME, extent, tenant=ev.UNKNOWN))
             continue
         shell.handle(ev.ExtentReady(NVME, extent, size, tenant=tenant, domain=tenant))
     used = np.unique(found.restore.namespace).tolist()
@@ -59,7 +59,7 @@ def restore_dram(shell: Shell, dram: DramTier) -> None:
         owner = shell.tenancy.domains.by_tag(found.owners[extent]) if size else (0, 0)
         if owner is None:
             _log.warning("extent %d of the daemon before is used by no tenant that is known", extent)
-            _renew(shell, dram, DRAM, extent)
+            shell.handle(ev.ExtentReady(DRAM, extent, tenant=ev.UNKNOWN))
             continue
         owner_of[extent] = owner[0]
         versions = found.versions.get(extent)
@@ -75,13 +75,6 @@ def _ends(shell: Shell, found: Inherited) -> npt.NDArray[np.float64]:
     # A writer can reach the header: what is no time is over.
     ends: npt.NDArray[np.float64] = np.where(at == 0, np.inf, at - shell.clock() + shell.now())
     return np.where(np.isfinite(at), ends, 0.0)
-
-
-def _renew(shell: Shell, tier: DramTier | NvmeTier, number: int, extent: int) -> None:
-    def ready(renewed: int) -> None:
-        shell.soon(shell.extent_ready, ev.ExtentReady(number, renewed))
-
-    tier.renew(extent, ready, lambda error: _log.error("%s", error))
 
 
 class _Numbers:

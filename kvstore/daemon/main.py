@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.config import Config, changes, load
-from kvstore.core.policy import find
+from kvstore.config import Config
 from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
 from kvstore.daemon.server import Server
+from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
-from kvstore.errors import ConfigError, KVStoreError, MisuseError, TierError
+from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.posix import PosixEngine
@@ -38,14 +38,14 @@ def run(path: Path | None) -> int:
 
     Returns the exit code. Raises KVStoreError if it cannot start.
     """
-    config = load_all(path)
+    settings = Settings(path)
     logging.basicConfig(
-        level=config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
+        level=settings.config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
     )
     # With the default of 5 ms, a thread in pure Python delays an answer by a millisecond.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with new_runner() as runner:
-        return runner.run(_serve(config, path))
+        return runner.run(_serve(settings))
 
 
 def new_runner() -> asyncio.Runner:
@@ -57,18 +57,8 @@ def new_runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-def load_all(path: Path | None) -> Config:
-    """The configuration at `path`, and what it names is there. Raises ConfigError."""
-    config = load(path)
-    try:
-        find(config.policy.eviction)
-    except MisuseError as e:
-        raise ConfigError(f"{path}: policy.eviction: {e.message}", e.hint) from e
-    return config
-
-
-async def _serve(config: Config, path: Path | None) -> int:
-    loop = asyncio.get_running_loop()
+async def _serve(settings: Settings) -> int:
+    loop, config = asyncio.get_running_loop(), settings.config
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
@@ -79,10 +69,11 @@ async def _serve(config: Config, path: Path | None) -> int:
     try:
         shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
-        server = Server(shell)
+        server = Server(shell, settings)
         server.lag.start()
         listening = await loop.create_unix_server(server.connect, sock=listener, backlog=_BACKLOG)
-        loop.add_signal_handler(signal.SIGHUP, _reload, shell, server, path)
+        reloads = _Reloads(settings)
+        loop.add_signal_handler(signal.SIGHUP, reloads.start)
         # What exists now stays: the collector need not walk it at every full pass.
         gc.collect()
         gc.freeze()
@@ -129,21 +120,26 @@ def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
     loop.call_later(every_s, _feed, loop, every_s)
 
 
-def _reload(shell: Shell, server: Server, path: Path | None) -> None:
-    """Takes over what can change while running, and names what cannot."""
-    notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-    try:
-        new = load(path)
-        changed, fixed = changes(shell.config, new)
-        shell.reconfigure(new)
-        server.reconfigure()
-        logging.getLogger().setLevel(new.daemon.log_level.upper())
-        _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
-        if fixed:
-            _log.warning("needs a restart: %s", ", ".join(fixed))
-    except KVStoreError as error:
-        _log.error("not reloaded: %s", error)
-    notify("READY=1")
+class _Reloads:
+    """Reads the configuration again when it is told to, and tells the service manager."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins another one, after the one that goes on."""
+        notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._task = asyncio.get_running_loop().create_task(self._run(self._task))
+
+    async def _run(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        try:
+            await self._settings.reload()
+        except KVStoreError as error:
+            _log.error("not reloaded: %s", error)
+        notify("READY=1")
 
 
 def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, bool]:

@@ -17,13 +17,16 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
+from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.daemon import resizing
 from kvstore.daemon.control import Control
 from kvstore.daemon.explain import named
 from kvstore.daemon.figures import Calls, Lag
 from kvstore.daemon.peers import Peer, peer_of
 from kvstore.daemon.requests import Requests
+from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, RefusedError
 from kvstore.daemon.turns import Line, Turns
@@ -51,6 +54,7 @@ class Server:
     def __init__(
         self,
         shell: Shell,
+        settings: Settings,
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -62,23 +66,35 @@ class Server:
         self.lag = Lag(shell.loop, stopwatch)
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
+        self.settings = settings
+        settings.told_to(self._consequences, self._reconfigure)
         self.control = Control(self, VERSION)
-        self.reconfigure()
+        self._set_turns()
 
     def connect(self) -> Connection:
         """A protocol for one more peer."""
         return Connection(self)
 
-    def reconfigure(self) -> None:
-        """Takes over the shell's configuration: weights and caps; who is not who he was is disconnected."""
+    def _consequences(self, config: Config) -> list[dict[str, Any]]:
+        self.shell.check(config)
+        return self.shell.tenancy.consequences(config) + resizing.consequences(self.shell, config)
+
+    def _reconfigure(self, config: Config, changed: list[str]) -> None:
+        """Takes over what can change; who is not who he was is disconnected. Raises ConfigError."""
+        self.shell.reconfigure(config)
+        self._set_turns()
+        for connection in list(self.connections):
+            connection.check()
+        logging.getLogger().setLevel(config.daemon.log_level.upper())
+        self.shell.chronicle.add("reloaded", detail=", ".join(changed) or "nothing has changed")
+
+    def _set_turns(self) -> None:
         config, registry = self.shell.config, self.shell.tenancy.registry
         self.turns.queued_requests = config.limits.queued_requests
         for name in registry.names():
             tenant = config.tenants.get(name)
             weight, requests = (tenant.share, tenant.requests) if tenant is not None else (1.0, None)
             self.turns.set(registry.add(name), weight, float(requests or 0))
-        for connection in list(self.connections):
-            connection.check()
 
     def status(self, who: Identity) -> dict[str, Any]:
         """What one may see of the shell's status and of the connections: operators all, others their own."""

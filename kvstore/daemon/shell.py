@@ -30,7 +30,8 @@ from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierSpec, TierState
 from kvstore.core.reuse import Learned
 from kvstore.core.tenants import UNLIMITED
-from kvstore.daemon import learned
+from kvstore.daemon import learned, resizing
+from kvstore.daemon.chronicle import Chronicle
 from kvstore.daemon.figures import Histogram
 from kvstore.daemon.inherit import restore_dram, restore_nvme
 from kvstore.daemon.recorder import Recorder
@@ -48,6 +49,7 @@ DRAM, NVME = 0, 1
 _MIN_BLOCK_BYTES = 16 << 10
 _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
 _CLOSE_WITHIN_S = 5.0
+_REMOVE_AGAIN_S = 1.0
 
 
 class Asker(Protocol):
@@ -80,6 +82,7 @@ class Shell:
         self.dram = dram
         self.nvme = nvme
         self.placement = self._make_placement(dice(64))
+        self.chronicle = Chronicle(self)
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
@@ -98,14 +101,15 @@ class Shell:
             ac.Probe: self._probe,
             ac.Format: self._format,
             ac.Renew: self._renew,
+            ac.Remove: self._remove,
+            ac.Make: self._make,
         }
 
     def _make_placement(self, seed: int) -> Placement:
         tiers: list[tuple[Tier, DramTier | NvmeTier]] = [(Tier.DRAM, self.dram)]
         if self.nvme is not None:
             tiers.append((Tier.NVME, self.nvme))
-        nvme = self.config.nvme
-        rules = (Rule(), Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day))
+        rules = (Rule(), _rule(self.config))
         specs = [
             TierSpec(tier, t.limit_bytes, t.extent_bytes, table=t is self.dram, admission=rule)
             for (tier, t), rule in zip(tiers, rules, strict=False)
@@ -149,6 +153,8 @@ class Shell:
         if not self.placement.residency.tiers[DRAM].extents.ready:
             raise TierError(self.problems[-1])
         self._scrubber.set_rate(self.config.scrub.rate)
+        self.chronicle.look(self.placement.residency.tiers)
+        self.chronicle.add("started", detail=f"pid {os.getpid()}")
 
     def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
         """Callbacks for a tier's own thread."""
@@ -172,6 +178,9 @@ class Shell:
     def extent_ready(self, event: ev.ExtentReady) -> None:
         """An extent can be used."""
         self.handle(event)
+        if event.replaces >= 0:
+            detail = f"extent {event.replaces} is extent {event.extent} now"
+            self.chronicle.add("renewed", tier=self._name_of(event.tier), detail=detail)
         if event.tier == DRAM:
             self._ready.set()
 
@@ -213,13 +222,27 @@ class Shell:
             self.nvme.close()
         self.dram.close()
 
-    def reconfigure(self, config: Config) -> None:
-        """Takes over those settings that can change at run time. Raises ConfigError, and takes over none."""
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for what this daemon could not keep."""
+        resizing.check(self, config)
         self.tenancy.check(config)
+
+    def reconfigure(self, config: Config) -> None:
+        """Takes over those settings that can change at run time.
+
+        Raises ConfigError, or MisuseError if there is no such eviction policy, and takes over none.
+        """
+        self.check(config)
+        self.handle(ev.SetPolicy(config.policy.eviction))
+        for event in resizing.wanted(self, config):
+            self.handle(event)
         self.config = config
         limits = config.limits
+        if self.nvme is not None:
+            self.handle(ev.SetAdmission(NVME, _rule(config)))
         self.placement.reconfigure(
             config.nvme.write_policy,
+            config.nvme.prefetch_blocks,
             limits.leases_per_connection,
             limits.namespaces,
             limits.namespaces_per_tenant,
@@ -289,6 +312,7 @@ class Shell:
     def _tick(self) -> None:
         self._wakes_at = None
         self.handle(ev.Tick())
+        self.chronicle.look(self.placement.residency.tiers)
 
     def _copy(self, copy: ac.Copy) -> None:
         spaces = self.namespaces
@@ -313,6 +337,7 @@ class Shell:
     def _copied(self, copies: Histogram, took_s: float, event: ev.CopyDone) -> None:
         copies.add(took_s)
         self.handle(event)
+        self.chronicle.look(self.placement.residency.tiers)
 
     def _move(self, copy: ac.Copy, done: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         """From one extent in memory to another."""
@@ -375,12 +400,47 @@ class Shell:
         def failed(error: TierError) -> None:
             self.soon(self._extent_lost, tier, extent, error)
 
-        (self.dram if tier == DRAM else self.nvme).renew(extent, ready, failed)  # type: ignore[union-attr]
+        self._tier_at(tier).renew(extent, ready, failed)
 
     def _extent_lost(self, tier: int, extent: int, error: TierError) -> None:
         _log.error("%s", error)
         self.problems.append(str(error))
-        self.handle(ev.ExtentLost(tier, extent))
+        self.chronicle.add("lost", tier=self._name_of(tier), detail=str(error))
+        if tier == DRAM:
+            self.handle(ev.ExtentLost(tier, extent))
+        else:
+            # Its slab may still be there, and counts until it is not.
+            self._remove(ac.Remove(tier, extent))
+
+    def _remove(self, action: ac.Remove) -> None:
+        def done(error: TierError | None) -> None:
+            self.soon(self._removed, action, error)
+
+        if not self._closed:
+            self._tier_at(action.tier).remove(action.extent, done)
+
+    def _removed(self, action: ac.Remove, error: TierError | None) -> None:
+        if error is not None and str(error) not in self.problems:
+            _log.error("%s", error)
+            self.problems.append(str(error))
+        if error is not None and action.tier != DRAM:
+            # As long as its slab may be there, no other can be made in its place.
+            self.loop.call_at(self.now() + _REMOVE_AGAIN_S, self._remove, action)
+            return
+        self.handle(ev.ExtentLost(action.tier, action.extent))
+        self.chronicle.add("removed", tier=self._name_of(action.tier), detail=f"extent {action.extent}")
+
+    def _make(self, action: ac.Make) -> None:
+        self._tier_at(action.tier).grow(action.count, *self._reporters(action.tier))
+
+    def _tier_at(self, tier: int) -> DramTier | NvmeTier:
+        if tier == DRAM:
+            return self.dram
+        assert self.nvme is not None
+        return self.nvme
+
+    def _name_of(self, tier: int) -> str:
+        return self.placement.residency.tiers[tier].spec.tier.name.lower()
 
     def _probe(self, probe: ac.Probe) -> None:
         fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
@@ -425,6 +485,7 @@ class Shell:
             "copies_under_way": len(self.placement.transfers.under_way),
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
+            "policy": self.placement.switch.name,
             "nvme_io": self.nvme.engine_name if self.nvme else "",
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),
@@ -444,6 +505,7 @@ class Shell:
             "writable": state.device.takes_writes,
             "readable": state.device.readable,
             "fenced": state.device.fenced,
+            "state": state.device.state,
             "scrub_passes": self.placement.counters[f"scrub_passes_{name}"],
         }
 
@@ -456,6 +518,12 @@ class Shell:
             for state in self.placement.residency.tiers
         ]
         return {"name": name, "share": configured.share if configured is not None else 1.0, "tiers": tiers}
+
+
+def _rule(config: Config) -> Rule:
+    """What goes to NVMe."""
+    nvme = config.nvme
+    return Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day)
 
 
 def holding(state: TierState, tenant: int) -> dict[str, Any]:

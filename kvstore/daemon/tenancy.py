@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, Tenant
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.tenants import UNLIMITED, Quota
-from kvstore.daemon import learned
+from kvstore.daemon import learned, resizing
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
 from kvstore.daemon.tenants import Identity, Registry
 from kvstore.errors import ConfigError, KVStoreError, TierError
@@ -51,12 +51,31 @@ class Tenancy:
         for state in self._shell.placement.residency.tiers:
             name, size = state.spec.tier.name.lower(), state.spec.extent_bytes
             floors = sum(-(-_quota(t, state.spec.tier).floor // size) for t in config.tenants.values())
-            there = state.spec.limit_bytes // size
+            there = resizing.limit_bytes(self._shell, state, config) // size
             if floors > there:
                 raise ConfigError(
                     f"floors of {name} take {floors} extents of {size} bytes each, the tier has {there}",
                     "lower floors, or raise the tier's limit",
                 )
+
+    def consequences(self, config: Config) -> list[dict[str, Any]]:
+        """What tenants would lose to new limits, and could take from others for new floors, in bytes."""
+        before, rows = self._shell.config.tenants, []
+        for name in dict.fromkeys((*before, *config.tenants)):
+            old, new = before.get(name, Tenant()), config.tenants.get(name, Tenant())
+            if (old.dram, old.nvme) == (new.dram, new.nvme):
+                continue
+            number = self.registry.number(name)
+            for state in self._shell.placement.residency.tiers:
+                quota, holdings = _quota(new, state.spec.tier), state.extents.holdings
+                used, held = (0, 0) if number is None else (holdings.of(number)[0], holdings.held(number))
+                lost, lacking = max(0, used - quota.limit), max(0, quota.floor - held)
+                if lost or lacking:
+                    tier = state.spec.tier.name.lower()
+                    rows.append(
+                        {"tenant": name, "tier": tier, "evicted_bytes": lost, "claimed_bytes": lacking}
+                    )
+        return rows
 
     def apply(self, config: Config) -> None:
         """Takes over members and quotas; who is no longer configured keeps what it has, for now."""
@@ -212,6 +231,7 @@ class Tenancy:
         space.readers = names
         space.domain = self.domains.of(space.tenant, self.registry.name(space.tenant), names)
         self.record(space)
+        self._tell("published", space, f"to {', '.join(sorted(names)) or 'nobody'}")
         self._shell.ask_durably(asker, request, ev.Publish(0, space.number, space.domain))
 
     # -- ends
@@ -221,6 +241,8 @@ class Tenancy:
         tenant = spaces[0].tenant
         if self._has_much_going(asker, request, tenant):
             return
+        for space in spaces:
+            self._tell("forgotten", space)
         numbers = self._close(tenant, spaces)
         gone = _Then(asker, lambda: self._gone(tenant, numbers))
         self._shell.ask_durably(gone, request, ev.Forget(0, numbers))
@@ -237,6 +259,7 @@ class Tenancy:
         numbers = self._close(tenant, spaces)
         for space in spaces:
             self.namespaces.remove(space)
+        self._shell.chronicle.add("deleted", tenant=name, detail=f"{len(spaces)} namespaces")
 
         def gone() -> None:
             self._gone(tenant, numbers)
@@ -252,6 +275,10 @@ class Tenancy:
         self._deleting[tenant] += 1
         self._shell.ask_durably(_Then(asker, gone), request, ev.ForgetTenant(0, tenant))
 
+    def _tell(self, what: str, space: Space, detail: str = "") -> None:
+        owner, id = self.registry.name(space.tenant), space.fingerprint.hex()
+        self._shell.chronicle.add(what, tenant=owner, namespace=id, detail=detail)
+
     def _has_much_going(self, asker: Asker, request: int, tenant: int) -> bool:
         """Whether a tenant has to wait until more of what it forgot is gone: numbers are all tenants'."""
         most = self._shell.config.limits.namespaces_per_tenant
@@ -261,6 +288,9 @@ class Tenancy:
         return True
 
     def _close(self, tenant: int, spaces: Sequence[Space]) -> tuple[int, ...]:
+        owner = self.registry.name(tenant)
+        for space in spaces:
+            self._shell.chronicle.closed(space.number, owner, space.fingerprint.hex())
         numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
         self._going[tenant] += len(numbers)
         return numbers

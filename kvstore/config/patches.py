@@ -1,0 +1,96 @@
+"""Changes to a configuration as JSON merge patches (RFC 7396), and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvstore.errors import ConfigError
+
+Values = dict[str, Any]
+"""Tables and values as TOML and JSON have them."""
+
+
+def merged(values: Values, patch: Values) -> Values:
+    """`values` with a merge patch applied: what it names is replaced, table by table; None removes."""
+    out = {name: value for name, value in values.items() if name not in patch}
+    for name, value in patch.items():
+        if isinstance(value, dict):
+            before = values.get(name)
+            out[name] = merged(before if isinstance(before, dict) else {}, value)
+        elif value is not None:
+            out[name] = value
+    return out
+
+
+def difference(before: Values, after: Values) -> Values:
+    """The merge patch that makes `after` of `before`, and says no more than that."""
+    patch: Values = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            inner = difference(old, value)
+            if inner:
+                patch[name] = inner
+        elif name not in before or type(value) is not type(old) or value != old:
+            patch[name] = value
+    return patch
+
+
+def etag(value: object) -> str:
+    """Stands for a value as it is now."""
+    return blake3(_json(value).encode()).hexdigest(8)
+
+
+def read_changes(path: Path) -> Values:
+    """The merge patch kept in a file; empty if there is none. Raises ConfigError."""
+    hint = "it holds what was changed while the daemon ran; move it away to go without"
+    try:
+        changes = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}", hint) from None
+    if not isinstance(changes, dict):
+        raise ConfigError(f"{path} holds no table", hint)
+    return changes
+
+
+def keep_changes(path: Path, changes: Values) -> None:
+    """Writes a merge patch to a file, durably and whole. Raises ConfigError, and leaves what was there."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(_json(changes, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "nothing was changed") from None
+
+
+def plain(value: Any) -> Any:
+    """The same as JSON has it."""
+    return json.loads(_json(value))
+
+
+def _json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, default=_moment, sort_keys=True, ensure_ascii=False, indent=indent)
+
+
+def _moment(value: object) -> str:
+    """A moment as JSON has it: TOML's only values that JSON has not."""
+    assert isinstance(value, datetime), value
+    return f"{value.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}" if value.tzinfo else value.isoformat()

@@ -1,0 +1,72 @@
+"""Limits of tiers that change while the daemon runs: what can be, what comes of it, what the core is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvstore.config import Config
+from kvstore.config.units import format_size
+from kvstore.core import events as ev
+from kvstore.core.residency import TierState
+from kvstore.errors import ConfigError
+from kvstore.types import Tier
+
+if TYPE_CHECKING:
+    from kvstore.daemon.shell import Shell
+
+
+def limit_bytes(shell: Shell, state: TierState, config: Config) -> int:
+    """What a tier would have by another configuration, in bytes."""
+    before, after = _limit(shell.config, state), _limit(config, state)
+    return after if after != before else state.extents.limit_bytes
+
+
+def wanted(shell: Shell, config: Config) -> Iterator[ev.SetLimit]:
+    """What the core is to be told."""
+    for tier, state in enumerate(shell.placement.residency.tiers):
+        limit = limit_bytes(shell, state, config)
+        if limit != state.extents.limit_bytes:
+            yield ev.SetLimit(tier, limit)
+
+
+def check(shell: Shell, config: Config) -> None:
+    """Raises ConfigError for a limit that a tier cannot take over as it runs."""
+    for event in wanted(shell, config):
+        state = shell.placement.residency.tiers[event.tier]
+        extents, key, limit = state.extents, f"{_name(state)}.limit", event.limit_bytes
+        said = f"{key} is {format_size(limit)} ({limit} bytes)"
+        pinned = sum(shell.placement.residency.pinned_bytes.values())
+        if limit < extents.extent_bytes:
+            why = f"{said}, one extent of this tier has {extents.extent_bytes}"
+            raise ConfigError(why, f"raise {key}, or change it with a restart")
+        if limit > max(extents.most_bytes, extents.limit_bytes):
+            why = f"{said}, this daemon can take {extents.most_bytes}: four times what it started with"
+            raise ConfigError(why, "ask for less, or change it in the file and restart")
+        if limit < extents.limit_bytes and limit < pinned:
+            raise ConfigError(f"{said}, pins keep {pinned} bytes", f"unpin blocks, or raise {key}")
+        if state.spec.tier == Tier.NVME and shell.nvme is not None:
+            more = (limit // extents.extent_bytes - extents.total) * extents.extent_bytes
+            free = shell.nvme.free_bytes() if more > 0 else 0
+            if more > free:
+                why = f"{said}, which takes {more} more, the folder's file system has {free} free"
+                raise ConfigError(why, f"make room there, or lower {key}")
+
+
+def consequences(shell: Shell, config: Config) -> list[dict[str, Any]]:
+    """What all tenants together ("") would lose to lower limits, in bytes."""
+    rows = []
+    for event in wanted(shell, config):
+        state = shell.placement.residency.tiers[event.tier]
+        lost = max(0, state.extents.used_bytes - event.limit_bytes)
+        if lost:
+            rows.append({"tenant": "", "tier": _name(state), "evicted_bytes": lost, "claimed_bytes": 0})
+    return rows
+
+
+def _limit(config: Config, state: TierState) -> int:
+    return config.dram.limit if state.spec.tier == Tier.DRAM else config.nvme.limit
+
+
+def _name(state: TierState) -> str:
+    return state.spec.tier.name.lower()
