@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -76,6 +76,8 @@ class _OverUnix(http.client.HTTPConnection):
 class ServedAdmin:
     """Runs `kvstore admin` with a daemon's configuration while the `with` block lasts."""
 
+    command: Sequence[str] = (sys.executable, "-m", "kvstore")
+
     def __init__(self, daemon: ServedDaemon) -> None:
         self.daemon = daemon
         self.socket = daemon.folder / "admin.sock"
@@ -91,7 +93,7 @@ class ServedAdmin:
             self.stop()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "kvstore", "admin", "-c", str(self.daemon.folder / "kvstore.toml")]
+        command = [*self.command, "admin", "-c", str(self.daemon.folder / "kvstore.toml")]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         eventually(self._answers, within_s=30)

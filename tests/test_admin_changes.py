@@ -25,10 +25,12 @@ CHANGES = (
     ("DELETE", f"/v1/namespaces/{ABSENT}/blocks"),
     ("DELETE", "/v1/tenants/nobody/blocks"),
     ("PUT", f"/v1/namespaces/{ABSENT}/readers"),
+    ("PUT", "/v1/devices/none/state"),
     ("DELETE", f"/v1/namespaces/{ABSENT}/blocks/00"),
     ("PUT", f"/v1/namespaces/{ABSENT}/blocks/00/pin"),
     ("DELETE", f"/v1/namespaces/{ABSENT}/blocks/00/pin"),
     ("POST", f"/v1/namespaces/{ABSENT}/blocks/00/prefetch"),
+    ("POST", f"/v1/namespaces/{ABSENT}/prefetch"),
 )
 
 
@@ -89,6 +91,57 @@ def test_changes_need_a_token_that_operates(
         ("grafana", 403, path),
         ("", 401, path),
     ]
+
+
+# -- devices and policy
+
+
+def test_a_device_is_fenced_drained_and_given_back(admin: ServedAdmin, client: Client) -> None:
+    ns, _, keys = put(client, 4)
+    path = "/v1/devices/nvme"
+    serving = admin.get(path, VIEW)
+    assert serving.headers["etag"] == '"serving"'
+    assert serving.json["written_in_a_day_bytes"] >= 4 * 16384
+    assert serving.json["drive_writes_a_day"] == pytest.approx(
+        serving.json["written_in_a_day_bytes"] / (64 << 20)
+    )
+    try:
+        fenced = change(admin, "PUT", f"{path}/state", {"state": "fenced"})
+        assert (fenced.status, fenced.json["state"], fenced.json["readable"]) == (200, "fenced", False)
+        said = eventually(lambda: (r := admin.get("/readyz")).status == 503 and r.json)
+        assert said["reasons"] == ["nvme: fenced by an operator"]
+        written = client.status()["counters"]["written_blocks"]
+        assert ns.put(names(3, "fenced"), payloads(names(3, "fenced"))).stored == 3
+        eventually(lambda: idle(client.status()))
+        assert client.status()["counters"]["written_blocks"] == written
+        assert got(ns, keys) == 4, "what DRAM has is served"
+        late = {"If-Match": '"serving"'}
+        stale = change(admin, "PUT", f"{path}/state", {"state": "draining"}, headers=late)
+        assert "fenced" in problem(stale, 412)["hint"]
+        assert stale.headers["etag"] == '"fenced"'
+        current = {"If-Match": '"fenced"'}
+        assert change(admin, "PUT", f"{path}/state", {"state": "draining"}, headers=current).status == 200
+        drains = admin.get("/v1/devices").json["devices"][1]
+        assert (drains["readable"], drains["writable"]) == (True, False)
+        eventually(lambda: admin.get("/readyz").status == 200)
+    finally:
+        assert change(admin, "PUT", f"{path}/state", {"state": "serving"}).json["writable"]
+
+
+def test_what_is_no_device_or_can_not_be_fenced_is_said(admin: ServedAdmin) -> None:
+    assert problem(admin.get("/v1/devices/tape", VIEW), 404)["hint"] == "there are dram, nvme"
+    assert (
+        "dram" in problem(change(admin, "PUT", "/v1/devices/dram/state", {"state": "fenced"}), 409)["detail"]
+    )
+    assert change(admin, "PUT", "/v1/devices/dram/state", {"state": "serving"}).status == 200
+    problem(change(admin, "PUT", "/v1/devices/nvme/state", {"state": "off"}), 422)
+
+
+def test_the_policy_is_shown(admin: ServedAdmin) -> None:
+    said = admin.get("/v1/policy", VIEW).json
+    assert (said["name"], said["wanted"], said["pools_left"]) == ("lru", "lru", 0)
+    assert {"hazard", "arc"} <= set(said["available"])
+    assert [tier["tier"] for tier in said["tiers"]] == ["dram", "nvme"]
 
 
 # -- blocks
@@ -183,8 +236,10 @@ def test_of_edits_at_the_same_time_one_wins_and_the_others_are_told(
 
 def test_what_is_not_there_and_what_makes_no_sense_is_a_problem(admin: ServedAdmin, client: Client) -> None:
     _, path, keys = put(client, 1)
+    bodies = {"readers": {"tenants": []}, "pin": {"ttl_s": 1.0}, "state": {"state": "fenced"}}
+    bodies[f"{ABSENT}/prefetch"] = {"keys": ["00"]}
     for method, absent in CHANGES:
-        body = {"tenants": []} if absent.endswith("readers") else {"ttl_s": 1.0} if "pin" in absent else None
+        body = next((bodies[end] for end in bodies if absent.endswith(end)), None)
         assert problem(change(admin, method, absent, body), 404)["hint"]
     pin = f"{path}/blocks/{keys[0].hex()}/pin"
     for body in ({}, {"ttl_s": 0}, {"ttl_s": 1e9}, {"ttl_s": "long"}, {"ttl_s": 1, "more": 1}, [], "x", 7):
@@ -258,6 +313,35 @@ def test_what_cannot_be_written_down_goes_to_the_processs_log(
     asyncio.run(log.write({"who": "ops"}))
     assert '{"who": "ops"}' in caplog.text
     assert "cannot write" in caplog.text
+
+
+# -- prefixes and what moves
+
+
+def test_a_prefix_comes_up_and_what_moves_is_shown(admin: ServedAdmin, client: Client) -> None:
+    _, path, keys = put(client, 20)
+    chain = [key.hex() for key in keys]
+    assert change(admin, "POST", f"{path}/prefetch", {"keys": chain}).json == {"blocks": 20}
+    assert change(admin, "POST", f"{path}/prefetch", {"keys": [*chain[:5], "00" * 32]}).json == {"blocks": 5}
+    mixed = change(admin, "POST", f"{path}/prefetch", {"keys": ["00", "0011"]})
+    assert "of 1 and of 2 bytes" in problem(mixed, 409)["detail"]
+    for wrong in ([], ["0"], ["zz"], [chain[0]] * 513):
+        problem(change(admin, "POST", f"{path}/prefetch", {"keys": wrong}), 422)
+    # While its device is fenced, nothing is on its way; what comes down later is seen there.
+    seen: list[dict[str, Any]] = []
+    more = client.namespace(new_layout())
+    for n in range(40):
+        some = names(100, f"moving {n}")
+        more.put(some, payloads(some))
+        seen += admin.get("/v1/transfers?limit=1000").json["transfers"]
+        if seen:
+            break
+    assert seen
+    assert {(t["source"], t["target"], t["class"]) for t in seen} == {("dram", "nvme", "write_back")}
+    assert all(t["blocks"] and t["bytes"] and t["state"] in ("queued", "moving") for t in seen)
+    assert {t["tenant"] for t in seen} == {"default"}
+    assert seen[0]["namespace"] == more.layout.fingerprint("default").hex()
+    assert eventually(lambda: not admin.get("/v1/transfers").json["transfers"])
 
 
 # -- the daemon's side

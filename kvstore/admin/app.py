@@ -7,10 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.admin import problems, routes
+from kvstore.admin import configuration, problems, routes
 from kvstore.admin.audit import Audited, AuditLog
 from kvstore.admin.callers import Callers
 from kvstore.admin.changes import changes
+from kvstore.admin.dashboard import page
+from kvstore.admin.hour import Hour
+from kvstore.admin.recordings import Recorder, recordings
 from kvstore.admin.snapshots import Snapshots
 from kvstore.client.aio import AsyncClient
 from kvstore.config import Config
@@ -29,7 +32,7 @@ user who asks over the Unix socket. Errors are problems (RFC 9457) with a `hint`
 
 
 def make(config: Config, url: str) -> FastAPI:
-    """An app that asks the daemon at `url`. Its state has `callers` and `snapshots`."""
+    """An app that asks the daemon at `url`. Its state has `callers`, `snapshots` and `hour`."""
     app = FastAPI(
         title="kvstore admin",
         version=VERSION,
@@ -45,9 +48,13 @@ def make(config: Config, url: str) -> FastAPI:
         AsyncClient(url, token="", deadline_s=_DEADLINE_S),
         AsyncClient(url, token="", deadline_s=_CHANGING_S),
     )
+    app.state.recorder = Recorder(url)
+    app.state.hour = Hour()
+    app.include_router(page)
     app.include_router(routes.health)
     app.include_router(routes.v1)
-    app.include_router(changes)
+    for router in (changes, configuration.seen, configuration.changed, recordings):
+        app.include_router(router)
     problems.install(app)
     app.add_middleware(_Bounded)
     app.add_middleware(Audited, log=AuditLog(config.admin.audit_log))

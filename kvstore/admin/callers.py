@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from fastapi import Request
 
@@ -53,6 +55,7 @@ class Callers:
             return self._by_token(token.strip())
         client = request.client
         if not scheme and client is not None and client.host == PEER and client.port in (0, os.getuid()):
+            _refuse_other_sites(request)
             return Caller(f"uid {client.port}", Role.OPERATE)
         raise ProblemError(401, "this needs a token", _TOKEN_HINT)
 
@@ -76,3 +79,26 @@ class Callers:
         if over:
             hint = f"at most {self.admin.requests_per_s} a second: admin.requests_per_s"
             raise ProblemError(429, "too many requests", hint, {"Retry-After": "1"})
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """A browser that reaches the socket through a forwarder acts as its user: not for pages from elsewhere.
+
+    Such a page has another origin, or has its own name lead here. Raises ProblemError 403.
+    """
+    host = request.headers.get("host", "")
+    name = urlsplit(f"//{host}").hostname or ""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise ProblemError(
+            403, f"a page of {origin:.80} asks", "without a token, only pages of this host may"
+        )
+    if "." in name and not _is_loopback(name):
+        raise ProblemError(403, f"this is not {name:.80}", "without a token, ask for localhost")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter
 
 from kvstore.admin import views
-from kvstore.admin.depends import OPERATOR, Daemon, KeyPath, NamespacePath, TenantPath
+from kvstore.admin.depends import OPERATOR, Daemon, DevicePath, IfMatch, KeyPath, NamespacePath, TenantPath
 from kvstore.admin.problems import ProblemError, documented
-from kvstore.admin.routes import etag, found_namespace, found_tenant
+from kvstore.admin.routes import etag, found_device, found_namespace, found_tenant, state_etag
 from kvstore.admin.snapshots import Snapshots
 
 changes = APIRouter(
@@ -17,8 +17,6 @@ changes = APIRouter(
     dependencies=[OPERATOR],
     responses=documented(400, 401, 403, 404, 409, 413, 422, 429, 503),
 )
-
-IfMatch = Annotated[str | None, Header(description="Only if this is still its ETag; else 412.")]
 
 
 # -- tenants and namespaces
@@ -64,6 +62,30 @@ def _changed_meanwhile(namespace: views.Namespace) -> ProblemError:
     )
 
 
+# -- devices
+
+
+@changes.put("/devices/{name}/state", tags=["devices"], responses=documented(412))
+async def change_state_of_device(
+    daemon: Daemon, name: DevicePath, wanted: views.DeviceState, if_match: IfMatch = None
+) -> views.Device:
+    """Has a device serve, drain, or be fenced, until that is changed or the daemon restarts."""
+    before = await found_device(daemon, name)
+    if if_match not in (None, "*", state_etag(before)):
+        raise _state_changed(before)
+    expected = before.state if if_match is not None else None
+    call = {"name": name, "state": wanted.state, "instead_of": expected}
+    answer = await daemon.changing.control("set_device", **call)
+    if "otherwise" in answer:
+        raise _state_changed(views.Device.model_validate(answer["otherwise"]))
+    return views.Device.model_validate(answer)
+
+
+def _state_changed(device: views.Device) -> ProblemError:
+    etag = {"ETag": state_etag(device)}
+    return ProblemError(412, "somebody else has changed its state", f"it is {device.state}", etag)
+
+
 # -- blocks
 
 
@@ -89,6 +111,20 @@ async def unpin_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> views.
 async def prefetch_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> views.Changed:
     """Brings a block up into DRAM, if there is room."""
     return await _changed_block(daemon, "prefetch", id, key)
+
+
+@changes.post("/namespaces/{id}/prefetch", tags=["blocks"])
+async def prefetch_prefix(daemon: Daemon, id: NamespacePath, prefix: views.Prefix) -> views.Changed:
+    """Brings a prefix up into DRAM, as far as there is room: how many blocks are there, or on their way.
+
+    `/v1/transfers` shows those.
+    """
+    await found_namespace(daemon, id)
+    keys = [bytes.fromhex(key) for key in prefix.keys]
+    sizes = sorted({len(key) for key in keys})
+    if len(sizes) > 1:
+        raise ProblemError(409, f"keys of {sizes[0]} and of {sizes[-1]} bytes", "a namespace has one size")
+    return await _changed(daemon, "prefetch", namespace=id, keys=b"".join(keys), key_bytes=sizes[0])
 
 
 async def _changed_block(daemon: Snapshots, call: str, id: str, key: str, **more: Any) -> views.Changed:

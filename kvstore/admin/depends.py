@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Header, Path, Query, Request
 
 from kvstore.admin.callers import Caller, Role
+from kvstore.admin.hour import Hour
 from kvstore.admin.problems import ProblemError
 from kvstore.admin.snapshots import Snapshots
-from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
+from kvstore.admin.views import KEY_PATTERN
+from kvstore.types import TENANT_PATTERN
 
 _MOST_OF_A_PAGE = 1000
 _FINGERPRINT = r"^[0-9a-f]{32}$"
 
+IfMatch = Annotated[str | None, Header(description="Only if this is still its ETag; else 412.")]
 Limit = Annotated[int, Query(ge=1, le=_MOST_OF_A_PAGE, description="Most to answer with.")]
 OneTenant = Annotated[str, Query(pattern=f"^({TENANT_PATTERN})?$", description="Only this tenant's; or all.")]
+DevicePath = Annotated[str, Path(max_length=80, examples=["nvme"])]
 TenantPath = Annotated[str, Path(pattern=f"^{TENANT_PATTERN}$", examples=["chat"])]
 NamespacePath = Annotated[str, Path(pattern=_FINGERPRINT, description="The `id` of a namespace.")]
-KeyPath = Annotated[
-    str, Path(pattern=rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$", description="A key in hex.")
-]
+KeyPath = Annotated[str, Path(pattern=KEY_PATTERN, description="A key in hex.")]
 
 
 def _snapshots(request: Request) -> Snapshots:
     snapshots: Snapshots = request.app.state.snapshots
     return snapshots
+
+
+def _hour(request: Request) -> Hour:
+    hour: Hour = request.app.state.hour
+    return hour
 
 
 def _anybody(request: Request) -> None:
@@ -52,6 +59,7 @@ def _operator(caller: Annotated[Caller, Depends(_caller)]) -> None:
 
 
 Daemon = Annotated[Snapshots, Depends(_snapshots)]
+LastHour = Annotated[Hour, Depends(_hour)]
 ANYBODY = Depends(_anybody)
 VIEWER = Depends(_caller)
 OPERATOR = Depends(_operator)

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.admin import app as application
+from kvstore.admin import hour
 from kvstore.admin.callers import PEER
 from kvstore.config import Config, load, parse_listen
 from kvstore.daemon.main import listen, new_runner
@@ -65,6 +66,8 @@ async def _serve(config: Config, path: Path | None) -> int:
             loop.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
         ]
+        keeping = loop.create_task(hour.keep(app.state.hour, app.state.snapshots))
+        keeping.add_done_callback(_tell)
         where = f"{admin.socket}{f' and {admin.listen}' if admin.listen else ''}"
         _log.info("serving on %s", where)
         notify("READY=1", f"STATUS=serving on {where}")
@@ -73,12 +76,20 @@ async def _serve(config: Config, path: Path | None) -> int:
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
+        await app.state.recorder.end()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
         await app.state.snapshots.close()
     finally:
         for listener in listeners:
             listener.close()
         admin.socket.unlink(missing_ok=True)
     return 0
+
+
+def _tell(keeping: asyncio.Task[None]) -> None:
+    if not keeping.cancelled():
+        _log.error("the last hour is kept no longer", exc_info=keeping.exception())
 
 
 def _reload(app: Any, path: Path | None) -> None:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from kvstore.errors import DeniedError, MisuseError, UnavailableError
+from kvstore.errors import DeniedError, LocalProtocolError, MisuseError, UnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ def install(app: FastAPI) -> None:
         hint = "/openapi.json says what there is" if error.status_code in (404, 405) else ""
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_allowed(request))
+            # What is not in OpenAPI has one route for all of its methods.
+            headers["Allow"] = ", ".join(_allowed(request)) or headers["Allow"]
         return answer(ProblemError(error.status_code, str(error.detail), hint, headers))
 
     @app.exception_handler(RequestValidationError)
@@ -101,8 +102,9 @@ def install(app: FastAPI) -> None:
     async def away(_: Request, error: UnavailableError) -> JSONResponse:
         return answer(ProblemError(503, error.message, error.hint, {"Retry-After": "1"}))
 
+    @app.exception_handler(LocalProtocolError)
     @app.exception_handler(DeniedError)
-    async def denied(_: Request, error: DeniedError) -> JSONResponse:
+    async def denied(_: Request, error: DeniedError | LocalProtocolError) -> JSONResponse:
         return answer(ProblemError(409, error.message, error.hint))
 
     @app.exception_handler(MisuseError)

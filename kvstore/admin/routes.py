@@ -8,13 +8,16 @@ from typing import Annotated, Any
 from blake3 import blake3
 from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import PlainTextResponse
+from pydantic import StringConstraints
 
 from kvstore.admin import metrics, views
 from kvstore.admin.depends import (
     ANYBODY,
     VIEWER,
     Daemon,
+    DevicePath,
     KeyPath,
+    LastHour,
     Limit,
     NamespacePath,
     OneTenant,
@@ -22,10 +25,12 @@ from kvstore.admin.depends import (
 )
 from kvstore.admin.problems import ProblemError, documented
 from kvstore.admin.snapshots import Snapshots
-from kvstore.daemon.control import MOST_AT_ONCE
+from kvstore.daemon.chronicle import KINDS, MOST_EVENTS
+from kvstore.daemon.machinery import MOST_AT_ONCE
 from kvstore.daemon.server import VERSION
 from kvstore.errors import DeniedError, UnavailableError
 
+_Kind = Annotated[str, StringConstraints(pattern=f"^({'|'.join(KINDS)})$")]
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 health = APIRouter(tags=["health"])
@@ -59,11 +64,13 @@ async def readyz(daemon: Daemon, response: Response) -> views.Ready:
 def _reasons(status: dict[str, Any]) -> list[str]:
     reasons = []
     for tier in status["tiers"]:
-        if tier["fenced"]:
+        if tier["state"] == "fenced":
+            reasons.append(f"{tier['name']}: fenced by an operator")
+        elif tier["fenced"]:
             reasons.append(f"{tier['name']}: its device hangs")
         elif not tier["readable"]:
             reasons.append(f"{tier['name']}: reads are left out after failures")
-        elif not tier["writable"]:
+        elif not tier["writable"] and tier["state"] == "serving":
             reasons.append(f"{tier['name']}: writes are left out after failures")
     return reasons
 
@@ -102,6 +109,12 @@ async def show_status(daemon: Daemon) -> views.Status:
     return views.Status.model_validate(await daemon.status())
 
 
+@v1.get("/history", dependencies=[VIEWER], tags=["daemon"])
+async def show_history(hour: LastHour) -> views.History:
+    """The last hour, a point every ten seconds, as columns: null where the daemon was away or began anew."""
+    return views.History.model_validate(hour.columns())
+
+
 @v1.get("/tiers", dependencies=[VIEWER], tags=["tiers"])
 async def list_tiers(daemon: Daemon) -> views.Tiers:
     """All tiers, the fastest first."""
@@ -117,6 +130,51 @@ async def show_tier(daemon: Daemon, name: Annotated[str, Path(examples=["dram"])
         there = ", ".join(tier["name"] for tier in tiers)
         raise ProblemError(404, f"there is no tier {name!r:.80}", f"there are {there}")
     return views.Tier.model_validate(found)
+
+
+@v1.get("/policy", dependencies=[VIEWER], tags=["policy"])
+async def show_policy(daemon: Daemon) -> views.Policy:
+    """Who leaves a tier first. `policy.eviction` in the configuration changes it while the daemon runs."""
+    return views.Policy.model_validate(await daemon.client.control("policy"))
+
+
+@v1.get("/devices", dependencies=[VIEWER], tags=["devices"])
+async def list_devices(daemon: Daemon) -> views.Devices:
+    """What the tiers lie on, the fastest first."""
+    return views.Devices.model_validate(await daemon.client.control("devices"))
+
+
+@v1.get("/devices/{name}", dependencies=[VIEWER], tags=["devices"], responses=documented(404, 422))
+async def show_device(daemon: Daemon, name: DevicePath, response: Response) -> views.Device:
+    """What one tier lies on. Its ETag changes with its state."""
+    device = await found_device(daemon, name)
+    response.headers["ETag"] = state_etag(device)
+    return device
+
+
+@v1.get("/transfers", dependencies=[VIEWER], tags=["devices"], responses=documented(422))
+async def list_transfers(
+    daemon: Daemon,
+    after: Annotated[int, Query(ge=0, le=1 << 52, description="Only numbers above.")] = 0,
+    limit: Limit = 100,
+) -> views.Transfers:
+    """Copies between tiers that wait or are under way, the oldest first, a page at a time."""
+    shown, more = await _pages(daemon, "transfers", limit, after, "number")
+    transfers = [views.Transfer.model_validate(transfer) for transfer in shown]
+    return views.Transfers(transfers=transfers, next=transfers[-1].number if more else None)
+
+
+async def found_device(daemon: Snapshots, name: str) -> views.Device:
+    """The device of this name as it is now. Raises ProblemError 404."""
+    try:
+        return views.Device.model_validate(await daemon.client.control("device", name=name))
+    except DeniedError as error:
+        raise ProblemError(404, error.message, error.hint) from None
+
+
+def state_etag(device: views.Device) -> str:
+    """Stands for all of a device that can be changed."""
+    return f'"{device.state}"'
 
 
 @v1.get("/tenants", dependencies=[VIEWER], tags=["tenants"], responses=documented(422))
@@ -206,6 +264,29 @@ async def explain_block(
     """Where a block is, what keeps it, and what was decided about it lately; empty if nothing is known."""
     known = await daemon.client.explain([bytes.fromhex(key)], tenant, model)
     return views.Blocks(blocks=[views.Block.model_validate(_in_hex(block)) for block in known])
+
+
+@v1.get("/events", dependencies=[VIEWER], tags=["daemon"], responses=documented(404, 422))
+async def list_events(
+    daemon: Daemon,
+    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only numbers above.")] = 0,
+    limit: Limit = 100,
+    tenant: OneTenant = "",
+    what: Annotated[list[_Kind], Query(description="Only these; or all.")] = [],  # noqa: B006
+) -> views.Events:
+    """What was decided about blocks and what happened to the daemon lately, a page at a time."""
+    if tenant:
+        await found_tenant(daemon, tenant)
+    events: list[dict[str, Any]] = []
+    lost, going = 0, True
+    while going and len(events) < limit:
+        n = min(limit - len(events), MOST_EVENTS)
+        page = await daemon.client.control("events", after=after, limit=n, tenant=tenant, what=what)
+        events += page["events"]
+        lost += page["lost"]
+        going = page["next"] != after
+        after = page["next"]
+    return views.Events.model_validate(page | {"events": events, "lost": lost})
 
 
 def _in_hex(block: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Snapshots:
         self.client, self.changing = client, changing
         self._status = _Shared(lambda: client.control("status"))
         self._pages: dict[tuple[Any, ...], _Shared[dict[str, Any]]] = {}
+        self._figures = _Shared(lambda: client.control("figures"))
         self._metrics = _Shared(self._read_metrics)
 
     async def close(self) -> None:
@@ -37,12 +38,16 @@ class Snapshots:
         """The daemon as a whole, without tenants. Raises UnavailableError while the daemon is away."""
         return await self._status.get()
 
+    async def figures(self) -> dict[str, Any]:
+        """All that is counted and measured. Raises UnavailableError."""
+        return await self._figures.get()
+
     async def metrics(self) -> bytes:
         """All that is counted and measured, as Prometheus reads it. Raises UnavailableError."""
         return await self._metrics.get()
 
     async def _read_metrics(self) -> bytes:
-        return exposition(await self.status(), await self.client.control("figures"))
+        return exposition(await self.status(), await self.figures())
 
     async def page(self, call: str, **arguments: Any) -> dict[str, Any]:
         """A page of tenants or namespaces. Raises UnavailableError and DeniedError."""

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvstore.daemon.control import LONGEST_S
-from kvstore.types import TENANT_PATTERN
+from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""For integers as JSON has them: 1.0 is one."""
 
 
 class View(BaseModel):
@@ -49,7 +57,8 @@ class Tier(View):
     bandwidth_bytes_per_s: int
     readable: bool
     writable: bool
-    fenced: bool
+    fenced: bool = Field(description="Its device hangs.")
+    state: str = Field(examples=["serving"])
     scrub_passes: int
 
 
@@ -86,15 +95,147 @@ class Status(View):
     copies_under_way: int
     core_ram_bytes: int
     huge_pages: bool
+    policy: str = Field(examples=["hazard"])
     nvme_io: str
     problems: list[str]
     counters: dict[str, int]
+
+
+class TierHistory(View):
+    """One tier, point by point: what it held, and what it served and was written since the point before."""
+
+    name: str = Field(examples=["dram"])
+    used_bytes: list[int | None]
+    limit_bytes: list[int | None]
+    served_blocks: list[int | None]
+    served_tokens: list[int | None]
+    served_bytes: list[int | None]
+    written_bytes: list[int | None]
+
+
+class DecisionHistory(View):
+    """Blocks that something was decided about, since the point before. `tier` "": all of them."""
+
+    what: str = Field(examples=["evicted"])
+    tier: str
+    blocks: list[int | None]
+
+
+class Admission(View):
+    """What a tier takes, by which threshold now. `bytes_a_day` 0: no bound; `spent`: none is left for now."""
+
+    mode: str = Field(examples=["reuse"])
+    threshold: float
+    bytes_a_day: int
+    written_bytes: int
+    refused_blocks: int
+    spent: bool
+
+
+class DeviceHistory(View):
+    """A tier's device as it was lately: its queue by class, and what went to it today."""
+
+    tier: str = Field(examples=["nvme"])
+    queued_bytes: dict[str, int]
+    moving_bytes: dict[str, int]
+    admission: Admission
+    written_today_bytes: int
+
+
+class History(View):
+    """The last hour by columns, all as long as `at_s` (Unix time): counts are since the point before.
+
+    `seconds` is the time between both, null where that is not known: so are its counts. Ratios and durations
+    are null too where nothing was asked for. `today_since_s`: since when what went to devices today is known.
+    """
+
+    every_s: float
+    at_s: list[float]
+    seconds: list[float | None]
+    hit_ratio: list[float | None]
+    acquires: list[int | None]
+    acquire_p50_s: list[float | None]
+    acquire_p99_s: list[float | None]
+    missed_blocks: list[int | None]
+    missed_tokens: list[int | None]
+    missed_bytes: list[int | None]
+    tiers: list[TierHistory]
+    decisions: list[DecisionHistory]
+    devices: list[DeviceHistory]
+    today_since_s: float
 
 
 class Tiers(View):
     """All tiers, the fastest first."""
 
     tiers: list[Tier]
+
+
+class PolicyTier(View):
+    """What the policies of one tier know. `weighs`: they know what blocks earn, and refuse new ones by it."""
+
+    tier: str
+    pools: int
+    blocks: int
+    state_bytes: int
+    weighs: bool
+
+
+class Policy(View):
+    """The eviction policy: `name` is at work, `wanted` what it is to be.
+
+    `pools_left` still have the one from before.
+    """
+
+    name: str = Field(examples=["hazard"])
+    wanted: str = Field(examples=["hazard"])
+    available: list[str] = Field(description="By name; there may be others, as `module:Class`.")
+    pools_left: int
+    tiers: list[PolicyTier]
+
+
+class Device(View):
+    """What a tier lies on, what waits for it and is under way, in bytes by class, and what it takes."""
+
+    name: str = Field(examples=["nvme"])
+    state: str = Field(description="What an operator wants: serving, draining or fenced.")
+    hangs: bool
+    readable: bool
+    writable: bool
+    queued_bytes: dict[str, int]
+    moving_bytes: dict[str, int]
+    moving: int
+    bandwidth_bytes_per_s: int
+    admission: Admission
+    written_in_a_day_bytes: int
+    drive_writes_a_day: float = Field(description="Written in the last 24 hours, in limits of the tier.")
+
+
+class Devices(View):
+    """All devices, the fastest first."""
+
+    devices: list[Device]
+
+
+class Transfer(View):
+    """Some blocks of one namespace on their way from one tier to another."""
+
+    number: int
+    source: str = Field(examples=["nvme"])
+    target: str = Field(examples=["dram"])
+    work: str = Field(validation_alias="class", serialization_alias="class", examples=["demand"])
+    state: str = Field(examples=["queued"])
+    tenant: str
+    namespace: str
+    blocks: int
+    bytes: int
+
+
+class Transfers(View):
+    """A page of transfers. `next` is the `after` of the page that follows, null on the last one."""
+
+    transfers: list[Transfer]
+    next: int | None
 
 
 class Tenants(View):
@@ -171,6 +312,32 @@ class Blocks(View):
     blocks: list[Block]
 
 
+class Event(View):
+    """What was decided about a block, or happened to the daemon. `detail` is for people."""
+
+    number: int
+    at_s: float = Field(description="Unix time.")
+    what: str = Field(examples=["evicted"])
+    tier: str = Field(description='"" for all of them, or none.')
+    tenant: str
+    namespace: str = Field(description="Its `id`.")
+    key: str = Field(description='In hex; "" if it is about no block.')
+    score: float | None = Field(description="Uses a second that were expected of the block.")
+    detail: str
+
+
+class Events(View):
+    """Some events, the oldest first. `next` is the `after` of the page that follows, itself at the end.
+
+    `lost`: how many that came after had been overwritten. `instance`: another one has other numbers.
+    """
+
+    events: list[Event]
+    next: int
+    lost: int
+    instance: str
+
+
 class Changed(View):
     """How many blocks a change was about."""
 
@@ -185,6 +352,28 @@ class Readers(BaseModel):
     tenants: list[Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]] = Field(
         max_length=64, examples=[["batch"]]
     )
+
+
+class DeviceState(BaseModel):
+    """What a device is to do. draining: nothing more is written there. fenced: nothing is read either."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: Literal["serving", "draining", "fenced"]
+
+
+KEY_PATTERN = rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$"
+"""A key in hex."""
+
+_Key = Annotated[str, Field(pattern=KEY_PATTERN)]
+
+
+class Prefix(BaseModel):
+    """A chain of blocks from its first one on: keys in hex, all of the same length."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[_Key] = Field(min_length=1, max_length=512, examples=[["00ff", "01ff"]])
 
 
 class Pin(BaseModel):
