@@ -1,5 +1,6 @@
-"""The `kvstore` command. Exit codes: 0 fine, 1 a check failed, 2 an error that is printed with its hint.
+"""The `kvstore` command.
 
+Exit codes: 0 fine, 1 a check failed or nothing was found, 2 an error that is printed with its hint.
 `fsck` has one more: 3, problems were found and all of them repaired.
 """
 
@@ -7,12 +8,37 @@ from __future__ import annotations
 
 import typer
 
-from kvstore.cli import lab, operate, play, record, tenant, top, why
+from kvstore.cli import (
+    blocks,
+    device,
+    events,
+    lab,
+    ns,
+    operate,
+    play,
+    policy,
+    quota,
+    record,
+    tenant,
+    tier,
+    top,
+    trace,
+    why,
+)
 from kvstore.cli.common import Group
 
-app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(operate.app)
 app.add_typer(tenant.app, name="tenant")
+app.add_typer(quota.app, name="quota")
+app.add_typer(ns.app, name="ns")
+app.add_typer(blocks.app, name="blocks")
+app.add_typer(blocks.pin_app, name="pin")
+app.add_typer(tier.app, name="tier")
+app.add_typer(device.app, name="device")
+app.add_typer(policy.app, name="policy")
+app.add_typer(trace.app, name="trace")
+app.add_typer(events.app)
 app.add_typer(play.app)
 app.add_typer(lab.app, name="lab")
 app.add_typer(why.app)

@@ -93,7 +93,10 @@ def replay(
     plot: Plot = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a trace in virtual time: every policy with every capacity, and Belady's bound beside."""
+    """Replay a trace in virtual time: every policy with every capacity, and Belady's bound beside.
+
+    Example: kvstore lab replay trace.jsonl --capacities 5%,10%,5%+10%
+    """
     crowd = {"users": users, "gap_cap": gap_cap, "shared": shared, "seed": seed}
     names, sizes = _items("--policies", policies), _items("--capacities", capacities)
     _check_plot(plot)
@@ -137,7 +140,10 @@ def size(
     plot: Plot = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the smallest DRAM for a hit ratio, or the best split of a budget, by replaying."""
+    """Find the smallest DRAM for a hit ratio, or the best split of a budget, by replaying.
+
+    Example: kvstore lab size trace.jsonl --hit 30%
+    """
     from kvstore.lab import sizing  # noqa: PLC0415
 
     if (hit is None) == (budget is None):
@@ -172,7 +178,10 @@ def compare(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Two reports side by side: differences in points, and what else is not the same."""
+    """Two reports side by side: differences in points, and what else is not the same.
+
+    Example: kvstore lab compare a.json b.json
+    """
     from kvstore.lab.compare import compare as pair_up  # noqa: PLC0415
     from kvstore.lab.report import load  # noqa: PLC0415
 

@@ -41,7 +41,10 @@ _LEVELS = {"ok": "[green]ok", "warn": "[yellow]warn", "fail": "[red]fail"}
 
 @app.command()
 def serve(config: ConfigOption = None) -> None:
-    """Run the daemon until SIGTERM or SIGINT; SIGHUP reads the configuration again."""
+    """Run the daemon until SIGTERM or SIGINT; SIGHUP reads the configuration again.
+
+    Example: kvstore serve -c /etc/kvstore/kvstore.toml
+    """
     # Here, because no other command needs the daemon's modules.
     from kvstore.daemon.main import run  # noqa: PLC0415
 
@@ -50,7 +53,10 @@ def serve(config: ConfigOption = None) -> None:
 
 @app.command()
 def admin(config: ConfigOption = None) -> None:
-    """Run the REST interface of this machine's daemon until SIGTERM or SIGINT; SIGHUP reads tokens again."""
+    """Run the REST interface of this machine's daemon until SIGTERM or SIGINT; SIGHUP reads tokens again.
+
+    Example: kvstore admin -c /etc/kvstore/kvstore.toml
+    """
     from kvstore.admin.main import run  # noqa: PLC0415
 
     raise typer.Exit(run(config))
@@ -63,6 +69,8 @@ def supervise(
     """Run the daemon where there is no systemd: restart it when it dies, and keep its DRAM meanwhile.
 
     SIGHUP is passed on, SIGUSR1 restarts the daemon, SIGTERM and SIGINT end both.
+
+    Example: kvstore supervise -c kvstore.toml
     """
     configuration.load(config)
     from kvstore.daemon.supervise import Supervisor  # noqa: PLC0415
@@ -72,7 +80,10 @@ def supervise(
 
 @app.command()
 def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
-    """Show what a running daemon holds and has done."""
+    """Show what a running daemon holds and has done.
+
+    Example: kvstore status --socket /run/kvstore/kvstore.sock
+    """
     with Client(url_of(socket)) as client:
         state = client.status()
     if as_json:
@@ -102,6 +113,8 @@ def fsck(
     """Check a stopped daemon's NVMe folder: every record, slab and checksum.
 
     Exit codes: 0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired.
+
+    Example: kvstore fsck -c /etc/kvstore/kvstore.toml
     """
     from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
     from kvstore.tiers.nvme.keys import MasterKey  # noqa: PLC0415
@@ -150,6 +163,8 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Check this machine against a configuration, and say what to do about what is not right.
 
     Exit codes: 0 nothing fails, 1 something does, 2 no such configuration.
+
+    Example: kvstore doctor -c /etc/kvstore/kvstore.toml
     """
     from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
 
@@ -166,11 +181,17 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 @config_app.command("check")
-def config_check(file: Path) -> None:
-    """Read FILE as the daemon would and say what is wrong with it."""
-    from kvstore.daemon.main import load_all  # noqa: PLC0415
+def config_check(file: Path, as_json: JsonOption = False) -> None:
+    """Read FILE as the daemon would and say what is wrong with it.
 
-    tenants = load_all(file).tenants
+    Example: kvstore config check kvstore.toml
+    """
+    from kvstore.daemon.settings import Settings  # noqa: PLC0415
+
+    tenants = Settings(file).config.tenants
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), "tenants": list(tenants)}))
+        return
     typer.echo(f"{file}: ok")
     for name, tenant in tenants.items():
         typer.echo(f"tenant {name}: {_summary(tenant)}")
@@ -189,7 +210,10 @@ def _summary(tenant: configuration.Tenant) -> str:
 
 @config_app.command("example")
 def config_example() -> None:
-    """Print a commented configuration with every key at its default."""
+    """Print a commented configuration with every key at its default.
+
+    Example: kvstore config example > kvstore.toml
+    """
     typer.echo(configuration.example(), nl=False)
 
 

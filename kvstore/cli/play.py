@@ -23,7 +23,10 @@ app = typer.Typer()
 
 @app.command()
 def demo() -> None:
-    """Start a daemon, chat with it, kill it midway, and show what was served from where."""
+    """Start a daemon, chat with it, kill it midway, and show what was served from where.
+
+    Example: kvstore demo
+    """
     from kvstore.lab.demo import run  # noqa: PLC0415
 
     unwind_on_sigterm()
@@ -53,7 +56,12 @@ def replay(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Drive a daemon with a recorded trace and compare every byte that it serves."""
+    """Drive a daemon with a recorded trace and compare every byte that it serves.
+
+    Exit codes: 0 every byte was right, 1 some were not, 2 an error.
+
+    Example: kvstore replay trace.jsonl --serve --dram 512MiB --nvme 3GiB
+    """
     from kvstore.lab import replay as lab  # noqa: PLC0415
     from kvstore.lab.served import ServedDaemon  # noqa: PLC0415
     from kvstore.lab.traces import Trace  # noqa: PLC0415

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
 from kvstore.cli.tables import pairs
-from kvstore.client.recording import Asked, Part
+from kvstore.client.recording import Part, trace_line
 from kvstore.client.recording import record as parts_of
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import KVStoreError, MisuseError
@@ -52,7 +52,7 @@ def record(
     Keys are hashed under a secret that ends with the recording. For operators, one at a time. Meanwhile
     look-ups of 512 keys or more ask for all of them, and not for every so many first.
 
-    Example: kvstore lab record --out trace.jsonl --for 10m
+    Example: kvstore trace record --out trace.jsonl --for 10m
     """
     seconds, most = _option("--for", parse_duration, duration), _option("--max-bytes", parse_size, max_bytes)
     count = _Count()
@@ -96,7 +96,7 @@ async def _write(
                     for asked in part.requests:
                         # A trace has one block size, and a layout may leave it out: then blocks are counted.
                         block_tokens = block_tokens or asked.block_tokens or 1
-                        line = _line(asked, block_tokens)
+                        line = trace_line(asked, block_tokens)
                         if count.file_bytes + len(line) > most:
                             beyond += 1
                             continue
@@ -111,18 +111,6 @@ async def _write(
             raise MisuseError(f"{out} is there already", "name another file") from None
         except OSError as error:
             raise KVStoreError(f"cannot write {out}: {error.strerror}") from None
-
-
-def _line(asked: Asked, block_tokens: int) -> bytes:
-    """A request as a line of a trace."""
-    row = {
-        "timestamp": round(1000 * asked.time_s, 3),
-        "input_length": block_tokens * len(asked.hashes),
-        "output_length": 0,
-        "block_tokens": block_tokens,
-        "hash_ids": asked.hashes,
-    }
-    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
 def _option(name: str, parse: Callable[[object], _T], text: str) -> _T:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,16 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore import Client
+from kvstore.cli import complete
 from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.keys import keys_of
 from kvstore.cli.tables import cell
-from kvstore.errors import MisuseError
-from kvstore.types import MAX_KEY_BYTES
 
 app = typer.Typer()
-
-_MOST_FILE_BYTES = 64 << 20
-_HEX_HINT = f"keys are 1 to {MAX_KEY_BYTES} bytes in hex, with or without 0x; a file has one a line"
-_HEX_KEY = re.compile(rf"(?:0[xX])?((?:[0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}})")
 
 
 @app.command()
@@ -31,7 +25,9 @@ def why(
     what: Annotated[str, typer.Argument(metavar="KEY|FILE", help="A key in hex, or a file of keys.")],
     *,
     socket: SocketOption = DEFAULT_SOCKET,
-    tenant: Annotated[str, typer.Option(help="Only this tenant's namespaces.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Only this tenant's namespaces.", autocompletion=complete.tenants)
+    ] = "",
     model: Annotated[str, typer.Option(help="Only namespaces of this model.")] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -41,7 +37,7 @@ def why(
 
     Example: kvstore why 3f7a0c... --socket /run/kvstore/kvstore.sock
     """
-    keys = _keys(what)
+    keys = keys_of(what)
     with Client(url_of(socket), deadline_s=10.0) as client:
         known = [_shown(block) for block in client.explain(keys, tenant, model)]
     if as_json:
@@ -55,38 +51,6 @@ def why(
         if not as_json:
             typer.echo("nothing is known of it" if len(keys) == 1 else "nothing is known of them", err=True)
         raise typer.Exit(1)
-
-
-def _keys(what: str) -> list[bytes]:
-    """The key that is given, or those in the file of this name. Raises MisuseError for what is neither."""
-    key = _parsed(what)
-    if key is not None:
-        return [key]
-    path = Path(what)
-    try:
-        if path.stat().st_size > _MOST_FILE_BYTES:
-            raise MisuseError(f"{path} is over {_MOST_FILE_BYTES} bytes", _HEX_HINT)
-        lines = path.read_text("ascii", errors="replace").splitlines()
-    except FileNotFoundError:
-        raise MisuseError(f"{what!r:.160} is neither a key nor a file", _HEX_HINT) from None
-    except (OSError, ValueError) as error:
-        raise MisuseError(f"cannot read {what!r:.160}: {error}", _HEX_HINT) from None
-    keys = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            key = _parsed(line.strip())
-            if key is None:
-                raise MisuseError(f"{path} line {number} is no key: {line.strip()!r:.80}", _HEX_HINT)
-            keys.append(key)
-    if not keys:
-        raise MisuseError(f"{path} holds no keys", _HEX_HINT)
-    return keys
-
-
-def _parsed(text: str) -> bytes | None:
-    """The key that a text is in hex, None if it is none."""
-    found = _HEX_KEY.fullmatch(text)
-    return bytes.fromhex(found[1]) if found else None
 
 
 def _shown(block: dict[str, Any]) -> dict[str, Any]:
