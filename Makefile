@@ -4,13 +4,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 RUNS ?= 200
 
-.PHONY: demo test simulate crash test-engines check format bench install uninstall clean
+.PHONY: demo test simulate crash test-engines check format bench install uninstall deb clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
 
+# Two at a time: most of a test is a process that starts. A file's tests share what they have started.
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # Whole runs over a simulated clock, network and device, one a seed. SEEDS=n FIRST=n: how many, from which on.
 SEEDS ?= 1000
@@ -63,6 +64,7 @@ ifneq ($(INSTALL_ENV),no)
 	$(PYTHON) -m venv $(DESTDIR)$(ENVIRONMENT)
 	$(DESTDIR)$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check .
 	sed -i '1s|^#!$(DESTDIR)/|#!/|' $(DESTDIR)$(ENVIRONMENT)/bin/kvstore
+	$(DESTDIR)$(ENVIRONMENT)/bin/python packaging/man.py $(DESTDIR)$(PREFIX)/share/man
 endif
 	install -d $(DESTDIR)$(PREFIX)/bin $(UNITS)
 	ln -sfn $(ENVIRONMENT)/bin/kvstore $(DESTDIR)$(PREFIX)/bin/kvstore
@@ -88,6 +90,12 @@ uninstall:
 	rm -f $(UNITS)/kvstore-admin.service $(UNITS)/kvstore-admin@.service
 	rm -f $(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf
 	rm -f $(DESTDIR)$(PREFIX)/bin/kvstore
+	rm -f $(DESTDIR)$(PREFIX)/share/man/man1/kvstore.1 $(DESTDIR)$(PREFIX)/share/man/man5/kvstore.toml.5
+
+# dist/kvstore_VERSION_ARCH.deb, for machines with the same Debian. PYTHON must be Debian's own, with python3-venv.
+deb: PYTHON = /usr/bin/python3
+deb:
+	PYTHON=$(PYTHON) packaging/debian/build dist
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
