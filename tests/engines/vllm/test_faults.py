@@ -120,10 +120,13 @@ def test_a_daemon_killed_in_mid_run_costs_nothing_but_hits(
         engine.send("generate", prompts=asked, max_tokens=64)
         time.sleep(after_s)
         own.kill()
-        assert said(engine.receive()) == expected
-        assert said(engine.fresh(asked[:2], max_tokens=64)) == expected[:2]
-        own.start()
-        back(engine)
+        try:
+            assert said(engine.receive()) == expected
+            assert said(engine.fresh(asked[:2], max_tokens=64)) == expected[:2]
+        finally:
+            # Others use it too.
+            own.start()
+            back(engine)
     last = engine.fresh(asked[:8], max_tokens=64)
     assert said(last) == expected[:8]
     assert cached(last) == [full_blocks(len(each)) for each in asked[:8]]
