@@ -108,6 +108,9 @@ class World:
 
     def change_settings(self, none: bool = False) -> None:
         """Other floors and limits, from now on, or none; now and then another policy, other rules."""
+        if self.life is not None and self.life.up:
+            # Before less room is a reason to lose what was left.
+            self._restored()
         self._resize()
         if none:
             self.setup.quotas = {}
