@@ -171,14 +171,14 @@ def test_a_daemon_that_comes_later_is_used_from_then_on(plain: Engine, engine: E
 
 def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine: Engine) -> None:
     """6000 tokens are more than a step takes, so hits move the borders of the chunks, and those the last
-    bits of the logprobs: no farther than other chunks do without the connector.
+    bits of the logprobs: no farther than other chunks do without the connector (on some CPUs not at all).
     """
     asked = [prompt(450 + i, 1500) for i in range(4)]
     expected = said(plain.fresh(asked))
     spread = farthest(expected, [said(plain.fresh([each]))[0] for each in asked])
     with plain.instead(max_num_batched_tokens=512):
         spread = max(spread, farthest(expected, said(plain.fresh(asked))))
-    assert 0 < spread < 1e-4
+    assert spread < 1e-4
     with (
         ServedDaemon({"dram": {"limit": "8MiB", "huge_pages": False}}) as daemon,
         engine.instead(**connector(daemon, load=engine.mode)),
