@@ -22,9 +22,9 @@ import numpy.typing as npt
 from bench.harness import Bench, Result, Target
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.devices import TierSpec
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Placement
-from kvstore.core.residency import TierSpec
 from kvstore.core.tenants import Quota
 from kvstore.types import Tier
 

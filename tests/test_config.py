@@ -13,6 +13,7 @@ from kvstore.config import (
     MIB,
     AdminToken,
     Config,
+    NvmeDevice,
     Tenant,
     TierQuota,
     Token,
@@ -107,8 +108,10 @@ def test_the_example_is_the_default_and_shows_every_key() -> None:
     quota = set(TierQuota.model_fields)
     tenant = {"": set(Tenant.model_fields) - {"dram", "nvme", "tokens"}, ".tokens": set(Token.model_fields)}
     tenant |= {".dram": quota, ".nvme": quota}
+    by_name = {"tokens", "devices"}
     assert shown == {
-        **{name: set(dict(section)) - {"tokens"} for name, section in Config() if name != "tenants"},
+        **{name: set(dict(section)) - by_name for name, section in Config() if name != "tenants"},
+        "nvme.devices.nvme1": set(NvmeDevice.model_fields),
         "admin.tokens": set(AdminToken.model_fields),
         **{f"tenants.team-a{part}": keys for part, keys in tenant.items()},
     }

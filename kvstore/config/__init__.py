@@ -4,11 +4,24 @@ from kvstore.config.admin import HOLDER_PATTERN, Admin, AdminToken, parse_listen
 from kvstore.config.example import example
 from kvstore.config.file import Config, Source, changes, load, parse, read
 from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
-from kvstore.config.sections import SOCKET_PATH_BYTES, Daemon, Dram, Limits, Nvme, Policy, Scrub
+from kvstore.config.sections import (
+    DEVICE_PATTERN,
+    FIRST_DEVICE,
+    SOCKET_PATH_BYTES,
+    Daemon,
+    Dram,
+    Limits,
+    Nvme,
+    NvmeDevice,
+    Policy,
+    Scrub,
+)
 from kvstore.config.tenants import Encryption, Secret, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
 
 __all__ = [
+    "DEVICE_PATTERN",
+    "FIRST_DEVICE",
     "GIB",
     "HOLDER_PATTERN",
     "KIB",
@@ -22,6 +35,7 @@ __all__ = [
     "Encryption",
     "Limits",
     "Nvme",
+    "NvmeDevice",
     "Policy",
     "Scrub",
     "Secret",

@@ -26,6 +26,10 @@ admission_threshold = 0.2             # for reuse: how likely, 0 to 1
 write_budget = 0                      # a day, such as "500GiB" or "1x" (times the limit); 0: no bound
 io_threads = 4                        # reads and writes in flight
 prefetch_blocks = 0                   # most blocks loaded unasked behind those of a chain that are; 0: none
+# [nvme.devices.nvme1]                # another device: nvme and whatever tells it apart
+# path = "/mnt/nvme1/kvstore"
+# limit = "8GiB"
+# write_budget = 0                    # what is written to it a day, as above
 
 [policy]
 eviction = "hazard"                   # who leaves first, or lru, arc, s3fifo, lfuda, gdsf, sieve

@@ -24,7 +24,9 @@ from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, 
 from kvstore.errors import ConfigError, MisuseError
 
 _SOME = "NAME"
-"""Stands for a tenant's name in keys."""
+"""Stands for a tenant's or device's name in keys."""
+
+_BY_NAME = ("tenants", "nvme.devices")
 
 
 class Config(Section):
@@ -44,7 +46,7 @@ class Config(Section):
     def _tenants_fit(self) -> Config:
         check_apart(self.tenants)
         check_floors(self.tenants, "dram", self.dram.limit)
-        check_floors(self.tenants, "nvme", self.nvme.limit)
+        check_floors(self.tenants, "nvme", sum(self.nvme.limits.values()))
         return self
 
 
@@ -70,25 +72,39 @@ _CHANGEABLE = {
 }
 """What a running daemon takes over when it reads its configuration again, besides all of its tenants."""
 
+_CHANGEABLE_OF_DEVICES = ("limit", "write_budget")
+
 
 def changes(old: Config, new: Config, admin: bool = False) -> tuple[list[str], list[str]]:
     """Which settings differ: those that can change at run time, as `key = value`, and those that cannot.
 
     What serves REST is another process: its own part counts if `admin`.
     """
-    changed = [f"tenants.{name} is new" for name in new.tenants if name not in old.tenants]
-    changed += [f"tenants.{name} is gone" for name in old.tenants if name not in new.tenants]
-    both = set(old.tenants) & set(new.tenants)
-    before, after = _flat(_with_tenants(old, both)), _flat(_with_tenants(new, both))
-    differ = [key for key in after if after[key] != before[key] and (admin or not key.startswith("admin."))]
-    fixed = [key for key in differ if key not in _CHANGEABLE and not key.startswith("tenants.")]
-    changed += [_line(key, after[key]) for key in differ if key not in fixed]
+    before, after = old.model_dump(), new.model_dump()
+    changed = _come_and_gone("tenants", before, after)
+    changed += _come_and_gone("nvme.devices", before["nvme"], after["nvme"])
+    flat, will_be = _flat(before), _flat(after)
+    differ = [key for key in will_be if will_be[key] != flat[key] and (admin or not key.startswith("admin."))]
+    fixed = [key for key in differ if not _can_change(key)]
+    changed += [_line(key, will_be[key]) for key in differ if key not in fixed]
     return changed, fixed
 
 
-def _with_tenants(config: Config, names: set[str]) -> dict[str, Any]:
-    values = config.model_dump()
-    return values | {"tenants": {name: values["tenants"][name] for name in sorted(names)}}
+def _come_and_gone(key: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What has come by name to a table, and what has gone; leaves those in both that are in both."""
+    name = key.rpartition(".")[2]
+    before, after = old[name], new[name]
+    changed = [f"{key}.{one} is new" for one in after if one not in before]
+    changed += [f"{key}.{one} is gone" for one in before if one not in after]
+    both = sorted(set(before) & set(after))
+    old[name], new[name] = {one: before[one] for one in both}, {one: after[one] for one in both}
+    return changed
+
+
+def _can_change(key: str) -> bool:
+    if key.startswith("nvme.devices."):
+        return key.rpartition(".")[2] in _CHANGEABLE_OF_DEVICES
+    return key in _CHANGEABLE or key.startswith("tenants.")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -173,7 +189,7 @@ def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[s
         inner, key = _model_in(field.annotation), prefix + name
         yield key
         if inner is not None:
-            yield from _known_keys(inner, f"{key}.{_SOME}." if key == "tenants" else f"{key}.")
+            yield from _known_keys(inner, f"{key}.{_SOME}." if key in _BY_NAME else f"{key}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
@@ -206,9 +222,13 @@ def _bare(part: object) -> str:
 
 
 def _nearest(place: list[Any]) -> str:
-    tenant = str(place[1]) if place[0] == "tenants" and len(place) > 1 else _SOME
     parts = [part for part in place if not isinstance(part, int)]
-    key = ".".join(map(str, [parts[0], _SOME, *parts[2:]] if parts[0] == "tenants" else parts))
+    called = _SOME
+    for table in (named.split(".") for named in _BY_NAME):
+        at = len(table)
+        if parts[:at] == table and len(parts) > at:
+            called, parts = str(parts[at]), [*table, _SOME, *parts[at + 1 :]]
+    key = ".".join(map(str, parts))
     parent, _, name = key.rpartition(".")
     known = {dotted: dotted.rpartition(".")[2] for dotted in _known_keys()}
     near = [dotted for dotted, leaf in known.items() if leaf == name and "." in dotted]
@@ -220,7 +240,7 @@ def _nearest(place: list[Any]) -> str:
     near.sort(key=lambda dotted: not dotted.startswith(f"{parts[0]}."))
     if not near:
         return "`kvstore config example` shows every key"
-    return f"did you mean {near[0].replace(_SOME, _bare(tenant))}?"
+    return f"did you mean {near[0].replace(_SOME, _bare(called))}?"
 
 
 def _show(key: str, value: object) -> str:

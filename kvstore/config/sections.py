@@ -20,6 +20,13 @@ from kvstore.config.units import GIB, KIB, MIB, Duration, Size, at_least, format
 from kvstore.errors import MisuseError
 from kvstore.types import MAX_KEY_BYTES
 
+FIRST_DEVICE = "nvme"
+DEVICE_PATTERN = r"^nvme[a-z0-9_-]{1,28}$"
+"""What devices besides the first are called."""
+
+MOST_DEVICES = 8
+"""Devices besides the first."""
+
 SOCKET_PATH_BYTES = 107
 """The longest Unix socket path that the kernel takes, in bytes."""
 
@@ -40,6 +47,14 @@ def _socket_path(path: Path) -> Path:
         )
     return path
 
+
+def _write_budget(value: int | str) -> int | str:
+    parse_write_budget(value, 1)
+    return value
+
+
+WriteBudget = Annotated[int | str, AfterValidator(_write_budget)]
+DeviceName = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
 SocketPath = Annotated[Path, BeforeValidator(as_path), AfterValidator(_socket_path)]
 
@@ -70,12 +85,21 @@ class Dram(Section):
     huge_pages: bool = True
 
 
+class NvmeDevice(Section):
+    """A device more in the disk tier: a folder on it, its hard limit in bytes, what may be written a day."""
+
+    path: Annotated[Path, BeforeValidator(as_path)]
+    limit: Annotated[Size, at_least(2 * MIB)] = 8 * GIB
+    write_budget: WriteBudget = 0
+
+
 class Nvme(Section):
     """The disk tier: a folder (None = no such tier), its hard limit in bytes, when blocks go there.
 
     `admission`: which go there: always; twice: what was used again; reuse: P(used again) >= the threshold.
     `write_budget`: bytes a day, or times the limit as in `"1x"`; 0: no bound.
     `prefetch_blocks`: how many blocks come up unasked behind those of a chain that are loaded; 0: none.
+    `devices`: more of them, by name; the one at `path` is called nvme.
     """
 
     path: Annotated[Path, BeforeValidator(as_path)] | None = None
@@ -83,20 +107,40 @@ class Nvme(Section):
     write_policy: Literal["write_through", "on_evict"] = "write_through"
     admission: Literal["always", "twice", "reuse"] = "always"
     admission_threshold: Annotated[float, Field(ge=0, le=1)] = 0.2
-    write_budget: int | str = 0
+    write_budget: WriteBudget = 0
     io_threads: Annotated[int, Field(ge=1, le=256)] = 4
     prefetch_blocks: Annotated[int, Field(ge=0, le=4096)] = 0
+    devices: Annotated[dict[DeviceName, NvmeDevice], Field(max_length=MOST_DEVICES)] = {}
 
-    @field_validator("write_budget")
+    @field_validator("devices")
     @classmethod
-    def _check_budget(cls, value: int | str) -> int | str:
-        parse_write_budget(value, 1)
-        return value
+    def _apart(cls, devices: dict[str, NvmeDevice], info: ValidationInfo) -> dict[str, NvmeDevice]:
+        first = info.data.get("path")
+        if devices and first is None:
+            raise MisuseError("there are more devices, and no first one", "set nvme.path")
+        folders: dict[Path | None, str] = {first: "nvme.path"}
+        for name, device in devices.items():
+            if device.path in folders:
+                why = f"{device.path} is given twice: {folders[device.path]} and nvme.devices.{name}.path"
+                raise MisuseError(why, "a folder is one device: leave one of them out")
+            folders[device.path] = f"nvme.devices.{name}.path"
+        return devices
 
     @property
-    def bytes_a_day(self) -> int:
-        """What may be written a day; 0: no bound."""
-        return parse_write_budget(self.write_budget, self.limit)
+    def limits(self) -> dict[str, int]:
+        """The hard limit of every device, by name, in bytes; the first one's whether there is one or not."""
+        return {FIRST_DEVICE: self.limit} | {name: device.limit for name, device in self.devices.items()}
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The folder of every device, by name."""
+        first = {} if self.path is None else {FIRST_DEVICE: self.path}
+        return first | {name: device.path for name, device in self.devices.items()}
+
+    def bytes_a_day(self, name: str) -> int:
+        """What may be written to a device a day; 0: no bound."""
+        device = self.devices.get(name, self)
+        return parse_write_budget(device.write_budget, device.limit)
 
 
 class Policy(Section):

@@ -219,6 +219,20 @@ class Remove:
 
 
 @dataclass(slots=True)
+class Joined:
+    """A device is there, with this number and without extents: SetLimit has some asked for."""
+
+    tier: int
+
+
+@dataclass(slots=True)
+class Left:
+    """A device that was to be removed holds nothing any more, and is not spoken of again."""
+
+    tier: int
+
+
+@dataclass(slots=True)
 class Make:
     """So many extents more are wanted. Ends with ExtentReady for each that can be had, then ExtentsEnd."""
 
@@ -227,5 +241,19 @@ class Make:
 
 
 Action = (
-    Grant | Room | Answer | Explained | Deny | Copy | Stamp | Drop | Probe | Format | Renew | Remove | Make
+    Grant
+    | Room
+    | Answer
+    | Explained
+    | Deny
+    | Copy
+    | Stamp
+    | Drop
+    | Probe
+    | Format
+    | Renew
+    | Remove
+    | Make
+    | Joined
+    | Left
 )

@@ -19,6 +19,9 @@ WHOSE = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
 
 FREE, RESERVED, LIVE, HOLE = range(4)
 
+MOST_TIERS = 16
+"""Devices of all tiers that there may be from start to stop, those that were removed included."""
+
 Rows = npt.NDArray[np.int64]
 Picked = slice | Rows
 """Numbers to index columns with."""
@@ -33,7 +36,7 @@ def compact(numbers: npt.NDArray[np.int32]) -> Picked:
 
 
 class Blocks:
-    """Room for `capacity` blocks over `tiers` tiers; at most 2**31 - 2."""
+    """Room for `capacity` blocks, at most 2**31 - 2, over `tiers` devices of tiers, at most `MOST_TIERS`."""
 
     def __init__(self, capacity: int, tiers: int) -> None:
         self.capacity = capacity
@@ -48,12 +51,25 @@ class Blocks:
         self.parent = np.zeros(capacity, np.int32)
         self.children = np.zeros(capacity, np.int32)
         self.checksum = np.zeros(capacity, np.uint64)
-        self.slot = np.zeros((tiers, capacity), np.int32)
+        self._slots = np.zeros((MOST_TIERS, capacity), np.int32)
+        self.slot = self._slots[:tiers]
+        self._widened = 0
         # Written, and so in memory, only for blocks that have an end.
         self.expires = np.zeros(capacity, np.float64)
         self._spare = np.zeros(capacity, np.int32)
         self._spares = 0
         self._fresh = 0
+
+    def widen(self, rows: int) -> bool:
+        """Prepares a slot column more, of so many rows at once; whether it is there now."""
+        end = min(self._widened + rows, self._fresh)
+        column = self._slots[len(self.slot)]
+        column[self._widened : end] = -1
+        self._widened = end
+        if end < self._fresh:
+            return False
+        self.slot, self._widened = self._slots[: len(self.slot) + 1], 0
+        return True
 
     @property
     def used(self) -> int:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from kvstore.core.admission import Rule
 from kvstore.core.schedule import Fair
+from kvstore.types import Tier
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = range(4)
 """Classes of work: somebody waits; somebody will; what is stored goes down; what is stored is looked at."""
@@ -34,6 +37,24 @@ _MEMORY_S = 1.0
 _FORGIVEN_S = 5.0
 _FIRST_GUESS = 1e9
 MEASURED_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class TierSpec:
+    """One device of a tier, as configured: called by its tier's name if it has no other.
+
+    `table`: its extents start with slot headers (shared memory). `admission`: what of above is written to it.
+    """
+
+    tier: Tier
+    limit_bytes: int
+    extent_bytes: int
+    table: bool
+    admission: Rule = field(default_factory=Rule)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.tier.name.lower()
 
 
 class Breaker:
@@ -61,7 +82,8 @@ class Device:
     """One device. So many copies are under way (`moving`), of so many bytes by class (`bytes_moving`).
 
     `fenced`: something has been under way for too long, and until it ends nothing else is tried. `state` is
-    what an operator wants.
+    what an operator wants. `turn`: what was written to it, in times its size; beside others of its tier, the
+    one with the least is next.
     """
 
     def __init__(self) -> None:
@@ -70,6 +92,7 @@ class Device:
         self.bytes_moving = [0, 0, 0, 0]
         self.fenced = False
         self.state = SERVING
+        self.turn = 0.0
         self.quiet_since = 0.0
         self._asker = -1
         self._shared_until = self._asked_until = 0.0

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.admission import Rule
+from kvstore.core.devices import TierSpec
 from kvstore.core.keys import Keys
 from kvstore.core.tenants import Quota
 
@@ -86,6 +87,20 @@ class SetLimit:
 
     tier: int
     limit_bytes: int
+
+
+@dataclass(slots=True)
+class AddDevice:
+    """A device more, for a lower tier that there is. Ends with Joined; it has no extents then."""
+
+    spec: TierSpec
+
+
+@dataclass(slots=True)
+class RemoveDevice:
+    """The device of number `tier`, not the first of its tier, is to be emptied and left. Ends with Left."""
+
+    tier: int
 
 
 @dataclass(slots=True)
@@ -373,6 +388,8 @@ Event = (
     | SetAdmission
     | SetDevice
     | SetLimit
+    | AddDevice
+    | RemoveDevice
     | Publish
     | Forget
     | ForgetTenant

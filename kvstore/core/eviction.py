@@ -9,6 +9,7 @@ changes hands.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,8 +60,8 @@ class Eviction:
         self._demote = demote
         self._leaving_soon = leaving_soon
         self._leaving: dict[int, Leaving] = {}
-        self._next_move = [0.0] * len(residency.tiers)
-        self._next_ask: list[dict[int, float]] = [{} for _ in residency.tiers]
+        self._next_move: defaultdict[int, float] = defaultdict(float)
+        self._next_ask: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._next_step = math.inf
         self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
@@ -175,12 +176,13 @@ class Eviction:
         What has children goes down with them: without it they would be lost too. But not beyond a budget.
         """
         gone = np.zeros(len(rows), np.bool_)
-        if len(rows) and tier + 1 < len(self._r.tiers):
-            admission = self._r.tiers[tier + 1].admission
+        if len(rows) and self._r.below[tier]:
+            gate = self._r.gate(tier)
+            admission = self._r.tiers[gate].admission
             refused = np.flatnonzero(~admission.admits(rows, pool.tenant, self._r.now))
             gone[refused if admission.spent else refused[self._leaf_first(rows[refused])]] = True
             self._r.counters["refused_blocks"] += int(gone.sum())
-            self._r.decisions.record(What.REFUSED, tier + 1, rows[gone], self._r.now, pool.tenant)
+            self._r.decisions.record(What.REFUSED, gate, rows[gone], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[gone])
         return gone
 
@@ -190,7 +192,7 @@ class Eviction:
             t.device.takes_writes
             and (t.growing or (t.extents.ready and t.extents.slots_in(pool.slot_bytes)))
             and t.extents.holdings.may_ever_use(pool.tenant, pool.slot_bytes)
-            for t in self._r.tiers[tier + 1 :]
+            for t in (self._r.tiers[n] for n in self._r.below[tier])
         )
 
     def _can_wait(self, pool: Pool, started: bool) -> bool:

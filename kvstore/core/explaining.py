@@ -88,7 +88,7 @@ def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
     place = int(state.extents.place[slot])
     policy = state.policies.get(pool)
     return {
-        "tier": state.spec.tier.name.lower(),
+        "tier": state.spec.name,
         "extent": place >> 32,
         "slot": place & 0xFFFFFFFF,
         "users": int(state.extents.refs[slot]),
@@ -108,7 +108,7 @@ def _told(r: Residency, decision: Decision, now: float) -> dict[str, Any]:
     tier = decision.tier
     return {
         "what": decision.what.name.lower(),
-        "tier": "" if tier is None else r.tiers[tier].spec.tier.name.lower(),
+        "tier": "" if tier is None else r.tiers[tier].spec.name,
         "ago_s": now - decision.at,
         "score": decision.score,
         "class": "" if decision.kind is None else describe(decision.kind),

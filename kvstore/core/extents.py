@@ -148,7 +148,7 @@ class Extents:
 
     def set_limit(self, limit_bytes: int) -> None:
         """From now on; what is beyond is still there."""
-        assert self.extent_bytes <= limit_bytes <= max(self.most_bytes, self.limit_bytes)
+        assert not limit_bytes or self.extent_bytes <= limit_bytes <= max(self.most_bytes, self.limit_bytes)
         self.limit_bytes = limit_bytes
         self.bound_bytes = max(self.bound_bytes, limit_bytes)
 

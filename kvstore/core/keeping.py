@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvstore.core.reads import Reads
 from kvstore.core.residency import DEMOTE, WRITING
 from kvstore.core.tenants import UNLIMITED, Space
 from kvstore.core.transfers import Arrived
+from kvstore.types import Tier
 
 _PROBES = 64
 _SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits for
@@ -42,7 +44,7 @@ class Keeping:
         self._r = ledger.residency
         self._transfers = ledger.transfers
         self._reads = reads
-        self._scrubbed = [0] * len(self._r.tiers)
+        self._scrubbed: defaultdict[int, int] = defaultdict(int)
         self.pin_bytes: dict[int, int] = {}
         self._moving: dict[int, _Move] = {}
         self._next_step = math.inf
@@ -53,13 +55,16 @@ class Keeping:
             return
         r, pool = self._r, space.pools[0]
         # Half of what it may have of the smallest tier that must hold them stays free to move.
-        slots = min(t.extents.most_slots(p.slot_bytes) for t, p in zip(r.tiers, space.pools, strict=True))
-        most = [t.extents.holdings.most(pool.tenant) for t in r.tiers] + [slots * pool.slot_bytes]
-        bound = min(min(most) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))
+        most: defaultdict[Tier, int] = defaultdict(int)
+        for state, part in zip(r.tiers, space.pools, strict=True):
+            if not state.gone:
+                fits = state.extents.most_slots(part.slot_bytes) * pool.slot_bytes
+                most[state.spec.tier] += min(state.extents.holdings.most(pool.tenant), fits)
+        bound = min(min(most.values()) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))
         rows = r.prefix(event.namespace, event.keys)
         room = max(0, bound - r.pinned_bytes[pool.tenant]) // pool.slot_bytes
-        fits = np.cumsum(~r.blocks.pinned[rows]) <= room
-        rows = rows if fits.all() else rows[: int(fits.argmin())]
+        kept = np.cumsum(~r.blocks.pinned[rows]) <= room
+        rows = rows if kept.all() else rows[: int(kept.argmin())]
         r.pin(space, rows, event.until)
         self._ledger.say(Answer(event.request, len(rows)))
 
@@ -195,10 +200,10 @@ class Keeping:
             n = n if alike.all() else int(alike.argmin())
             last = int(rows[n]) if n < len(rows) else last
             self._probe(0, event.tier, rows[:n])
-            r.counters[f"scrubbed_blocks_{tier.spec.tier.name.lower()}"] += n
+            r.counters[f"scrubbed_blocks_{tier.spec.name}"] += n
         if last >= blocks.rows_touched:
             last = 0
-            r.counters[f"scrub_passes_{tier.spec.tier.name.lower()}"] += 1
+            r.counters[f"scrub_passes_{tier.spec.name}"] += 1
         self._scrubbed[event.tier] = last
 
     def _probe(self, request: int, tier: int, rows: Rows) -> None:

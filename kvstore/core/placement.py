@@ -20,13 +20,15 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer, Deny
 from kvstore.core.blocks import LIVE
 from kvstore.core.check import check
+from kvstore.core.devices import TierSpec
 from kvstore.core.explaining import explain
 from kvstore.core.forgetting import Forgetting
 from kvstore.core.hints import hint
+from kvstore.core.joining import Joining
 from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import Ledger, Limits
 from kvstore.core.reads import Reads
-from kvstore.core.residency import Residency, TierSpec
+from kvstore.core.residency import Residency
 from kvstore.core.resizing import Resizing
 from kvstore.core.restoring import restore
 from kvstore.core.switch import Switch
@@ -81,6 +83,7 @@ class Placement:
         self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
         self.resizing = Resizing(self.residency, self.transfers.eviction)
+        self.joining = Joining(self.residency, self.resizing)
         self._forgetting = Forgetting(self.ledger, keeping, self._reads)
         self._publishing: dict[int, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -90,6 +93,8 @@ class Placement:
             ev.SetAdmission: self._set_admission,
             ev.SetDevice: self._set_device,
             ev.SetLimit: self.resizing.set_limit,
+            ev.AddDevice: self.joining.add,
+            ev.RemoveDevice: self.joining.remove,
             ev.Publish: self._publish,
             ev.Forget: self._forgetting.forget,
             ev.ForgetTenant: self._forgetting.forget_tenant,
@@ -158,6 +163,7 @@ class Placement:
             self._forgetting.wakes_at(),
             self.switch.wakes_at(),
             self.resizing.wakes_at(),
+            self.joining.wakes_at(),
             r.next_unpin,
         )
         return None if wake == math.inf else wake
@@ -331,6 +337,7 @@ class Placement:
         self._forgetting.at(now)
         self.switch.at(now)
         self.resizing.at(now)
+        self.joining.at(now)
         self.residency.at(now)
 
     # -- start and stop
@@ -352,7 +359,7 @@ class Placement:
         r = self.residency
         if len(r.tiers) > 1:
             r.ending = True
-            alone = (r.blocks.state == LIVE) & (r.blocks.slot[0] >= 0) & (r.blocks.slot[1] < 0)
+            alone = (r.blocks.state == LIVE) & (r.blocks.slot[0] >= 0) & (r.blocks.slot[1:] < 0).all(axis=0)
             rows = np.flatnonzero(alone)
             self.transfers.backlog.clear()
             # There may not be time, or room, for all: and a block is of no use without its parents.

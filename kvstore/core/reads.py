@@ -15,6 +15,7 @@ from kvstore.core.extents import Slots
 from kvstore.core.ledger import Lease, Ledger, Waiter
 from kvstore.core.residency import PROMOTING
 from kvstore.core.tenants import Space
+from kvstore.core.traffic import MISSED
 from kvstore.core.transfers import Arrived
 
 
@@ -27,7 +28,6 @@ class Reads:
         self.prefetch_blocks = prefetch_blocks
         self._r = ledger.residency
         self._transfers = ledger.transfers
-        self._hit_names = [f"hit_blocks_{t.spec.tier.name.lower()}" for t in self._r.tiers]
 
     def acquire(self, event: ev.Acquire, now: float) -> None:
         space = self._ledger.space(event)
@@ -87,12 +87,11 @@ class Reads:
         if event.deadline > now:
             n = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s)
             rows, slots = rows[:n], slots[:n]
-        tiers = np.full(len(rows), r.tiers[0].spec.tier, np.uint8)
+        tiers = np.zeros(len(rows), np.uint8)
         r.tiers[0].extents.hold(slots[slots >= 0])
         absent = slots < 0
         coming = (r.blocks.moving[rows] & PROMOTING) > 0
-        lower = np.array([t.spec.tier for t in r.tiers], np.uint8)
-        tiers[absent] = lower[np.argmax(r.blocks.slot[:, rows[absent]] >= 0, axis=0)]
+        tiers[absent] = np.argmax(r.blocks.slot[:, rows[absent]] >= 0, axis=0)
         wanted = np.flatnonzero(absent & ~coming)
         cut = len(rows)
         if len(wanted):
@@ -180,17 +179,17 @@ class Reads:
             self._ledger.leases[lease] = Lease(event.client, space.tenant, slots)
         slots_told = extents.record[slots].copy()
         if tiers is None:
-            r.counters[self._hit_names[0]] += n
+            r.counters[f"hit_blocks_{r.tiers[0].spec.name}"] += n
             r.traffic.count(event.tenant, 0, space, n)
         else:
-            slots_told["tier"] = tiers
-            for i, (state, name) in enumerate(zip(r.tiers, self._hit_names, strict=True)):
-                hits = int((tiers == state.spec.tier).sum())
-                r.counters[name] += hits
+            slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
+            for i, state in enumerate(r.tiers):
+                hits = int((tiers == i).sum())
+                r.counters[f"hit_blocks_{state.spec.name}"] += hits
                 r.traffic.count(event.tenant, i, space, hits)
         if event.keys.n > n:
             r.counters["missed_blocks"] += event.keys.n - n
-            r.traffic.count(event.tenant, len(r.tiers), space, event.keys.n - n)
+            r.traffic.count(event.tenant, MISSED, space, event.keys.n - n)
         r.counters["served_bytes"] += n * space.block_bytes
         self._ledger.say(Grant(event.request, lease, space.pools[0].slot_bytes, slots_told))
         return None

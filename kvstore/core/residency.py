@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
-from kvstore.core.admission import Admission, Rule
+from kvstore.core.admission import Admission
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.decisions import Decisions
-from kvstore.core.devices import Device
+from kvstore.core.devices import Device, TierSpec
 from kvstore.core.extents import Extents, Slots
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Index
@@ -29,7 +29,6 @@ from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
 from kvstore.core.tenants import Pool, Space
 from kvstore.core.traffic import Traffic
-from kvstore.types import Tier
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
@@ -39,20 +38,6 @@ _RUN = 256
 _LEAST_GHOSTS = 1 << 18
 _UNPINNED_AT_ONCE = 4096
 _NEXT_UNPIN_S = 0.05
-
-
-@dataclass(slots=True)
-class TierSpec:
-    """A tier as configured. `table`: its extents start with slot headers (shared memory).
-
-    `admission`: what is written to it from the tier above.
-    """
-
-    tier: Tier
-    limit_bytes: int
-    extent_bytes: int
-    table: bool
-    admission: Rule = field(default_factory=Rule)
 
 
 @dataclass(slots=True)
@@ -66,7 +51,7 @@ class Era:
 
 @dataclass(slots=True)
 class TierState:
-    """A tier at run time. `growing`: more extents are on their way.
+    """One device of a tier at run time. `growing`: more extents are coming. `leaving`, `gone`: see `joining`.
 
     New policies are of the `era`. While those before it are replaced, `before` is theirs: see `switch`.
     """
@@ -79,6 +64,8 @@ class TierState:
     growing: bool = True
     device: Device = field(default_factory=Device)
     before: Era | None = None
+    leaving: bool = False
+    gone: bool = False
 
     @property
     def eras(self) -> list[Era]:
@@ -87,7 +74,9 @@ class TierState:
 
 
 class Residency:
-    """State of all tiers, tier 0 serving. `out` collects actions; `counters` counts what happened.
+    """State of all devices of all tiers, by number, from the uppermost down: `tiers`, of which 0 serves.
+
+    `below`: for each, those of the next tier. `out` collects actions; `counters` counts what happened.
 
     `copying`: how many copies of each tenant's blocks are queued or under way. `ending`: what tier 0 holds
     may soon be gone, and does not count as a copy.
@@ -99,15 +88,8 @@ class Residency:
         self.reuse = Reuse(self.blocks, max(max_blocks, _LEAST_GHOSTS), seed)
         self.decisions = Decisions(self.blocks, self.index, self.reuse)
         make = find(policy)
-        self.tiers = [
-            TierState(
-                s,
-                Extents(s.limit_bytes, s.extent_bytes, s.table, max_blocks, s.tier),
-                self.new_era(make),
-                Admission(s.admission, self.reuse),
-            )
-            for s in specs
-        ]
+        self.tiers = [self._new_tier(spec, make) for spec in specs]
+        self.below = _levels(self.tiers)
         self.recompute_s = np.zeros(1 << 16, np.float32)
         self._seed, self._policies_made = seed, 0
         self.now = 0.0
@@ -119,10 +101,35 @@ class Residency:
         self.pinned_bytes: Counter[int] = Counter()
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
-        self.traffic = Traffic(len(specs))
+        self.traffic = Traffic(self.tiers)
         self.out: list[Action] = []
         self._touched: list[tuple[Picked, Space, int | None, bool, float]] = []
         self._parent_of = self.blocks.parent.data
+
+    def _new_tier(self, spec: TierSpec, make: Factory) -> TierState:
+        extents = Extents(spec.limit_bytes, spec.extent_bytes, spec.table, self.blocks.capacity, spec.tier)
+        return TierState(spec, extents, self.new_era(make), Admission(spec.admission, self.reuse))
+
+    def join(self, spec: TierSpec) -> int:
+        """One device more, at the bottom, without extents; its number. Blocks have a column for it."""
+        state = self._new_tier(spec, self.tiers[0].era.make)
+        state.growing = False
+        state.device.turn = max((t.device.turn for t in self.tiers[1:]), default=0.0)
+        self.tiers.append(state)
+        self.below = _levels(self.tiers)
+        return len(self.tiers) - 1
+
+    def takers(self, tier: int) -> list[int]:
+        """The devices of the next tier that take writes now, whose turn it is first."""
+        open_ = [t for t in self.below[tier] if self.tiers[t].device.takes_writes]
+        if len(open_) > 1:
+            # One that has spent its write budget would refuse what others still take.
+            open_.sort(key=lambda t: (self.tiers[t].admission.spent, self.tiers[t].device.turn))
+        return open_
+
+    def gate(self, tier: int) -> int:
+        """The device of the next tier, which there is, whose admission says what leaves for that tier."""
+        return (self.takers(tier) or self.below[tier])[0]
 
     def policy(self, tier: int, pool: Pool) -> Policy:
         """The policy of one pool of a tier."""
@@ -433,3 +440,10 @@ class Residency:
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
         return blocks + policies + extents + self.decisions.ram_bytes() + self.reuse.ram_bytes
+
+
+def _levels(tiers: Sequence[TierState]) -> list[tuple[int, ...]]:
+    """For each device, the numbers of those of the next tier; none for those of the last one."""
+    kinds = [state.spec.tier for state in tiers]
+    lower = {kind: min((k for k in kinds if k > kind), default=None) for kind in kinds}
+    return [tuple(i for i, k in enumerate(kinds) if k == lower[kind]) for kind in kinds]

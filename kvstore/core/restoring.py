@@ -49,7 +49,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
             ledger.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
         _link(r, event, taken, namespace)
-    r.counters[f"restored_blocks_{r.tiers[event.tier].spec.tier.name.lower()}"] += len(group)
+    r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 
 
 def _own(ledger: Ledger, event: ev.Restore) -> npt.NDArray[np.bool_]:

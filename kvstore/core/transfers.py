@@ -84,8 +84,7 @@ class Transfers:
         Returns for how many, counted from the first, there was room (also in the asker's queues).
         """
         r, pool = self._r, space.pools[0]
-        room = min((t.device.room(asker, kind) for t in r.tiers[1:]), default=0)
-        rows = rows[: room // max(p.slot_bytes for p in space.pools)]
+        rows = rows[: self._fit_queues(space, rows, asker, kind)]
         if not len(rows):
             return 0
         below = [(t, r.blocks.slot[i + 1, rows].astype(np.int64)) for i, t in enumerate(r.tiers[1:])]
@@ -93,7 +92,7 @@ class Transfers:
         for tier, slots in below:
             tier.extents.hold(slots[slots >= 0])
         n = self.eviction.make_room(0, pool, len(rows), patient)
-        source = np.argmax(self._reachable(rows[:n]), axis=0) + 1
+        source = self._source(rows[:n])
         for number in np.unique(source).tolist():
             some = rows[:n][source == number]
             slots = r.tiers[0].extents.take(pool, len(some))
@@ -102,11 +101,25 @@ class Transfers:
             tier.extents.release(slots[slots >= 0])
         return n
 
-    def _reachable(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which lower tiers (from 1 on) have a copy of which rows, and can be read now."""
-        there: npt.NDArray[np.bool_] = self._r.blocks.slot[1:, rows] >= 0
+    def _source(self, rows: Rows) -> Rows:
+        """From which tier each of these rows would come: the uppermost below 0 that can be read now."""
+        there = self._r.blocks.slot[1:, rows] >= 0
         there[[not t.device.readable for t in self._r.tiers[1:]]] = False
-        return there
+        source: Rows = np.argmax(there, axis=0) + 1
+        return source
+
+    def _fit_queues(self, space: Space, rows: Rows, asker: int, kind: int) -> int:
+        """How many of these rows, from the first, the asker may queue at the devices they are on."""
+        tiers, n = self._r.tiers, len(rows)
+        if len(tiers) == 1:
+            return 0
+        size = max(pool.slot_bytes for pool in space.pools)
+        source = self._source(rows)
+        for number in np.unique(source).tolist():
+            mine = np.flatnonzero(source == number)
+            room = tiers[number].device.room(asker, kind) // size
+            n = min(n, int(mine[room])) if room < len(mine) else n
+        return n
 
     def demote(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Starts writing rows down so that their slots here get free; False where that can't start now."""
@@ -141,10 +154,10 @@ class Transfers:
 
     def _write_some(self, waiting: deque[Rows]) -> bool:
         """Starts one write of those of one tenant; False if none can start for now."""
-        blocks, below = self._r.blocks, self._r.tiers[1]
+        blocks, tiers = self._r.blocks, self._r.tiers
         rows = waiting.popleft()
         todo = (blocks.state[rows] == LIVE) & (blocks.slot[0, rows] >= 0) & (blocks.moving[rows] == 0)
-        rows = rows[todo & (blocks.slot[1, rows] < 0)]
+        rows = rows[todo & (blocks.slot[1:, rows] < 0).all(axis=0)]
         if not len(rows):
             return True
         # Since it was queued, a row may have been given to a block of another namespace.
@@ -157,8 +170,9 @@ class Transfers:
         rest = some[~self._write(0, some)]
         if not len(rest):
             return True
-        coming = below.growing or self._r.copying[space.tenant] or self.eviction.under_way
-        if below.device.takes_writes and coming:
+        takers = self._r.takers(0)
+        growing = any(tiers[t].growing for t in takers)
+        if takers and (growing or self._r.copying[space.tenant] or self.eviction.under_way):
             waiting.appendleft(rest)
             return False
         self._r.counters["unwritten_blocks"] += len(rest)
@@ -168,29 +182,38 @@ class Transfers:
     def _worth_writing(self, space: Space, rows: Rows) -> Rows:
         """Those of a chain's rows that the next tier takes, and all above them."""
         r = self._r
-        admitted = np.flatnonzero(r.tiers[1].admission.admits(rows, space.tenant, r.now))
+        tier = r.gate(0)
+        admitted = np.flatnonzero(r.tiers[tier].admission.admits(rows, space.tenant, r.now))
         n = int(admitted[-1]) + 1 if len(admitted) else 0
         r.counters["refused_blocks"] += len(rows) - n
-        r.decisions.record(What.REFUSED, 1, rows[n:], r.now, space.tenant)
+        r.decisions.record(What.REFUSED, tier, rows[n:], r.now, space.tenant)
         return rows[:n]
 
     def _write_chunks(self, tenant: int) -> int:
         """How many more writes of a tenant may be in flight: one always, more while all have few."""
-        free = _WRITES_IN_FLIGHT - self._writes
-        return max(free, 1 - self.writing[tenant])
+        return max(self._free_writes(0), 1 - self.writing[tenant])
+
+    def _free_writes(self, tier: int) -> int:
+        """How many more writes from a tier may be in flight."""
+        return _WRITES_IN_FLIGHT * max(1, len(self._r.takers(tier))) - self._writes
 
     def _write(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Queues copies of rows from `tier` to the next one, the first ones first, within the bounds."""
         started = np.zeros(len(rows), np.bool_)
-        target = tier + 1
-        if target >= len(self._r.tiers) or not self._r.tiers[target].device.takes_writes:
-            return started
-        at = np.arange(len(rows))
+        for target in self._r.takers(tier):
+            left = np.flatnonzero(~started)
+            if not len(left):
+                break
+            started[left] = self._write_to(tier, target, rows[left])
+        return started
+
+    def _write_to(self, tier: int, target: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        started, at = np.zeros(len(rows), np.bool_), np.arange(len(rows))
         for space, some in self._r.by_space(rows):
             pool = space.pools[target]
             if len(some) < len(rows):
                 at = np.flatnonzero(self._r.blocks.namespace[rows] == space.number)
-            free = max(_WRITES_IN_FLIGHT + 2 - self._writes, 1 - self.writing[pool.tenant], 0)
+            free = max(self._free_writes(tier) + 2, 1 - self.writing[pool.tenant], 0)
             room = self._r.tiers[target].device.room(pool.tenant, WRITE_BACK) // pool.slot_bytes
             most = min(room, free * _chunk(pool.slot_bytes, _WRITE_BYTES))
             idle = np.flatnonzero(self._r.blocks.moving[some] == 0)[:most]
@@ -275,6 +298,7 @@ class Transfers:
             r.copying[pool.tenant] += 1
             if flag == WRITING:
                 r.tiers[target].admission.wrote(transfer.nbytes, r.now)
+                r.tiers[target].device.turn += transfer.nbytes / r.tiers[target].spec.limit_bytes
                 self.writing[pool.tenant] += 1
                 self._writes += 1
             if source == target:
@@ -444,13 +468,18 @@ class Transfers:
         if not absent.any() or (ends == math.inf and not recompute_s):
             return len(rows)
         first = int(absent.argmax())
-        to_load = np.cumsum(absent[first:])
-        device = r.tiers[1].device
-        per_block_s = space.pools[0].slot_bytes / device.share_of(r.now, asker)
-        load_s = device.wait_s(r.now, asker, 0) + to_load * per_block_s
+        absent = absent[first:]
+        source, load_s = self._source(rows[first:]), np.zeros(len(absent))
+        for number in np.unique(source[absent]).tolist():
+            # Devices are read side by side: a chain is there when the last of them has its part.
+            device = r.tiers[number].device
+            per_block_s = space.pools[0].slot_bytes / device.share_of(r.now, asker)
+            to_load = np.cumsum(absent & (source == number))
+            wait_s = np.where(to_load > 0, device.wait_s(r.now, asker, 0), 0.0)
+            load_s = np.maximum(load_s, wait_s + to_load * per_block_s)
         good = load_s <= max(0.0, ends - r.now)
         if recompute_s:
-            good &= load_s <= np.arange(1, len(to_load) + 1) * recompute_s
+            good &= load_s <= np.arange(1, len(absent) + 1) * recompute_s
         last = np.flatnonzero(good)
         n = first + (int(last[-1]) + 1 if len(last) else 0)
         r.counters["not_worth_loading_blocks"] += len(rows) - n

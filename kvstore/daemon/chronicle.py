@@ -89,7 +89,7 @@ class Chronicle:
             words = ("unfenced", "fenced"), ("unreadable", "readable"), ("unwritable", "writable")
             for said, is_so, was_so in zip(words, now, before, strict=True):
                 if is_so != was_so:
-                    self.add(said[is_so], tier=state.spec.tier.name.lower())
+                    self.add(said[is_so], tier=state.spec.name)
         self._devices = seen
 
     # -- what is read
@@ -163,7 +163,7 @@ class Chronicle:
             "number": self._number(noted.place),
             "at_s": self._unix_s(decision.at),
             "what": decision.what.name.lower(),
-            "tier": "" if tier == EVERY_TIER else tiers[tier].spec.tier.name.lower(),
+            "tier": "" if tier == EVERY_TIER else tiers[tier].spec.name,
             "tenant": tenant,
             "namespace": namespace,
             "key": noted.key.hex(),

@@ -100,7 +100,8 @@ class Control:
         """All that is counted and measured, for metrics: of many tenants only those with most."""
         shell, server = self._shell, self._server
         residency = shell.placement.residency
-        names = [state.spec.tier.name.lower() for state in residency.tiers]
+        # Of one that was removed nothing is told any more: its name may be another's.
+        names = ["" if state.gone else state.spec.name for state in residency.tiers]
         decided = residency.decisions.blocks_by_what
         return {
             "bounds_s": list(BOUNDS_S),
@@ -108,13 +109,15 @@ class Control:
             "copies": [
                 {"source": names[source], "target": names[target], **histogram.plain()}
                 for (source, target), histogram in shell.copies.items()
+                if names[source] and names[target]
             ],
             "loop_lag": server.lag.histogram.plain(),
             "decisions": [
                 {"what": what.name.lower(), "tier": "" if tier == EVERY_TIER else names[tier], "blocks": n}
                 for (what, tier), n in decided.items()
+                if tier == EVERY_TIER or names[tier]
             ],
-            "devices": [brief(state) for state in residency.tiers],
+            "devices": [brief(state) for state in residency.tiers if not state.gone],
             "traffic": self._traffic(names),
             "holdings": self._holdings(names),
         }
@@ -129,10 +132,12 @@ class Control:
         if others:
             added = [tuple(map(sum, zip(*column, strict=True))) for column in zip(*others, strict=True)]
             shown.append(("", added))  # type: ignore[arg-type]
+        tiers = [*(name or None for name in names), ""]
         return [
             {"tenant": name, "tier": tier, "blocks": blocks, "tokens": tokens, "bytes": nbytes}
             for name, columns in shown
-            for tier, (blocks, tokens, nbytes) in zip([*names, ""], columns, strict=True)
+            for tier, (blocks, tokens, nbytes) in zip(tiers, columns, strict=True)
+            if tier is not None
         ]
 
     def _holdings(self, names: list[str]) -> list[dict[str, Any]]:
@@ -145,7 +150,7 @@ class Control:
             used[: len(mine)] += mine
         most = np.sort(np.argsort(-used, kind="stable")[:_MOST_TENANTS]).tolist()
         rows = []
-        for name, state in zip(names, tiers, strict=True):
+        for name, state in ((name, state) for name, state in zip(names, tiers, strict=True) if name):
             holdings = state.extents.holdings
             left_used = int(holdings.used.sum())
             left_floor = int(holdings.floor.sum()) * holdings.extent_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from kvstore.core import events as ev
 from kvstore.daemon.namespaces import Space, in_memory
 from kvstore.tiers.dram import DramTier, Inherited
+from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 
 if TYPE_CHECKING:
@@ -18,30 +20,45 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DRAM, NVME = 0, 1
+DRAM = 0
 
 
-def restore_nvme(shell: Shell, nvme: NvmeTier) -> None:
-    """Takes in what is on record."""
-    found, tenancy = nvme.load(), shell.tenancy
+def restore_nvme(shell: Shell) -> None:
+    """Takes in what is on record on all devices, and has each know all namespaces."""
+    for tier, device in enumerate(shell.devices.values(), DRAM + 1):
+        _restore_device(shell, tier, device)
+    if len(shell.devices) > 1:
+        for space in shell.namespaces:
+            shell.tenancy.record(space)
+
+
+def _restore_device(shell: Shell, tier: int, device: NvmeTier) -> None:
+    found, tenancy = device.load(), shell.tenancy
     for extent, size in sorted(found.formats.items()):
         tenant = tenancy.known(found.owners[extent])
         if tenant is None:
-            shell.handle(ev.ExtentReady(NVME, extent, tenant=ev.UNKNOWN))
+            shell.handle(ev.ExtentReady(tier, extent, tenant=ev.UNKNOWN))
             continue
-        shell.handle(ev.ExtentReady(NVME, extent, size, tenant=tenant, domain=tenant))
+        shell.handle(ev.ExtentReady(tier, extent, size, tenant=tenant, domain=tenant))
     used = np.unique(found.restore.namespace).tolist()
+    others = _others(shell, found.namespaces)
     # One that has no blocks needs no number, unless others may read it.
     for number in [n for n, space in found.namespaces.items() if n in used or space.readers]:
-        space = tenancy.found(number, found.namespaces[number])
-        if space is not None:
-            tenancy.restore(space)
+        if number not in others and tenancy.namespaces.at(number) is None:
+            space = tenancy.found(number, found.namespaces[number])
+            if space is not None:
+                tenancy.restore(space)
+    found.restore.tier = tier
     known = np.isin(found.restore.namespace, list(tenancy.namespaces.fingerprints))
-    extents = shell.placement.residency.tiers[NVME].extents
+    known &= ~np.isin(found.restore.namespace, others)
+    extents = shell.placement.residency.tiers[tier].extents
     known &= extents.has(found.restore.extent, found.restore.index)
     if not known.all():
-        _log.warning("%d blocks on NVMe are forgotten: the limits are too small for them", (~known).sum())
-        nvme.forget(found.restore.only(~known))
+        why = "the limits are too small for them, or the device is from another node"
+        _log.warning("%d blocks on NVMe are forgotten: %s", (~known).sum(), why)
+        device.forget(found.restore.only(~known))
+    for number in others:
+        device.forget_namespace(number)
     ttl_s = {space.number: space.ttl_s for space in tenancy.namespaces}
     lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])
     since = found.stored_at - shell.clock() + shell.now()
@@ -49,6 +66,17 @@ def restore_nvme(shell: Shell, nvme: NvmeTier) -> None:
     shell.handle(found.restore.only(known))
     if known.any():
         _log.info("%d blocks are back from NVMe", known.sum())
+
+
+def _others(shell: Shell, found: Mapping[int, Namespace]) -> list[int]:
+    """Numbers for which a device before this one has another namespace, or whose one it calls otherwise."""
+    known = shell.namespaces.fingerprints
+    called = set(known.values())
+    return [
+        number
+        for number, space in found.items()
+        if (known[number] != space.fingerprint if number in known else space.fingerprint in called)
+    ]
 
 
 def restore_dram(shell: Shell, dram: DramTier) -> None:

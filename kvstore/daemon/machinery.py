@@ -29,7 +29,11 @@ class Machinery:
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._tiers = shell.placement.residency.tiers
+        self._all = shell.placement.residency.tiers
+
+    @property
+    def _tiers(self) -> list[TierState]:
+        return [state for state in self._all if not state.gone]
 
     def policy(self) -> dict[str, Any]:
         """Who goes first: by what policy, what others there are, and what they know in each tier.
@@ -40,7 +44,7 @@ class Machinery:
         switch = placement.switch
         tiers = [
             {
-                "tier": _name(state),
+                "tier": state.spec.name,
                 "pools": len(state.policies),
                 "blocks": sum(era.segments.known_rows for era in state.eras),
                 "state_bytes": sum(era.segments.ram_bytes() for era in state.eras),
@@ -62,27 +66,27 @@ class Machinery:
 
     def device(self, name: str) -> dict[str, Any]:
         """What one tier lies on."""
-        return self._whole(self._tiers[self._tier(name)])
+        return self._whole(self._all[self._tier(name)])
 
     def _tier(self, name: str) -> int:
-        names = [_name(state) for state in self._tiers]
-        if name not in names:
-            raise MisuseError(f"there is no device {name!r:.80}", f"there are {', '.join(names)}")
-        return names.index(name)
+        numbers = {state.spec.name: tier for tier, state in enumerate(self._all) if not state.gone}
+        if name not in numbers:
+            raise MisuseError(f"there is no device {name!r:.80}", f"there are {', '.join(numbers)}")
+        return numbers[name]
 
     def _whole(self, state: TierState) -> dict[str, Any]:
         device, now = state.device, self._shell.now()
         written = state.admission.written_in_a_day(now)
         return {
             **brief(state),
-            "name": _name(state),
-            "state": device.state,
+            "name": state.spec.name,
+            "state": "leaving" if state.leaving else device.state,
             "hangs": device.fenced,
             "readable": device.readable,
             "writable": device.takes_writes,
             "bandwidth_bytes_per_s": round(device.bandwidth(now)),
             "written_in_a_day_bytes": written,
-            "drive_writes_a_day": written / state.spec.limit_bytes,
+            "drive_writes_a_day": written / state.spec.limit_bytes if state.spec.limit_bytes else 0.0,
         }
 
     def set_device(self, name: str, state: str, instead_of: str | None) -> dict[str, Any]:
@@ -95,7 +99,9 @@ class Machinery:
             raise MisuseError(f"there is no state {state!r:.80}", f"{SERVING}, {DRAINING} or {FENCED}")
         if tier == _DRAM and state != SERVING:
             raise MisuseError(f"{name} can't be {state}: all that is read and written passes it")
-        before = self._whole(self._tiers[tier])
+        if self._all[tier].leaving:
+            raise MisuseError(f"{name} is being removed", "it is read until it is empty, and not written")
+        before = self._whole(self._all[tier])
         if instead_of is not None and before["state"] != instead_of:
             return {"otherwise": before}
         if tier != _DRAM:
@@ -115,8 +121,8 @@ class Machinery:
         space = self._shell.namespaces.at(transfer.namespace)
         return {
             "number": number,
-            "source": _name(self._tiers[transfer.source]),
-            "target": _name(self._tiers[transfer.target]),
+            "source": self._all[transfer.source].spec.name,
+            "target": self._all[transfer.target].spec.name,
             "class": _CLASS_NAMES[transfer.kind],
             "state": "moving" if transfer.started else "queued",
             "tenant": self._shell.tenancy.registry.name(transfer.pool.tenant),
@@ -130,7 +136,7 @@ def brief(state: TierState) -> dict[str, Any]:
     """What is counted of one device."""
     device, admission = state.device, state.admission
     return {
-        "tier": _name(state),
+        "tier": state.spec.name,
         "queued_bytes": {name: device.queue.waiting(kind) for name, kind in CLASSES.items()},
         "moving_bytes": {name: device.bytes_moving[kind] for name, kind in CLASSES.items()},
         "moving": device.moving,
@@ -142,10 +148,6 @@ def check_limit(limit: int) -> None:
     """Raises MisuseError for a page that is too large, or none."""
     if not 1 <= limit <= MOST_AT_ONCE:
         raise MisuseError(f"limit is {limit}", f"1 to {MOST_AT_ONCE}")
-
-
-def _name(state: TierState) -> str:
-    return state.spec.tier.name.lower()
 
 
 def _admission(admission: Admission) -> dict[str, Any]:

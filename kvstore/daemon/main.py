@@ -11,18 +11,17 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvstore.config import Config
+from kvstore.daemon.devices import open_devices
 from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
 from kvstore.daemon.server import Server
 from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.nvme.keys import MasterKey
-from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
 
@@ -96,22 +95,17 @@ async def _serve(settings: Settings) -> int:
     return 0
 
 
-def open_tiers(config: Config, given: Mapping[str, int]) -> tuple[DramTier, NvmeTier | None]:
-    """The tiers of a configuration; of DRAM, with those extents that are among the descriptors given."""
-    nvme = None
-    if config.nvme.path is not None:
-        engine = PosixEngine(config.nvme.io_threads)
-        size = extent_bytes(config.nvme.limit, len(config.tenants))
-        try:
-            encrypt = {name: tenant.encrypt for name, tenant in config.tenants.items()}
-            master = MasterKey.load(config.encryption.key_file)
-            nvme = NvmeTier.open(config.nvme.path, config.nvme.limit, size, engine, master, encrypt)
-        except BaseException:
-            engine.close()
-            raise
+def open_tiers(
+    config: Config, given: Mapping[str, int]
+) -> tuple[DramTier, dict[str, NvmeTier], Sequence[str]]:
+    """The tiers of a configuration; of DRAM, with those extents that are among the descriptors given.
+
+    And what is wrong with them, in words.
+    """
+    devices, problems = open_devices(config)
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
     size = extent_bytes(config.dram.limit, len(config.tenants))
-    return DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents), nvme
+    return DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents), devices, problems
 
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:

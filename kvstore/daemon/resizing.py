@@ -5,28 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvstore.config import Config
+from kvstore.config import FIRST_DEVICE, Config
 from kvstore.config.units import format_size
 from kvstore.core import events as ev
+from kvstore.core.devices import TierSpec
 from kvstore.core.residency import TierState
+from kvstore.daemon import devices
 from kvstore.errors import ConfigError
-from kvstore.types import Tier
+from kvstore.types import Tier, extent_bytes
 
 if TYPE_CHECKING:
     from kvstore.daemon.shell import Shell
 
 
-def limit_bytes(shell: Shell, state: TierState, config: Config) -> int:
-    """What a tier would have by another configuration, in bytes."""
+def specs(shell: Shell, config: Config) -> Iterator[tuple[TierSpec, int]]:
+    """Every device that there would be by another configuration, and what it would have, in bytes."""
+    for state in shell.placement.residency.tiers:
+        if limit := _limit_bytes(shell, state, config):
+            yield state.spec, limit
+    for name in devices.new(shell, config):
+        limit = config.nvme.limits[name]
+        yield TierSpec(Tier.NVME, limit, extent_bytes(limit, len(config.tenants)), False, name=name), limit
+
+
+def _limit_bytes(shell: Shell, state: TierState, config: Config) -> int:
+    """What a device would have, in bytes; 0 for one that goes."""
     before, after = _limit(shell.config, state), _limit(config, state)
+    if state.leaving or not after:
+        return 0
     return after if after != before else state.extents.limit_bytes
 
 
 def wanted(shell: Shell, config: Config) -> Iterator[ev.SetLimit]:
     """What the core is to be told."""
     for tier, state in enumerate(shell.placement.residency.tiers):
-        limit = limit_bytes(shell, state, config)
-        if limit != state.extents.limit_bytes:
+        limit = _limit_bytes(shell, state, config)
+        if limit and limit != state.extents.limit_bytes:
             yield ev.SetLimit(tier, limit)
 
 
@@ -34,7 +48,7 @@ def check(shell: Shell, config: Config) -> None:
     """Raises ConfigError for a limit that a tier cannot take over as it runs."""
     for event in wanted(shell, config):
         state = shell.placement.residency.tiers[event.tier]
-        extents, key, limit = state.extents, f"{_name(state)}.limit", event.limit_bytes
+        extents, key, limit = state.extents, _key(state), event.limit_bytes
         said = f"{key} is {format_size(limit)} ({limit} bytes)"
         pinned = sum(shell.placement.residency.pinned_bytes.values())
         if limit < extents.extent_bytes:
@@ -45,9 +59,9 @@ def check(shell: Shell, config: Config) -> None:
             raise ConfigError(why, "ask for less, or change it in the file and restart")
         if limit < extents.limit_bytes and limit < pinned:
             raise ConfigError(f"{said}, pins keep {pinned} bytes", f"unpin blocks, or raise {key}")
-        if state.spec.tier == Tier.NVME and shell.nvme is not None:
+        if state.spec.tier == Tier.NVME:
             more = (limit // extents.extent_bytes - extents.total) * extents.extent_bytes
-            free = shell.nvme.free_bytes() if more > 0 else 0
+            free = shell.device_at(event.tier).free_bytes() if more > 0 else 0
             if more > free:
                 why = f"{said}, which takes {more} more, the folder's file system has {free} free"
                 raise ConfigError(why, f"make room there, or lower {key}")
@@ -60,13 +74,15 @@ def consequences(shell: Shell, config: Config) -> list[dict[str, Any]]:
         state = shell.placement.residency.tiers[event.tier]
         lost = max(0, state.extents.used_bytes - event.limit_bytes)
         if lost:
-            rows.append({"tenant": "", "tier": _name(state), "evicted_bytes": lost, "claimed_bytes": 0})
+            rows.append({"tenant": "", "tier": state.spec.name, "evicted_bytes": lost, "claimed_bytes": 0})
     return rows
 
 
 def _limit(config: Config, state: TierState) -> int:
-    return config.dram.limit if state.spec.tier == Tier.DRAM else config.nvme.limit
+    return config.dram.limit if state.spec.tier == Tier.DRAM else config.nvme.limits.get(state.spec.name, 0)
 
 
-def _name(state: TierState) -> str:
-    return state.spec.tier.name.lower()
+def _key(state: TierState) -> str:
+    """What a device's limit is called in the configuration."""
+    name = state.spec.name
+    return f"{name}.limit" if name in ("dram", FIRST_DEVICE) else f"nvme.devices.{name}.limit"

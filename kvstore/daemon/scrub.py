@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from kvstore.core.events import Scrub
 
@@ -13,7 +13,9 @@ _TURN_BYTES = 4 << 20
 class Scrubber:
     """Sends `Scrub` events for one tier after the other, together at most `bytes_per_s`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tiers: int, handle: Callable[[Scrub], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tiers: Sized, handle: Callable[[Scrub], None]
+    ) -> None:
         self._loop = loop
         self._tiers = tiers
         self._handle = handle
@@ -35,6 +37,6 @@ class Scrubber:
             self._timer = None
 
     def _turn(self) -> None:
-        tier, self._next = self._next, (self._next + 1) % self._tiers
+        tier, self._next = self._next, (self._next + 1) % len(self._tiers)
         self._timer = self._loop.call_later(_TURN_BYTES / self._bytes_per_s, self._turn)
         self._handle(Scrub(tier, _TURN_BYTES))

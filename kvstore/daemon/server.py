@@ -13,14 +13,15 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any, cast
 
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.daemon import resizing
+from kvstore.daemon import devices, resizing
 from kvstore.daemon.control import Control
 from kvstore.daemon.explain import named
 from kvstore.daemon.figures import Calls, Lag
@@ -31,6 +32,7 @@ from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, RefusedError
 from kvstore.daemon.turns import Line, Turns
 from kvstore.errors import RemoteProtocolError
+from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
 
@@ -67,7 +69,7 @@ class Server:
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
         self.settings = settings
-        settings.told_to(self._consequences, self._reconfigure)
+        settings.told_to(self._consequences, self._reconfigure, lambda config: devices.new(shell, config))
         self.control = Control(self, VERSION)
         self._set_turns()
 
@@ -77,11 +79,14 @@ class Server:
 
     def _consequences(self, config: Config) -> list[dict[str, Any]]:
         self.shell.check(config)
-        return self.shell.tenancy.consequences(config) + resizing.consequences(self.shell, config)
+        rows = self.shell.tenancy.consequences(config) + resizing.consequences(self.shell, config)
+        return rows + devices.consequences(self.shell, config)
 
-    def _reconfigure(self, config: Config, changed: list[str]) -> None:
+    def _reconfigure(
+        self, config: Config, changed: list[str], opened: Mapping[str, NvmeTier] = MappingProxyType({})
+    ) -> None:
         """Takes over what can change; who is not who he was is disconnected. Raises ConfigError."""
-        self.shell.reconfigure(config)
+        self.shell.reconfigure(config, opened)
         self._set_turns()
         for connection in list(self.connections):
             connection.check()

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvstore.config import Config, Source, Values, changes, etag, keep_changes, merged, plain, read
 from kvstore.core.policy import find
-from kvstore.errors import ConfigError, KVStoreError, MisuseError
+from kvstore.daemon.devices import close_all, open_new
+from kvstore.errors import ConfigError, MisuseError
+from kvstore.tiers.nvme.tier import NvmeTier
 
 _log = logging.getLogger(__name__)
 
 Check = Callable[[Config], list[dict[str, Any]]]
 """What tenants would lose, and claim. Raises ConfigError for what this daemon could not keep."""
 
-Apply = Callable[[Config, list[str]], None]
-"""Has a daemon take over what can change at run time, as told. Raises ConfigError, and takes over none."""
+Apply = Callable[[Config, list[str], Mapping[str, NvmeTier]], None]
+"""Has a daemon take over what can change at run time, as told, and devices that were opened for that.
+
+Raises ConfigError, and takes over none.
+"""
+
+Coming = Callable[[Config], list[str]]
+"""Names of the devices that would come."""
 
 
 class Settings:
@@ -35,11 +43,12 @@ class Settings:
         self.config = _checked(self._source)
         self._lock = asyncio.Lock()
         self._check: Check = lambda config: []
-        self._apply: Apply = lambda config, changed: None
+        self._apply: Apply = lambda config, changed, opened: None
+        self._coming: Coming = lambda config: []
 
-    def told_to(self, check: Check, apply: Apply) -> None:
+    def told_to(self, check: Check, apply: Apply, coming: Coming) -> None:
         """Who takes over what changes, and says before that what comes of it."""
-        self._check, self._apply = check, apply
+        self._check, self._apply, self._coming = check, apply, coming
 
     async def shown(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
         """What is set of a part (all, or tables by name; None: nothing), its ETag, and all changes."""
@@ -53,7 +62,7 @@ class Settings:
                 source = replace(source, changes=self._source.changes)
             config = await asyncio.to_thread(_checked, source)
             changed, fixed = changes(self.config, config)
-            self._take(source, config, changed)
+            await self._take(source, config, changed)
         _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
         if fixed:
             _log.warning("needs a restart: %s", ", ".join(fixed))
@@ -78,12 +87,7 @@ class Settings:
                 raise MisuseError(f"this can't change while the daemon runs: {', '.join(fixed)}", hint)
             comes = self._check(config)
             if not dry_run:
-                await self._keep(source)
-                try:
-                    self._take(source, config, changed)
-                except KVStoreError:
-                    await self._keep(self._source)
-                    raise
+                await self._take(source, config, changed, keep=True)
                 _log.info("changed: %s", ", ".join(changed) or "nothing")
         kept = source.kept_in is not None
         return {"changed": changed, "etag": will_be, "kept": kept, "consequences": comes}
@@ -92,8 +96,21 @@ class Settings:
         if source.kept_in is not None:
             await asyncio.to_thread(keep_changes, source.kept_in, source.changes)
 
-    def _take(self, source: Source, config: Config, changed: list[str]) -> None:
-        self._apply(config, changed)
+    async def _take(self, source: Source, config: Config, changed: list[str], keep: bool = False) -> None:
+        """Takes a configuration over, after keeping it if that is wanted; all of it, or nothing."""
+        self._check(config)
+        opened = await asyncio.to_thread(open_new, config, self._coming(config))
+        kept = False
+        try:
+            if keep:
+                await self._keep(source)
+                kept = True
+            self._apply(config, changed, opened)
+        except BaseException:
+            await asyncio.to_thread(close_all, opened)
+            if kept:
+                await self._keep(self._source)
+            raise
         self._source, self.config = source, config
 
 

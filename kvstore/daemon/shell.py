@@ -14,23 +14,25 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.config import Config
+from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.admission import Rule
+from kvstore.core.devices import TierSpec
 from kvstore.core.extents import Extents
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.residency import TierSpec, TierState
+from kvstore.core.residency import TierState
 from kvstore.core.reuse import Learned
 from kvstore.core.tenants import UNLIMITED
-from kvstore.daemon import learned, resizing
+from kvstore.daemon import devices, learned, resizing
 from kvstore.daemon.chronicle import Chronicle
 from kvstore.daemon.figures import Histogram
 from kvstore.daemon.inherit import restore_dram, restore_nvme
@@ -45,7 +47,7 @@ from kvstore.types import Tier
 
 _log = logging.getLogger(__name__)
 
-DRAM, NVME = 0, 1
+DRAM = 0
 _MIN_BLOCK_BYTES = 16 << 10
 _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
 _CLOSE_WITHIN_S = 5.0
@@ -67,20 +69,24 @@ class Shell:
         config: Config,
         loop: asyncio.AbstractEventLoop,
         dram: DramTier,
-        nvme: NvmeTier | None,
+        nvme: dict[str, NvmeTier],
+        problems: Sequence[str] = (),
         dice: Callable[[int], int] = secrets.randbits,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Takes over the tiers. `dice` gives a number of so many random bits, `clock` Unix time (s)."""
+        """Takes over the tiers; of `nvme` its devices by name, the first one first, and `problems` with them.
+
+        `dice` gives a number of so many random bits, `clock` Unix time (s).
+        """
         self.clock = clock
         self.config = config
         self.loop = loop
         self.instance = dice(64).to_bytes(8, "little")
         self.started = loop.time()
-        self.problems: list[str] = []
+        self.problems: list[str] = list(problems)
         self.now = loop.time
         self.dram = dram
-        self.nvme = nvme
+        self.devices = nvme
         self.placement = self._make_placement(dice(64))
         self.chronicle = Chronicle(self)
         self.tenancy = Tenancy(config, self)
@@ -93,7 +99,7 @@ class Shell:
         self._wakes_at: float | None = None
         self._ready = asyncio.Event()
         self._closed = False
-        self._scrubber = Scrubber(loop, len(self.placement.residency.tiers), self.handle)
+        self._scrubber = Scrubber(loop, self.placement.residency.tiers, self.handle)
         self._run_by_type: dict[type, Callable[[Any], None]] = {
             ac.Copy: self._copy,
             ac.Stamp: self._stamp,
@@ -103,17 +109,13 @@ class Shell:
             ac.Renew: self._renew,
             ac.Remove: self._remove,
             ac.Make: self._make,
+            ac.Joined: lambda action: devices.joined(self, action.tier),
+            ac.Left: lambda action: devices.left(self, action.tier),
         }
 
     def _make_placement(self, seed: int) -> Placement:
-        tiers: list[tuple[Tier, DramTier | NvmeTier]] = [(Tier.DRAM, self.dram)]
-        if self.nvme is not None:
-            tiers.append((Tier.NVME, self.nvme))
-        rules = (Rule(), _rule(self.config))
-        specs = [
-            TierSpec(tier, t.limit_bytes, t.extent_bytes, table=t is self.dram, admission=rule)
-            for (tier, t), rule in zip(tiers, rules, strict=False)
-        ]
+        specs = [TierSpec(Tier.DRAM, self.dram.limit_bytes, self.dram.extent_bytes, table=True)]
+        specs += [devices.spec(name, device, self.config) for name, device in self.devices.items()]
         total = sum(spec.limit_bytes for spec in specs)
         return Placement(
             specs,
@@ -139,15 +141,16 @@ class Shell:
         """
         self.tenancy.check(self.config)
         self.tenancy.apply(self.config)
-        if self.nvme is not None:
-            self.problems += self.nvme.problems
-            for problem in self.nvme.problems:
-                _log.error("%s", problem)
+        for device in self.devices.values():
+            self.problems += device.problems
+        for problem in self.problems:
+            _log.error("%s", problem)
+        if self.devices:
             learned.restore(self)
-            restore_nvme(self, self.nvme)
+            restore_nvme(self)
         restore_dram(self, self.dram)
-        if self.nvme is not None:
-            self.nvme.start(*self._reporters(NVME))
+        for tier, device in enumerate(self.devices.values(), DRAM + 1):
+            device.start(*self._reporters(tier))
         self.dram.start(*self._reporters(DRAM))
         await self._ready.wait()
         if not self.placement.residency.tiers[DRAM].extents.ready:
@@ -209,26 +212,35 @@ class Shell:
         self._closed = True
         # A device that hangs must not keep the process: its threads end with that.
         known = learned.collect(self)
-        closing = threading.Thread(target=lambda: self._close(known), name="kvstore-close", daemon=True)
-        closing.start()
-        while closing.is_alive() and self.now() < ends + _CLOSE_WITHIN_S:  # noqa: ASYNC110
+        # One does not keep the others from writing down what they know.
+        closing = [self._closing(partial(self._close, name, known)) for name in self.devices]
+        while any(each.is_alive() for each in closing) and self.now() < ends + _CLOSE_WITHIN_S:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        if closing.is_alive():
-            _log.error("the NVMe tier could not be closed: its device does not answer")
+        if any(each.is_alive() for each in closing):
+            _log.error("the NVMe tier could not be closed: a device does not answer")
+            return
+        last = self._closing(self.dram.close)
+        while last.is_alive():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
-    def _close(self, known: Learned) -> None:
-        if self.nvme is not None:
+    def _closing(self, close: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=close, name="kvstore-close", daemon=True)
+        thread.start()
+        return thread
+
+    def _close(self, name: str, known: Learned) -> None:
+        if name == FIRST_DEVICE:
             learned.save(self, known)
-            self.nvme.close()
-        self.dram.close()
+        self.devices[name].close()
 
     def check(self, config: Config) -> None:
         """Raises ConfigError for what this daemon could not keep."""
+        devices.check(self, config)
         resizing.check(self, config)
         self.tenancy.check(config)
 
-    def reconfigure(self, config: Config) -> None:
-        """Takes over those settings that can change at run time.
+    def reconfigure(self, config: Config, opened: Mapping[str, NvmeTier] = MappingProxyType({})) -> None:
+        """Takes over those settings that can change at run time, and devices that were opened for it.
 
         Raises ConfigError, or MisuseError if there is no such eviction policy, and takes over none.
         """
@@ -236,10 +248,12 @@ class Shell:
         self.handle(ev.SetPolicy(config.policy.eviction))
         for event in resizing.wanted(self, config):
             self.handle(event)
+        devices.change(self, config, opened)
         self.config = config
         limits = config.limits
-        if self.nvme is not None:
-            self.handle(ev.SetAdmission(NVME, _rule(config)))
+        for tier, state in enumerate(self.placement.residency.tiers):
+            if tier != DRAM and not state.leaving:
+                self.handle(ev.SetAdmission(tier, devices.rule(config, state.spec.name)))
         self.placement.reconfigure(
             config.nvme.write_policy,
             config.nvme.prefetch_blocks,
@@ -266,7 +280,7 @@ class Shell:
 
     def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
         """Like `ask`, but what the answer says survives a crash from then on."""
-        self.ask(asker if self.nvme is None else _Durably(self, self.nvme, asker), request, event)
+        self.ask(_Durably(self, asker) if self.devices else asker, request, event)
 
     def call(self, event: ev.OpenNamespace) -> ac.Answer | ac.Deny:
         """Sends an event to the core that is answered at once."""
@@ -325,14 +339,12 @@ class Shell:
 
         if copy.source == copy.target:
             self._move(copy, done)
-        elif copy.target == NVME:
-            assert self.nvme is not None
+        elif copy.target != DRAM:
             sources = self.dram.slots(copy.source_where)
-            self.nvme.write(copy, sources, spaces.lengths, done, self._stored_at(copy))
+            self.device_at(copy.target).write(copy, sources, spaces.lengths, done, self._stored_at(copy))
         else:
-            assert self.nvme is not None
-            slots = self.dram.slots(copy.target_where)
-            self.nvme.read(copy, slots, spaces.fingerprints, spaces.lengths, done, copy.urgent)
+            slots, device = self.dram.slots(copy.target_where), self.device_at(copy.source)
+            device.read(copy, slots, spaces.fingerprints, spaces.lengths, done, copy.urgent)
 
     def _copied(self, copies: Histogram, took_s: float, event: ev.CopyDone) -> None:
         copies.add(took_s)
@@ -381,15 +393,15 @@ class Shell:
     def _drop(self, drop: ac.Drop) -> None:
         if drop.tier == DRAM:
             self.dram.void(drop.where)
-        elif self.nvme is not None:
-            self.nvme.drop(drop.identity, drop.where)
+        else:
+            self.device_at(drop.tier).drop(drop.identity, drop.where)
 
     def _format(self, action: ac.Format) -> None:
         if action.tier == DRAM:
             self.dram.format(action.extent, action.slot_bytes, self.tenancy.domains.tag(action.domain))
-        elif self.nvme is not None:
+        else:
             tenant = self.tenancy.registry.name(action.domain)
-            self.nvme.format(action.extent, action.slot_bytes, tenant)
+            self.device_at(action.tier).format(action.extent, action.slot_bytes, tenant)
 
     def _renew(self, action: ac.Renew) -> None:
         tier, extent = action.tier, action.extent
@@ -434,13 +446,14 @@ class Shell:
         self._tier_at(action.tier).grow(action.count, *self._reporters(action.tier))
 
     def _tier_at(self, tier: int) -> DramTier | NvmeTier:
-        if tier == DRAM:
-            return self.dram
-        assert self.nvme is not None
-        return self.nvme
+        return self.dram if tier == DRAM else self.device_at(tier)
+
+    def device_at(self, tier: int) -> NvmeTier:
+        """The device of a number above DRAM's."""
+        return self.devices[self._name_of(tier)]
 
     def _name_of(self, tier: int) -> str:
-        return self.placement.residency.tiers[tier].spec.tier.name.lower()
+        return self.placement.residency.tiers[tier].spec.name
 
     def _probe(self, probe: ac.Probe) -> None:
         fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
@@ -448,9 +461,8 @@ class Shell:
         def done(results: npt.NDArray[np.uint8]) -> None:
             self.soon(self.handle, ev.ProbeDone(probe.probe, results))
 
-        if probe.tier == NVME:
-            assert self.nvme is not None
-            self.nvme.probe(probe, fingerprints, lengths, done)
+        if probe.tier != DRAM:
+            self.device_at(probe.tier).probe(probe, fingerprints, lengths, done)
             return
         slots = self.dram.slots(probe.where)
         # Looked up now: by then a namespace may have been forgotten.
@@ -477,7 +489,7 @@ class Shell:
             "pid": os.getpid(),
             "instance": self.instance.hex(),
             "uptime_s": round(self.now() - self.started, 3),
-            "tiers": [self._tier(state) for state in residency.tiers],
+            "tiers": [self._tier(state) for state in residency.tiers if not state.gone],
             "blocks": residency.blocks.used,
             "namespaces": len(self.namespaces),
             "leases": len(self.placement.ledger.leases),
@@ -486,13 +498,13 @@ class Shell:
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,
-            "nvme_io": self.nvme.engine_name if self.nvme else "",
+            "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),
         }
 
     def _tier(self, state: TierState) -> dict[str, Any]:
-        e, name = state.extents, state.spec.tier.name.lower()
+        e, name = state.extents, state.spec.name
         return {
             "name": name,
             "limit_bytes": e.limit_bytes,
@@ -514,16 +526,11 @@ class Shell:
         number = self.tenancy.registry.add(name)
         configured = self.config.tenants.get(name)
         tiers = [
-            {"name": state.spec.tier.name.lower(), **holding(state, number)}
+            {"name": state.spec.name, **holding(state, number)}
             for state in self.placement.residency.tiers
+            if not state.gone
         ]
         return {"name": name, "share": configured.share if configured is not None else 1.0, "tiers": tiers}
-
-
-def _rule(config: Config) -> Rule:
-    """What goes to NVMe."""
-    nvme = config.nvme
-    return Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day)
 
 
 def holding(state: TierState, tenant: int) -> dict[str, Any]:
@@ -542,21 +549,28 @@ def _by_size(extents: Extents) -> dict[str, int]:
 
 
 class _Durably:
-    """Answers when everything that led to the answer is durable."""
+    """Answers when everything that led to the answer is durable, on every device."""
 
-    def __init__(self, shell: Shell, nvme: NvmeTier, asker: Asker) -> None:
+    def __init__(self, shell: Shell, asker: Asker) -> None:
         self._shell = shell
-        self._nvme = nvme
         self._asker = asker
 
     def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
         """See Asker."""
 
+        waits_for, outcome = len(self._shell.devices), action
+
         def done(error: Exception | None) -> None:
-            outcome = action
+            self._shell.soon(ended, error)
+
+        def ended(error: Exception | None) -> None:
+            nonlocal waits_for, outcome
+            waits_for -= 1
             if error is not None:
                 hint = "the blocks are misses now, but may come back after a restart"
                 outcome = ac.Deny(request, f"it could not be recorded: {error}", hint)
-            self._shell.soon(self._asker.answer, request, outcome)
+            if not waits_for:
+                self._asker.answer(request, outcome)
 
-        self._nvme.when_durable(done)
+        for device in self._shell.devices.values():
+            device.when_durable(done)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, Tenant
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.devices import TierSpec
 from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.daemon import learned, resizing
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
 from kvstore.daemon.tenants import Identity, Registry
 from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.tiers.nvme.journal import Namespace
+from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SEAL_BYTES, Layout, Tier
 
 if TYPE_CHECKING:
@@ -48,10 +50,9 @@ class Tenancy:
 
     def check(self, config: Config) -> None:
         """Raises ConfigError if floors, in whole extents, are more than a tier has."""
-        for state in self._shell.placement.residency.tiers:
-            name, size = state.spec.tier.name.lower(), state.spec.extent_bytes
-            floors = sum(-(-_quota(t, state.spec.tier).floor // size) for t in config.tenants.values())
-            there = resizing.limit_bytes(self._shell, state, config) // size
+        for spec, limit in resizing.specs(self._shell, config):
+            name, size, there = spec.name, spec.extent_bytes, limit // spec.extent_bytes
+            floors = sum(-(-_quota(t, spec, config).floor // size) for t in config.tenants.values())
             if floors > there:
                 raise ConfigError(
                     f"floors of {name} take {floors} extents of {size} bytes each, the tier has {there}",
@@ -67,11 +68,11 @@ class Tenancy:
                 continue
             number = self.registry.number(name)
             for state in self._shell.placement.residency.tiers:
-                quota, holdings = _quota(new, state.spec.tier), state.extents.holdings
+                quota, holdings = _quota(new, state.spec, config), state.extents.holdings
                 used, held = (0, 0) if number is None else (holdings.of(number)[0], holdings.held(number))
                 lost, lacking = max(0, used - quota.limit), max(0, quota.floor - held)
                 if lost or lacking:
-                    tier = state.spec.tier.name.lower()
+                    tier = state.spec.name
                     rows.append(
                         {"tenant": name, "tier": tier, "evicted_bytes": lost, "claimed_bytes": lacking}
                     )
@@ -88,22 +89,22 @@ class Tenancy:
 
     def _encrypt(self, name: str, wanted: bool) -> None:
         """A tenant that has come with a reload, and has nothing yet, is encrypted from now on."""
-        nvme, number = self._shell.nvme, self.registry.add(name)
-        if nvme is None or nvme.encrypts(name) == wanted:
-            return
-        if wanted and not self.namespaces.of(number):
-            nvme.encrypt(name)
-        else:
-            _log.warning("needs a restart: tenants.%s.encrypt", name)
+        number = self.registry.add(name)
+        for device in self._shell.devices.values():
+            if device.encrypts(name) != wanted:
+                if wanted and not self.namespaces.of(number):
+                    device.encrypt(name)
+                else:
+                    _log.warning("needs a restart: tenants.%s.encrypt", name)
 
     def _set(self, name: str, config: Config) -> None:
-        tiers = [state.spec.tier for state in self._shell.placement.residency.tiers]
+        tiers = self._shell.placement.residency.tiers
         number = self.registry.add(name)
         if self._deleting[number]:
             return  # it may have nothing until nothing is left of it
         tenant = config.tenants.get(name)
         if tenant is not None:
-            quotas = tuple(_quota(tenant, tier) for tier in tiers)
+            quotas = tuple(_quota(tenant, state.spec, config) for state in tiers)
             rate = float(tenant.bandwidth or 0)
             pin = UNLIMITED if tenant.pin is None else tenant.pin
             event = ev.SetTenant(number, quotas, tenant.share, pin, rate, rate * _BURST_S)
@@ -168,12 +169,14 @@ class Tenancy:
         return space, answer
 
     def _event(self, space: Space, number: int) -> ev.OpenNamespace:
-        nvme, name = self._shell.nvme, self.registry.name(space.tenant)
-        extra = SEAL_BYTES if nvme is not None and nvme.encrypts(name) else 0
+        extra = SEAL_BYTES if self._encrypts(self.registry.name(space.tenant)) else 0
         tokens = space.layout.block_tokens if space.layout is not None else 0
         return ev.OpenNamespace(
             0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra, tokens
         )
+
+    def _encrypts(self, name: str) -> bool:
+        return any(device.encrypts(name) for device in self._shell.devices.values())
 
     def restore(self, space: Space) -> bool:
         """A namespace of which something was found, under its number if it has one; False: no room for it."""
@@ -184,14 +187,14 @@ class Tenancy:
         self.namespaces.add(space)
         return True
 
-    def record(self, space: Space) -> None:
-        """Puts a namespace on record, before any block of it."""
-        if self._shell.nvme is not None:
-            layout = space.layout.to_map() if space.layout is not None else {"block_bytes": space.block_bytes}
-            name = self.registry.name(space.tenant)
-            readers = tuple(sorted(space.readers))
+    def record(self, space: Space, devices: Iterable[NvmeTier] | None = None) -> None:
+        """Puts a namespace on record, before any block of it; on these devices, or on all."""
+        layout = space.layout.to_map() if space.layout is not None else {"block_bytes": space.block_bytes}
+        name = self.registry.name(space.tenant)
+        readers = tuple(sorted(space.readers))
+        for device in self._shell.devices.values() if devices is None else devices:
             record = Namespace(name, layout, space.fingerprint, readers=readers, ttl_s=space.ttl_s)
-            self._shell.nvme.put_namespace(space.number, record)
+            device.put_namespace(space.number, record)
 
     def found(self, number: int, record: Namespace) -> Space | None:
         """The namespace that is on record under a number; None if what is on record makes no sense."""
@@ -266,8 +269,9 @@ class Tenancy:
             self._deleting[tenant] -= 1
             learned.discard(self._shell)
             self._set(name, self._shell.config)
-            if self._shell.nvme is not None and self._shell.nvme.encrypts(name):
-                self._shell.nvme.erase_key(name)
+            if self._encrypts(name):
+                for device in self._shell.devices.values():
+                    device.erase_key(name)
                 # Those that have been opened again meanwhile get a seal by the next key.
                 for space in self.namespaces.of(tenant):
                     self.record(space)
@@ -299,8 +303,8 @@ class Tenancy:
         self._going[tenant] -= len(numbers)
         for number in numbers:
             self.namespaces.forgotten(number)
-            if self._shell.nvme is not None:
-                self._shell.nvme.forget_namespace(number)
+            for device in self._shell.devices.values():
+                device.forget_namespace(number)
 
 
 class _Then:
@@ -319,6 +323,10 @@ class _Then:
         self._asker.answer(request, action)
 
 
-def _quota(tenant: Tenant, tier: Tier) -> Quota:
-    part = tenant.dram if tier == Tier.DRAM else tenant.nvme
-    return Quota(part.floor, UNLIMITED if part.limit is None else part.limit, tenant.share)
+def _quota(tenant: Tenant, spec: TierSpec, config: Config) -> Quota:
+    """A tenant's part of a device: of what it has of the tier, as much as the device is of that."""
+    part = tenant.dram if spec.tier == Tier.DRAM else tenant.nvme
+    limits = {spec.name: config.dram.limit} if spec.tier == Tier.DRAM else config.nvme.limits
+    mine, total = limits.get(spec.name, 0), sum(limits.values())
+    limit = UNLIMITED if part.limit is None else part.limit * mine // total
+    return Quota(-(-part.floor * mine // total), limit, tenant.share)

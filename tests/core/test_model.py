@@ -263,7 +263,7 @@ class Faulty(Machine):
 
     @initialize(
         dram=st.integers(1, 3),
-        nvme=st.sampled_from([0, 1, 4]),
+        nvme=st.sampled_from([0, 1, 4, (2, 3), (1, 1, 2)]),
         missing=st.sampled_from([0, 0, 1]),
         slots=st.sampled_from([2, 4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
@@ -271,10 +271,19 @@ class Faulty(Machine):
         rule=st.sampled_from(RULES),
     )
     def start(
-        self, dram: int, nvme: int, missing: int, slots: int, write_policy: str, policy: str, rule: Rule
+        self,
+        dram: int,
+        nvme: int | tuple[int, ...],
+        missing: int,
+        slots: int,
+        write_policy: str,
+        policy: str,
+        rule: Rule,
     ) -> None:
         how = {"policy": policy, "write_policy": write_policy, "admission": rule}
-        self.build(World(dram, nvme, slots=slots, nvme_gets=max(nvme - missing, 0), **how))
+        if nvme and missing:
+            how["nvme_gets"] = (nvme if isinstance(nvme, int) else nvme[0]) - 1
+        self.build(World(dram, nvme, slots=slots, **how))
 
     @precondition(lambda self: self.w.copies)
     @rule(which=some, results=st.lists(st.sampled_from([ev.OK, ev.CORRUPT, ev.FAILED]), max_size=8))
@@ -354,19 +363,29 @@ class Faulty(Machine):
         self.w.restart(handover)
         self.leases, self.rooms, self.asked = [], [], {}
 
-    @rule(tier=st.integers(0, 1), blocks=st.integers(0, 3))
+    @rule(tier=st.integers(0, 3), blocks=st.integers(0, 3))
     def scrub(self, tier: int, blocks: int) -> None:
         if tier < len(self.w.p.residency.tiers):
             self.w.send(ev.Scrub(tier, blocks * ALIGN))
 
-    @precondition(lambda self: len(self.w.p.residency.tiers) > 1)
-    @rule(state=st.sampled_from([SERVING, SERVING, DRAINING, FENCED]))
-    def operator_acts(self, state: str) -> None:
-        self.w.send(ev.SetDevice(1, state))
+    @rule(tier=st.integers(1, 3), state=st.sampled_from([SERVING, SERVING, DRAINING, FENCED]))
+    def operator_acts(self, tier: int, state: str) -> None:
+        if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
+            self.w.send(ev.SetDevice(tier, state))
 
-    @rule(tier=st.integers(0, 1), extents=st.integers(1, 5))
+    @precondition(lambda self: len(self.w.p.residency.tiers) > 1 and self.w.p.joining.room > 0)
+    @rule(extents=st.integers(1, 3))
+    def device_comes(self, extents: int) -> None:
+        self.w.add(extents)
+
+    @rule(tier=st.integers(2, 4))
+    def device_goes(self, tier: int) -> None:
+        if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
+            self.w.leave(tier)
+
+    @rule(tier=st.integers(0, 3), extents=st.integers(1, 5))
     def tier_is_resized(self, tier: int, extents: int) -> None:
-        if tier < len(self.w.p.residency.tiers):
+        if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
             state = self.w.p.residency.tiers[tier].extents
             floors = int(state.holdings.floor.sum())
             self.w.resize(tier, min(max(extents, floors), state.most_bytes // state.extent_bytes))
@@ -384,9 +403,11 @@ class Faulty(Machine):
     @precondition(lambda self: self.w.copies)
     @rule()
     def device_is_quiet(self) -> None:
+        devices = [state.device for state in self.w.p.residency.tiers[1:]]
+        at_work = [device.moving > 0 for device in devices]
         self.w.now += 20
         self.w.send(ev.Tick())
-        assert self.w.p.residency.tiers[1].device.fenced
+        assert [device.fenced for device in devices] == at_work
 
 
 class Crowded(Machine):
@@ -394,13 +415,21 @@ class Crowded(Machine):
 
     @initialize(
         dram=st.integers(1, 2),
-        nvme=st.sampled_from([0, 1, 2]),
+        nvme=st.sampled_from([0, 1, 2, (1, 1), (1, 2)]),
         slots=st.sampled_from([4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
         rule=st.sampled_from(RULES),
     )
-    def start(self, dram: int, nvme: int, slots: int, write_policy: str, policy: str, rule: Rule) -> None:
+    def start(
+        self,
+        dram: int,
+        nvme: int | tuple[int, ...],
+        slots: int,
+        write_policy: str,
+        policy: str,
+        rule: Rule,
+    ) -> None:
         how = {"policy": policy, "write_policy": write_policy, "admission": rule}
         self.build(World(dram, nvme, slots=slots, **how))
 
@@ -416,13 +445,12 @@ class Peaceful(Machine):
     """No faults, room for everything in the lowest tier: whatever was stored stays stored."""
 
     @initialize(
-        nvme=st.booleans(),
+        nvme=st.sampled_from([0, 30, (30, 30)]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, nvme: bool, write_policy: str, policy: str) -> None:
-        dram, lower = (2, 30) if nvme else (30, 0)
-        self.build(World(dram, lower, slots=7, policy=policy, write_policy=write_policy))
+    def start(self, nvme: int | tuple[int, ...], write_policy: str, policy: str) -> None:
+        self.build(World(2 if nvme else 30, nvme, slots=7, policy=policy, write_policy=write_policy))
 
     @invariant()
     def nothing_is_forgotten(self) -> None:

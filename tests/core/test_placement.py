@@ -593,7 +593,7 @@ def test_a_row_that_has_changed_hands_is_written_down_in_its_new_size() -> None:
     while w.copies:
         for copy in w.copies.values():
             sizes = {1: ALIGN, 3: 2 * ALIGN}
-            cut = {w.formats[extent] for extent in copy.target_where.extent.tolist()}
+            cut = {w.kept[1][extent] for extent in copy.target_where.extent.tolist()}
             assert {sizes[n] for n in copy.identity.namespace.tolist()} == cut
         w.finish(next(iter(w.copies)), [])
     w.restart()

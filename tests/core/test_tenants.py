@@ -313,7 +313,7 @@ def test_steps_go_on_while_many_other_events_come() -> None:
 def test_an_extent_is_renewed_before_anybody_else_has_it() -> None:
     w = world((A, 0, None), (B, 0, None))
     fill(w, A, 16)
-    before = set(w.cuts)
+    before = set(w.kept[0])
     assert w.put(0, B, [b"b"]) == 0
     w.now += 1
     w.put(0, B, [b"b"])
@@ -332,7 +332,7 @@ def test_on_nvme_the_number_stays() -> None:
     w.finish_all()
     w.put(0, B, [b"b"])
     w.pass_time(1)
-    assert sorted(w.formats) == [0, 1]
+    assert sorted(w.kept[1]) == [0, 1]
     assert w.extents(NVME)[A:3] == [1, 1]
     assert w.get(B, [b"b"]) == [payload(B, b"b")]
 

@@ -11,6 +11,7 @@ no extent is ever cut for another domain than before unless it was made anew in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,9 +20,9 @@ import xxhash
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.admission import Rule
+from kvstore.core.devices import TierSpec
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.residency import TierSpec
 from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.types import ALIGN, HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, Tier
 
@@ -58,14 +59,14 @@ class Header:
 class World:
     """Runs the actions of one Placement. `dram` and `nvme` are extents of `slots` slots each.
 
-    `nvme` 0: there is no such tier. `nvme_gets`: how many of its extents the disk has room for; `nvme_slots`:
-    how many slots those have, where it differs. `admission`: what is written to it.
+    `nvme` 0: there is no such tier; several: as many devices. `nvme_gets`: how many extents the first one has
+    room for; `nvme_slots`: how many slots those have, where it differs. `admission`: what is written to it.
     """
 
     def __init__(
         self,
         dram: int = 2,
-        nvme: int = 4,
+        nvme: int | Sequence[int] = 4,
         *,
         policy: str = "lru",
         write_policy: str = "write_through",
@@ -78,10 +79,13 @@ class World:
     ) -> None:
         size = LABEL_BYTES + slots * ALIGN + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
         self._specs = [TierSpec(Tier.DRAM, dram * size, size, True)]
-        if nvme:
-            size = (nvme_slots or slots) * ALIGN
-            self._specs.append(TierSpec(Tier.NVME, nvme * size, size, False, admission or Rule()))
-        self._extents = [dram, nvme if nvme_gets is None else nvme_gets]
+        self._nvme_size, self._rule = (nvme_slots or slots) * ALIGN, admission or Rule()
+        self._extents = [dram]
+        for extents in nvme if isinstance(nvme, Sequence) else [nvme] if nvme else []:
+            self._specs.append(self._device(extents))
+            self._extents.append(extents)
+        if nvme_gets is not None:
+            self._extents[1] = nvme_gets
         self.max_blocks = max_blocks
         self._policy = policy
         self._write_policy = write_policy
@@ -89,10 +93,10 @@ class World:
         self.now = 0.0
         self.bytes: dict[Place, bytes] = {}
         self.rotten: set[Place] = set()
-        self.records: dict[tuple[int, bytes], Record] = {}
-        self.formats: dict[int, int] = {}
+        self.journals: list[dict[tuple[int, bytes], Record]] = [{} for _ in self._extents]
         self.headers: dict[Place, Header] = {}
-        self.cuts: dict[int, int] = {}
+        self.kept: list[dict[int, int]] = [{} for _ in self._extents]
+        self._left: set[int] = set()
         self.versions: dict[Place, int] = {}
         self.namespaces: dict[int, int] = {}
         self.opened: dict[int, ev.OpenNamespace] = {}
@@ -105,7 +109,21 @@ class World:
         self._headers = 0
         self._begin()
 
+    def _device(self, extents: int) -> TierSpec:
+        name = f"nvme{len(self._specs)}" if len(self._specs) > 1 else ""
+        return TierSpec(Tier.NVME, extents * self._nvme_size, self._nvme_size, False, self._rule, name)
+
+    @property
+    def records(self) -> dict[tuple[int, bytes], Record]:
+        """Those of the only device of NVMe."""
+        return self.journals[1]
+
+    @records.setter
+    def records(self, records: dict[tuple[int, bytes], Record]) -> None:
+        self.journals[1] = records
+
     def _begin(self) -> None:
+        self._close_up()
         self.p = Placement(
             self._specs,
             max_blocks=self.max_blocks,
@@ -121,45 +139,67 @@ class World:
         self.renewals: list[ac.Renew] = []
         self.removals: list[ac.Remove] = []
         self.wanted: list[ac.Make] = []
+        self.joined: list[int] = []
+        self.left: list[int] = []
         self.answers: dict[int, ac.Action] = {}
         self.asked: dict[int, ev.Event] = {}
         self.actions: list[ac.Action] = []
         for event in [*self.tenants.values(), *self.opened.values()]:
             self.send(event)
         self._drop_beyond()
-        if self.records or self.formats:
-            for extent, slot_bytes in sorted(self.formats.items()):
-                self.send(ev.ExtentReady(1, extent, slot_bytes, None, *self._owner(1, extent)))
-            self.send(self._restored())
-        for extent, slot_bytes in sorted(self.cuts.items()):
+        for tier in range(1, len(self._specs)):
+            for extent, slot_bytes in sorted(self.kept[tier].items()):
+                self.send(ev.ExtentReady(tier, extent, slot_bytes, None, *self._owner(tier, extent)))
+            if self.kept[tier]:
+                self.send(self._restored(tier))
+        for extent, slot_bytes in sorted(self.kept[0].items()):
             slots = self.p.residency.tiers[0].extents.geometry(slot_bytes).slots
             last = [self.versions.get((0, extent, i), 0) for i in range(slots)]
             last = np.array(last, np.uint32)
             self.send(ev.ExtentReady(0, extent, slot_bytes, last, *self._owner(0, extent)))
-        if self.cuts:
+        if self.kept[0]:
             held = sorted(self.headers.items(), key=lambda item: -item[1].stamp)
             rows = [(h.namespace, h.key, h.parent, p[1], p[2], h.version, h.checksum) for p, h in held]
             self.send(restore(rows, tier=0))
-        there = self.cuts, self.formats
-        for tier, n in enumerate(self._extents[: len(self._specs)]):
-            new = [extent for extent in range(n) if extent not in there[tier]]
-            for extent in new[: n - len(there[tier])]:
+        for tier, n in enumerate(self._extents):
+            new = [extent for extent in range(n) if extent not in self.kept[tier]]
+            for extent in new[: n - len(self.kept[tier])]:
                 self.send(ev.ExtentReady(tier, extent))
             self.send(ev.ExtentsEnd(tier))
 
+    def _close_up(self) -> None:
+        """Devices that were removed are not there any more; those behind them have other numbers."""
+        stay = [tier for tier in range(len(self._specs)) if tier not in self._left]
+        if self._left:
+            number = {old: new for new, old in enumerate(stay)}
+            self._specs, self._extents, self.journals, self.kept = (
+                [column[tier] for tier in stay]
+                for column in (self._specs, self._extents, self.journals, self.kept)
+            )
+            self.bytes = {(number[t], *p): data for (t, *p), data in self.bytes.items() if t in number}
+            self.rotten = {(number[t], *p) for t, *p in self.rotten if t in number}
+            self.whose = {(number[t], e): domain for (t, e), domain in self.whose.items() if t in number}
+            for journal in self.journals:
+                for record in journal.values():
+                    record.place = (number[record.place[0]], *record.place[1:])
+        self._left = set()
+        for event in self.tenants.values():
+            quotas = (*event.quotas, *[Quota()] * len(self._specs))
+            event.quotas = quotas[: len(self._specs)]
+
     def _drop_beyond(self) -> None:
         """What a lower limit has no room for, of what was kept."""
-        for tier, kept in enumerate((self.cuts, self.formats)[: len(self._specs)]):
+        for tier, kept in enumerate(self.kept):
             for extent in sorted(kept)[self._extents[tier] :]:
                 self._erase(tier, extent)
-                gone = [who for who, r in self.records.items() if r.place[:2] == (tier, extent)]
-                for who in gone:
-                    del self.records[who]
+                records = self.journals[tier]
+                for who in [who for who, r in records.items() if r.place[1] == extent]:
+                    del records[who]
                 self.headers = {p: h for p, h in self.headers.items() if p[:2] != (tier, extent)}
 
     def _erase(self, tier: int, extent: int) -> None:
         self.bytes = {p: data for p, data in self.bytes.items() if p[:2] != (tier, extent)}
-        (self.cuts, self.formats)[tier].pop(extent, None)
+        self.kept[tier].pop(extent, None)
         self.whose.pop((tier, extent), None)
 
     def _owner(self, tier: int, extent: int) -> tuple[int, int]:
@@ -171,32 +211,33 @@ class World:
         self._next_extent += 1
         return self._next_extent - 1
 
-    def _restored(self) -> ev.Restore:
+    def _restored(self, tier: int) -> ev.Restore:
         """The records as an event, latest first; of two that name one place only the latest counts."""
-        latest = {r.place: who for who, r in sorted(self.records.items(), key=lambda item: item[1].stamp)}
-        self.records = {who: r for who, r in self.records.items() if latest[r.place] == who}
-        new = sorted(self.records.items(), key=lambda item: -item[1].stamp)
+        records, kept = self.journals[tier], self.kept[tier]
+        latest = {r.place: who for who, r in sorted(records.items(), key=lambda item: item[1].stamp)}
+        self.journals[tier] = records = {who: r for who, r in records.items() if latest[r.place] == who}
         return restore(
             [
                 (ns, key, r.parent, r.place[1], r.place[2], r.version, r.checksum)
-                for (ns, key), r in new
-                if self.formats.get(r.place[1]) == -(-self.namespaces[ns] // ALIGN) * ALIGN
-            ]
+                for (ns, key), r in sorted(records.items(), key=lambda item: -item[1].stamp)
+                if kept.get(r.place[1]) == -(-self.namespaces[ns] // ALIGN) * ALIGN
+            ],
+            tier,
         )
 
     def restart(self, handover: bool = False) -> None:
         """A crash: leases and whatever was under way are gone, and memory too, unless it is handed over."""
         if not handover:
-            self.bytes = {place: data for place, data in self.bytes.items() if place[0] == 1}
-            self.headers, self.cuts, self.versions = {}, {}, {}
-            self.whose = {at: domain for at, domain in self.whose.items() if at[0] == 1}
+            self.bytes = {place: data for place, data in self.bytes.items() if place[0]}
+            self.headers, self.kept[0], self.versions = {}, {}, {}
+            self.whose = {at: domain for at, domain in self.whose.items() if at[0]}
         self._begin()
 
     # -- driving
 
     def send(self, event: ev.Event) -> list[ac.Action]:
         self.now += 0.001
-        before = [self.extents(tier) for tier in range(len(self._specs))]
+        before = [self.extents(tier) for tier in range(len(self.p.residency.tiers))]
         self.actions = self.p.handle(event, self.now)
         for action in self.actions:
             self._run(action)
@@ -236,8 +277,8 @@ class World:
             self.wanted.append(action)
         elif isinstance(action, ac.Renew | ac.Remove):
             assert not any(p[:2] == (action.tier, action.extent) for p in self.headers), "a header stays"
-            left = [r for r in self.records.values() if r.place[:2] == (action.tier, action.extent)]
-            assert not left, "a record stays"
+            left = [r for r in self.journals[action.tier].values() if r.place[1] == action.extent]
+            assert action.tier == 0 or not left, "a record stays"
             if isinstance(action, ac.Remove):
                 self.removals.append(action)
             else:
@@ -249,7 +290,13 @@ class World:
         elif isinstance(action, ac.Format):
             before = self.whose.setdefault((action.tier, action.extent), action.domain)
             assert before == action.domain, "an extent has changed hands as it was"
-            (self.cuts, self.formats)[action.tier][action.extent] = action.slot_bytes
+            self.kept[action.tier][action.extent] = action.slot_bytes
+        elif isinstance(action, ac.Joined):
+            self.joined.append(action.tier)
+        elif isinstance(action, ac.Left):
+            assert not self.kept[action.tier], "a device was left with something in it"
+            assert not self.journals[action.tier], "a device was left with records"
+            self.left.append(action.tier)
         elif isinstance(action, ac.Stamp):
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self._headers += 1
@@ -265,9 +312,10 @@ class World:
         elif isinstance(action, ac.Drop):
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self.headers.pop(place, None)
-                if action.tier == 1:
+                if action.tier:
                     # By key, as the journal does it; and what is still on its way there gets no record.
-                    self.records.pop((int(action.identity.namespace[i]), action.identity.key(i)), None)
+                    who = int(action.identity.namespace[i]), action.identity.key(i)
+                    self.journals[action.tier].pop(who, None)
                     self.unwanted |= {place} & {
                         p for c in self.copies.values() for p in self.places(c.target, c.target_where)
                     }
@@ -287,15 +335,17 @@ class World:
 
     def check_records(self) -> None:
         """Every block that the core believes on NVMe is on record there, or a restart would lose it."""
+        for tier in range(1, len(self.p.residency.tiers)):
+            self._check_records(tier)
+
+    def _check_records(self, tier: int) -> None:
         r = self.p.residency
-        if len(r.tiers) < 2:
-            return
-        rows = np.flatnonzero(r.blocks.slot[1] >= 0)
+        rows = np.flatnonzero(r.blocks.slot[tier] >= 0)
         rows = rows[r.blocks.state[rows] != 0]
-        places = self.places(1, r.where(1, r.blocks.slot[1, rows].astype(np.int64)))
+        places = self.places(tier, r.where(tier, r.blocks.slot[tier, rows].astype(np.int64)))
         for row, place in zip(rows.tolist(), places, strict=True):
             who = (int(r.blocks.namespace[row]), r.blocks.key(row))
-            record = self.records.get(who)
+            record = self.journals[tier].get(who)
             assert record is not None, f"{who} is on NVMe, but not on record"
             assert record.place == place, f"{who} is on record in another slot"
 
@@ -325,8 +375,8 @@ class World:
             if b in self.unwanted:
                 self.unwanted.discard(b)
                 out[i] = ev.FAILED
-            if copy.target == 1 and out[i] == ev.OK:
-                self.records[who] = Record(
+            if copy.target and out[i] == ev.OK:
+                self.journals[copy.target][who] = Record(
                     b,
                     int(copy.version[i]),
                     int(copy.identity.checksum[i]),
@@ -362,7 +412,7 @@ class World:
         """Extents that were asked for are there, or the first of them."""
         wanted = self.wanted.pop(0)
         for _ in range(wanted.count if all_of_them else 1):
-            used = self.p.residency.tiers[1].extents if wanted.tier else None
+            used = self.p.residency.tiers[wanted.tier].extents if wanted.tier else None
             taken = used.ready | set(used.renewing) if used else set()
             new = min(set(range(len(taken) + 1)) - taken) if wanted.tier else self._new_extent()
             self.send(ev.ExtentReady(wanted.tier, new))
@@ -374,6 +424,27 @@ class World:
         self._specs[tier] = replace(self._specs[tier], limit_bytes=extents * size)
         self._extents[tier] = extents
         self.send(ev.SetLimit(tier, extents * size))
+
+    def add(self, extents: int) -> None:
+        """One device of NVMe more, from now on; it is told of its extents when it is there."""
+        spec = self._device(extents)
+        self.send(ev.AddDevice(spec))
+        [tier] = self.joined
+        self.joined.clear()
+        for column in (self.journals, self.kept):
+            column.append({})
+        self._specs.append(spec)
+        self._extents.append(extents)
+        self.send(ev.SetLimit(tier, spec.limit_bytes))
+
+    def leaves(self, tier: int) -> bool:
+        """Whether a device is to go."""
+        return tier in self._left
+
+    def leave(self, tier: int) -> None:
+        """A device is to go, after a restart at the latest."""
+        self._left.add(tier)
+        self.send(ev.RemoveDevice(tier))
 
     def move_extents(self) -> None:
         """All that waits to be made, made anew or removed is."""

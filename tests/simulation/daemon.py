@@ -151,8 +151,9 @@ class Life:
             self.nvme = _Nvme(
                 self.process, writer.journal, self.slabs, self.engine, limit, lambda: disk.loop.now + skew
             )
+        nvme = {} if self.nvme is None else {"nvme": self.nvme}
         self.shell = Shell(
-            setup.config(), self.process, self.dram, self.nvme, dice.getrandbits, lambda: disk.loop.now
+            setup.config(), self.process, self.dram, nvme, (), dice.getrandbits, lambda: disk.loop.now
         )
         # So that much happens while one policy follows another.
         self.shell.placement.switch.rows_at_once = 4

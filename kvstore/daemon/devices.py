@@ -1,0 +1,150 @@
+"""Devices of the NVMe tier: opened by name, those that come while the daemon runs, and those that go.
+
+One that comes must be empty: what an earlier daemon left on it is taken in when a daemon starts. Without the
+first there is no daemon, without another one there is, and it says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvstore.config import FIRST_DEVICE, Config
+from kvstore.core import events as ev
+from kvstore.core.admission import Rule
+from kvstore.core.devices import TierSpec
+from kvstore.core.residency import TierState
+from kvstore.errors import ConfigError, KVStoreError, TierError
+from kvstore.tiers.nvme.keys import MasterKey
+from kvstore.tiers.nvme.posix import PosixEngine
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.types import Tier, extent_bytes
+
+if TYPE_CHECKING:
+    from kvstore.daemon.shell import Shell
+
+
+def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
+    """The configured devices by name, and why there are not all of them. KVStoreError without the first."""
+    devices: dict[str, NvmeTier] = {}
+    problems = []
+    for name in config.nvme.paths:
+        try:
+            devices[name] = _open(config, name)
+        except KVStoreError as error:
+            if name == FIRST_DEVICE:
+                raise
+            problems.append(f"nvme.devices.{name} is left out: {error.message}")
+    return devices, problems
+
+
+def open_new(config: Config, names: Iterable[str]) -> dict[str, NvmeTier]:
+    """Some of the configured devices, if they are empty. Raises KVStoreError, and leaves none open."""
+    devices: dict[str, NvmeTier] = {}
+    try:
+        for name in names:
+            devices[name] = _open(config, name)
+            found = devices[name].load()
+            if found.formats or len(found.restore.index):
+                raise TierError(
+                    f"nvme.devices.{name}: {config.nvme.paths[name]} holds a cache already",
+                    "restart the daemon to have it, or empty the folder",
+                )
+    except BaseException:
+        close_all(devices)
+        raise
+    return devices
+
+
+def close_all(devices: Mapping[str, NvmeTier]) -> None:
+    """Closes them."""
+    for device in devices.values():
+        device.close()
+
+
+def _open(config: Config, name: str) -> NvmeTier:
+    limit, path = config.nvme.limits[name], config.nvme.paths[name]
+    encrypt = {tenant: each.encrypt for tenant, each in config.tenants.items()}
+    master = MasterKey.load(config.encryption.key_file)
+    engine = PosixEngine(config.nvme.io_threads)
+    try:
+        size = extent_bytes(limit, len(config.tenants))
+        return NvmeTier.open(path, limit, size, engine, master, encrypt)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def new(shell: Shell, config: Config) -> list[str]:
+    """Names of devices that are to come."""
+    return [name for name in config.nvme.devices if name not in shell.config.nvme.devices]
+
+
+def spec(name: str, device: NvmeTier, config: Config) -> TierSpec:
+    """What the core is told of a device."""
+    return TierSpec(Tier.NVME, device.limit_bytes, device.extent_bytes, False, rule(config, name), name)
+
+
+def rule(config: Config, name: str) -> Rule:
+    """What goes to a device."""
+    nvme = config.nvme
+    return Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day(name))
+
+
+def check(shell: Shell, config: Config) -> None:
+    """Raises ConfigError for devices that can't come or go while the daemon runs."""
+    wanted = new(shell, config)
+    if wanted and not shell.devices:
+        raise ConfigError(f"nvme.devices.{wanted[0]}: there is no NVMe tier", "set nvme.path, and restart")
+    for name in wanted:
+        if name in shell.devices:
+            raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
+    if len(wanted) > shell.placement.joining.room:
+        hint = "restart it: it can tell so many apart, those that were removed included"
+        raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
+
+
+def going(shell: Shell, config: Config) -> Iterator[tuple[int, TierState]]:
+    """Devices that are there now and are not to be, by number."""
+    for tier, state in enumerate(shell.placement.residency.tiers):
+        stays = state.spec.tier != Tier.NVME or state.spec.name in config.nvme.limits
+        if not (stays or state.leaving):
+            yield tier, state
+
+
+def consequences(shell: Shell, config: Config) -> list[dict[str, Any]]:
+    """What all tenants together ("") would lose with devices that go, in bytes."""
+    return [
+        {"tenant": "", "tier": state.spec.name, "evicted_bytes": state.extents.used_bytes, "claimed_bytes": 0}
+        for _, state in going(shell, config)
+        if state.extents.used_bytes
+    ]
+
+
+def change(shell: Shell, config: Config, opened: Mapping[str, NvmeTier]) -> None:
+    """Has devices go that are not configured any more, and those come that were opened for it."""
+    for tier, state in list(going(shell, config)):
+        shell.chronicle.add("leaving", tier=state.spec.name)
+        shell.handle(ev.RemoveDevice(tier))
+    for name, device in opened.items():
+        shell.devices[name] = device
+        for space in shell.namespaces:
+            shell.tenancy.record(space, [device])
+        shell.handle(ev.AddDevice(spec(name, device, config)))
+
+
+def joined(shell: Shell, tier: int) -> None:
+    """A device is there: tenants have their part of it, and its extents are made."""
+    state = shell.placement.residency.tiers[tier]
+    shell.tenancy.apply(shell.config)
+    shell.handle(ev.SetLimit(tier, state.spec.limit_bytes))
+    shell.chronicle.add("joined", tier=state.spec.name)
+
+
+def left(shell: Shell, tier: int) -> None:
+    """A device is empty: it is closed, beside the event loop."""
+    name = shell.placement.residency.tiers[tier].spec.name
+    device = shell.devices.pop(name)
+    threading.Thread(target=device.close, name=f"kvstore-close-{name}", daemon=True).start()
+    shell.chronicle.add("left", tier=name)
