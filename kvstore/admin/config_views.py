@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.admin.views import WHOLE, View
-from kvstore.config import HOLDER_PATTERN
+from kvstore.config import HOLDER_PATTERN, NvmeDevice
 
 
 class Settings(View):
@@ -76,6 +76,19 @@ class TenantSettings(BaseModel):
     encrypt: bool = False
     dram: Quota = Quota()
     nvme: Quota = Quota()
+
+
+class DeviceSettings(BaseModel):
+    """A device more in the NVMe tier: a folder on it, its limit in bytes, what may be written to it a day.
+
+    `write_budget` in bytes, or in times the limit as in "1x"; 0: no bound.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096, examples=["/mnt/nvme1/kvstore"])]
+    limit: Annotated[int, Field(ge=2 << 20, le=1 << 52), WHOLE] = NvmeDevice.model_fields["limit"].default
+    write_budget: _Bytes | Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})?x$", examples=["1x"])] = 0
 
 
 class Token(View):

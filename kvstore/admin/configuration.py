@@ -17,7 +17,18 @@ from kvstore.admin import config_views as views
 from kvstore.admin.depends import OPERATOR, VIEWER, Daemon, IfMatch, TenantPath
 from kvstore.admin.problems import ProblemError, documented
 from kvstore.admin.snapshots import Snapshots
-from kvstore.config import HOLDER_PATTERN, Admin, AdminToken, Tenant, Token, Values, difference
+from kvstore.config import (
+    DEVICE_PATTERN,
+    HOLDER_PATTERN,
+    Admin,
+    AdminToken,
+    NvmeDevice,
+    Tenant,
+    Token,
+    Values,
+    difference,
+    parse_write_budget,
+)
 from kvstore.daemon.tenants import hash_of, new_token
 
 seen = APIRouter(prefix="/v1", tags=["configuration"], responses=documented(401, 429, 503))
@@ -34,6 +45,7 @@ _HIDDEN = "tokens"
 
 DryRun = Annotated[bool, Query(description="Change nothing; say what would change, and who would lose what.")]
 TokenPath = Annotated[str, Path(pattern=rf"^[0-9a-f]{{{_ID_DIGITS}}}$", description="The `id` of a token.")]
+MoreDevicePath = Annotated[str, Path(pattern=DEVICE_PATTERN, examples=["nvme1"])]
 NamePath = Annotated[str, Path(pattern=HOLDER_PATTERN, description="The `name` of a token.")]
 
 
@@ -125,6 +137,66 @@ async def _tenant(daemon: Snapshots, name: str) -> tuple[Values, str]:
     if shown["value"] is None:
         hint = "PUT makes it; GET /v1/tenants also names those that only have something stored"
         raise ProblemError(404, f"no tenant {name!r} is configured", hint)
+    return shown["value"], shown["etag"]
+
+
+# -- devices
+
+
+@seen.get("/devices/{name}/settings", dependencies=[VIEWER], responses=documented(404, 422))
+async def show_device_settings(
+    daemon: Daemon, response: Response, name: MoreDevicePath
+) -> views.DeviceSettings:
+    """Where a device of the NVMe tier is, and what it may have. The first one is `nvme` in the settings."""
+    value, etag = await _device(daemon, name)
+    response.headers["ETag"] = _quoted(etag)
+    device = NvmeDevice.model_validate(value)
+    times = isinstance(device.write_budget, str) and device.write_budget.endswith("x")
+    budget = device.write_budget if times else parse_write_budget(device.write_budget, device.limit)
+    return views.DeviceSettings(path=str(device.path), limit=device.limit, write_budget=budget)
+
+
+@changed.put("/devices/{name}/settings", responses=documented(412))
+async def put_device_settings(
+    daemon: Daemon,
+    request: Request,
+    response: Response,
+    name: MoreDevicePath,
+    settings: views.DeviceSettings,
+    if_match: IfMatch = None,
+    dry_run: DryRun = False,
+) -> views.SettingsChanged:
+    """Adds a device, whose folder is there and empty, to the NVMe tier; or changes its limit and budget."""
+    wanted = settings.model_dump()
+
+    def patch(before: Values | None) -> Values:
+        return wanted if before is None else difference(before, wanted)
+
+    answer = await _edit(daemon, ("nvme", "devices", name), patch, if_match, dry_run)
+    return await _answer(request, response, daemon, answer, dry_run)
+
+
+@changed.delete("/devices/{name}/settings", responses=documented(412))
+async def remove_device(
+    daemon: Daemon,
+    request: Request,
+    response: Response,
+    name: MoreDevicePath,
+    if_match: IfMatch = None,
+    dry_run: DryRun = False,
+) -> views.SettingsChanged:
+    """Removes a device: it takes no more writes, and is read until it is empty. What only it has goes."""
+    await _device(daemon, name)
+    part = ("nvme", "devices", name)
+    answer = await _change(daemon, {"nvme": {"devices": {name: None}}}, part, if_match, dry_run)
+    return await _answer(request, response, daemon, answer, dry_run)
+
+
+async def _device(daemon: Snapshots, name: str) -> tuple[Values, str]:
+    """What is set of a device, and its ETag. Raises ProblemError 404."""
+    shown = await daemon.client.control("settings", part=["nvme", "devices", name])
+    if shown["value"] is None:
+        raise ProblemError(404, f"no device {name!r} is configured", "PUT adds it")
     return shown["value"], shown["etag"]
 
 

@@ -63,8 +63,9 @@ class Hour:
         self._count_today(at_s, status, sums)
         more = seconds = None
         if self._known and self._before is not None and self._before[0] == instance:
-            more, seconds = Counter(sums), at_s - self._points[-1].at_s
-            more.subtract(self._before[1])
+            before, seconds = self._before[1], at_s - self._points[-1].at_s
+            # Of a device that was removed nothing is told any more.
+            more = Counter({name: n - before[name] for name, n in sums.items()})
             # A clock may be set back, and a count that is less than before is another daemon's.
             if seconds <= 0 or min(more.values(), default=0) < 0:
                 more = seconds = None

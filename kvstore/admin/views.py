@@ -198,7 +198,7 @@ class Device(View):
     """What a tier lies on, what waits for it and is under way, in bytes by class, and what it takes."""
 
     name: str = Field(examples=["nvme"])
-    state: str = Field(description="What an operator wants: serving, draining or fenced.")
+    state: str = Field(description="What an operator wants: serving, draining, fenced; leaving: removed.")
     hangs: bool
     readable: bool
     writable: bool

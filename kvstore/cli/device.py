@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
 from rich.table import Table
 
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, asking, show
+from kvstore.cli import complete
+from kvstore.cli.changing import DryRunOption, change
+from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, show
 from kvstore.cli.tables import cell, pairs
 from kvstore.cli.tier import TierArgument
-from kvstore.config import format_size
+from kvstore.config import format_size, parse_size, parse_write_budget
+from kvstore.errors import MisuseError
 
-app = typer.Typer(no_args_is_help=True, help="Look at the devices of tiers, fence or drain one.")
+app = typer.Typer(no_args_is_help=True, help="Look at the devices of tiers, fence, drain, add or remove one.")
+
+NewDeviceArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="nvme, and what tells it apart: nvme1.")
+]
 
 
 @app.command("list")
@@ -58,6 +66,47 @@ def set_device(
     with asking(socket) as client:
         found = client.control("set_device", name=tier, state=state, instead_of=None)
     show(found, as_json, lambda: pairs("device", _flat(found)))
+
+
+@app.command("add")
+def add_device(
+    name: NewDeviceArgument,
+    path: Annotated[Path, typer.Argument(help="An empty folder on it.")],
+    *,
+    limit: Annotated[str, typer.Option(metavar="SIZE", help="Most that it may hold.")] = "8GiB",
+    write_budget: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most written to it a day, or 1x: its limit; 0: no bound.")
+    ] = "0",
+    dry_run: DryRunOption = False,
+    socket: SocketOption = DEFAULT_SOCKET,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a device to the NVMe tier, now and for later starts.
+
+    Example: kvstore device add nvme1 /mnt/nvme1/kvstore --limit 2TiB --dry-run
+    """
+    budget = named("--write-budget", lambda text: parse_write_budget(text, 1) and text, write_budget)
+    size = named("--limit", parse_size, limit)
+    added = {"path": str(path.absolute()), "limit": size, "write_budget": budget}
+    change(socket, {"nvme": {"devices": {name: added}}}, dry_run, as_json)
+
+
+@app.command("remove")
+def remove_device(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name.", autocompletion=complete.tiers)],
+    *,
+    dry_run: DryRunOption = False,
+    socket: SocketOption = DEFAULT_SOCKET,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a device from the NVMe tier: it is read until it is empty, and what only it has is evicted.
+
+    Example: kvstore device remove nvme1 --dry-run
+    """
+    with asking(socket) as client:
+        if client.control("settings", part=["nvme", "devices", name])["value"] is None:
+            raise MisuseError(f"no device {name!r:.80} was added", "`kvstore device list` names them")
+    change(socket, {"nvme": {"devices": {name: None}}}, dry_run, as_json)
 
 
 def _flat(device: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -30,6 +30,9 @@ from kvstore.cli.common import DEFAULT_SOCKET, ConfigOption, JsonOption, SocketO
 from kvstore.cli.tables import pairs, tier_table
 from kvstore.config import format_size
 from kvstore.errors import MisuseError
+
+if TYPE_CHECKING:
+    from kvstore.tiers.nvme.keys import MasterKey
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Check a configuration, or print one to start from.")
@@ -110,32 +113,40 @@ def fsck(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a stopped daemon's NVMe folder: every record, slab and checksum.
+    """Check a stopped daemon's NVMe folders: every record, slab and checksum. In JSON, a line for each.
 
     Exit codes: 0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired.
 
     Example: kvstore fsck -c /etc/kvstore/kvstore.toml
     """
-    from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
     from kvstore.tiers.nvme.keys import MasterKey  # noqa: PLC0415
 
-    limit_bytes = None
     if (folder is None) == (config is None):
         raise MisuseError("fsck takes one folder", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG")
+    folders: dict[Path, int | None] = {} if folder is None else {folder: None}
     if folder is None:
         loaded = configuration.load(config)
-        if loaded.nvme.path is None:
+        if not loaded.nvme.paths:
             raise MisuseError(f"{config} names no nvme.path", "there is nothing to check")
-        folder, limit_bytes = loaded.nvme.path, loaded.nvme.limit
+        folders = {path: loaded.nvme.limits[name] for name, path in loaded.nvme.paths.items()}
         key_file = key_file or loaded.encryption.key_file
     master = MasterKey.load(key_file)
+    codes = [_check(path, limit, repair, master, as_json) for path, limit in folders.items()]
+    if any(codes):
+        raise typer.Exit(1 if 1 in codes else 3)
+
+
+def _check(folder: Path, limit: int | None, repair: bool, master: MasterKey | None, as_json: bool) -> int:
+    """Checks one folder, and prints what was found; the exit code."""
+    from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
+
     with _checking(hidden=as_json and not sys.stderr.isatty()) as bar:
         task = bar.add_task("fsck", total=None)
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        report = check(folder, limit_bytes, repair, progress, master)
+        report = check(folder, limit, repair, progress, master)
     counts = report.counts()
     found = sum(counts.values())
     summary = {
@@ -154,8 +165,9 @@ def fsck(
         Console().print(pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
     if report.unchecked:
         typer.echo(f"{report.unchecked} encrypted blocks were not checked: give --key-file", err=True)
-    if found:
-        raise typer.Exit(3 if report.repaired else 1)
+    if not found:
+        return 0
+    return 3 if report.repaired else 1
 
 
 @app.command()

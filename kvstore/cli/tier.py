@@ -15,7 +15,7 @@ from kvstore.errors import MisuseError
 app = typer.Typer(no_args_is_help=True, help="Look at tiers.")
 
 TierArgument = Annotated[
-    str, typer.Argument(metavar="TIER", help="Its name: dram, nvme.", autocompletion=complete.tiers)
+    str, typer.Argument(metavar="TIER", help="Its name: dram, nvme, nvme1.", autocompletion=complete.tiers)
 ]
 
 _SHOWN = ("name", "used_bytes", "limit_bytes", "capacity_bytes", "blocks", "readable", "writable", "fenced")

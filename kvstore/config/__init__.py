@@ -17,7 +17,15 @@ from kvstore.config.sections import (
     Scrub,
 )
 from kvstore.config.tenants import Encryption, Secret, Tenant, TierQuota, Token
-from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
+from kvstore.config.units import (
+    GIB,
+    KIB,
+    MIB,
+    format_size,
+    parse_duration,
+    parse_size,
+    parse_write_budget,
+)
 
 __all__ = [
     "DEVICE_PATTERN",
@@ -56,6 +64,7 @@ __all__ = [
     "parse_duration",
     "parse_listen",
     "parse_size",
+    "parse_write_budget",
     "plain",
     "read",
 ]

@@ -26,7 +26,7 @@ _MOST_CLOSED = 4096
 
 HAPPENINGS = (
     *("started", "reloaded", "published", "forgotten", "deleted", "renewed", "removed", "lost"),
-    *("fenced", "unfenced", "unreadable", "readable", "unwritable", "writable"),
+    *("fenced", "unfenced", "unreadable", "readable", "unwritable", "writable", "joined", "leaving", "left"),
 )
 """What may become of the daemon, its devices, namespaces and tenants."""
 

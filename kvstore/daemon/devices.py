@@ -6,8 +6,10 @@ first there is no daemon, without another one there is, and it says so.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import FIRST_DEVICE, Config
@@ -44,12 +46,13 @@ def open_new(config: Config, names: Iterable[str]) -> dict[str, NvmeTier]:
     devices: dict[str, NvmeTier] = {}
     try:
         for name in names:
+            path = config.nvme.paths[name]
+            _check_empty(path)
             devices[name] = _open(config, name)
             found = devices[name].load()
             if found.formats or len(found.restore.index):
                 raise TierError(
-                    f"nvme.devices.{name}: {config.nvme.paths[name]} holds a cache already",
-                    "restart the daemon to have it, or empty the folder",
+                    f"{path} holds a cache already", "restart the daemon to have it, or empty the folder"
                 )
     except BaseException:
         close_all(devices)
@@ -57,10 +60,24 @@ def open_new(config: Config, names: Iterable[str]) -> dict[str, NvmeTier]:
     return devices
 
 
+def _check_empty(path: Path) -> None:
+    """Raises TierError unless a folder is there, with nothing in it but what a device that left leaves."""
+    try:
+        others = sorted(set(os.listdir(path)) - _LEFT_BEHIND)
+    except OSError as error:
+        hint = "mount the device and make the folder first"
+        raise TierError(f"cannot use {path}: {error.strerror}", hint) from None
+    if others:
+        raise TierError(f"there is {others[0]!r:.80} in {path}", "a device that is added must be empty")
+
+
 def close_all(devices: Mapping[str, NvmeTier]) -> None:
     """Closes them."""
     for device in devices.values():
         device.close()
+
+
+_LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
 
 
 def _open(config: Config, name: str) -> NvmeTier:

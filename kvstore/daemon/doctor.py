@@ -64,10 +64,10 @@ def examine(config: Config) -> list[Line]:
     ]
     if config.nvme.path is None:
         lines.append(Line(OK, "nvme", "no nvme.path: no such tier"))
-    else:
-        folder = _existing(config.nvme.path)
-        lines += [direct_io(folder), space(config.nvme.path, _free_bytes(folder), config.nvme.limit)]
-        lines += [lock(config.nvme.path), records(config.nvme.path)]
+    for name, path in config.nvme.paths.items():
+        folder = _existing(path)
+        lines += [direct_io(folder), space(path, _free_bytes(folder), config.nvme.limits[name])]
+        lines += [lock(path), records(path)]
     modules = {name: importlib.util.find_spec(name) is not None for name in ("cupy", "kvikio")}
     lines += gpu(Path("/dev"), Path("/proc/driver"), _loads("libcuda.so.1"), modules)
     lines.append(systemd(_output("systemctl", "--version")))
@@ -96,8 +96,9 @@ def packages(python: str, versions: Mapping[str, str | None]) -> Line:
 def open_files(limit: tuple[int, int], config: Config) -> Line:
     """`limit` is (soft, hard) of open files: one an extent of every tier, one a client."""
     extents = config.dram.limit // extent_bytes(config.dram.limit)
-    if config.nvme.path is not None:
-        extents += config.nvme.limit // extent_bytes(config.nvme.limit)
+    for name in config.nvme.paths:
+        nbytes = config.nvme.limits[name]
+        extents += nbytes // extent_bytes(nbytes)
     least, need = extents + _OTHER_FILES, extents + _OTHER_FILES + config.limits.connections
     found = f"{_count(limit[0])} here, {need} for {extents} extents and limits.connections"
     advice = f"ulimit -n {need} before kvstore serve; a unit sets its own LimitNOFILE="

@@ -8,7 +8,8 @@ const SHOWN = 5;
 const ROW = 112;
 const NAMES = { hbm: "HBM", dram: "DRAM", nvme: "NVMe", network: "Network" };
 
-export const nameOf = (tier) => NAMES[tier] ?? tier;
+/** Further devices of NVMe are called nvme, and what tells them apart. */
+export const nameOf = (tier) => NAMES[tier] ?? (tier.startsWith("nvme") ? `NVMe ${tier.slice(4)}` : tier);
 export const colourOf = (tier) => (tier in NAMES ? `--${tier}` : "--other");
 
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
