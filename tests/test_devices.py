@@ -417,7 +417,8 @@ def test_a_device_over_rest(tmp_path: Path, second: Path) -> None:
         assert change(admin, "DELETE", path).json["changed"] == ["nvme.devices.nvme1 is gone"]
         eventually(lambda: names_of() == ["dram", "nvme"], within_s=30)
         problem(change(admin, "DELETE", path), 404)
-        problem(change(admin, "PUT", "/v1/devices/tape/settings", wanted), 422)
+        bad = problem(change(admin, "PUT", "/v1/devices/tape/settings", wanted), 409)
+        assert "nvme.devices.tape" in bad["detail"]
         problem(change(admin, "PUT", path, {**wanted, "path": "mnt"}), 422)
         eventually(lambda: b'tier="nvme1"' not in admin.get("/metrics", OPERATE).body)
 

@@ -17,7 +17,6 @@ from kvstore.core.devices import Device
 from kvstore.daemon.chronicle import MOST_EVENTS, Chronicle
 from kvstore.errors import DeniedError
 from kvstore.lab.served import ServedDaemon
-from kvstore.types import Tier
 from tests.admin import VIEW, ServedAdmin, problem, settings
 from tests.core.test_explain import rows_of
 from tests.daemons import SMALL, WITH_NVME, eventually, got, log_of, names, new_layout, payloads
@@ -219,7 +218,7 @@ def told(page: dict[str, Any]) -> list[tuple[int, str]]:
     return [(event["number"], event["detail"] or event["what"]) for event in page["events"]]
 
 
-TIER = SimpleNamespace(spec=SimpleNamespace(tier=Tier.NVME), device=Device())
+TIER = SimpleNamespace(spec=SimpleNamespace(name="nvme"), device=Device())
 
 
 def test_both_kinds_are_in_the_order_in_which_they_came() -> None:

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from kvstore.admin import config_views as views
-from kvstore.admin.depends import OPERATOR, VIEWER, Daemon, IfMatch, TenantPath
+from kvstore.admin.depends import OPERATOR, VIEWER, Daemon, DevicePath, IfMatch, TenantPath
 from kvstore.admin.problems import ProblemError, documented
 from kvstore.admin.snapshots import Snapshots
 from kvstore.config import (
-    DEVICE_PATTERN,
     HOLDER_PATTERN,
     Admin,
     AdminToken,
@@ -45,7 +44,6 @@ _HIDDEN = "tokens"
 
 DryRun = Annotated[bool, Query(description="Change nothing; say what would change, and who would lose what.")]
 TokenPath = Annotated[str, Path(pattern=rf"^[0-9a-f]{{{_ID_DIGITS}}}$", description="The `id` of a token.")]
-MoreDevicePath = Annotated[str, Path(pattern=DEVICE_PATTERN, examples=["nvme1"])]
 NamePath = Annotated[str, Path(pattern=HOLDER_PATTERN, description="The `name` of a token.")]
 
 
@@ -144,9 +142,7 @@ async def _tenant(daemon: Snapshots, name: str) -> tuple[Values, str]:
 
 
 @seen.get("/devices/{name}/settings", dependencies=[VIEWER], responses=documented(404, 422))
-async def show_device_settings(
-    daemon: Daemon, response: Response, name: MoreDevicePath
-) -> views.DeviceSettings:
+async def show_device_settings(daemon: Daemon, response: Response, name: DevicePath) -> views.DeviceSettings:
     """Where a device of the NVMe tier is, and what it may have. The first one is `nvme` in the settings."""
     value, etag = await _device(daemon, name)
     response.headers["ETag"] = _quoted(etag)
@@ -161,7 +157,7 @@ async def put_device_settings(
     daemon: Daemon,
     request: Request,
     response: Response,
-    name: MoreDevicePath,
+    name: DevicePath,
     settings: views.DeviceSettings,
     if_match: IfMatch = None,
     dry_run: DryRun = False,
@@ -181,7 +177,7 @@ async def remove_device(
     daemon: Daemon,
     request: Request,
     response: Response,
-    name: MoreDevicePath,
+    name: DevicePath,
     if_match: IfMatch = None,
     dry_run: DryRun = False,
 ) -> views.SettingsChanged:
@@ -196,7 +192,7 @@ async def _device(daemon: Snapshots, name: str) -> tuple[Values, str]:
     """What is set of a device, and its ETag. Raises ProblemError 404."""
     shown = await daemon.client.control("settings", part=["nvme", "devices", name])
     if shown["value"] is None:
-        raise ProblemError(404, f"no device {name!r} is configured", "PUT adds it")
+        raise ProblemError(404, f"no device {name!r:.80} was added", "PUT adds it")
     return shown["value"], shown["etag"]
 
 
