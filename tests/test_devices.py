@@ -258,21 +258,39 @@ def test_a_device_that_cannot_be_opened_at_a_start_is_left_out_and_said(second: 
         assert stored(client.namespace(layout), keys) > N // 3, "what was on it is back"
 
 
-def test_what_was_forgotten_while_a_device_was_away_does_not_come_back(second: Path) -> None:
+@pytest.mark.parametrize("forgets", [True, False])
+def test_what_was_forgotten_while_a_device_was_away_does_not_come_back(second: Path, forgets: bool) -> None:
     with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
-        layout, keys = new_layout(), names(600)
+        layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
         eventually(lambda: idle(client.status()))
-        daemon.kill()
+        assert client.namespace(layout).invalidate(keys[-50:]) == 50
+        daemon.stop()
+        aside = second.rename(second.with_name("aside"))
+        second.touch()
+        daemon.start()
+        left = stored(client.namespace(layout), keys[:-50])
+        assert 0 < left < N - 50
+        if forgets:
+            ns = client.namespace(layout)
+            ns.invalidate(keys[:50])
+            assert ns.put(keys[:50], payloads(keys[:50], salt=1)).stored == 50
+            eventually(lambda: idle(client.status()))
+        daemon.stop()
+        second.unlink()
+        aside.rename(second)
         daemon.start()
         ns = client.namespace(layout)
-        assert stored(ns, keys) == 600
-        ns.invalidate(keys[:50])
-        daemon.kill()
-        daemon.start()
-        ns = client.namespace(layout)
-        assert got(ns, keys[:50]) == 0
-        assert stored(ns, keys[50:]) == 550
+        assert got(ns, keys[-50:]) == 0
+        assert ("was away while blocks were forgotten" in log_of(daemon)) is forgets
+        if forgets:
+            assert got(ns, keys[:50], salt=1) == 50
+            assert stored(ns, keys[50:-50]) < N - 100
+            store(ns, keys)
+            daemon.restart()
+            assert used(client)["nvme1"] > MIB, "what came after it is kept"
+        else:
+            assert stored(ns, keys[:-50]) == N - 50
 
 
 def test_a_device_of_another_node_brings_no_block_into_another_namespace(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
     problems = []
     for name in config.nvme.paths:
         try:
-            devices[name] = _open(config, name)
+            devices[name] = _open(config, name, devices.get(FIRST_DEVICE))
         except KVStoreError as error:
             if name == FIRST_DEVICE:
                 raise
@@ -41,14 +41,14 @@ def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
     return devices, problems
 
 
-def open_new(config: Config, names: Iterable[str]) -> dict[str, NvmeTier]:
+def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> dict[str, NvmeTier]:
     """Some of the configured devices, if they are empty. Raises KVStoreError, and leaves none open."""
     devices: dict[str, NvmeTier] = {}
     try:
         for name in names:
             path = config.nvme.paths[name]
             _check_empty(path)
-            devices[name] = _open(config, name)
+            devices[name] = _open(config, name, first)
             found = devices[name].load()
             if found.formats or len(found.restore.index):
                 raise TierError(
@@ -80,9 +80,11 @@ def close_all(devices: Mapping[str, NvmeTier]) -> None:
 _LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
 
 
-def _open(config: Config, name: str) -> NvmeTier:
+def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     limit, path = config.nvme.limits[name], config.nvme.paths[name]
-    encrypt = {tenant: each.encrypt for tenant, each in config.tenants.items()}
+    # Who is sealed on one, though not configured any more, is nowhere plain.
+    encrypt = dict.fromkeys(first.encrypted if first is not None else (), True)
+    encrypt |= {tenant: each.encrypt for tenant, each in config.tenants.items()}
     master = MasterKey.load(config.encryption.key_file)
     engine = PosixEngine(config.nvme.io_threads)
     try:
@@ -91,6 +93,12 @@ def _open(config: Config, name: str) -> NvmeTier:
     except BaseException:
         engine.close()
         raise
+
+
+def opener(shell: Shell, config: Config) -> Callable[[], dict[str, NvmeTier]]:
+    """Opens the devices that are to come; may run on another thread. See `open_new`."""
+    names, first = new(shell, config), shell.devices.get(FIRST_DEVICE)
+    return lambda: open_new(config, names, first)
 
 
 def new(shell: Shell, config: Config) -> list[str]:
@@ -146,6 +154,8 @@ def change(shell: Shell, config: Config, opened: Mapping[str, NvmeTier]) -> None
         shell.handle(ev.RemoveDevice(tier))
     for name, device in opened.items():
         shell.devices[name] = device
+        shell.devices_changed()
+        device.put_generation(shell.generation)
         for space in shell.namespaces:
             shell.tenancy.record(space, [device])
         shell.handle(ev.AddDevice(spec(name, device, config)))
@@ -163,5 +173,6 @@ def left(shell: Shell, tier: int) -> None:
     """A device is empty: it is closed, beside the event loop."""
     name = shell.placement.residency.tiers[tier].spec.name
     device = shell.devices.pop(name)
+    shell.devices_changed()
     threading.Thread(target=device.close, name=f"kvstore-close-{name}", daemon=True).start()
     shell.chronicle.add("left", tier=name)

@@ -24,16 +24,24 @@ DRAM = 0
 
 
 def restore_nvme(shell: Shell) -> None:
-    """Takes in what is on record on all devices, and has each know all namespaces."""
-    for tier, device in enumerate(shell.devices.values(), DRAM + 1):
-        _restore_device(shell, tier, device)
+    """Takes in what is on record on all devices, and has each know all namespaces.
+
+    One that was away while something was forgotten may still have that: nothing of it is taken in.
+    """
+    shell.generation = max(device.generation for device in shell.devices.values())
+    for tier, (name, device) in enumerate(shell.devices.items(), DRAM + 1):
+        there = device.generation == shell.generation
+        if not there:
+            _log.warning("%s was away while blocks were forgotten: it starts empty", name)
+            device.put_generation(shell.generation)
+        _restore_device(shell, tier, device, there)
     if len(shell.devices) > 1:
         for space in shell.namespaces:
             shell.tenancy.record(space)
 
 
-def _restore_device(shell: Shell, tier: int, device: NvmeTier) -> None:
-    found, tenancy = device.load(), shell.tenancy
+def _restore_device(shell: Shell, tier: int, device: NvmeTier, keep: bool) -> None:
+    found, tenancy = device.load(keep), shell.tenancy
     for extent, size in sorted(found.formats.items()):
         tenant = tenancy.known(found.owners[extent])
         if tenant is None:

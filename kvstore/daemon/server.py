@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, cast
@@ -69,7 +70,7 @@ class Server:
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
         self.settings = settings
-        settings.told_to(self._consequences, self._reconfigure, lambda config: devices.new(shell, config))
+        settings.told_to(self._consequences, self._reconfigure, partial(devices.opener, shell))
         self.control = Control(self, VERSION)
         self._set_turns()
 

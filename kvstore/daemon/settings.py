@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore.config import Config, Source, Values, changes, etag, keep_changes, merged, plain, read
 from kvstore.core.policy import find
-from kvstore.daemon.devices import close_all, open_new
+from kvstore.daemon.devices import close_all
 from kvstore.errors import ConfigError, MisuseError
 from kvstore.tiers.nvme.tier import NvmeTier
 
@@ -29,8 +29,8 @@ Apply = Callable[[Config, list[str], Mapping[str, NvmeTier]], None]
 Raises ConfigError, and takes over none.
 """
 
-Coming = Callable[[Config], list[str]]
-"""Names of the devices that would come."""
+Opener = Callable[[Config], Callable[[], Mapping[str, NvmeTier]]]
+"""What opens the devices that would come, on another thread. Raises KVStoreError."""
 
 
 class Settings:
@@ -44,11 +44,11 @@ class Settings:
         self._lock = asyncio.Lock()
         self._check: Check = lambda config: []
         self._apply: Apply = lambda config, changed, opened: None
-        self._coming: Coming = lambda config: []
+        self._opener: Opener = lambda config: dict
 
-    def told_to(self, check: Check, apply: Apply, coming: Coming) -> None:
+    def told_to(self, check: Check, apply: Apply, opener: Opener) -> None:
         """Who takes over what changes, and says before that what comes of it."""
-        self._check, self._apply, self._coming = check, apply, coming
+        self._check, self._apply, self._opener = check, apply, opener
 
     async def shown(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
         """What is set of a part (all, or tables by name; None: nothing), its ETag, and all changes."""
@@ -99,7 +99,7 @@ class Settings:
     async def _take(self, source: Source, config: Config, changed: list[str], keep: bool = False) -> None:
         """Takes a configuration over, after keeping it if that is wanted; all of it, or nothing."""
         self._check(config)
-        opened = await asyncio.to_thread(open_new, config, self._coming(config))
+        opened = await asyncio.to_thread(self._opener(config))
         kept = False
         try:
             if keep:

@@ -87,6 +87,8 @@ class Shell:
         self.now = loop.time
         self.dram = dram
         self.devices = nvme
+        self.generation = 0
+        self._new_generation = True
         self.placement = self._make_placement(dice(64))
         self.chronicle = Chronicle(self)
         self.tenancy = Tenancy(config, self)
@@ -248,8 +250,8 @@ class Shell:
         self.handle(ev.SetPolicy(config.policy.eviction))
         for event in resizing.wanted(self, config):
             self.handle(event)
-        devices.change(self, config, opened)
         self.config = config
+        devices.change(self, config, opened)
         limits = config.limits
         for tier, state in enumerate(self.placement.residency.tiers):
             if tier != DRAM and not state.leaving:
@@ -280,7 +282,16 @@ class Shell:
 
     def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
         """Like `ask`, but what the answer says survives a crash from then on."""
+        if self._new_generation:
+            self._new_generation = False
+            self.generation += 1
+            for device in self.devices.values():
+                device.put_generation(self.generation)
         self.ask(_Durably(self, asker) if self.devices else asker, request, event)
+
+    def devices_changed(self) -> None:
+        """One has come, or gone: what is forgotten from now on, it may not hear of."""
+        self._new_generation = True
 
     def call(self, event: ev.OpenNamespace) -> ac.Answer | ac.Deny:
         """Sends an event to the core that is answered at once."""

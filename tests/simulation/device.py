@@ -19,7 +19,7 @@ import msgpack
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.nvme.records import ID, unpack
-from kvstore.tiers.nvme.store import TABLES, Changes, Loaded, Namespace, unpack_extent
+from kvstore.tiers.nvme.store import GENERATION, NUMBER, TABLES, Changes, Loaded, Namespace, unpack_extent
 from tests.simulation.faults import Faults
 from tests.simulation.loop import MICRO, Loop, Process
 
@@ -303,6 +303,10 @@ class SimStore:
         self.extent_bytes = disk.extent_bytes
         self.problems: list[str] = []
         self._disk = disk
+
+    @property
+    def generation(self) -> int:
+        return NUMBER.unpack(self._disk.tables["meta"].get(GENERATION, NUMBER.pack(0)))[0]
 
     def load(self) -> Loaded:
         tables = self._disk.tables

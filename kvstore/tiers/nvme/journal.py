@@ -17,7 +17,16 @@ from typing import TypeAlias
 
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.nvme.records import ID, Blocks, RecordBatch
-from kvstore.tiers.nvme.store import TABLES, Changes, Loaded, Namespace, RecordStore, pack_extent
+from kvstore.tiers.nvme.store import (
+    GENERATION,
+    NUMBER,
+    TABLES,
+    Changes,
+    Loaded,
+    Namespace,
+    RecordStore,
+    pack_extent,
+)
 
 __all__ = ["Blocks", "Journal", "Loaded", "Namespace", "RecordBatch"]
 
@@ -74,6 +83,15 @@ class Journal:
     def problems(self) -> list[str]:
         """What was wrong with the folder when it was opened."""
         return self._store.problems
+
+    @property
+    def generation(self) -> int:
+        """The one that was on record when the folder was opened."""
+        return self._store.generation
+
+    def put_generation(self, generation: int) -> None:
+        """Records another, no later than any later put."""
+        self._change("meta", {GENERATION: NUMBER.pack(generation)})
 
     def load(self) -> Loaded:
         """Everything that is durable: about a second a million records, in which nothing is written."""

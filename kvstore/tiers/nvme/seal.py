@@ -95,6 +95,11 @@ class Seals:
         """Whether what this tenant has on NVMe is sealed."""
         return tenant in self._encrypted
 
+    @property
+    def encrypted(self) -> frozenset[str]:
+        """Those whose blocks are sealed."""
+        return frozenset(self._encrypted)
+
     def add(self, tenant: str) -> None:
         """From now on a tenant is encrypted that has nothing on NVMe. TierError without a master key."""
         self._master_for(tenant)

@@ -46,6 +46,7 @@ _READ_FORMATS = (2, FORMAT)
 
 DEFAULT_TENANT = "default"
 
+GENERATION = b"generation"
 NUMBER = struct.Struct("<Q")
 TABLES = ("meta", "namespaces", "extents", "blocks")
 
@@ -99,8 +100,9 @@ class RecordStore:
     def __init__(self, folder: Path, extent_bytes: int | None, map_bytes: int) -> None:
         """Makes the folder if absent, locks it and opens `folder`/records.
 
-        `extent_bytes` signs a new folder; the attribute is what the folder was signed with. `map_bytes` is
-        address space, and grows. Records that LMDB cannot read are moved aside, which `problems` tells.
+        `extent_bytes` signs a new folder; the attribute is what the folder was signed with, `generation` the
+        last one that was put. `map_bytes` is address space, and grows. Records that LMDB cannot read are
+        moved aside, which `problems` tells.
         With `extent_bytes` None nothing is made or moved: the folder must have readable records.
         TierError names the folder: in use, not writable, of another format.
         """
@@ -124,6 +126,9 @@ class RecordStore:
                 held.callback(self._env.close)
                 self._tables = {name: self._env.open_db(name.encode()) for name in TABLES}
                 self.extent_bytes = self._sign(extent_bytes)
+                with self._env.begin() as txn:
+                    found = txn.get(GENERATION, db=self._tables["meta"])
+                self.generation = 0 if found is None else _number(found)
             except (lmdb.Error, OSError) as error:
                 raise _unusable(folder, error) from error
             self._held = held.pop_all()

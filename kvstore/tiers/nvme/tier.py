@@ -118,11 +118,20 @@ class NvmeTier:
         """What was wrong with the folder when it was opened."""
         return self._journal.problems
 
+    @property
+    def generation(self) -> int:
+        """Counts on whenever something is forgotten: a device with less has missed that."""
+        return self._journal.generation
+
+    def put_generation(self, generation: int) -> None:
+        """Records it, no later than what is recorded from now on."""
+        self._journal.put_generation(generation)
+
     # -- start and stop
 
-    def load(self) -> Recovered:
-        """What the folder holds."""
-        recovered = recover(self._journal, self._slabs, self._count, self._seals)
+    def load(self, keep: bool = True) -> Recovered:
+        """What the folder holds; unless it is kept, nothing, and what it holds is forgotten."""
+        recovered = recover(self._journal, self._slabs, self._count if keep else 0, self._seals)
         self._formats = dict(recovered.formats)
         lacking = self._count - len(self._formats)
         self._taken = set(self._formats)
@@ -283,6 +292,11 @@ class NvmeTier:
     def encrypts(self, tenant: str) -> bool:
         """Whether a tenant's blocks are sealed here: slots are `SEAL_BYTES` larger then, before rounding."""
         return self._seals is not None and self._seals.encrypts(tenant)
+
+    @property
+    def encrypted(self) -> frozenset[str]:
+        """The tenants whose blocks are sealed here."""
+        return frozenset() if self._seals is None else self._seals.encrypted
 
     def encrypt(self, tenant: str) -> None:
         """From now on a tenant is encrypted that has nothing here yet. TierError without a master key."""
