@@ -51,6 +51,7 @@ def open_new(config: Config, names: Iterable[str]) -> dict[str, NvmeTier]:
                     f"nvme.devices.{name}: {config.nvme.paths[name]} holds a cache already",
                     "restart the daemon to have it, or empty the folder",
                 )
+            devices[name].begin_empty(found)
     except BaseException:
         close_all(devices)
         raise
