@@ -55,9 +55,15 @@ class Outcome:
 
 
 class World:
-    """Everything of one run. `plain`: blocks leave by LRU, and all are written down, to one device."""
+    """Everything of one run. `plain`: blocks leave by LRU, and all are written down, to `one_device`."""
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None, plain: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        trace: Callable[[str], None] | None = None,
+        plain: bool = False,
+        one_device: bool = False,
+    ) -> None:
         self.dice = dice = random.Random(seed)
         self._hash = hashlib.blake2b(digest_size=16)
         self._trace = trace
@@ -77,12 +83,13 @@ class World:
         first = self._new_disk(FIRST_DEVICE, dice, setup.nvme_extents, setup.extent_bytes)
         self.disks = {FIRST_DEVICE: first}
         # The same for the second device: what it does, when it comes, and when it leaves.
-        self._device_dice = None if plain or not setup.nvme_extents else random.Random(f"devices {seed}")
-        if self._device_dice is not None and self._device_dice.random() < 0.6:
-            self._device_dice = None
+        self._device_dice: random.Random | None = None
         self._away: Disk | None = None
-        if self._device_dice is not None and self._device_dice.random() < 0.75:
-            self.disks[SECOND_DEVICE] = self._new_second(self._device_dice)
+        devices = random.Random(f"devices {seed}")
+        if setup.nvme_extents and not (plain or one_device) and devices.random() < 0.4:
+            self._device_dice = devices
+            if devices.random() < 0.75:
+                self.disks[SECOND_DEVICE] = self._new_second(devices)
         self.ending = False
         self.quotas = audit.Quotas()
         self.recent = (0, [b"s0b0k00"])
@@ -202,26 +209,30 @@ class World:
 
     def _come_or_leave(self, dice: random.Random) -> None:
         """The second device leaves, or comes, as a change of the configuration has it."""
-        life, setup, before = self.life, self.setup, replace(self.setup)
+        life, setup = self.life, self.setup
         if life is None or not life.up:
             return
         self._restored()
-        if setup.second_bytes:
-            setup.second_bytes = 0
-        else:
-            self._new_second(dice)
-        coming = bool(setup.second_bytes)
-        try:
-            life.server._consequences(setup.config())
-        except ConfigError as error:
-            # It is still leaving.
-            self.log(str(error))
-            setup.second_bytes = before.second_bytes
+        coming = not setup.second_bytes
+        if coming and SECOND_DEVICE in life.shell.devices:
+            self._is_refused(life)
             return
         opened = self._opened(dice) if coming else {}
+        setup.second_bytes = setup.second_bytes if coming else 0
         self.log(f"{SECOND_DEVICE} {'comes' if coming else 'leaves'}")
         life.server._reconfigure(setup.config(), [], opened)
         self.quotas = audit.Quotas()
+
+    def _is_refused(self, life: Life) -> None:
+        """A device that is still leaving can not come."""
+        config = replace(self.setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
+        try:
+            life.server._consequences(config)
+        except ConfigError as error:
+            self.log(str(error))
+            self.counts["refused to come"] += 1
+        else:
+            self.fail("a device comes once", f"{SECOND_DEVICE} is still leaving")
 
     def _opened(self, dice: random.Random) -> dict[str, NvmeTier]:
         """The second device, as the one before was left, if nothing is on it; else another one."""
@@ -493,9 +504,11 @@ class World:
         self.loop.clear()
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None, plain: bool = False) -> Outcome:
+def simulate(
+    seed: int, trace: Callable[[str], None] | None = None, plain: bool = False, one_device: bool = False
+) -> Outcome:
     """Runs one seed. See World."""
-    world = World(seed, trace, plain)
+    world = World(seed, trace, plain, one_device)
     violation = ""
     with in_simulation(world):
         try:

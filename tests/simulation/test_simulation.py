@@ -71,9 +71,8 @@ def test_what_was_found_stays_fixed(seed: int) -> None:
 
 
 FOUND_SINCE = {
-    11: "slabs that were left on a device that came again stayed beside those that were made",
-    4574: "a tenant could not be deleted while a device came: nothing was known of it there",
-    20077: "headers of blocks that were not taken in from memory stayed readable",
+    374: "slabs that were left on a device that came again stayed beside those that were made",
+    1472: "a tenant could not be deleted while a device came: nothing was known of it there",
 }
 
 
@@ -343,11 +342,15 @@ CAUGHT_AS = {
 }
 
 
+SEVERAL = {drops_at_the_first, only_the_first_is_restored, hasty_leave}
+"""Of one device nobody sees anything wrong with these."""
+
+
 @pytest.mark.parametrize("broken", CAUGHT_AS, ids=lambda f: f.__name__)
 def test_what_is_broken_on_purpose_is_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
     broken(monkeypatch)
     for seed in range(1, BREAKS_WITHIN):
-        violation = simulate(seed).violation
+        violation = simulate(seed, one_device=broken not in SEVERAL).violation
         if violation:
             assert any(what in violation for what in CAUGHT_AS[broken]), f"seed {seed}: {violation}"
             return
