@@ -182,7 +182,7 @@ class Forgetting:
             if extent in self._r.tiers[tier].extents.renewing
             or ((pool := self._r.tiers[tier].extents.pool_at(extent)) is not None and pool.tenant == tenant)
         }
-        return not sweep.extents and not any(t.extents.holdings.extents[tenant] for t in self._r.tiers)
+        return not sweep.extents and not any(t.extents.holdings.held(tenant) for t in self._r.tiers)
 
     def _renew(self, tier: int, extent: int) -> None:
         self._r.tiers[tier].extents.renew(extent, -1)

@@ -54,6 +54,7 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
                 raise TierError(
                     f"{path} holds a cache already", "restart the daemon to have it, or empty the folder"
                 )
+            devices[name].begin_empty(found)
     except BaseException:
         close_all(devices)
         raise

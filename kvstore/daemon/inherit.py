@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
+from kvstore.core.actions import Where
 from kvstore.daemon.namespaces import Space, in_memory
 from kvstore.tiers.dram import DramTier, Inherited
 from kvstore.tiers.nvme.journal import Namespace
@@ -102,8 +103,19 @@ def restore_dram(shell: Shell, dram: DramTier) -> None:
         shell.extent_ready(ev.ExtentReady(DRAM, extent, size, versions, *owner))
     restore = in_memory(found, owner_of, _Numbers(shell).number_of, _ends(shell, found))
     shell.handle(restore)
+    _void_others(shell, dram, found)
     if found.formats:
         _log.info("%d blocks are back from %d extents of DRAM", len(restore.index), len(found.formats))
+
+
+def _void_others(shell: Shell, dram: DramTier, found: Inherited) -> None:
+    """What was not taken in is gone: else a later daemon might, though it has been invalidated meanwhile."""
+    extents = shell.placement.residency.tiers[DRAM].extents
+    gone = np.isin(found.extent, list(extents.ready))
+    there = gone & extents.has(found.extent, found.index)
+    slots = extents.slots_at(found.extent[there].astype(np.int64), found.index[there].astype(np.int64))
+    gone[there] = extents.owner[slots] < 0
+    dram.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
 
 
 def _ends(shell: Shell, found: Inherited) -> npt.NDArray[np.float64]:

@@ -184,6 +184,21 @@ def test_pins_keep_a_device_until_they_end() -> None:
     w.settle()
 
 
+def test_a_device_comes_while_a_tenant_is_being_deleted() -> None:
+    w = World(2, [4])
+    w.tenant(3)
+    w.open(1, tenant=3)
+    assert w.put(0, 1, chain("a")) == 4
+    assert w.ask(ev.ForgetTenant(0, 3)) is None, "what is on its way down keeps it"
+    forgetting = w.last_request
+    w.add(4)
+    w.move_extents()
+    w.finish_all()
+    w.pass_time(2)
+    assert forgetting in w.answers
+    w.settle()
+
+
 def test_no_more_devices_come_than_there_are_columns() -> None:
     w = world(1, dram=1)
     for _ in range(w.p.joining.room):

@@ -82,29 +82,34 @@ def records_prove_their_slots(disk: Disk) -> None:
             )
 
 
-def live(life: Life) -> dict[Who, tuple[int, int, int]]:
-    """(slot in DRAM, slot on NVMe, checksum) of every readable block; slot -1: not there."""
-    r = life.shell.placement.residency
-    b = r.blocks
+def live(life: Life) -> dict[Who, tuple[list[int], int]]:
+    """(slots by tier, checksum) of every readable block; slot -1: not there."""
+    b = life.shell.placement.residency.blocks
     rows = np.flatnonzero(b.state == LIVE)
-    nvme = b.slot[NVME, rows].tolist() if len(r.tiers) > 1 else [-1] * len(rows)
     return {
-        (int(b.namespace[row]), b.key(row)): (int(b.slot[DRAM, row]), below, int(b.checksum[row]))
-        for row, below in zip(rows.tolist(), nvme, strict=True)
+        (int(b.namespace[row]), b.key(row)): (slots, int(b.checksum[row]))
+        for row, slots in zip(rows.tolist(), b.slot[:, rows].T.tolist(), strict=True)
     }
 
 
-def daemon_is_sound(life: Life, disk: Disk, corrupted: bool) -> None:
+def daemon_is_sound(life: Life, disks: dict[str, Disk], corrupted: bool) -> None:
     """The core's invariants, limits, headers, and every block's bytes where the core believes them."""
     placement = life.shell.placement
     placement.check()
     r = placement.residency
-    bounds = [state.extents.bound_bytes for state in r.tiers]
-    assert disk.nbytes <= (bounds[NVME] if life.nvme else 0), "more slabs than the limit allows"
-    assert len(life.dram._extents) * life.dram.extent_bytes <= bounds[DRAM], "more DRAM than allowed"
+    most = r.tiers[DRAM].extents.bound_bytes
+    assert len(life.dram._extents) * life.dram.extent_bytes <= most, "more DRAM than allowed"
     _dram_is_sound(life, corrupted)
-    if len(r.tiers) > 1:
-        _nvme_is_on_record(life, disk)
+    for name, disk in disks.items():
+        tier = life.tier_of(name)
+        if tier is not None:
+            most = r.tiers[tier].extents.bound_bytes
+            _nvme_is_on_record(life, disk, tier)
+        else:
+            # It has left, or is about to come.
+            most = life.shell.devices[name].limit_bytes if name in life.shell.devices else 0
+            assert not records(disk), f"{name} is not there, and has blocks on record"
+        assert disk.nbytes <= most, f"more slabs than the limit of {name} allows"
 
 
 def _dram_is_sound(life: Life, corrupted: bool) -> None:
@@ -152,39 +157,43 @@ def old_memory_is_empty(life: Life, maps: list[Maps]) -> None:
                     )
 
 
-def _nvme_is_on_record(life: Life, disk: Disk) -> None:
+def _nvme_is_on_record(life: Life, disk: Disk, tier: int) -> None:
     r = life.shell.placement.residency
     found = records(disk)
-    rows = np.flatnonzero((r.blocks.state == LIVE) & (r.blocks.slot[NVME] >= 0))
-    where = r.where(NVME, r.blocks.slot[NVME, rows].astype(np.int64))
+    rows = np.flatnonzero((r.blocks.state == LIVE) & (r.blocks.slot[tier] >= 0))
+    where = r.where(tier, r.blocks.slot[tier, rows].astype(np.int64))
     for row, extent, index in zip(rows.tolist(), where.extent.tolist(), where.index.tolist(), strict=True):
         who = int(r.blocks.namespace[row]), r.blocks.key(row)
         record = found.get(who)
-        assert record is not None, f"{who} is on NVMe, but not on record"
+        assert record is not None, f"{who} is on {disk.name}, but not on record"
         assert (record.extent, record.offset) == (extent, index * record.slot_bytes), f"{who}: another slot"
         assert record.checksum == int(r.blocks.checksum[row]), f"{who}: another checksum"
 
 
 @dataclass
 class Left:
-    """What a daemon left: records, and the blocks that were readable from which tiers."""
+    """What a daemon left: records by device, and the blocks that were readable in memory."""
 
-    records: dict[Who, Record]
-    fingerprints: dict[int, bytes]
+    records: dict[str, dict[Who, Record]]
     dram: dict[tuple[bytes, bytes], int]
 
     @classmethod
-    def of(cls, life: Life, disk: Disk, handed_over: bool) -> Left:
+    def of(cls, life: Life, disks: dict[str, Disk], handed_over: bool) -> Left:
+        """Devices that were leaving promise nothing."""
         # Those that are being forgotten, and those whose blocks end, promise nothing.
         spaces = {s.number: s.fingerprint for s in life.shell.namespaces if s.number and not s.ttl_s}
         blocks = live(life) if handed_over else {}
         in_dram = {
             (spaces[n], key): checksum
-            for (n, key), (slot, _, checksum) in blocks.items()
-            if slot >= 0 and n in spaces
+            for (n, key), (slots, checksum) in blocks.items()
+            if slots[DRAM] >= 0 and n in spaces
         }
-        on_record = {who: record for who, record in records(disk).items() if who[0] in spaces}
-        return cls(on_record, spaces, in_dram)
+        on_record = {
+            name: {who: record for who, record in records(disk).items() if who[0] in spaces}
+            for name, disk in disks.items()
+            if name in life.shell.config.nvme.limits
+        }
+        return cls(on_record, in_dram)
 
     def check(self, life: Life) -> None:
         """All of it is readable in the daemon that starts now."""
@@ -194,23 +203,33 @@ class Left:
         for (fingerprint, key), checksum in self.dram.items():
             who = numbers.get(fingerprint, 0), key
             assert who in found, f"{key!r} was in DRAM, and is lost"
-            assert found[who][0] >= 0, f"{key!r} was in DRAM, and is not"
-            assert found[who][2] == checksum, f"{key!r} was in DRAM, and has another checksum"
+            slots, now = found[who]
+            assert slots[DRAM] >= 0, f"{key!r} was in DRAM, and is not"
+            assert now == checksum, f"{key!r} was in DRAM, and has another checksum"
+        for name, on_record in self.records.items():
+            if (tier := life.tier_of(name)) is not None:
+                self._check_device(life, name, tier, found, on_record)
+
+    def _check_device(
+        self,
+        life: Life,
+        name: str,
+        tier: int,
+        found: dict[Who, tuple[list[int], int]],
+        on_record: dict[Who, Record],
+    ) -> None:
         used = 0
-        for (number, key), record in self.records.items():
-            who = number, key
-            assert who in found, f"{who} was on record, and is lost"
-            slot, below, checksum = found[who]
-            if checksum == record.checksum:
-                assert below >= 0, f"{who} was on record, and is not on NVMe"
+        for who, record in on_record.items():
+            assert who in found, f"{who} was on record on {name}, and is lost"
+            slots, checksum = found[who]
+            others = [r[who].checksum for r in self.records.values() if who in r and r is not on_record]
+            if checksum != record.checksum:
+                assert slots[DRAM] >= 0 or checksum in others, f"{who} has another checksum than its record"
+            elif all(other == checksum for other in others):
+                assert slots[tier] >= 0, f"{who} was on record, and is not on {name}"
                 used += record.slot_bytes
-            else:
-                assert slot >= 0, f"{who} has another checksum than its record"
-        if life.nvme is not None:
-            tier = life.shell.placement.residency.tiers[NVME]
-            assert tier.extents.used_bytes >= used, (
-                f"{tier.extents.used_bytes} bytes in use, {used} on record"
-            )
+        in_use = life.shell.placement.residency.tiers[tier].extents.used_bytes
+        assert in_use >= used, f"{in_use} bytes of {name} in use, {used} on record"
 
 
 @dataclass
@@ -226,6 +245,7 @@ class Quotas:
         `lossy`: extents may fail to be made anew.
         """
         p: Any = life.shell.placement
+        _limits_are_divided(life)
         forgetting = self.forgotten < life.tenants_forgotten
         for tier, state in enumerate(p.residency.tiers):
             holdings = state.extents.holdings
@@ -245,6 +265,18 @@ class Quotas:
             self.forgotten = life.tenants_forgotten
 
 
+def _limits_are_divided(life: Life) -> None:
+    """What a tenant may have of all devices together is no more than its limit."""
+    tenancy = life.shell.tenancy
+    tiers = [t for t in life.shell.placement.residency.tiers[NVME:] if not t.leaving]
+    for name, tenant in life.shell.config.tenants.items():
+        limit, number = tenant.nvme.limit, tenancy.registry.number(name)
+        # One that is being deleted has nothing in memory, from where it could get there.
+        if limit is not None and number is not None and not tenancy._deleting[number]:
+            most = sum(t.extents.holdings.most(number) for t in tiers)
+            assert most <= limit, f"devices give {name} {most} bytes, {limit} are allowed"
+
+
 def nothing_is_held(life: Life) -> None:
     """Everybody has left and all is quiet: nobody holds anything, nobody waits."""
     p: Any = life.shell.placement
@@ -262,5 +294,6 @@ def nothing_is_held(life: Life) -> None:
     assert not life.shell._askers, "somebody was never answered"
     assert not life.server.connections, "connections are left"
     for state in p.residency.tiers:
+        assert state.gone or not state.leaving, f"{state.spec.name} is leaving, and is still there"
         held = set(np.flatnonzero(state.extents.refs).tolist())
         assert held <= state.extents.retired, "a slot is held by nobody"

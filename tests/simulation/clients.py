@@ -179,7 +179,7 @@ class Engine:
     def _over_at(self, space: int) -> float:
         """From when on what is stored now is over; of clocks that were set nothing is promised."""
         ttl_s = SPACES[space].ttl_s
-        return self.world.loop.now + ttl_s if ttl_s and not self.world.disk.skewed else math.inf
+        return self.world.loop.now + ttl_s if ttl_s and not self.world.skewed else math.inf
 
     async def lease(self) -> None:
         space, ns, keys = self._some()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.config import Config, parse
+from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.admission import Rule
 from kvstore.core.policy import POLICIES
@@ -30,6 +30,7 @@ from tests.simulation.loop import MICRO, Process
 from tests.simulation.network import Network
 
 DRAM, NVME = 0, 1
+SECOND_DEVICE = "nvme1"
 TENANTS = ("one", "two")
 """Known by tokens that are their names."""
 
@@ -47,6 +48,7 @@ class Setup:
     quotas: dict[str, tuple[tuple[int, int], tuple[int, int]]]
     policy: str = "lru"
     admission: Rule = field(default_factory=Rule)
+    second_bytes: int = 0  # the limit of the second device, which is there if the first one is
 
     @classmethod
     def draw(cls, dice: random.Random) -> Setup:
@@ -93,7 +95,7 @@ class Setup:
             )
             for name in TENANTS
         )
-        return parse(
+        config = parse(
             f'policy.eviction = "{self.policy}"\n'
             f'nvme.write_policy = "{self.write_policy}"\n'
             f'nvme.admission = "{self.admission.mode}"\n'
@@ -103,6 +105,18 @@ class Setup:
             f"limits.leases_per_connection = {self.leases}\n"
             "limits.batch_keys = 16\n" + tenants
         )
+        # Less than could be configured: a few extents are soon full.
+        nvme: dict[str, Any] = {}
+        if self.nvme_extents:
+            nvme["limit"] = self.nvme_extents * self.extent_bytes
+        if self.second_bytes:
+            second = NvmeDevice.model_construct(
+                path=Path(SECOND_DEVICE),
+                limit=self.second_bytes,
+                write_budget=self.admission.bytes_a_day,
+            )
+            nvme["devices"] = {SECOND_DEVICE: second}
+        return config.model_copy(update={"nvme": config.nvme.model_copy(update=nvme)})
 
 
 @dataclass
@@ -127,33 +141,31 @@ class Manager:
 class Life:
     """A daemon from its start to its end. `up` once it listens."""
 
-    def __init__(self, setup: Setup, number: int, disk: Disk, manager: Manager, net: Network) -> None:
+    def __init__(
+        self, setup: Setup, number: int, disks: dict[str, Disk], manager: Manager, net: Network
+    ) -> None:
+        """`disks` by the names of devices: also of those that come later, once they are there."""
+        disk, config = disks[FIRST_DEVICE], setup.config()
         self.process = Process(disk.loop, f"daemon{number}")
         self.up = False
         self.stopped = False
         self._stopping: Any = None
         self._net = net
         self._disk = disk
+        self._disks = disks
+        self._in_use: list[tuple[Disk, SimEngine]] = []
         dice = disk.dice
         given = {name: os.dup(fd) for name, fd in manager.kept.items()}
         self.dram = _Dram(
             disk, self.process, setup.dram_extents * setup.extent_bytes, setup.extent_bytes, manager, given
         )
-        self.nvme: _Nvme | None = None
+        devices: dict[str, NvmeTier] = {}
         if setup.nvme_extents:
-            self.engine = SimEngine(disk, self.process)
-            self.slabs = SimSlabs(disk)
-            writer = Writer(disk, self.process)
-            writer.journal = Journal(Path("simulated"), SimStore(disk), writer.wake)
-            limit = setup.nvme_extents * setup.extent_bytes
-            skew = dice.choice((0.0, 0.0, -500.0))
-            disk.skewed |= skew != 0.0
-            self.nvme = _Nvme(
-                self.process, writer.journal, self.slabs, self.engine, limit, lambda: disk.loop.now + skew
-            )
-        nvme = {} if self.nvme is None else {"nvme": self.nvme}
+            self._skew = dice.choice((0.0, 0.0, -500.0))
+            devices = {name: self.open(config, name) for name in config.nvme.limits}
+        self.devices_at_start = len(devices)
         self.shell = Shell(
-            setup.config(), self.process, self.dram, nvme, (), dice.getrandbits, lambda: disk.loop.now
+            config, self.process, self.dram, devices, (), dice.getrandbits, lambda: disk.loop.now
         )
         # So that much happens while one policy follows another.
         self.shell.placement.switch.rows_at_once = 4
@@ -170,6 +182,24 @@ class Life:
         self.server.connections = _Ordered()  # type: ignore[assignment]
         self._serving = self._serve()
         self.process.create_task(self._serving)
+
+    def open(self, config: Config, name: str) -> NvmeTier:
+        """One device, as `daemon.devices` opens it. TierError if it is in use."""
+        disk, skew = self._disks[name], self._skew
+        writer = Writer(disk, self.process)
+        writer.journal = Journal(Path("simulated"), SimStore(disk), writer.wake)
+        engine = SimEngine(disk, self.process)
+        self._in_use.append((disk, engine))
+        disk.skewed |= skew != 0.0
+        limit = config.nvme.limits[name]
+        return _Nvme(
+            self.process, writer.journal, SimSlabs(disk), engine, limit, lambda: disk.loop.now + skew
+        )
+
+    def tier_of(self, name: str) -> int | None:
+        """The number that a device of NVMe has now."""
+        tiers = enumerate(self.shell.placement.residency.tiers)
+        return next((i for i, t in tiers if t.spec.name == name and i != DRAM and not t.gone), None)
 
     async def _serve(self) -> None:
         await self.shell.start()
@@ -204,8 +234,9 @@ class Life:
         if self._stopping is not None:
             self._stopping.close()
         self._net.reset_all()
-        if self.nvme is not None:
-            self.engine.kill()
+        for disk, engine in self._in_use:
+            engine.kill()
+            disk.locked = False
         for extent in self.dram._extents.values():
             extent.close()
         self.dram._owners.close()
@@ -279,14 +310,14 @@ class _Worker(Worker):
 class Thread:
     """Stands for `threading.Thread` in the shell, where one closes the tiers."""
 
-    disk: Disk
+    delay: Callable[[], float]
 
     def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
         self._target = target
         self._alive = True
 
     def start(self) -> None:
-        asyncio.get_running_loop().call_later(self.disk.delay(), self._run)
+        asyncio.get_running_loop().call_later(type(self).delay(), self._run)
 
     def _run(self) -> None:
         self._target()

@@ -60,8 +60,11 @@ class Slab:
 class Disk:
     """What is left when a daemon ends: slabs, and the records that were committed."""
 
-    def __init__(self, loop: Loop, dice: random.Random, faults: Faults, extent_bytes: int, room: int) -> None:
-        """`room`: how many extents fit."""
+    def __init__(
+        self, name: str, loop: Loop, dice: random.Random, faults: Faults, extent_bytes: int, room: int
+    ) -> None:
+        """`name`: what the device is called. `room`: how many extents fit."""
+        self.name = name
         self.loop = loop
         self.dice = dice
         self.faults = faults
@@ -74,6 +77,7 @@ class Disk:
         self.read: Any = None
         self.read_at = -1
         self.skewed = False
+        self.locked = False
         self._pace = dice.choice((1, 1, 30, 300))
 
     @property
@@ -257,7 +261,7 @@ class SimEngine:
         stop = part.stop if nbytes is None else part.start + nbytes
         what = "write" if io.write else "read"
         where = f"extent {io.fd - _FIRST_FD} at {part.offset + part.start}, {stop - part.start} bytes"
-        self._disk.loop.log(f"{what} {where} {part.fault}")
+        self._disk.loop.log(f"{self._disk.name}: {what} {where} {part.fault}")
         if io.write:
             if part.fault in ("write_error", "no_space", "lost_write"):
                 return
@@ -300,6 +304,9 @@ class SimStore:
     """See `kvstore.tiers.nvme.store.RecordStore`: what was committed is there after any crash."""
 
     def __init__(self, disk: Disk) -> None:
+        if disk.locked:
+            raise TierError(f"the folder of {disk.name} is in use")
+        disk.locked = True
         self.extent_bytes = disk.extent_bytes
         self.problems: list[str] = []
         self._disk = disk
@@ -331,10 +338,11 @@ class SimStore:
                     disk.tables[table].pop(key, None)
                 else:
                     disk.tables[table][key] = value
-                disk.loop.log(f"commit: {table} {key!r} {'deleted' if value is None else 'put'}")
+                done = "deleted" if value is None else "put"
+                disk.loop.log(f"{disk.name}: commit: {table} {key!r} {done}")
 
     def close(self) -> None:
-        pass
+        self._disk.locked = False
 
 
 class Writer:

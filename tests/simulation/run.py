@@ -12,14 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.client.holds import Room
+from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.devices import DRAINING, FENCED, SERVING
 from kvstore.daemon import shell
+from kvstore.daemon.devices import open_new
 from kvstore.daemon.tenants import Identity, Role
+from kvstore.errors import ConfigError, TierError
+from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN
 from tests.simulation import audit
 from tests.simulation.clients import SPACES, Engine
-from tests.simulation.daemon import DRAM, NVME, TENANTS, Life, Manager, Setup
+from tests.simulation.daemon import DRAM, NVME, SECOND_DEVICE, TENANTS, Life, Manager, Setup
 from tests.simulation.device import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Loop, Process
@@ -51,9 +55,15 @@ class Outcome:
 
 
 class World:
-    """Everything of one run. `plain`: blocks leave by LRU, and all are written down."""
+    """Everything of one run. `plain`: blocks leave by LRU, and all are written down, to `one_device`."""
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None, plain: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        trace: Callable[[str], None] | None = None,
+        plain: bool = False,
+        one_device: bool = False,
+    ) -> None:
         self.dice = dice = random.Random(seed)
         self._hash = hashlib.blake2b(digest_size=16)
         self._trace = trace
@@ -69,8 +79,17 @@ class World:
         self.counts: Counter[str] = Counter()
         self.manager = Manager()
         self.net = Network(self.loop, dice, self.faults, self.fail)
-        room = self.setup.nvme_extents if dice.random() < 0.8 else dice.randint(0, self.setup.nvme_extents)
-        self.disk = Disk(self.loop, dice, self.faults, self.setup.extent_bytes, room)
+        setup = self.setup
+        first = self._new_disk(FIRST_DEVICE, dice, setup.nvme_extents, setup.extent_bytes)
+        self.disks = {FIRST_DEVICE: first}
+        # The same for the second device: what it does, when it comes, and when it leaves.
+        self._device_dice: random.Random | None = None
+        self._away: Disk | None = None
+        devices = random.Random(f"devices {seed}")
+        if setup.nvme_extents and not (plain or one_device) and devices.random() < 0.4:
+            self._device_dice = devices
+            if devices.random() < 0.75:
+                self.disks[SECOND_DEVICE] = self._new_second(devices)
         self.ending = False
         self.quotas = audit.Quotas()
         self.recent = (0, [b"s0b0k00"])
@@ -82,7 +101,23 @@ class World:
         self._left: audit.Left | None = None
         self._errors: list[str] = []
 
+    def _new_disk(self, name: str, dice: random.Random, extents: int, extent_bytes: int) -> Disk:
+        """One that has room for so many, mostly."""
+        room = extents if dice.random() < 0.8 else dice.randint(0, extents)
+        return Disk(name, self.loop, dice, self.faults, extent_bytes, room)
+
+    def _new_second(self, dice: random.Random) -> Disk:
+        """An empty second device, and its limit."""
+        extents, extent_bytes = dice.randint(2, 6), self.setup.extent_bytes * dice.choice((1, 1, 2))
+        self.setup.second_bytes = extents * extent_bytes
+        return self._new_disk(SECOND_DEVICE, dice, extents, extent_bytes)
+
     # -- what everybody uses
+
+    @property
+    def skewed(self) -> bool:
+        """Whether some daemon's clock said something else than others'."""
+        return any(disk.skewed for disk in self.disks.values())
 
     def log(self, text: str) -> None:
         line = f"{self.loop.now:.6f} {text}" if hasattr(self, "loop") else text
@@ -130,36 +165,89 @@ class World:
         life, dice, setup = self.life, self._policy_dice, self.setup
         if dice is None:
             return
-        wanted = [dice.choice((setup.dram_extents, dice.randint(2, 8)))]
+        wanted = {"dram": dice.choice((setup.dram_extents, dice.randint(2, 8)))}
         if setup.nvme_extents:
-            wanted.append(dice.choice((setup.nvme_extents, dice.randint(2, 8))))
+            wanted[FIRST_DEVICE] = dice.choice((setup.nvme_extents, dice.randint(2, 8)))
+        if self._device_dice is not None:
+            wanted[SECOND_DEVICE] = self._device_dice.randint(2, 8)
         if life is None or not life.up:
             return
-        for tier, (most, state) in enumerate(zip(wanted, life.shell.placement.residency.tiers, strict=True)):
-            size, has = setup.extent_bytes, state.extents.limit_bytes // setup.extent_bytes
+        for tier, state in enumerate(life.shell.placement.residency.tiers):
+            if state.leaving:
+                continue
+            name, size = state.spec.name, state.extents.extent_bytes
+            has = state.extents.limit_bytes // size
             # Of more, the next daemon would cut each into fewer slots: it has few rows here.
             uncut = max(has, shell._MIN_ROWS // state.extents.geometry(ALIGN).slots)
-            n = min(most, state.extents.most_bytes // size, uncut)
+            n = min(wanted[name], state.extents.most_bytes // size, uncut)
             if n != has:
                 self.log(f"tier {tier} of {has} extents gets {n}")
                 self.counts["grown" if n > has else "shrunk"] += 1
-                if tier == NVME:
-                    self.disk.room += max(0, n - has)
+                if tier != DRAM:
+                    self.disks[name].room += max(0, n - has)
                 life.shell.handle(ev.SetLimit(tier, n * size))
-            if tier == NVME:
+            if name == SECOND_DEVICE:
+                setup.second_bytes = n * size
+            elif tier == NVME:
                 setup.nvme_extents = n
             else:
                 setup.dram_extents = n
 
     def _change_device(self, none: bool) -> None:
-        """NVMe is fenced, drains, or serves again."""
-        life, dice = self.life, self._policy_dice
-        if life is None or life.nvme is None or dice is None:
+        """A device is fenced, drains, or serves again."""
+        life = self.life
+        for name, dice in ((FIRST_DEVICE, self._policy_dice), (SECOND_DEVICE, self._device_dice)):
+            tier = life.tier_of(name) if life is not None else None
+            if life is None or tier is None or dice is None:
+                continue
+            if life.shell.placement.residency.tiers[tier].leaving:
+                continue
+            state = SERVING if none else dice.choice((SERVING, SERVING, DRAINING, FENCED))
+            self.counts[state] += 1
+            self.log(f"{name}: {state}")
+            life.server.control.machinery.set_device(name, state, None)
+
+    def _come_or_leave(self, dice: random.Random) -> None:
+        """The second device leaves, or comes, as a change of the configuration has it."""
+        life, setup = self.life, self.setup
+        if life is None or not life.up:
             return
-        state = SERVING if none else dice.choice((SERVING, SERVING, DRAINING, FENCED))
-        self.counts[state] += 1
-        self.log(f"nvme: {state}")
-        life.server.control.machinery.set_device("nvme", state, None)
+        self._restored()
+        coming = not setup.second_bytes
+        if coming and SECOND_DEVICE in life.shell.devices:
+            self._is_refused(life)
+            return
+        opened = self._opened(dice) if coming else {}
+        setup.second_bytes = setup.second_bytes if coming else 0
+        self.log(f"{SECOND_DEVICE} {'comes' if coming else 'leaves'}")
+        life.server._reconfigure(setup.config(), [], opened)
+        self.quotas = audit.Quotas()
+
+    def _is_refused(self, life: Life) -> None:
+        """A device that is still leaving can not come."""
+        config = replace(self.setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
+        try:
+            life.server._consequences(config)
+        except ConfigError as error:
+            self.log(str(error))
+            self.counts["refused to come"] += 1
+        else:
+            self.fail("a device comes once", f"{SECOND_DEVICE} is still leaving")
+
+    def _opened(self, dice: random.Random) -> dict[str, NvmeTier]:
+        """The second device, as the one before was left, if nothing is on it; else another one."""
+        before = self.disks.pop(SECOND_DEVICE, None) or self._away
+        if before is not None and dice.random() < 0.7:
+            self.disks[SECOND_DEVICE] = before
+            self.setup.second_bytes = dice.randint(2, 6) * before.extent_bytes
+            try:
+                opened = open_new(self.setup.config(), [SECOND_DEVICE])
+                self.counts["came again"] += 1
+                return opened
+            except TierError as error:
+                self.log(str(error))
+        self.disks[SECOND_DEVICE] = self._new_second(dice)
+        return open_new(self.setup.config(), [SECOND_DEVICE])
 
     def some_link(self, process: Process) -> Link | None:
         mine = [x for x in self.net.connections.values() if x.owner is process]
@@ -183,8 +271,11 @@ class World:
     def begin(self) -> None:
         self._lives += 1
         self.log(f"daemon {self._lives} starts")
-        self.life = Life(self.setup, self._lives, self.disk, self.manager, self.net)
+        if not self.setup.second_bytes:
+            self._away = self.disks.pop(SECOND_DEVICE, self._away)
+        self.life = Life(self.setup, self._lives, self.disks, self.manager, self.net)
         self.counts[self.setup.policy] += 1
+        self.counts["with two devices"] += len(self.disks) == 2
         self.quotas = audit.Quotas()
         self.life.process.call_soon(self._restored)
 
@@ -202,28 +293,35 @@ class World:
             return
         self.log(f"{kind} at step {self.loop.steps}")
         self.counts[kind] += 1
+        self._count_devices(life)
         self.counts["refused"] += life.shell.placement.counters["refused_blocks"]
         handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
-        self._left = None if self._will_lose_some(life) else audit.Left.of(life, self.disk, handed_over)
-        if kind == POWER:
-            self.disk.lose_power()
-            self.disk.stalled_until = 0.0
+        self._left = None if self._will_lose_some(life) else audit.Left.of(life, self.disks, handed_over)
+        for disk in self.disks.values() if kind == POWER else ():
+            disk.lose_power()
+            disk.stalled_until = 0.0
         if not handed_over:
             self.manager.forget_all()
         else:
             self.counts["handed_over"] += 1
-        self._audit_disk()
+        self._audit_disks()
         self.begin_at = self.loop.now + self.dice.choice((0.0, 0.001, 0.05))
+
+    def _count_devices(self, life: Life) -> None:
+        tiers = life.shell.placement.residency.tiers[NVME:]
+        self.counts["devices came"] += len(tiers) - life.devices_at_start
+        self.counts["devices left"] += sum(state.gone for state in tiers)
+        self.counts["ended while a device was leaving"] += any(t.leaving and not t.gone for t in tiers)
 
     # -- looking
 
     def audit(self) -> None:
         self.net.check_due()
-        self._audit_disk()
+        self._audit_disks()
         if self.life is not None and self.life.up:
             self._checked(
-                "the daemon is sound", audit.daemon_is_sound, self.life, self.disk, self.faults.corrupted
+                "the daemon is sound", audit.daemon_is_sound, self.life, self.disks, self.faults.corrupted
             )
             if not {"stray", "liar"} & self.faults.drawn:
                 maps = [e.client._maps for e in self.engines] + [e.strict_client._maps for e in self.engines]
@@ -236,23 +334,27 @@ class World:
                     self.fail("nothing good is quarantined", f"{quarantined} blocks")
 
     def _will_lose_some(self, life: Life) -> bool:
-        """Whether extents may lie beyond a lower limit."""
-        resizing = life.shell.placement.resizing
-        lost = any(resizing.is_at_work(tier) for tier in range(len(life.shell.placement.residency.tiers)))
+        """Whether extents may lie beyond a lower limit, or will be cut into fewer slots: of fewer rows."""
+        residency, resizing = life.shell.placement.residency, life.shell.placement.resizing
+        stay = [tier for tier, state in enumerate(residency.tiers) if not state.leaving]
+        nbytes = sum(residency.tiers[tier].extents.limit_bytes for tier in stay)
+        rows = max(nbytes // shell._MIN_BLOCK_BYTES, shell._MIN_ROWS)
+        lost = rows < residency.blocks.capacity or any(resizing.is_at_work(tier) for tier in stay)
         self.counts["crashed_while_resizing"] += lost
         return lost
 
-    def _audit_disk(self) -> None:
-        if not self.faults.corrupted:
-            self._checked("records prove their slots", audit.records_prove_their_slots, self.disk)
-            for (number, key), record in audit.records(self.disk).items():
-                space = self._space(number)
-                if self.oracle.is_forgotten(space, key, record.payload(self.disk)):
-                    self.fail("what was invalidated is off the record", f"{key!r} of {SPACES[space]}")
+    def _audit_disks(self) -> None:
+        for disk in self.disks.values() if not self.faults.corrupted else ():
+            self._checked("records prove their slots", audit.records_prove_their_slots, disk)
+            for (number, key), record in audit.records(disk).items():
+                space = self._space(disk, number)
+                if self.oracle.is_forgotten(space, key, record.payload(disk)):
+                    where = f"{key!r} of {SPACES[space]} on {disk.name}"
+                    self.fail("what was invalidated is off the record", where)
 
-    def _space(self, number: int) -> int:
+    def _space(self, disk: Disk, number: int) -> int:
         """Which layout has this number on record."""
-        return _FINGERPRINTS.index(audit.fingerprints(self.disk)[number])
+        return _FINGERPRINTS.index(audit.fingerprints(disk)[number])
 
     def _checked(self, what: str, check: Callable[..., None], *args: object) -> None:
         try:
@@ -284,6 +386,7 @@ class World:
         n = self.dice.choice((0, 1, 1, 2, 3))
         crashes = [(self.dice.randrange(20, steps), self.dice.choice(kinds)) for _ in range(n)]
         crashes.sort(reverse=True)
+        moves = self._draw_moves(steps)
         while self.loop.steps < steps:
             if not self.step():
                 break
@@ -294,7 +397,17 @@ class World:
                 elif self.life is not None and self.life.up:
                     self.log("stop")
                     self.life.stop()
+            if moves and self.loop.steps >= moves[-1] and self.life is not None:
+                moves.pop()
+                self.life.process.call_soon(self._come_or_leave, self._device_dice)
         self.come_to_rest()
+
+    def _draw_moves(self, steps: int) -> list[int]:
+        """At which steps the second device comes or leaves, the last one first."""
+        dice = self._device_dice
+        if dice is None:
+            return []
+        return sorted((dice.randrange(20, steps) for _ in range(dice.choice((0, 1, 2, 4)))), reverse=True)
 
     def step(self) -> bool:
         """One callback, and what follows from it in the world outside."""
@@ -307,7 +420,8 @@ class World:
         if self.life is not None and self.life.stopped:
             self.crash(STOP)
         if self.loop.steps % _AUDIT_EVERY == 0:
-            self.disk.rot()
+            for disk in self.disks.values():
+                disk.rot()
             if self.life is not None and self.life.up:
                 self.life.rot()
             self.audit()
@@ -341,7 +455,7 @@ class World:
         self._settle()
         if self.dice.random() < 0.5:
             self.crash(self.dice.choice((KILL, POWER)), memory_too=True)
-            promised = self._on_record()
+            promised = self._on_record() if self._left is not None else []
             self._wait_for_daemon()
             for name, engine in last.items():
                 mine = [(i, key) for i, key in promised if SPACES[i].owner == name and not SPACES[i].ttl_s]
@@ -359,7 +473,10 @@ class World:
 
     def _on_record(self) -> list[tuple[int, bytes]]:
         """All blocks on record, as clients name them."""
-        return [(self._space(number), key) for number, key in sorted(audit.records(self.disk))]
+        kept = [d for name, d in self.disks.items() if name == FIRST_DEVICE or self.setup.second_bytes]
+        return [
+            (self._space(disk, number), key) for disk in kept for number, key in sorted(audit.records(disk))
+        ]
 
     def _settle(self) -> None:
         """All clients leave; in the end nobody holds anything."""
@@ -381,14 +498,17 @@ class World:
             for task in asyncio.all_tasks(engine.process):
                 task.get_coro().close()  # type: ignore[union-attr]
         if self.life is not None:
+            self._count_devices(self.life)
             self.life.end()
         self.manager.forget_all()
         self.loop.clear()
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None, plain: bool = False) -> Outcome:
+def simulate(
+    seed: int, trace: Callable[[str], None] | None = None, plain: bool = False, one_device: bool = False
+) -> Outcome:
     """Runs one seed. See World."""
-    world = World(seed, trace, plain)
+    world = World(seed, trace, plain, one_device)
     violation = ""
     with in_simulation(world):
         try:

@@ -11,10 +11,12 @@ from unittest import mock
 
 from kvstore.client import aio, flows, link
 from kvstore.client.holds import Room
-from kvstore.daemon import server, shell
+from kvstore.config import Config
+from kvstore.daemon import devices, resizing, server, shell
 from kvstore.daemon.peers import Peer
 from kvstore.tiers.nvme import journal
-from tests.simulation.daemon import Thread
+from kvstore.tiers.nvme.tier import NvmeTier
+from tests.simulation.daemon import SECOND_DEVICE, Thread
 
 _SOMEBODY = 61001
 """The user that all clients are: who they are, only their tokens say."""
@@ -31,7 +33,15 @@ def in_simulation(world: Any) -> Iterator[None]:
             raise ConnectionResetError("noticed in time that the daemon is gone")
         return fill(room, views)  # type: ignore[arg-type]
 
-    Thread.disk = world.disk
+    def opened(config: Config, name: str) -> NvmeTier:
+        return world.life.open(config, name)  # type: ignore[no-any-return]
+
+    def extent_bytes_of_new(limit_bytes: int, tenants: int) -> int:
+        return int(world.disks[SECOND_DEVICE].extent_bytes)
+
+    # Whoever closes a device waits for it.
+    Thread.delay = lambda: max(disk.delay() for disk in world.disks.values())
+    threading = types.SimpleNamespace(Thread=Thread)
     errors = _Errors(world._errors)
     logger = logging.getLogger("kvstore")
     level, propagate = logger.level, logger.propagate
@@ -41,7 +51,10 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(link, "random", world.dice))
         stack.enter_context(mock.patch.object(aio, "AsyncLink", world.net.link))
         stack.enter_context(mock.patch.object(flows, "_fill", filled))
-        stack.enter_context(mock.patch.object(shell, "threading", types.SimpleNamespace(Thread=Thread)))
+        stack.enter_context(mock.patch.object(shell, "threading", threading))
+        stack.enter_context(mock.patch.object(devices, "threading", threading))
+        stack.enter_context(mock.patch.object(devices, "_open", opened))
+        stack.enter_context(mock.patch.object(resizing, "extent_bytes", extent_bytes_of_new))
         stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
         stack.enter_context(mock.patch.object(server, "peer_of", return_value=Peer(_SOMEBODY, ())))
         stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))

@@ -142,6 +142,17 @@ class NvmeTier:
             self._set_seal(number, recovered.namespaces[number])
         return recovered
 
+    def begin_empty(self, found: Recovered) -> None:
+        """After a `load` that found no blocks, instead of `start`: no extent is there before `grow`.
+
+        Slabs that nobody had go; so do namespaces: who may read them was said by a daemon before.
+        """
+        self._taken.clear()
+        self._missing = []
+        self._remove_leftovers()
+        for number in found.namespaces:
+            self.forget_namespace(number)
+
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """Allocates the slabs that are missing in a thread, which calls `ready` for each, then `ended`."""
         self._worker.submit(self.allocate, ready, ended)
