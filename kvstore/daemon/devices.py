@@ -26,6 +26,9 @@ from kvstore.types import Tier, extent_bytes
 if TYPE_CHECKING:
     from kvstore.daemon.shell import Shell
 
+_LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
+"""What may be in the folder of a device that comes: all of it may be without a block."""
+
 
 def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
     """The configured devices by name, and why there are not all of them. KVStoreError without the first."""
@@ -54,6 +57,12 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
                 raise TierError(
                     f"{path} holds a cache already", "restart the daemon to have it, or empty the folder"
                 )
+            size = _extent_bytes(config, name)
+            if devices[name].extent_bytes != size:
+                raise TierError(
+                    f"{path} has extents of {devices[name].extent_bytes} bytes from before, not of {size}",
+                    "empty the folder",
+                )
             devices[name].begin_empty(found)
     except BaseException:
         close_all(devices)
@@ -78,9 +87,6 @@ def close_all(devices: Mapping[str, NvmeTier]) -> None:
         device.close()
 
 
-_LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
-
-
 def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     limit, path = config.nvme.limits[name], config.nvme.paths[name]
     # Who is sealed on one, though not configured any more, is nowhere plain.
@@ -89,11 +95,14 @@ def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     master = MasterKey.load(config.encryption.key_file)
     engine = PosixEngine(config.nvme.io_threads)
     try:
-        size = extent_bytes(limit, len(config.tenants))
-        return NvmeTier.open(path, limit, size, engine, master, encrypt)
+        return NvmeTier.open(path, limit, _extent_bytes(config, name), engine, master, encrypt)
     except BaseException:
         engine.close()
         raise
+
+
+def _extent_bytes(config: Config, name: str) -> int:
+    return extent_bytes(config.nvme.limits[name], len(config.tenants))
 
 
 def opener(shell: Shell, config: Config) -> Callable[[], dict[str, NvmeTier]]:

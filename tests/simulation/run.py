@@ -241,13 +241,13 @@ class World:
             self.disks[SECOND_DEVICE] = before
             self.setup.second_bytes = dice.randint(2, 6) * before.extent_bytes
             try:
-                opened = open_new(self.setup.config(), [SECOND_DEVICE])
+                opened = open_new(self.setup.config(), [SECOND_DEVICE], None)
                 self.counts["came again"] += 1
                 return opened
             except TierError as error:
                 self.log(str(error))
         self.disks[SECOND_DEVICE] = self._new_second(dice)
-        return open_new(self.setup.config(), [SECOND_DEVICE])
+        return open_new(self.setup.config(), [SECOND_DEVICE], None)
 
     def some_link(self, process: Process) -> Link | None:
         mine = [x for x in self.net.connections.values() if x.owner is process]

@@ -33,7 +33,7 @@ def in_simulation(world: Any) -> Iterator[None]:
             raise ConnectionResetError("noticed in time that the daemon is gone")
         return fill(room, views)  # type: ignore[arg-type]
 
-    def opened(config: Config, name: str) -> NvmeTier:
+    def opened(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
         return world.life.open(config, name)  # type: ignore[no-any-return]
 
     def extent_bytes_of_new(limit_bytes: int, tenants: int) -> int:
@@ -54,7 +54,9 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(shell, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
-        stack.enter_context(mock.patch.object(resizing, "extent_bytes", extent_bytes_of_new))
+        stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
+        for module in (devices, resizing):
+            stack.enter_context(mock.patch.object(module, "extent_bytes", extent_bytes_of_new))
         stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
         stack.enter_context(mock.patch.object(server, "peer_of", return_value=Peer(_SOMEBODY, ())))
         stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))

@@ -275,9 +275,9 @@ def only_the_first_is_restored(patch: Patch) -> None:
     """What other devices than the first have on record is not taken in."""
     restore = inherit._restore_device
 
-    def restored(shell: Shell, tier: int, device: NvmeTier) -> None:
+    def restored(shell: Shell, tier: int, device: NvmeTier, keep: bool) -> None:
         if tier == 1:
-            restore(shell, tier, device)
+            restore(shell, tier, device, keep)
 
     patch.setattr(inherit, "_restore_device", restored)
 

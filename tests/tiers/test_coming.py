@@ -45,7 +45,7 @@ def test_slabs_that_nobody_had_do_not_count_twice(tmp_path: Path) -> None:
     before = opened(tmp_path)
     before.allocate(lambda extent: None, lambda error: None)
     before.close()
-    device = open_new(config(tmp_path), ["nvme1"])["nvme1"]
+    device = open_new(config(tmp_path), ["nvme1"], None)["nvme1"]
     assert all_of(device, EXTENTS) == [0, 1, 2]
     slabs = list((tmp_path / "second" / "slabs").iterdir())
     assert sum(slab.stat().st_size for slab in slabs) == EXTENT * EXTENTS
@@ -56,7 +56,7 @@ def test_nobody_reads_a_namespace_because_it_was_published_to_him_once(tmp_path:
     before = opened(tmp_path)
     before.put_namespace(3, Namespace("one", {"block_bytes": 100}, bytes(16), readers=("two",)))
     before.close()
-    device = open_new(config(tmp_path), ["nvme1"])["nvme1"]
+    device = open_new(config(tmp_path), ["nvme1"], None)["nvme1"]
     device.put_namespace(4, Namespace("one", {"block_bytes": 100}, bytes(16)))
     device.close()
     after = opened(tmp_path)
@@ -70,7 +70,7 @@ def test_what_holds_blocks_is_not_taken(tmp_path: Path) -> None:
     before.format(0, 4096)
     before.close()
     with pytest.raises(TierError, match="holds a cache already"):
-        open_new(config(tmp_path), ["nvme1"])
+        open_new(config(tmp_path), ["nvme1"], None)
     before = opened(tmp_path)
     assert before.load().formats == {0: 4096}
     before.close()

@@ -132,6 +132,10 @@ class NvmeTier:
     def load(self, keep: bool = True) -> Recovered:
         """What the folder holds; unless it is kept, nothing, and what it holds is forgotten."""
         recovered = recover(self._journal, self._slabs, self._count if keep else 0, self._seals)
+        if not keep:
+            for number in recovered.namespaces:
+                self.forget_namespace(number)
+            recovered = replace(recovered, namespaces={})
         self._formats = dict(recovered.formats)
         lacking = self._count - len(self._formats)
         self._taken = set(self._formats)
