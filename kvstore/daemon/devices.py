@@ -18,8 +18,8 @@ from kvstore.core.admission import Rule
 from kvstore.core.devices import TierSpec
 from kvstore.core.residency import TierState
 from kvstore.errors import ConfigError, KVStoreError, TierError
+from kvstore.tiers.nvme.gds import best_engine
 from kvstore.tiers.nvme.keys import MasterKey
-from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier, extent_bytes
 
@@ -93,7 +93,7 @@ def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     encrypt = dict.fromkeys(first.encrypted if first is not None else (), True)
     encrypt |= {tenant: each.encrypt for tenant, each in config.tenants.items()}
     master = MasterKey.load(config.encryption.key_file)
-    engine = PosixEngine(config.nvme.io_threads)
+    engine = best_engine(config.nvme.io_threads)
     try:
         return NvmeTier.open(path, limit, _extent_bytes(config, name), engine, master, encrypt)
     except BaseException:

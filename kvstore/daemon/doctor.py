@@ -25,6 +25,7 @@ from typing import Literal
 from kvstore.arena import HUGE_BYTES, Extent
 from kvstore.config import SOCKET_PATH_BYTES, Config, format_size
 from kvstore.errors import TierError
+from kvstore.tiers.nvme.gds import why_not
 from kvstore.types import ALIGN, extent_bytes
 
 Level = Literal["ok", "warn", "fail"]
@@ -69,6 +70,8 @@ def examine(config: Config) -> list[Line]:
         lines += [direct_io(folder), space(path, _free_bytes(folder), config.nvme.limits[name])]
         lines += [lock(path), records(path)]
     modules = {name: importlib.util.find_spec(name) is not None for name in ("cupy", "kvikio")}
+    if config.nvme.path is not None:
+        lines.append(engine(why_not(), Path("/proc/driver/nvidia-fs").exists()))
     lines += gpu(Path("/dev"), Path("/proc/driver"), _loads("libcuda.so.1"), modules)
     lines.append(systemd(_output("systemctl", "--version")))
     return lines
@@ -219,6 +222,14 @@ def records(path: Path) -> Line:
     except OSError as error:
         return Line(FAIL, "records", f"{path}: {error.strerror}", "run this as the daemon's user")
     return Line(OK, "records", f"{format_size(nbytes)}, not checked (kvstore fsck does)")
+
+
+def engine(why_not: str, nvidia_fs: bool) -> Line:
+    """`why_not`: what keeps kvikio from being used; `nvidia_fs`: whether GPUDirect Storage's module is there."""
+    if why_not:
+        return Line(OK, "NVMe I/O", f"posix: {why_not}")
+    way = "by GPUDirect Storage" if nvidia_fs else "in compatibility mode: nvidia-fs is not loaded"
+    return Line(OK, "NVMe I/O", f"kvikio, to and from a GPU {way}")
 
 
 def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) -> list[Line]:

@@ -55,5 +55,8 @@ class IOEngine(Protocol):
         `check`; TierError after `close`.
         """
 
+    def release(self, fd: int) -> None:
+        """A descriptor is about to be closed, and nothing of it is under way: what was kept for it goes."""
+
     def close(self) -> None:
         """Waits for what was submitted, then stops. Closing twice does nothing."""

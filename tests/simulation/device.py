@@ -199,6 +199,9 @@ class SimEngine:
         self._refused: list[_Batch] = []
         self._closed = False
 
+    def release(self, fd: int) -> None:
+        pass
+
     def submit(
         self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
     ) -> None:

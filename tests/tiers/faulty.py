@@ -43,6 +43,9 @@ class FaultyEngine:
         self._under_way = 0
         self._closed = False
 
+    def release(self, fd: int) -> None:
+        self._inner.release(fd)
+
     def submit(self, ios: Sequence[BlockIO], done: Done, urgent: bool = False) -> None:
         for io in ios:
             io.check()

@@ -77,6 +77,10 @@ class BouncingEngine:
                 self._waiting += more
         self._start()
 
+    def release(self, fd: int) -> None:
+        """See `IOEngine.release`."""
+        self._inner.release(fd)
+
     def close(self) -> None:
         """See `IOEngine.close`."""
         with self._changed:

@@ -70,6 +70,13 @@ class PosixEngine:
                 lane.append(task)
                 self._tokens.put(True)
 
+    def _move(self, io: BlockIO, start: int, stop: int) -> None:
+        """Moves bytes `start` to `stop` of a block. Raises OSError."""
+        _move(io, start, stop)
+
+    def release(self, fd: int) -> None:
+        """See `IOEngine.release`. Nothing is kept."""
+
     def close(self) -> None:
         """See `IOEngine.close`."""
         with self._submitting:
@@ -95,7 +102,7 @@ class PosixEngine:
             batch, index, io, start, stop = task
             if io is not None and batch.errors[index] is None:
                 try:
-                    _move(io, start, stop)
+                    self._move(io, start, stop)
                 except OSError as error:
                     batch.errors[index] = error.with_traceback(None)  # its frames hold the buffers
                 except Exception as error:

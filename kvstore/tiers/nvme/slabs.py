@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvstore.errors import TierError
@@ -23,8 +23,11 @@ class Slabs:
     `direct` says whether the file system takes direct I/O, as far as the files opened so far tell.
     """
 
-    def __init__(self, folder: Path, extent_bytes: int) -> None:
-        """Makes `folder`/slabs. TierError if that cannot be done."""
+    def __init__(
+        self, folder: Path, extent_bytes: int, closes: Callable[[int], None] = lambda fd: None
+    ) -> None:
+        """Makes `folder`/slabs. TierError if that cannot be done. `closes` hears of descriptors before."""
+        self._closes = closes
         self.folder = folder / "slabs"
         self.extent_bytes = extent_bytes
         self.direct = True
@@ -104,6 +107,7 @@ class Slabs:
         """Closes the extent's file, if open, and deletes it, if there. TierError if it cannot be deleted."""
         fd = self._fds.pop(extent, -1)
         if fd >= 0:
+            self._closes(fd)
             os.close(fd)
         try:
             self._path(extent).unlink(missing_ok=True)
@@ -113,7 +117,9 @@ class Slabs:
     def close(self) -> None:
         """Closes all files."""
         while self._fds:
-            os.close(self._fds.popitem()[1])
+            _, fd = self._fds.popitem()
+            self._closes(fd)
+            os.close(fd)
 
     def _path(self, extent: int) -> Path:
         return self.folder / f"{extent:06d}.slab"

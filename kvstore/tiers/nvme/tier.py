@@ -102,7 +102,7 @@ class NvmeTier:
                     f"nvme.limit is below one extent of {journal.extent_bytes} bytes in {folder}",
                     "raise the limit, or use another folder",
                 )
-            slabs = Slabs(folder, journal.extent_bytes)
+            slabs = Slabs(folder, journal.extent_bytes, engine.release)
             return cls(journal, slabs, engine, limit_bytes, seals=seals)
         except BaseException:
             journal.close()
