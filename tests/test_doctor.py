@@ -177,6 +177,12 @@ def test_gpu(tmp_path: Path) -> None:
     assert {line.level for line in lines} == {OK}
 
 
+def test_which_way_bytes_go_is_said() -> None:
+    assert "posix: no libcuda.so.1" in doctor.engine("no libcuda.so.1", False).found
+    assert "compatibility mode: nvidia-fs is not loaded" in doctor.engine("", False).found
+    assert "by GPUDirect Storage" in doctor.engine("", True).found
+
+
 def test_systemd() -> None:
     told(doctor.systemd("systemd 254 (254.5-1)\n+PAM"), OK, "254")
     told(doctor.systemd("systemd 252 (252.38-1~deb12u1)\n+PAM"), WARN, "254 keeps")

@@ -225,7 +225,7 @@ def records(path: Path) -> Line:
 
 
 def engine(why_not: str, nvidia_fs: bool) -> Line:
-    """`why_not`: what keeps kvikio from being used; `nvidia_fs`: whether GPUDirect Storage's module is there."""
+    """`why_not`: what keeps kvikio from being used; `nvidia_fs`: whether the module of GDS is there."""
     if why_not:
         return Line(OK, "NVMe I/O", f"posix: {why_not}")
     way = "by GPUDirect Storage" if nvidia_fs else "in compatibility mode: nvidia-fs is not loaded"
