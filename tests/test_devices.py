@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 
 from kvstore import Client
+from kvstore.config import parse
+from kvstore.daemon import devices
+from kvstore.daemon.main import open_tiers
+from kvstore.daemon.shell import Shell
 from kvstore.errors import DeniedError
 from kvstore.lab.served import ServedDaemon
 from tests.admin import OPERATE, ServedAdmin, problem, settings
@@ -399,6 +404,30 @@ def test_fsck_and_doctor_look_at_every_device(second: Path) -> None:
         assert ran.returncode == 1
         assert [json.loads(line)["problems"] > 0 for line in ran.stdout.splitlines()] == [False, True]
         daemon.start()
+
+
+def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Path
+) -> None:
+    # As with many millions of rows, which take a while to get their column.
+    monkeypatch.setattr("kvstore.core.joining._ROWS_AT_ONCE", 1)
+    text = f'dram.limit = "8MiB"\n[nvme]\npath = "{tmp_path / "first"}"\nlimit = "16MiB"\n'
+    config, both_of_them = parse(text), parse(f'{text}[nvme.devices.nvme1]\npath = "{second}"\n')
+
+    async def run() -> None:
+        shell = Shell(config, asyncio.get_running_loop(), *open_tiers(config, {}))
+        await shell.start()
+        shell.placement.residency.blocks._fresh = 50
+        shell.reconfigure(both_of_them, devices.opener(shell, both_of_them)())
+        assert len(shell.placement.residency.tiers) == 2
+        shell.reconfigure(config)
+        await asyncio.sleep(0.5)
+        assert shell.placement.residency.tiers[2].gone
+        assert list(shell.devices) == ["nvme"]
+        await shell.stop(1.0)
+
+    asyncio.run(run())
+    assert not os.listdir(second / "slabs")
 
 
 # -- over REST, and by commands

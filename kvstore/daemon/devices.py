@@ -174,9 +174,13 @@ def change(shell: Shell, config: Config, opened: Mapping[str, NvmeTier]) -> None
 def joined(shell: Shell, tier: int) -> None:
     """A device is there: tenants have their part of it, and its extents are made."""
     state = shell.placement.residency.tiers[tier]
+    shell.chronicle.add("joined", tier=state.spec.name)
+    if state.spec.name not in shell.config.nvme.limits:
+        # It was to go again before it was there.
+        shell.handle(ev.RemoveDevice(tier))
+        return
     shell.tenancy.apply(shell.config)
     shell.handle(ev.SetLimit(tier, state.spec.limit_bytes))
-    shell.chronicle.add("joined", tier=state.spec.name)
 
 
 def left(shell: Shell, tier: int) -> None:
