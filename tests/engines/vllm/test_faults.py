@@ -43,7 +43,7 @@ def written(daemon: ServedDaemon) -> bool:
     """Whether everything that was stored is on the disk."""
     with Client(daemon.url, deadline_s=10.0) as client:
         counters = client.status()["counters"]
-    return counters["stored_blocks"] == counters["written_blocks"] > 0
+    return counters["stored_blocks"] == counters.get("written_blocks", 0) > 0
 
 
 def back(engine: Engine) -> None:
