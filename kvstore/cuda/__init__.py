@@ -1,0 +1,1 @@
+"""Device memory through cupy, and the kernels that work on blocks in it. Without cupy this still imports."""

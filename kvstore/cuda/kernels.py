@@ -1,0 +1,182 @@
+"""Checksums of blocks in device memory, copies of many pieces at once, FP8: what runs kernels.cu.
+
+Checksums are those of `kvstore.arena`: xxh3_64 under a seed. Buffers start at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvstore.cuda.base import Buffer, Stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+THREADS = 256
+_CHAIN_THREADS = 32  # so that even few blocks spread over many multiprocessors
+_SHORT_BYTES = 240  # XXH3 hashes these in ways of their own
+_ROW_BYTES = 1024
+_SUMS_BYTES = 64  # what the device keeps for each row
+_CHUNK_BYTES = 16 << 10  # CHUNK_BYTES in kernels.cu
+
+ROWS = 1 << 20
+"""Most rows of 1 KiB hashed at a time: 1 GiB of blocks, 64 MiB of scratch."""
+
+_HASHED = np.dtype([("address", "<u8"), ("length", "<u8"), ("seed", "<u8")])
+_RECODED = np.dtype([("target", "<u8"), ("source", "<u8")])
+_PARTS = 16  # PARTS in kernels.cu
+_PRIME64_1 = np.uint64(0x9E3779B185EBCA87)
+_PRIME_MX1 = np.uint64(0x165667919E3779F9)
+
+
+def checksums(stream: Stream, blocks: Sequence[Buffer], seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """xxh3_64 of each whole buffer under its seed of 64 bits. Waits for the stream.
+
+    A buffer's rows of 1 KiB are hashed in parallel, then chained one after another: many buffers take
+    hardly longer than one.
+    """
+    if len(blocks) != len(seeds):
+        raise ValueError(f"{len(blocks)} blocks, {len(seeds)} seeds")
+    table = np.empty(len(blocks), _HASHED)
+    table["address"] = [block.address for block in blocks]
+    table["length"] = [block.nbytes for block in blocks]
+    table["seed"] = np.array(seeds, np.uint64)
+    short = np.flatnonzero(table["length"] <= _SHORT_BYTES).tolist()
+    long = np.flatnonzero(table["length"] > _SHORT_BYTES)
+    # The longest first: as many rows are set aside for all blocks of a launch.
+    long = long[np.argsort(table["length"][long])[::-1]]
+    copies = {i: bytearray(blocks[i].nbytes) for i in short}
+    for i, copy in copies.items():
+        stream.copy(memoryview(copy), blocks[i])
+    folds = np.empty((len(long), 4), np.uint64)
+    if len(long):
+        _hash(stream, table[long], folds)
+    stream.wait()
+    sums = np.empty(len(blocks), np.uint64)
+    sums[long] = _mixed(folds, table["length"][long])
+    for i, copy in copies.items():
+        sums[i] = xxh3_64_intdigest(copy, seeds[i])
+    return sums
+
+
+def copy_pieces(
+    stream: Stream, targets: NDArray[np.uint64], sources: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+) -> None:
+    """Copies n pieces of device memory, given by addresses and lengths, with one kernel. Does not wait.
+
+    Fast where both ends of a piece are multiples of 16. Pieces must not overlap.
+    """
+    if not len(targets) == len(sources) == len(nbytes):
+        raise ValueError(f"{len(targets)} targets, {len(sources)} sources, {len(nbytes)} lengths")
+    n, longest = len(targets), int(nbytes.max(initial=0))
+    if not longest:
+        return
+    # What is uploaded counts: thousands of pages are copied in the time that some 100 KB take.
+    each = longest if int(nbytes.min()) == longest else 0
+    places = np.concatenate((targets, sources) if each else (targets, sources, nbytes), dtype=np.uint64)
+    chunks = -(-longest // _CHUNK_BYTES)
+    shape = np.uint32(n), np.uint32(chunks), np.uint64(each)
+    stream.launch("copy_pieces", n * chunks, THREADS, _uploaded(stream, places), *shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Shape:
+    """How values of 16 bits lie in a block: [outer][runs][heads][values].
+
+    The values of one (outer, head), in all its runs, share a scale. `values` is a multiple of 8.
+    """
+
+    outer: int
+    runs: int
+    heads: int
+    values: int
+    bfloat16: bool
+
+    @property
+    def groups(self) -> int:
+        """How many scales a block has."""
+        return self.outer * self.heads
+
+    @property
+    def count(self) -> int:
+        """How many values a block has."""
+        return self.groups * self.runs * self.values
+
+
+def fp8_encode(stream: Stream, shape: Fp8Shape, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
+    """Plain blocks into FP8 ones, see `kvstore.fp8`. Does not wait."""
+    if sources:
+        table = _recoded(stream, sources, targets)
+        parts = stream.scratch(len(sources) * shape.groups * _PARTS * 2)
+        sizes = _sizes(len(sources), shape)
+        searchers = len(sources) * shape.groups * _PARTS
+        stream.launch("fp8_largest", _grid(searchers, THREADS), THREADS, table, *sizes, parts)
+        encoders = len(sources) * shape.count // 8
+        stream.launch("fp8_encode", _grid(encoders, THREADS), THREADS, table, *sizes, parts)
+
+
+def fp8_decode(stream: Stream, shape: Fp8Shape, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
+    """FP8 blocks into plain ones, see `kvstore.fp8`. Does not wait."""
+    if sources:
+        table = _recoded(stream, sources, targets)
+        decoders = len(sources) * shape.count // 8
+        sizes = _sizes(len(sources), shape)
+        stream.launch("fp8_decode", _grid(decoders, THREADS), THREADS, table, *sizes)
+
+
+def _recoded(stream: Stream, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> Buffer:
+    table = np.empty(len(sources), _RECODED)
+    table["source"] = [source.address for source in sources]
+    table["target"] = [target.address for target in targets]
+    return _uploaded(stream, table)
+
+
+def _sizes(n: int, shape: Fp8Shape) -> tuple[np.uint32, ...]:
+    sizes = n, shape.groups, shape.runs, shape.heads, shape.values // 8, int(shape.bfloat16)
+    return tuple(map(np.uint32, sizes))
+
+
+def _hash(stream: Stream, table: NDArray[np.void], folds: NDArray[np.uint64]) -> None:
+    """Starts to fill `folds` for blocks that are sorted by length, the longest first."""
+    rows = (table["length"].astype(np.int64) - 1) // _ROW_BYTES
+    batches = []
+    start = 0
+    while start < len(table):
+        a_block = max(1, int(rows[start]))
+        stop = min(len(table), start + max(1, ROWS // a_block))
+        batches.append((start, stop, a_block))
+        start = stop
+    blocks = _uploaded(stream, table)
+    sums = stream.scratch(max((stop - start) * a_block for start, stop, a_block in batches) * _SUMS_BYTES)
+    folded = stream.scratch(folds.nbytes)
+    for start, stop, a_block in batches:
+        n = stop - start
+        some = blocks.part(start * _HASHED.itemsize, stop * _HASHED.itemsize)
+        shape = np.uint32(n), np.uint32(a_block)
+        stream.launch("xxh3_rows", _grid(n * a_block * 4, THREADS), THREADS, some, *shape, sums)
+        into = folded.part(start * 32, stop * 32)
+        stream.launch("xxh3_chain", _grid(n * 4, _CHAIN_THREADS), _CHAIN_THREADS, some, *shape, sums, into)
+    stream.copy(folds.data.cast("B"), folded)
+
+
+def _mixed(folds: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """XXH3's end: folded lanes and lengths become checksums."""
+    mixed = folds.sum(axis=1, dtype=np.uint64) + lengths * _PRIME64_1
+    mixed = (mixed ^ mixed >> np.uint64(37)) * _PRIME_MX1
+    return np.asarray(mixed ^ mixed >> np.uint64(32))
+
+
+def _uploaded(stream: Stream, table: NDArray[Any]) -> Buffer:
+    """A table in device memory. Pageable memory has been read when `copy` returns: nobody need keep it."""
+    there = stream.scratch(table.nbytes)
+    stream.copy(there, table.view(np.uint8).data)
+    return there
+
+
+def _grid(threads: int, width: int) -> int:
+    return -(-threads // width)
