@@ -154,6 +154,9 @@ SLOT_RECORD = np.dtype([("place", "<u8"), ("checksum", "<u8"), ("version", "<u4"
 """What a client is told of a slot: extent << 32 | index within it, the checksum of what it holds, its
 version, and the tier where the block was found."""
 
+HBM_EXTENTS = 1 << 24
+"""Extents of DRAM have lower numbers; those of the n-th pool of GPU memory have n times this and more."""
+
 HEADER_BYTES = 192
 """One slot header in the table of a shared-memory extent."""
 

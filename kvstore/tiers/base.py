@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from kvstore.cuda.device import DeviceBuffer
 from kvstore.errors import MisuseError
+
+Memory: TypeAlias = memoryview | DeviceBuffer
 
 OTHERS_EVERY = 8
 """While both wait, one start in so many is of what is not urgent."""
@@ -20,12 +23,13 @@ class BlockIO:
     """One block to move between memory and a file.
 
     `offset` and the length of `buffer` are multiples of `ALIGN` where `fd` was opened for direct I/O.
-    `buffer` is contiguous bytes, writable for a read (`write` False). `fd` stays open until the batch ends.
+    `buffer` is contiguous bytes, writable for a read (`write` False), or memory of a GPU if the engine says
+    that it moves such. `fd` stays open until the batch ends.
     """
 
     fd: int
     offset: int
-    buffer: memoryview
+    buffer: Memory
     write: bool
 
     def check(self) -> None:
@@ -42,6 +46,9 @@ class IOEngine(Protocol):
 
     name: str
 
+    device_memory: bool
+    """Whether buffers may be memory of a GPU: without, such a block fails with EINVAL."""
+
     def submit(
         self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
     ) -> None:
@@ -57,6 +64,12 @@ class IOEngine(Protocol):
 
     def release(self, fd: int) -> None:
         """A descriptor is about to be closed, and nothing of it is under way: what was kept for it goes."""
+
+    def register(self, buffer: DeviceBuffer) -> None:
+        """Memory of a GPU, a whole allocation, from and to which many blocks will move."""
+
+    def unregister(self, buffer: DeviceBuffer) -> None:
+        """Such memory is about to be freed, and nothing of it is under way."""
 
     def close(self) -> None:
         """Waits for what was submitted, then stops. Closing twice does nothing."""

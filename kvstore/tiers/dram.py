@@ -34,6 +34,16 @@ OWNERS = "dram-owners"
 _NOBODY = bytes(16)
 
 
+class Pins(Protocol):
+    """Whoever makes extents known to a device."""
+
+    def pin(self, number: int, view: memoryview) -> None:
+        """An extent is there."""
+
+    def unpin(self, number: int) -> None:
+        """An extent is about to be given back."""
+
+
 class Keeper(Protocol):
     """Whoever keeps descriptors beyond the end of this process."""
 
@@ -70,13 +80,18 @@ class DramTier:
         huge_pages: bool,
         keeper: Keeper | None = None,
         inherited: Mapping[str, int] | None = None,
+        pins: Pins | None = None,
     ) -> None:
-        """Takes over the descriptors of `inherited`, by name; what cannot be used is forgotten."""
+        """Takes over the descriptors of `inherited`, by name; what cannot be used is forgotten.
+
+        `pins` is told of extents on the tier's thread.
+        """
         self.limit_bytes = limit_bytes
         self.extent_bytes = extent_bytes
         self.huge = False
         self._want_huge = huge_pages
         self._keeper = keeper
+        self._pins = pins
         self._extents: dict[int, Extent] = {}
         self._headers: dict[int, npt.NDArray[Any]] = {}
         self._cuts: dict[int, Geometry] = {}
@@ -170,6 +185,7 @@ class DramTier:
     def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """Makes the missing extents in a thread, which calls `ready` with each number, then `ended`."""
         self._worker.submit(self.make, ready, ended)
+        self._worker.submit(self._pin_inherited, list(self._extents))
 
     def make(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
         """What `start` does, here and now."""
@@ -206,6 +222,8 @@ class DramTier:
         except TierError:
             extent.close()
             raise
+        if self._pins is not None:
+            self._pins.pin(number, extent.view)
         self._extents[number] = extent
         if self._keeper is not None:
             self._keeper.keep(_name(number), extent.fd)
@@ -252,8 +270,16 @@ class DramTier:
         self._owners.remove(number)
         return extent
 
+    def _pin_inherited(self, numbers: list[int]) -> None:
+        for number in numbers:
+            extent = self._extents.get(number)
+            if extent is not None and self._pins is not None and not self._stop.is_set():
+                self._pins.pin(number, extent.view)
+
     def _empty(self, number: int, extent: Extent) -> None:
         try:
+            if self._pins is not None:
+                self._pins.unpin(number)
             extent.punch()
         finally:
             extent.close()

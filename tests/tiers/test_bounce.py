@@ -11,7 +11,8 @@ import pytest
 
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme.bounce import BouncingEngine, SealedIO, TagError
+from kvstore.tiers.nvme.bounce import BouncingEngine
+from kvstore.tiers.nvme.bounced import SealedIO, TagError
 from kvstore.tiers.nvme.posix import PosixEngine
 from kvstore.tiers.nvme.seal import Seal
 from kvstore.types import ALIGN, SEAL_BYTES

@@ -1,7 +1,8 @@
 """Blocks between memory and files through kvikio: by GPUDirect Storage where that is, else its POSIX path.
 
 Queues, turns and threads are those of the posix engine; each of its tasks is one of kvikio's, which has
-threads of its own and no errno. Without libcuda kvikio moves nothing: `why_not` says so before.
+threads of its own and no errno. Without libcuda kvikio moves nothing: `why_not` says so before. Memory of a
+GPU goes straight to the device where GDS is, and through kvikio's own host buffers where it is not.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import threading
 from typing import Any
 
 import numpy as np
 
+from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.nvme.posix import PosixEngine
+
+_log = logging.getLogger(__name__)
 
 _ERRNO = {os.strerror(number): number for number in errno.errorcode}
 _threads = 0
@@ -46,6 +51,7 @@ class KvikioEngine(PosixEngine):
     """An `IOEngine` for any file, in whatever way kvikio finds. Make one only if `why_not` is empty."""
 
     name = "kvikio"
+    device_memory = True
 
     def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
         """Starts the threads. See `PosixEngine`."""
@@ -62,6 +68,24 @@ class KvikioEngine(PosixEngine):
         if known is not None:
             known[1].close()
 
+    def register(self, buffer: DeviceBuffer) -> None:
+        """See `IOEngine.register`: cuFile then needs no buffer of its own for it."""
+        self._tell("memory_register", buffer)
+
+    def unregister(self, buffer: DeviceBuffer) -> None:
+        """See `IOEngine.unregister`."""
+        self._tell("memory_deregister", buffer)
+
+    def _tell(self, call: str, buffer: DeviceBuffer) -> None:
+        import kvikio.buffer  # noqa: PLC0415
+
+        try:
+            buffer.gpu.select()
+            getattr(kvikio.buffer, call)(buffer)
+        except (CudaError, RuntimeError) as error:
+            # What is not registered moves too, slower.
+            _log.info("%s of %d bytes of device memory: %s", call, buffer.nbytes, error)
+
     def close(self) -> None:
         """See `IOEngine.close`."""
         super().close()
@@ -74,7 +98,14 @@ class KvikioEngine(PosixEngine):
         writable, file = self._file(io.fd)
         if io.write and not writable:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        part = np.frombuffer(io.buffer[start:stop], np.uint8)
+        part: Any = io.buffer[start:stop]
+        if isinstance(part, DeviceBuffer):
+            try:
+                part.gpu.select()
+            except CudaError as error:
+                raise OSError(errno.EIO, str(error)) from None
+        else:
+            part = np.frombuffer(part, np.uint8)
         call = file.pwrite if io.write else file.pread
         try:
             # The future does not keep the buffer: this frame does, until it ends.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from kvstore.cuda.device import DeviceBuffer
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO
 from kvstore.types import ALIGN
@@ -26,6 +27,7 @@ class PosixEngine:
     """An `IOEngine` for any file. `task_bytes` is the most that one system call is asked to move."""
 
     name = "posix"
+    device_memory = False
 
     def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
         """Starts the threads. A batch is refused if it would leave more than `queue_tasks` in its lane."""
@@ -76,6 +78,12 @@ class PosixEngine:
 
     def release(self, fd: int) -> None:
         """See `IOEngine.release`. Nothing is kept."""
+
+    def register(self, buffer: DeviceBuffer) -> None:
+        """See `IOEngine.register`. Nothing is gained by it."""
+
+    def unregister(self, buffer: DeviceBuffer) -> None:
+        """See `IOEngine.unregister`."""
 
     def close(self) -> None:
         """See `IOEngine.close`."""
@@ -138,7 +146,7 @@ _Task: TypeAlias = tuple[_Batch, int, BlockIO | None, int, int]
 
 def _move(io: BlockIO, start: int, stop: int) -> None:
     """Moves bytes `start` to `stop` of the block. OSError names what happened; EINTR is retried by Python."""
-    call = os.pwritev if io.write else os.preadv
+    call: Callable[..., int] = os.pwritev if io.write else os.preadv
     while start < stop:
         try:
             moved = call(io.fd, (io.buffer[start:stop],), io.offset + start)

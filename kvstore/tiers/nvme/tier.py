@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,12 @@ import numpy.typing as npt
 from kvstore import arena
 from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK, Restore
+from kvstore.cuda.device import CudaError, DeviceBuffer
+from kvstore.cuda.sums import checksums
 from kvstore.errors import TierError
-from kvstore.tiers.base import BlockIO, IOEngine
-from kvstore.tiers.nvme.bounce import BouncingEngine, SealedIO, TagError
+from kvstore.tiers.base import BlockIO, IOEngine, Memory
+from kvstore.tiers.nvme.bounce import BouncingEngine
+from kvstore.tiers.nvme.bounced import DeviceIO, SealedIO, TagError
 from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.keys import MasterKey
 from kvstore.tiers.nvme.records import RecordBatch
@@ -222,6 +225,14 @@ class NvmeTier:
         self._journal.close()
         self._slabs.close()
 
+    def register(self, buffer: DeviceBuffer) -> None:
+        """Memory of a GPU from and to which blocks will move: a whole allocation."""
+        self._engine.register(buffer)
+
+    def unregister(self, buffer: DeviceBuffer) -> None:
+        """Such memory is about to be freed, and nothing of it is under way."""
+        self._engine.unregister(buffer)
+
     def forget(self, blocks: Restore) -> None:
         """Deletes the records of blocks that nobody can use."""
         for namespace in np.unique(blocks.namespace).tolist():
@@ -361,18 +372,23 @@ class NvmeTier:
     def write(
         self,
         copy: Copy,
-        slots: list[memoryview],
+        slots: Sequence[Memory],
         lengths: dict[int, int],
         done: Done,
         stored_at: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Writes slots down and records them. Results as in CopyDone; FAILED if dropped meanwhile.
+        """Writes slots down, all of DRAM or all of a GPU, and records them. Results as in CopyDone.
+
+        What was dropped meanwhile is FAILED.
 
         `stored_at` says since when each block has been stored (s since 1970); 0, or None for all: since now.
         """
         since = np.zeros(len(slots)) if stored_at is None else stored_at
         written = partial(self._written, copy, lengths, done, since)
-        ios = self._ios(copy.identity, copy.target_where, slots, write=True)
+        if _in_gpu(slots):
+            ios = self._device_ios(copy.identity, copy.target_where, slots, lengths, None)
+        else:
+            ios = self._ios(copy.identity, copy.target_where, slots, write=True)
         with self._lock:
             self._writing.update(dict.fromkeys(copy.target_where.place.tolist(), True))
             unsettled = not self._unsettled.keys().isdisjoint(copy.target_where.extent.tolist())
@@ -395,17 +411,18 @@ class NvmeTier:
     def read(
         self,
         copy: Copy,
-        slots: list[memoryview],
+        slots: Sequence[Memory],
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
         urgent: bool = True,
     ) -> None:
-        """Reads blocks into slots and verifies each; `urgent`: somebody waits. Results as in CopyDone.
+        """Reads blocks into slots, all of DRAM or all of a GPU, and verifies each. Results as in CopyDone.
 
-        A sealed block that does not open is CORRUPT, and its slot holds anything.
+        `urgent`: somebody waits. A sealed block that does not open is CORRUPT, and its slot holds anything.
         """
-        self._read(copy.identity, copy.source_where, slots, fingerprints, lengths, done, urgent)
+        read = self._read_device if _in_gpu(slots) else self._read
+        read(copy.identity, copy.source_where, slots, fingerprints, lengths, done, urgent)
 
     def probe(
         self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
@@ -420,7 +437,7 @@ class NvmeTier:
         self,
         identity: Identity,
         where: Where,
-        slots: list[memoryview],
+        slots: Sequence[Any],
         fingerprints: dict[int, bytes],
         lengths: dict[int, int],
         done: Done,
@@ -441,7 +458,67 @@ class NvmeTier:
 
         self._engine.submit(self._ios(identity, where, slots, write=False), finished, urgent)
 
-    def _ios(self, identity: Identity, where: Where, slots: list[memoryview], write: bool) -> list[BlockIO]:
+    def _read_device(
+        self,
+        identity: Identity,
+        where: Where,
+        slots: Sequence[Any],
+        fingerprints: dict[int, bytes],
+        lengths: dict[int, int],
+        done: Done,
+        urgent: bool,
+    ) -> None:
+        """The same into a GPU: what passes through host memory is verified there, the rest by the GPU."""
+        ios = self._device_ios(identity, where, slots, lengths, fingerprints)
+
+        def finished(errors: list[OSError | None]) -> None:
+            results = np.full(len(errors), FAILED, np.uint8)
+            straight = []
+            for i, error in enumerate(errors):
+                if error is None and type(ios[i]) is BlockIO:
+                    straight.append(i)
+                elif error is None:
+                    results[i] = OK
+                elif isinstance(error, TagError):
+                    results[i] = CORRUPT
+                else:
+                    _log.error("read of extent %d failed: %s", where.extent[i], error)
+            if straight:
+                try:
+                    good = _verify_there(identity, straight, slots, fingerprints, lengths)
+                    results[straight] = np.where(good, OK, CORRUPT)
+                except CudaError as error:
+                    _log.error("what was read cannot be verified: %s", error)
+            done(results)
+
+        self._engine.submit(ios, finished, urgent)
+
+    def _device_ios(
+        self,
+        identity: Identity,
+        where: Where,
+        slots: Sequence[Any],
+        lengths: dict[int, int],
+        fingerprints: dict[int, bytes] | None,
+    ) -> list[BlockIO]:
+        """Writes of memory of a GPU; with `fingerprints`, reads that are verified on their way."""
+        ios: list[BlockIO] = []
+        write = fingerprints is None
+        places = zip(identity.namespace.tolist(), where.extent.tolist(), where.index.tolist(), strict=True)
+        for i, (number, extent, index) in enumerate(places):
+            size, seal, length = self._formats[extent], self._seal_of.get(number), lengths[number]
+            fd, offset, holds = self._slabs.fd(extent), index * size, None
+            if fingerprints is not None:
+                holds = partial(_holds, identity, i, fingerprints[number], length)
+            if seal is not None:
+                ios.append(SealedIO(fd, offset, slots[i], write, seal, identity.key(i), size, holds))
+            elif self._engine.device_memory and slots[i].nbytes == size:
+                ios.append(BlockIO(fd, offset, slots[i], write))
+            else:
+                ios.append(DeviceIO(fd, offset, slots[i], write, size, length, holds))
+        return ios
+
+    def _ios(self, identity: Identity, where: Where, slots: Sequence[Any], write: bool) -> list[BlockIO]:
         ios = []
         places = zip(identity.namespace.tolist(), where.extent.tolist(), where.index.tolist(), strict=True)
         for i, (number, extent, index) in enumerate(places):
@@ -516,3 +593,30 @@ def verify(identity: Identity, i: int, slot: memoryview, fingerprint: bytes, len
     """Whether a slot holds the bytes of block i."""
     seed = arena.seed(fingerprint, identity.key(i), length)
     return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
+
+
+def _in_gpu(slots: Sequence[Memory]) -> bool:
+    return bool(slots) and isinstance(slots[0], DeviceBuffer)
+
+
+def _holds(identity: Identity, i: int, fingerprint: bytes, length: int, slot: memoryview) -> bool:
+    return verify(identity, i, slot, fingerprint, length)
+
+
+def _verify_there(
+    identity: Identity,
+    which: list[int],
+    slots: Sequence[DeviceBuffer],
+    fingerprints: dict[int, bytes],
+    lengths: dict[int, int],
+) -> npt.NDArray[np.bool_]:
+    """Whether slots of one GPU hold the bytes of these blocks, as the GPU finds. CudaError."""
+    blocks, seeds = [], []
+    for i in which:
+        number = int(identity.namespace[i])
+        length = lengths[number]
+        blocks.append(slots[i][:length])
+        seeds.append(arena.seed(fingerprints[number], identity.key(i), length))
+    stream = slots[which[0]].gpu.thread_stream()
+    good: npt.NDArray[np.bool_] = checksums(stream, blocks, seeds) == identity.checksum[which]
+    return good

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
+from kvstore.cuda.device import Gpu, uuids
 from kvstore.lab.served import ServedDaemon
 from kvstore.tiers.base import BlockIO, IOEngine
 from kvstore.types import ALIGN
+from tests.cuda.faking import fake_cuda
 from tests.daemons import WITH_NVME, eventually, got, idle, names, new_layout, payloads
 from tests.tiers.test_io_engine import IOEngineContract, aligned, noise, run
 
@@ -68,6 +70,36 @@ def test_what_is_released_is_closed_and_its_number_may_be_anothers(engine: IOEng
         os.close(fd)
     assert [(tmp_path / name).read_bytes() for name in ("one", "two")] == [noise(ALIGN, 0), noise(ALIGN, 1)]
     engine.release(10_000)
+
+
+def test_memory_of_a_gpu_needs_no_buffer_of_ours(engine: IOEngine, tmp_path: Path) -> None:
+    """The fake's device memory is host memory to kvikio: what is seen is that it takes such buffers."""
+    assert engine.device_memory
+    with fake_cuda(each_bytes=64 << 20):
+        gpu = Gpu.open(uuids()[0])
+        blocks, size = [noise(3 * ALIGN, i) for i in range(8)], 3 * ALIGN
+        source, target = gpu.allocate(8 * size), gpu.allocate(8 * size)
+        stream = gpu.stream()
+        stream.copy(source, memoryview(b"".join(blocks)))
+        stream.wait()
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        engine.register(source)
+        places = [slice(i * size, (i + 1) * size) for i in range(8)]
+        ios = [BlockIO(fd, p.start, source[p], True) for p in places]
+        assert run(engine, ios) == [None] * 8
+        assert (tmp_path / "file").read_bytes() == b"".join(blocks)
+        backwards = [
+            BlockIO(fd, p.start, target[q], False) for p, q in zip(places, places[::-1], strict=True)
+        ]
+        assert run(engine, backwards) == [None] * 8
+        out = memoryview(bytearray(8 * size))
+        stream.copy(out, target)
+        stream.wait()
+        assert out == b"".join(blocks[::-1])
+        assert run(engine, [BlockIO(fd, 9 * size, target[places[0]], False)]) == [errno.EIO]
+        engine.unregister(source)
+        engine.release(fd)
+        os.close(fd)
 
 
 def _there(n: str) -> bool:
