@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED
 from kvstore.core.extents import Slots
+from kvstore.core.residency import DEMOTE
 
 if TYPE_CHECKING:
     from kvstore.core.ledger import Ledger
@@ -31,6 +33,25 @@ def check(ledger: Ledger) -> None:
     for row, requests in ledger.wanted_by.items():
         for request in requests:
             assert row in ledger.waiting[request].missing, "a waiter is told of a row it does not want"
+    _check_copies(ledger)
+
+
+def _check_copies(ledger: Ledger) -> None:
+    r, marks = ledger.residency, np.zeros(ledger.residency.blocks.capacity, np.uint8)
+    coming: Counter[tuple[int, int]] = Counter()
+    for t in ledger.transfers.under_way.values():
+        rows, slots = t.rows[t.alive], t.source_slots[t.alive]
+        assert (r.tiers[t.source].extents.owner[slots] == rows).all(), "a copy of what is not there any more"
+        assert not (marks[rows] & t.marks).any(), "two copies share a mark"
+        marks[rows] |= t.marks
+        coming.update((t.target, row) for row in rows.tolist())
+    assert max(coming.values(), default=1) == 1, "two copies of a block into one tier"
+    assert (r.blocks.moving & ~np.uint8(DEMOTE) == marks & ~np.uint8(DEMOTE)).all(), "a row is marked wrongly"
+    assert (marks[(r.blocks.moving & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
+    for request, waiter in ledger.waiting.items():
+        for row in waiter.missing:
+            assert (waiter.event.at, row) in coming, "a waiter waits for what is not on its way"
+            assert request in ledger.wanted_by[row], "a waiter is not told of a row it wants"
 
 
 def _check_rows(r: Residency) -> None:
@@ -129,9 +150,8 @@ def _references(ledger: Ledger, tier: int) -> list[Slots]:
             out.append(transfer.source_slots)
         if transfer.target == tier:
             out.append(transfer.target_slots)
-    if tier == 0:
-        everything = np.arange(len(ledger.residency.tiers[0].extents.refs))
-        out += [everything[x.slots] for x in ledger.leases.values()]
-        out += [x.slots for x in ledger.reservations.values()]
-        out += [x.slots[x.slots >= 0] for x in ledger.waiting.values()]
+    everything = np.arange(len(ledger.residency.tiers[tier].extents.refs))
+    out += [everything[x.slots] for x in ledger.leases.values() if x.at == tier]
+    out += [x.slots for x in ledger.reservations.values() if x.at == tier]
+    out += [x.slots[x.slots >= 0] for x in ledger.waiting.values() if x.event.at == tier]
     return out + [p.slots for p in ledger.probes.values() if p.tier == tier]

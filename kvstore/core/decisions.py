@@ -58,6 +58,8 @@ class What(IntEnum):
     """Its time was over."""
     QUARANTINED = 9
     """The copy was bad, and its slot is used no more."""
+    LOST = 10
+    """The device is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,13 @@ class RemoveDevice:
 
 
 @dataclass(slots=True)
+class LoseDevice:
+    """The device of number `tier`, not the first, is gone with all that it held. Ends with Left."""
+
+    tier: int
+
+
+@dataclass(slots=True)
 class Publish:
     """From now on a namespace's blocks lie in extents of another domain: others may map these.
 
@@ -133,7 +140,10 @@ class ForgetTenant:
 
 @dataclass(slots=True)
 class Reserve:
-    """Room for those of `keys` (one chain, in order) not stored yet. `parent` is before the first."""
+    """Room for those of `keys` (one chain, in order) not stored yet. `parent` is before the first.
+
+    `at`: see Acquire.
+    """
 
     request: int
     client: int
@@ -141,6 +151,7 @@ class Reserve:
     keys: Keys
     parent: bytes
     deadline: float
+    at: int = 0
 
 
 @dataclass(slots=True)
@@ -170,7 +181,7 @@ class Acquire:
     """Slots of the longest stored prefix of `keys`, promoted where needed, by `deadline`.
 
     `tenant` is who asks. `recompute_s`: what computing one block anew takes; what takes longer to load is
-    left out. 0: nobody knows.
+    left out. 0: nobody knows. `at`: the memory tier that the slots are to be in, or DRAM if they can't be.
     """
 
     request: int
@@ -180,6 +191,7 @@ class Acquire:
     deadline: float
     tenant: int = 0
     recompute_s: float = 0.0
+    at: int = 0
 
 
 @dataclass(slots=True)
@@ -200,16 +212,18 @@ class Lookup:
     tenant: int = 0
     deadline: float = math.inf
     recompute_s: float = 0.0
+    at: int = 0
 
 
 @dataclass(slots=True)
 class Prefetch:
-    """Bring the stored prefix into the serving tier, as far as there is room; nobody waits."""
+    """Bring the stored prefix into the tier `at`, as far as there is room; nobody waits."""
 
     request: int
     namespace: int
     keys: Keys
     tenant: int = 0
+    at: int = 0
 
 
 @dataclass(slots=True)
@@ -266,7 +280,7 @@ class Explain:
 
 @dataclass(slots=True)
 class Suspect:
-    """A reader saw bytes that do not match their checksum under these keys.
+    """A reader saw bytes in the tier `at` that do not match their checksum under these keys.
 
     Answered, unless `request` is 0, when bad ones are out of the way: how many were.
     """
@@ -274,6 +288,7 @@ class Suspect:
     request: int
     namespace: int
     keys: Keys
+    at: int = 0
 
 
 @dataclass(slots=True)
@@ -390,6 +405,7 @@ Event = (
     | SetLimit
     | AddDevice
     | RemoveDevice
+    | LoseDevice
     | Publish
     | Forget
     | ForgetTenant

@@ -20,7 +20,7 @@ from kvstore.core.actions import Format, Remove, Renew
 from kvstore.core.blocks import Rows
 from kvstore.core.decisions import What
 from kvstore.core.extents import SlotClass
-from kvstore.core.residency import DEMOTE, WRITING, Residency
+from kvstore.core.residency import DEMOTE, Residency
 from kvstore.core.tenants import Pool
 
 Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
@@ -28,6 +28,9 @@ Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 
 LeavingSoon = Callable[[int, Pool], int]
 """(tier, pool) -> how many blocks of a pool are on their way down."""
+
+WrittenFrom = Callable[[int, Rows], Rows]
+"""(tier, rows) -> those of these rows that are on their way down from this tier."""
 
 _SCAN_MIN = 64
 _AHEAD, _AHEAD_OF = 32, 256
@@ -55,10 +58,13 @@ class Eviction:
     `trying_again`: for a request that has had slots emptied already, and waits for them.
     """
 
-    def __init__(self, residency: Residency, demote: Demote, leaving_soon: LeavingSoon) -> None:
+    def __init__(
+        self, residency: Residency, demote: Demote, leaving_soon: LeavingSoon, written_from: WrittenFrom
+    ) -> None:
         self._r = residency
         self._demote = demote
         self._leaving_soon = leaving_soon
+        self._written_from = written_from
         self._leaving: dict[int, Leaving] = {}
         self._next_move: defaultdict[int, float] = defaultdict(float)
         self._next_ask: defaultdict[int, dict[int, float]] = defaultdict(dict)
@@ -108,7 +114,7 @@ class Eviction:
         if n <= blocks.capacity - blocks.used:
             return
         for own in (True, False):
-            for tier in reversed(range(len(self._r.tiers))):
+            for tier in (*reversed(self._r.lasting), *self._r.memory):
                 pools = [p for p in self._r.tiers[tier].policies if (p.tenant == tenant) is own]
                 if not own:
                     pools.sort(key=lambda p: -len(self._r.policy(tier, p)))
@@ -133,8 +139,7 @@ class Eviction:
                 return
             idle = r.idle(tier, rows)
             busy = rows[~idle]
-            others = r.blocks.slot[min(tier, 1) if r.ending else 0 :, rows]
-            only = (others >= 0).sum(axis=0) == 1
+            only = r.copies(rows, r.ending and tier in r.lasting) == 1
             if not self._lower_tier_takes(tier, pool):
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n
@@ -143,7 +148,7 @@ class Eviction:
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
-            writing = busy[(r.blocks.moving[busy] & WRITING) > 0][: max(n, 0)]
+            writing = self._written_from(tier, busy)[: max(n, 0)]
             r.blocks.moving[writing] |= DEMOTE
             policy.defer(busy)
             n -= len(writing)
@@ -337,10 +342,10 @@ class Eviction:
 
         `used`: one that somebody uses, if there is no other.
         """
-        extents, pinned = self._r.tiers[tier].extents, self._r.blocks.pinned
+        extents, kept = self._r.tiers[tier].extents, self._r.kept
         members = [e for c in classes for e in c.extents if e not in extents.leaving]
         by_rows = sorted(members, key=lambda e: np.count_nonzero(extents.owner[extents.span(e)] >= 0))
-        unpinned = [e for e in by_rows[:_LOOK] if not pinned[extents.rows_of(e)].any()]
+        unpinned = [e for e in by_rows[:_LOOK] if not kept(tier, extents.rows_of(e)).any()]
         for extent in unpinned:
             if not extents.is_referred(extent):
                 return extent
@@ -376,7 +381,7 @@ class Eviction:
             return self._stay(tier)
         rows = extents.rows_of(leaving.extent)
         idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
-        only = (r.blocks.slot[:, idle] >= 0).sum(axis=0) == 1
+        only = r.copies(idle) == 1
         r.decisions.record(What.EVICTED, tier, idle[~only], r.now, pool.tenant)
         r.give_up(tier, idle[~only])
         alone = idle[only]

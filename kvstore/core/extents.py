@@ -23,6 +23,9 @@ from kvstore.types import SLOT_RECORD, Geometry
 
 Slots = Rows
 
+_WITHIN = (1 << 24) - 1
+"""What tells the extents of one tier apart; the rest of a number may say which tier it is in."""
+
 GROWS = 4
 """A tier may become so many times as large as it was at the start: numbers of slots are there for that."""
 
@@ -200,7 +203,7 @@ class Extents:
 
     def class_of(self, extent: int) -> SlotClass:
         """The class of an extent that has one."""
-        return self._numbered[int(self._class_at[extent])]
+        return self._numbered[int(self._class_at[extent & _WITHIN])]
 
     def pool_at(self, extent: int) -> Pool | None:
         """The pool of an extent, None if it has none or there is no such extent."""
@@ -240,10 +243,11 @@ class Extents:
         members.extents.append(extent)
         members.widen(slots)
         self.holdings.fit(pool.tenant, slots * pool.slot_bytes)
-        if extent >= len(self._class_at):
-            more = np.zeros(max(extent + 1, 2 * len(self._class_at)) - len(self._class_at), np.int32)
+        within, length = extent & _WITHIN, len(self._class_at)
+        if within >= length:
+            more = np.zeros(max(within + 1, 2 * length) - length, np.int32)
             self._class_at = np.concatenate((self._class_at, more))
-        self._class_at[extent] = members.number
+        self._class_at[within] = members.number
         # Highest first: the stack then hands slots out in ascending order, so that a batch lies in a row.
         members.push(numbers[::-1])
         return extent
@@ -282,7 +286,7 @@ class Extents:
             self._by_tenant[tenant].remove(members)
         self._give_range_back(span.start, members.slots)
         del self._base[extent]
-        self._class_at[extent] = 0
+        self._class_at[extent & _WITHIN] = 0
         self.unassigned.append(extent)
         self.holdings.hold(tenant, -1)
 
@@ -402,7 +406,7 @@ class Extents:
             if len(slots):
                 yield next(iter(self.classes.values())), slots
             return
-        numbers = self._class_at[(self.place[slots] >> np.uint64(32)).astype(np.int64)]
+        numbers = self._class_numbers_at(slots)
         if len(numbers) and (numbers == numbers[0]).all():
             yield self._numbered[int(numbers[0])], slots
             return
@@ -419,9 +423,13 @@ class Extents:
             return np.zeros(len(slots), np.bool_)
         if len(self.classes) == 1:
             return np.ones(len(slots), np.bool_)
-        extents = (self.place[slots] >> np.uint64(32)).astype(np.int64)
-        same: npt.NDArray[np.bool_] = self._class_at[extents] == self.classes[pool].number
+        same: npt.NDArray[np.bool_] = self._class_numbers_at(slots) == self.classes[pool].number
         return same
+
+    def _class_numbers_at(self, slots: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
+        extents = (self.place[slots] >> np.uint64(32)).astype(np.int64)
+        numbers: npt.NDArray[np.int32] = self._class_at[extents & _WITHIN]
+        return numbers
 
     def has(self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Which of these are slots of extents that belong to a pool."""

@@ -12,11 +12,11 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Probe
 from kvstore.core.blocks import LIVE, RESERVED, Rows
 from kvstore.core.decisions import EVERY_TIER, What
-from kvstore.core.ledger import NONE, Ledger, Probing
+from kvstore.core.devices import SCRUB
+from kvstore.core.ledger import Ledger, Probing
 from kvstore.core.reads import Reads
 from kvstore.core.residency import DEMOTE, WRITING
 from kvstore.core.tenants import UNLIMITED, Space
-from kvstore.core.transfers import Arrived
 from kvstore.types import Tier
 
 _PROBES = 64
@@ -57,7 +57,7 @@ class Keeping:
         # Half of what it may have of the smallest tier that must hold them stays free to move.
         most: defaultdict[Tier, int] = defaultdict(int)
         for state, part in zip(r.tiers, space.pools, strict=True):
-            if not state.gone:
+            if not state.gone and state.spec.tier >= Tier.DRAM:
                 fits = state.extents.most_slots(part.slot_bytes) * pool.slot_bytes
                 most[state.spec.tier] += min(state.extents.holdings.most(pool.tenant), fits)
         bound = min(min(most.values()) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))
@@ -99,8 +99,7 @@ class Keeping:
         live = rows[state == LIVE]
         if what is not None:
             r.decisions.record(what, EVERY_TIER, live, r.now)
-        self._transfers.cancel(live)
-        self._reads.arrived(Arrived(0, NONE, live))
+        self._reads.arrived(self._transfers.cancel(live))
         held = [r.blocks.slot[tier, live] >= 0 for tier in range(len(r.tiers))]
         for tier in range(len(r.tiers)):
             r.give_up(tier, live[held[tier]])
@@ -109,13 +108,12 @@ class Keeping:
     # -- publication
 
     def move(self, space: Space, now: float) -> None:
-        """What a namespace has in tier 0 goes to its new pool there, or away if a lower tier has it too.
+        """What a namespace has in tier 0 goes to its new pool there, or away if another tier has it too.
 
         Step by step. Readers of other tenants that wait are told that there is nothing: they may not look
         where it is going, perhaps.
         """
-        coming = self._transfers.cancel_promotions(space.number)
-        self._reads.arrived(Arrived(0, NONE, coming))
+        self._reads.arrived(self._transfers.cancel_promotions(space.number))
         self._reads.end(space, but=space.tenant)
         self._moving[space.number] = _Move(space, now)
         self._next_step = now
@@ -152,15 +150,19 @@ class Keeping:
         if len(rows) > _BLOCKS_AT_ONCE:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
         # What is on its way down already leaves when it is there.
-        writing = rows[(blocks.moving[rows] & WRITING) > 0]
+        writing = self._transfers.written_from(0, rows)
         blocks.moving[writing] |= DEMOTE
+        # What a GPU has may be on its way down too.
+        waits = rows[((blocks.moving[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
         rows = rows[blocks.moving[rows] == 0]
-        twice = (blocks.slot[1:, rows] >= 0).any(axis=0)
-        r.decisions.record(What.EVICTED, 0, rows[twice], now)
-        r.give_up(0, rows[twice])
-        rows = rows[~twice]
+        twice = rows[r.copies(rows) > 1]
+        self._reads.arrived(self._transfers.cancel(twice, 0))
+        r.decisions.record(What.EVICTED, 0, twice, now)
+        r.give_up(0, twice)
+        rows = rows[blocks.slot[0, rows] >= 0]
         n = self._transfers.move(space, rows)
-        if n < len(rows) and self._transfers.eviction.under_way and now - move.since < _GIVE_UP_AFTER_S:
+        later = len(waits) > 0 or (n < len(rows) and self._transfers.eviction.under_way)
+        if later and now - move.since < _GIVE_UP_AFTER_S:
             return n > 0
         move.row, move.since = last, now
         if last >= blocks.rows_touched or space.closed:
@@ -175,9 +177,9 @@ class Keeping:
         r = self._r
         rows = r.index.find(event.namespace, event.keys)
         rows = np.unique(rows[rows >= 0])
-        rows = rows[(r.blocks.state[rows] == LIVE) & (r.blocks.slot[0, rows] >= 0)]
-        if len(rows) and len(self._ledger.probes) < _PROBES:
-            self._probe(event.request, 0, rows)
+        rows = rows[(r.blocks.state[rows] == LIVE) & (r.blocks.slot[event.at, rows] >= 0)]
+        if len(rows) and len(self._ledger.probes) < _PROBES and self._may_probe(event.at, rows):
+            self._probe(event.request, event.at, rows)
         elif event.request:
             self._ledger.say(Answer(event.request, 0))
 
@@ -206,6 +208,13 @@ class Keeping:
             r.counters[f"scrub_passes_{tier.spec.name}"] += 1
         self._scrubbed[event.tier] = last
 
+    def _may_probe(self, tier: int, rows: Rows) -> bool:
+        """Whether a device can look at so much now, besides what it is to look at already."""
+        state = self._r.tiers[tier]
+        pool = state.extents.pool_of(int(self._r.blocks.slot[tier, rows[0]]))
+        room = state.device.room(pool.tenant, SCRUB)
+        return not tier or (state.device.readable and len(rows) * pool.slot_bytes <= room)
+
     def _probe(self, request: int, tier: int, rows: Rows) -> None:
         r = self._r
         slots = r.blocks.slot[tier, rows].astype(np.int64)
@@ -227,8 +236,6 @@ class Keeping:
         extents = self._r.tiers[p.tier].extents
         bad = (event.results == ev.CORRUPT) & (extents.owner[p.slots] == p.rows)
         extents.release(p.slots)
-        self._transfers.quarantine(p.tier, p.rows[bad])
-        # Copies of them that were on their way up are cancelled with them.
-        self._reads.arrived(Arrived(0, NONE, p.rows[bad]))
+        self._reads.arrived(self._transfers.quarantine(p.tier, p.rows[bad]))
         if p.request:
             self._ledger.say(Answer(p.request, int(bad.sum())))

@@ -29,19 +29,21 @@ _RETRY_S = 0.05
 
 @dataclass(slots=True)
 class Lease:
-    """Slots of tier 0 that a reader may look at, and whose they are."""
+    """Slots of the tier `at` that a reader may look at, and whose they are."""
 
     client: int
     tenant: int
     slots: Picked
+    at: int = 0
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots of tier 0 that a writer may fill, and the rows they will belong to."""
+    """Slots of the tier `at` that a writer may fill, and the rows they will belong to."""
 
     client: int
     space: Space
+    at: int
     pool: Pool
     rows: Rows
     slots: Slots
@@ -185,6 +187,19 @@ class Ledger:
             return None
         return space
 
+    def tier_for(self, event: Any, space: Space, asker: int) -> int:
+        """The tier of memory that a request is served in: the one it names, if that can be, or DRAM.
+
+        What a GPU holds is shown to its own tenant alone: whoever maps it can also write to it.
+        """
+        if not event.at:
+            return 0
+        state, pool = self.residency.tiers[event.at], space.pools[event.at]
+        fits = state.extents.ready and state.extents.slots_in(pool.slot_bytes)
+        return (
+            event.at if fits and asker == space.tenant and state.device.readable and not state.leaving else 0
+        )
+
     def end_at(self, when: float) -> None:
         """Then, blocks may not be read any more."""
         self.next_end = min(self.next_end, when)
@@ -202,7 +217,7 @@ class Ledger:
         """A lease ends."""
         lease = self.leases.pop(number)
         self.held[lease.client].discard(number)
-        self.residency.tiers[0].extents.release(lease.slots)
+        self.residency.tiers[lease.at].extents.release(lease.slots)
 
     def drop_reservation(self, number: int) -> Reservation:
         """A reservation ends; its slots are still held."""

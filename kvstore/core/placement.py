@@ -12,13 +12,14 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer, Deny
-from kvstore.core.blocks import LIVE
+from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.check import check
 from kvstore.core.devices import TierSpec
 from kvstore.core.explaining import explain
@@ -35,7 +36,7 @@ from kvstore.core.switch import Switch
 from kvstore.core.tenants import Pool, Space
 from kvstore.core.transfers import Transfers
 from kvstore.core.writes import Writes
-from kvstore.types import slot_bytes
+from kvstore.types import Tier, slot_bytes
 
 __all__ = ["Limits", "Placement", "TierSpec"]
 
@@ -54,6 +55,7 @@ _FREES = {
     ev.Forget,
     ev.ForgetTenant,
     ev.SetDevice,
+    ev.LoseDevice,
     ev.Tick,
 }
 """Events after which somebody who waits may go on."""
@@ -61,7 +63,7 @@ _NOBODY = -1
 
 
 class Placement:
-    """Where every block of one node is. `specs[0]` is the tier that clients read and write."""
+    """Where every block of one node is. `specs[0]` is DRAM, which clients read and write; see Residency."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class Placement:
         self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
         self.resizing = Resizing(self.residency, self.transfers.eviction)
-        self.joining = Joining(self.residency, self.resizing)
+        self.joining = Joining(self.residency, self.transfers, self.resizing)
         self._forgetting = Forgetting(self.ledger, keeping, self._reads)
         self._publishing: dict[int, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -95,6 +97,7 @@ class Placement:
             ev.SetLimit: self.resizing.set_limit,
             ev.AddDevice: self.joining.add,
             ev.RemoveDevice: self.joining.remove,
+            ev.LoseDevice: self._lose_device,
             ev.Publish: self._publish,
             ev.Forget: self._forgetting.forget,
             ev.ForgetTenant: self._forgetting.forget_tenant,
@@ -217,7 +220,10 @@ class Placement:
             known.block_tokens = event.block_tokens
             self.ledger.say(Answer(event.request, event.namespace))
         else:
-            pools = (upper, *[lower] * (len(r.tiers) - 1))
+            # What a GPU holds is mapped by its tenant alone, whoever may read the namespace.
+            hbm = upper._replace(domain=event.tenant)
+            of = {Tier.HBM: hbm, Tier.DRAM: upper}
+            pools = tuple(of.get(state.spec.tier, lower) for state in r.tiers)
             ends = event.ttl_s > 0
             spaces[event.namespace] = Space(
                 event.namespace, event.block_bytes, pools, event.ttl_s, ends, block_tokens=event.block_tokens
@@ -240,7 +246,8 @@ class Placement:
     def _set_tenant(self, event: ev.SetTenant, now: float) -> None:
         r = self.residency
         for tier, quota in enumerate(event.quotas):
-            r.tiers[tier].extents.holdings.set(event.tenant, quota)
+            floor = 0 if r.tiers[tier].leaving else quota.floor
+            r.tiers[tier].extents.holdings.set(event.tenant, replace(quota, floor=floor))
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
             self.transfers.eviction.shrink(tier, event.tenant)
         self._keeping.pin_bytes[event.tenant] = event.pin_bytes
@@ -251,6 +258,14 @@ class Placement:
     def _set_device(self, event: ev.SetDevice, now: float) -> None:
         self.residency.tiers[event.tier].device.state = event.state
         self._call_off(now)
+
+    def _lose_device(self, event: ev.LoseDevice, now: float) -> None:
+        gone = self.joining.lose(event, now)
+        self._call_off(now)
+        for request in self._reads.take_back(event.tier, gone):
+            self._try_again(request, now)
+        for arrived in gone:
+            self._write_through(arrived.bad)
 
     def _call_off(self, now: float) -> None:
         """What waits for a device that is fenced ends, some of it; others are told that there is nothing."""
@@ -271,16 +286,18 @@ class Placement:
     # -- results, clients, time
 
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
-        arrived = self.transfers.finish(event)
-        if arrived.target == 0:
-            self._reads.arrived(arrived)
-            if self._writes.write_through:
-                # What moved within tier 0 was passed over when it was its turn to be written down.
-                slot = self.residency.blocks.slot
-                rows = np.concatenate((arrived.good, arrived.bad))
-                alone = (slot[0, rows] >= 0) & (slot[1:, rows] < 0).all(axis=0)
-                if alone.any():
-                    self.transfers.queue_writes(rows[alone])
+        ended = self.transfers.finish(event)
+        self._reads.arrived(ended)
+        if ended[0].target in self.residency.memory:
+            # What moved within tier 0 was passed over when it was its turn to be written down.
+            self._write_through(np.concatenate((ended[0].good, ended[0].bad)))
+
+    def _write_through(self, rows: Rows) -> None:
+        """Has those of these rows written down that should be, and are not."""
+        if self._writes.write_through and len(rows):
+            alone = self.residency.alone_in_memory(rows) & (self.residency.copies(rows) > 0)
+            if alone.any():
+                self.transfers.queue_writes(rows[alone])
 
     def _go_on(self, now: float, only: int | None = None) -> None:
         """Something got free: writes from the backlog, publications, those who wait for room.
@@ -357,10 +374,10 @@ class Placement:
 
     def _flush(self, event: ev.Flush, now: float) -> None:
         r = self.residency
-        if len(r.tiers) > 1:
+        if r.lasting:
             r.ending = True
-            alone = (r.blocks.state == LIVE) & (r.blocks.slot[0] >= 0) & (r.blocks.slot[1:] < 0).all(axis=0)
-            rows = np.flatnonzero(alone)
+            rows = np.flatnonzero(r.blocks.state == LIVE)
+            rows = rows[r.alone_in_memory(rows)]
             self.transfers.backlog.clear()
             # There may not be time, or room, for all: and a block is of no use without its parents.
             latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,6 @@ from kvstore.core.blocks import LIVE, Picked, Rows
 from kvstore.core.devices import PREFETCH
 from kvstore.core.extents import Slots
 from kvstore.core.ledger import Lease, Ledger, Waiter
-from kvstore.core.residency import PROMOTING
 from kvstore.core.tenants import Space
 from kvstore.core.traffic import MISSED
 from kvstore.core.transfers import Arrived
@@ -36,25 +36,29 @@ class Reads:
         r = self._r
         if event.recompute_s:
             r.recompute_s[event.namespace] = event.recompute_s
+        event.at = self._ledger.tier_for(event, space, event.tenant)
         foreign = space.moved and event.tenant != space.tenant
-        run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys)
+        run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys, event.at)
         if run is not None:
             rows, slots = run
             r.touch(rows, space)
-            r.tiers[0].extents.hold(slots)
+            r.tiers[event.at].extents.hold(slots)
             return self._grant(event, space, slots, event.keys.n, None)
         return self._acquire_some(event, space, now)
 
     def _acquire_some(self, event: ev.Acquire, space: Space, now: float) -> None:
         """The long way: part of it is missing, in a lower tier, or scattered."""
-        r = self._r
         rows = self._readable(event, space)
-        slots = r.blocks.slot[0, rows].astype(np.int64)
         if len(rows) and not self._ledger.retried:
-            r.touch(rows, space)
+            self._r.touch(rows, space)
+        return self._serve(event, space, rows, now)
+
+    def _serve(self, event: ev.Acquire, space: Space, rows: Rows, now: float) -> None:
+        """Grants these rows' blocks in the tier that the event names, as soon as they are there."""
+        slots = self._r.blocks.slot[event.at, rows].astype(np.int64)
         if (slots < 0).any():
             return self._promote_for(event, space, rows, slots, now)
-        r.tiers[0].extents.hold(slots)
+        self._r.tiers[event.at].extents.hold(slots)
         return self._grant(event, space, slots, len(rows), None)
 
     def _readable(self, event: ev.Acquire | ev.Lookup, space: Space) -> Rows:
@@ -78,31 +82,40 @@ class Reads:
         if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)
         else:
-            rows = self._readable(event, space)
-            found = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s)
+            rows, at = self._readable(event, space), self._ledger.tier_for(event, space, event.tenant)
+            found = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s, at)
         self._ledger.say(Found(event.request, found, gaps))
 
     def _promote_for(self, event: ev.Acquire, space: Space, rows: Rows, slots: Slots, now: float) -> None:
-        r = self._r
+        r, at, asker = self._r, event.at, event.tenant
+        extents = r.tiers[at].extents
         if event.deadline > now:
-            n = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s)
+            n = self._transfers.worth(space, rows, asker, event.deadline, event.recompute_s, at)
             rows, slots = rows[:n], slots[:n]
-        tiers = np.zeros(len(rows), np.uint8)
-        r.tiers[0].extents.hold(slots[slots >= 0])
+        tiers = np.full(len(rows), at, np.uint8)
+        extents.hold(slots[slots >= 0])
         absent = slots < 0
-        coming = (r.blocks.moving[rows] & PROMOTING) > 0
-        tiers[absent] = np.argmax(r.blocks.slot[:, rows[absent]] >= 0, axis=0)
+        coming = self._transfers.coming(at, rows)
+        tiers[absent] = self._transfers.source(rows[absent], at)
         wanted = np.flatnonzero(absent & ~coming)
         cut = len(rows)
         if len(wanted):
-            n = self._transfers.promote(space, rows[wanted], event.tenant, patient=event.deadline > now)
+            patient = event.deadline > now
+            n = self._transfers.promote(space, rows[wanted], asker, patient=patient, at=at, whole=at > 0)
+            if n < len(wanted) and at:
+                # All of it, or DRAM: a chain that a GPU has no room for is not served in halves.
+                extents.release(slots[slots >= 0])
+                r.counters["hbm_full_requests"] += 1
+                event.at = 0
+                # Of what is not to come, some may have left while room was made.
+                return self._serve(event, space, self._readable(event, space), now)
             if n < len(wanted) and self._ledger.room_is_coming(event, space.tenant, now):
-                r.tiers[0].extents.release(slots[slots >= 0])
-                return self._ledger.stall(event, event.tenant)
+                extents.release(slots[slots >= 0])
+                return self._ledger.stall(event, asker)
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
-        r.tiers[0].extents.release(beyond[beyond >= 0])
-        if self.prefetch_blocks and cut == event.keys.n and len(wanted) and event.tenant == space.tenant:
+        extents.release(beyond[beyond >= 0])
+        if self.prefetch_blocks and cut == event.keys.n and len(wanted) and asker == space.tenant:
             self._look_ahead(event, space, int(rows[-1]))
         waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut])
         waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
@@ -114,40 +127,65 @@ class Reads:
         self._ledger.remind(event)
         return None
 
-    def arrived(self, arrived: Arrived) -> None:
+    def arrived(self, arrived: Sequence[Arrived]) -> None:
         """Tells those who wait for promotions."""
-        slot = self._r.blocks.slot[0]
-        extents = self._r.tiers[0].extents
         if not self._ledger.wanted_by:
             return
         done: dict[int, None] = {}
-        for row, ok in [(r, True) for r in arrived.good.tolist()] + [
-            (r, False) for r in arrived.bad.tolist()
-        ]:
-            for request in self._ledger.wanted_by.pop(row, ()):
-                waiter = self._ledger.waiting.get(request)
-                if waiter is None or row not in waiter.missing:
-                    continue
-                waiter.missing.discard(row)
-                if ok:
-                    at = waiter.rows == row
-                    waiter.slots[at] = slot[row]
-                    extents.hold(waiter.slots[at])
-                if not waiter.missing:
-                    done[request] = None
+        for each in arrived:
+            some = [(row, True) for row in each.good.tolist()] + [(row, False) for row in each.bad.tolist()]
+            for row, ok in some:
+                done.update(dict.fromkeys(self._tell(each.target, row, ok)))
         for request in done:
             self.answer_waiter(self._ledger.waiting.pop(request))
 
-    def answer_waiter(self, waiter: Waiter) -> None:
-        """Grants the leading blocks that are there, lets go of the rest."""
+    def _tell(self, tier: int, row: int, ok: bool) -> list[int]:
+        """A row is in a tier, or will not get there; the requests that wait for nothing else any more."""
+        done, others = [], []
+        for request in self._ledger.wanted_by.pop(row, ()):
+            waiter = self._ledger.waiting[request]
+            if waiter.event.at != tier:
+                # It waits for another copy, which is still on its way.
+                others.append(request)
+                continue
+            waiter.missing.discard(row)
+            if ok:
+                place = waiter.rows == row
+                waiter.slots[place] = self._r.blocks.slot[tier, row]
+                self._r.tiers[tier].extents.hold(waiter.slots[place])
+            if not waiter.missing:
+                done.append(request)
+        if others:
+            self._ledger.wanted_by[row] = others
+        return done
+
+    def take_back(self, tier: int, gone: Sequence[Arrived]) -> list[ev.Acquire]:
+        """Requests that wait in a tier that is lost, or for rows that do not arrive: to be asked again."""
+        of = [(each.target, set(each.bad.tolist())) for each in gone]
+        out = []
+        for request, waiter in list(self._ledger.waiting.items()):
+            at = waiter.event.at
+            if at == tier or any(target == at and waiter.missing & rows for target, rows in of):
+                del self._ledger.waiting[request]
+                self._forget_missing(waiter)
+                self._r.tiers[at].extents.release(waiter.slots[waiter.slots >= 0])
+                out.append(waiter.event)
+        return out
+
+    def _forget_missing(self, waiter: Waiter) -> None:
+        """A waiter waits for nothing any more."""
         for row in waiter.missing:
             others = [x for x in self._ledger.wanted_by.pop(row, ()) if x != waiter.event.request]
             if others:
                 self._ledger.wanted_by[row] = others
+
+    def answer_waiter(self, waiter: Waiter) -> None:
+        """Grants the leading blocks that are there, lets go of the rest."""
+        self._forget_missing(waiter)
         there = waiter.slots >= 0
         n = len(there) if there.all() else int(there.argmin())
         rest = waiter.slots[n:]
-        self._r.tiers[0].extents.release(rest[rest >= 0])
+        self._r.tiers[waiter.event.at].extents.release(rest[rest >= 0])
         self._r.counters["late_blocks"] += len(there) - n
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n])
 
@@ -156,7 +194,7 @@ class Reads:
         for request, waiter in list(self._ledger.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
                 del self._ledger.waiting[request]
-                self._r.tiers[0].extents.release(waiter.slots[waiter.slots >= 0])
+                self._r.tiers[waiter.event.at].extents.release(waiter.slots[waiter.slots >= 0])
                 waiter.slots, waiter.tiers = waiter.slots[:0], waiter.tiers[:0]
                 self.answer_waiter(waiter)
         for event in self._ledger.stalled.of_namespace(space.number):
@@ -168,19 +206,19 @@ class Reads:
     def _grant(
         self, event: ev.Acquire, space: Space, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None
     ) -> None:
-        """Answers an Acquire with n slots on which references are held. `tiers` None: all in tier 0."""
-        r = self._r
-        extents = r.tiers[0].extents
+        """Answers an Acquire with n slots on which references are held. `tiers` None: all were there."""
+        r, at = self._r, event.at
+        extents = r.tiers[at].extents
         lease = self._ledger.hold(event.client) if n else 0
         if n and not lease:
             extents.release(slots)
             return self._ledger.deny_hold(event.request)
         if lease:
-            self._ledger.leases[lease] = Lease(event.client, space.tenant, slots)
+            self._ledger.leases[lease] = Lease(event.client, space.tenant, slots, at)
         slots_told = extents.record[slots].copy()
         if tiers is None:
-            r.counters[f"hit_blocks_{r.tiers[0].spec.name}"] += n
-            r.traffic.count(event.tenant, 0, space, n)
+            r.counters[f"hit_blocks_{r.tiers[at].spec.name}"] += n
+            r.traffic.count(event.tenant, at, space, n)
         else:
             slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
             for i, state in enumerate(r.tiers):
@@ -191,7 +229,7 @@ class Reads:
             r.counters["missed_blocks"] += event.keys.n - n
             r.traffic.count(event.tenant, MISSED, space, event.keys.n - n)
         r.counters["served_bytes"] += n * space.block_bytes
-        self._ledger.say(Grant(event.request, lease, space.pools[0].slot_bytes, slots_told))
+        self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told))
         return None
 
     def release(self, event: ev.Release, now: float) -> None:
@@ -203,22 +241,25 @@ class Reads:
         space = self._ledger.space(event)
         if space is None:
             return
-        rows = self._r.prefix(event.namespace, event.keys)
-        _, dropped = self._bring(space, rows, event.tenant)
+        rows, at = (
+            self._r.prefix(event.namespace, event.keys),
+            self._ledger.tier_for(event, space, event.tenant),
+        )
+        _, dropped = self._bring(space, rows, event.tenant, at)
         self._ledger.say(Answer(event.request, len(rows) - dropped))
 
-    def _bring(self, space: Space, rows: Rows, asker: int) -> tuple[int, int]:
-        """Promotes those of a chain that only lower tiers have, while there is room: (started, dropped)."""
-        r = self._r
-        absent = rows[(r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)]
-        there = rows[r.blocks.slot[0, rows] >= 0]
-        pool = r.tiers[0].extents.classes.get(space.pools[0])
+    def _bring(self, space: Space, rows: Rows, asker: int, at: int) -> tuple[int, int]:
+        """Promotes those of a chain that only other tiers have, while there is room: (started, dropped)."""
+        r, extents = self._r, self._r.tiers[at].extents
+        absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._transfers.coming(at, rows)]
+        there = rows[r.blocks.slot[at, rows] >= 0]
+        pool = extents.classes.get(space.pools[at])
         # Nobody waits for a prefetch: it may take an eighth of the tier, no more.
         bound = max(1, pool.total // 8) if pool else len(absent)
-        held = r.blocks.slot[0, there].astype(np.int64)
-        r.tiers[0].extents.hold(held)
-        n = self._transfers.promote(space, absent[:bound], asker, PREFETCH)
-        r.tiers[0].extents.release(held)
+        held = r.blocks.slot[at, there].astype(np.int64)
+        extents.hold(held)
+        n = self._transfers.promote(space, absent[:bound], asker, PREFETCH, at=at)
+        extents.release(held)
         r.counters["dropped_prefetch_blocks"] += len(absent) - n
         return n, len(absent) - n
 
@@ -233,5 +274,5 @@ class Reads:
         only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
         rows = rows if only.all() else rows[: int(only.argmin())]
         if len(rows) and not r.out_of_reach:
-            started, _ = self._bring(space, rows, event.tenant)
+            started, _ = self._bring(space, rows, event.tenant, event.at)
             r.counters["ahead_blocks"] += started

@@ -29,6 +29,7 @@ from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
 from kvstore.core.tenants import Pool, Space
 from kvstore.core.traffic import Traffic
+from kvstore.types import Tier
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.moving`: a copy up is under way; a copy down is; give the upper copy up when it ends."""
@@ -51,9 +52,10 @@ class Era:
 
 @dataclass(slots=True)
 class TierState:
-    """One device of a tier at run time. `growing`: more extents are coming. `leaving`, `gone`: see `joining`.
+    """One device of a tier at run time. `growing`: more extents are coming.
 
-    New policies are of the `era`. While those before it are replaced, `before` is theirs: see `switch`.
+    `leaving`, `lost`, `gone`: see `joining`. New policies are of the `era`. While those before it are
+    replaced, `before` is theirs: see `switch`.
     """
 
     spec: TierSpec
@@ -65,6 +67,7 @@ class TierState:
     device: Device = field(default_factory=Device)
     before: Era | None = None
     leaving: bool = False
+    lost: bool = False
     gone: bool = False
 
     @property
@@ -74,12 +77,14 @@ class TierState:
 
 
 class Residency:
-    """State of all devices of all tiers, by number, from the uppermost down: `tiers`, of which 0 serves.
+    """State of all devices of all tiers, by number: `tiers`, of which 0 is DRAM and serves everybody.
 
-    `below`: for each, those of the next tier. `out` collects actions; `counters` counts what happened.
+    `memory`: DRAM first, then pools of HBM, which serve whoever asks for them; `lasting`: all others, the
+    upper ones first. `below`: for each, those that its blocks go down to. `out` collects actions; `counters`
+    counts what happened.
 
-    `copying`: how many copies of each tenant's blocks are queued or under way. `ending`: what tier 0 holds
-    may soon be gone, and does not count as a copy.
+    `copying`: how many copies of each tenant's blocks are queued or under way. `ending`: what is in memory
+    may soon be gone, and does not count as a copy. `losing`: devices that are lost, and not forgotten yet.
     """
 
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
@@ -89,11 +94,12 @@ class Residency:
         self.decisions = Decisions(self.blocks, self.index, self.reuse)
         make = find(policy)
         self.tiers = [self._new_tier(spec, make) for spec in specs]
-        self.below = _levels(self.tiers)
+        self._see_levels()
         self.recompute_s = np.zeros(1 << 16, np.float32)
         self._seed, self._policies_made = seed, 0
         self.now = 0.0
         self.ending = False
+        self.losing: set[int] = set()
         self.spaces: dict[int, Space] = {}
         self.holes: Counter[int] = Counter()
         self.pins: dict[int, float] = {}
@@ -116,8 +122,40 @@ class Residency:
         state.growing = False
         state.device.turn = max((t.device.turn for t in self.tiers[1:]), default=0.0)
         self.tiers.append(state)
-        self.below = _levels(self.tiers)
+        self._see_levels()
         return len(self.tiers) - 1
+
+    def _see_levels(self) -> None:
+        numbers = range(len(self.tiers))
+        kinds = [state.spec.tier for state in self.tiers]
+        self.memory = sorted((i for i in numbers if kinds[i] <= Tier.DRAM), key=lambda i: -kinds[i])
+        self.lasting = sorted((i for i in numbers if kinds[i] > Tier.DRAM), key=lambda i: kinds[i])
+        self.below = [self._next_tier(i) for i in numbers]
+
+    def _next_tier(self, tier: int) -> tuple[int, ...]:
+        """Where blocks of a tier go down to: what a GPU holds, past DRAM, if there is anything below that."""
+        kind = self.tiers[tier].spec.tier
+        lower = [i for i in self.lasting if self.tiers[i].spec.tier > kind]
+        if lower:
+            return tuple(i for i in lower if self.tiers[i].spec.tier == self.tiers[lower[0]].spec.tier)
+        return (0,) if kind < Tier.DRAM else ()
+
+    def copies(self, rows: Rows, lasting: bool = False) -> npt.NDArray[np.int64]:
+        """How many tiers have each of these rows' blocks, what is lost not counted; or how many `lasting`."""
+        slot = self.blocks.slot[:, rows]
+        if lasting:
+            slot = slot[self.lasting]
+        elif self.losing:
+            slot = slot[[i for i in range(len(self.tiers)) if i not in self.losing]]
+        n: npt.NDArray[np.int64] = (slot >= 0).sum(axis=0)
+        return n
+
+    def alone_in_memory(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these rows' blocks are in memory and nowhere else."""
+        slot = self.blocks.slot[:, rows]
+        alone: npt.NDArray[np.bool_] = np.logical_or.reduce(slot[self.memory] >= 0)
+        alone &= ~np.logical_or.reduce(slot[self.lasting] >= 0)
+        return alone
 
     def takers(self, tier: int) -> list[int]:
         """The devices of the next tier that take writes now, whose turn it is first."""
@@ -171,8 +209,8 @@ class Residency:
 
     # -- reading
 
-    def resident_run(self, namespace: int, keys: Keys) -> tuple[slice, Picked] | None:
-        """(rows, slots of tier 0) if all keys lie in a run of rows, as a chain stored at one go does.
+    def resident_run(self, namespace: int, keys: Keys, tier: int = 0) -> tuple[slice, Picked] | None:
+        """(rows, slots of a tier) if all keys lie in a run of rows, as a chain stored at one go does.
 
         The short way of the commonest request; None says nothing about what is stored.
         """
@@ -180,7 +218,7 @@ class Residency:
         if first < 0:
             return None
         run = slice(first, first + keys.n)
-        slots = compact(self.blocks.slot[0, run])
+        slots = compact(self.blocks.slot[tier, run])
         # A row that is not live has no slot.
         there = slots.start >= 0 if isinstance(slots, slice) else slots.min() >= 0
         return (run, slots) if there else None
@@ -203,8 +241,10 @@ class Residency:
 
     @property
     def out_of_reach(self) -> bool:
-        """Whether some tier is, for now."""
-        return any(not t.device.readable for t in self.tiers[1:])
+        """Whether some tier is, for now: not one that is lost, once nothing is known to be there any more."""
+        if self.losing:
+            return True
+        return any(not (t.device.readable or t.lost) for t in self.tiers[1:])
 
     def search_prefix(self, namespace: int, keys: Keys) -> int:
         """Length of the readable prefix by binary search, log2(n) probes: right if no parent is missing."""
@@ -428,8 +468,15 @@ class Residency:
         """Whether nobody uses these rows' copies in a tier, and no pin keeps them."""
         slots = self.blocks.slot[tier, rows]
         idle: npt.NDArray[np.bool_] = (self.tiers[tier].extents.refs[slots] == 0) & (slots >= 0)
-        idle &= ~self.blocks.pinned[rows]
+        idle &= ~self.kept(tier, rows)
         return idle
+
+    def kept(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these rows' copies in a tier pins keep: in HBM, none but those that nothing else has."""
+        pinned: npt.NDArray[np.bool_] = self.blocks.pinned[rows]
+        if tier in self.memory[1:] and pinned.any():
+            pinned &= self.copies(rows) == 1
+        return pinned
 
     def ram_bytes(self) -> int:
         """Bytes of all state about blocks, by the rows and slots used so far."""
@@ -440,10 +487,3 @@ class Residency:
         extents = sum(t.extents.ram_bytes() for t in self.tiers)
         blocks = self.blocks.ram_bytes() + self.index.ram_bytes()
         return blocks + policies + extents + self.decisions.ram_bytes() + self.reuse.ram_bytes
-
-
-def _levels(tiers: Sequence[TierState]) -> list[tuple[int, ...]]:
-    """For each device, the numbers of those of the next tier; none for those of the last one."""
-    kinds = [state.spec.tier for state in tiers]
-    lower = {kind: min((k for k in kinds if k > kind), default=None) for kind in kinds}
-    return [tuple(i for i, k in enumerate(kinds) if k == lower[kind]) for kind in kinds]

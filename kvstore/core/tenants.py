@@ -93,6 +93,11 @@ class Holdings:
         self.share[tenant] = quota.share
         self.unmet += self._lacks(tenant)
 
+    def drop_floors(self) -> None:
+        """Nobody has one any more."""
+        self.floor[:] = 0
+        self.unmet = 0
+
     def of(self, tenant: int) -> tuple[int, Quota]:
         """Bytes in use by a tenant, and its quota, the floor in whole extents."""
         self._reach(tenant)

@@ -18,12 +18,13 @@ import numpy.typing as npt
 from kvstore.core.actions import Copy, Drop, Identity, Probe
 from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.decisions import What
-from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK
+from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK, Device
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
 from kvstore.core.eviction import Eviction
 from kvstore.core.extents import Slots
 from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.tenants import Pool, Space
+from kvstore.types import Tier
 
 _READ_BYTES = 4 << 20
 _WRITE_BYTES = 16 << 20
@@ -36,11 +37,15 @@ _NEXT_STEP_S = 0.001
 
 @dataclass(slots=True)
 class Transfer:
-    """One copy, queued or under way. `alive` is False where the block was given up in the meantime."""
+    """One copy, queued or under way. `alive` is False where the block was given up in the meantime.
+
+    `writing`: it goes down, so that its source gets free, or outlives it.
+    """
 
     namespace: int
     source: int
     target: int
+    writing: bool
     kind: int
     nbytes: int
     pool: Pool
@@ -51,10 +56,15 @@ class Transfer:
     alive: npt.NDArray[np.bool_]
     started: bool = False
 
+    @property
+    def marks(self) -> int:
+        """Its bits of `Blocks.moving`: no row has two living copies that share one."""
+        return (WRITING | DEMOTE if self.writing else 0) | (PROMOTING if self.target == 0 else 0)
+
 
 @dataclass(slots=True)
 class Arrived:
-    """What CopyDone brought: rows now readable in the target tier, and rows that did not get there."""
+    """Rows now readable in a tier, and rows that were on their way there and will not get there."""
 
     target: int
     good: Rows
@@ -66,58 +76,95 @@ class Transfers:
 
     def __init__(self, residency: Residency) -> None:
         self._r = residency
-        self.eviction = Eviction(residency, self.demote, self._leaving)
+        self.eviction = Eviction(residency, self.demote, self._leaving, self.written_from)
         self.under_way: dict[int, Transfer] = {}
         self.writing: Counter[int] = Counter()
         self._writes = 0
         self.backlog: dict[int, deque[Rows]] = {}
         self._probes: dict[int, tuple[Probe, int]] = {}
         self._queued = 0
+        self._lifting = 0
         self._last = 0
         self._next_step = math.inf
 
     # -- starting
 
-    def promote(self, space: Space, rows: Rows, asker: int, kind: int = DEMAND, patient: bool = False) -> int:
-        """Queues copies of rows of a namespace up to tier 0, from the uppermost tier that can be read.
+    def promote(
+        self,
+        space: Space,
+        rows: Rows,
+        asker: int,
+        kind: int = DEMAND,
+        patient: bool = False,
+        at: int = 0,
+        whole: bool = False,
+    ) -> int:
+        """Queues copies of rows of a namespace into memory (the tier `at`), from the fastest that has them.
 
         Returns for how many, counted from the first, there was room (also in the asker's queues).
+        `whole`: all of them, or none.
         """
-        r, pool = self._r, space.pools[0]
-        rows = rows[: self._fit_queues(space, rows, asker, kind)]
-        if not len(rows):
+        r, pool, least = self._r, space.pools[at], len(rows) if whole else 1
+        if len(r.tiers) == 1:
             return 0
-        below = [(t, r.blocks.slot[i + 1, rows].astype(np.int64)) for i, t in enumerate(r.tiers[1:])]
-        # What is about to move up must not lose its lower copy while room is made.
-        for tier, slots in below:
+        source = self.source(rows, at)
+        n = self._fit_queues(space, source, asker, kind, at)
+        rows, source = rows[:n], source[:n]
+        if n < least:
+            return 0
+        others = [(t, r.blocks.slot[i, rows].astype(np.int64)) for i, t in enumerate(r.tiers) if i != at]
+        # What is about to move up must not lose its other copies while room is made.
+        for tier, slots in others:
             tier.extents.hold(slots[slots >= 0])
-        n = self.eviction.make_room(0, pool, len(rows), patient)
-        source = self._source(rows[:n])
-        for number in np.unique(source).tolist():
-            some = rows[:n][source == number]
-            slots = r.tiers[0].extents.take(pool, len(some))
-            self._queue(asker, kind, number, 0, space, some, slots)
-        for tier, slots in below:
+        n = self.eviction.make_room(at, pool, len(rows), patient)
+        n = n if n >= least else 0
+        for number in np.unique(source[:n]).tolist():
+            some = rows[:n][source[:n] == number]
+            slots = r.tiers[at].extents.take(pool, len(some))
+            self._queue(asker, kind, number, at, space, some, slots)
+        for tier, slots in others:
             tier.extents.release(slots[slots >= 0])
         return n
 
-    def _source(self, rows: Rows) -> Rows:
-        """From which tier each of these rows would come: the uppermost below 0 that can be read now."""
-        there = self._r.blocks.slot[1:, rows] >= 0
-        there[[not t.device.readable for t in self._r.tiers[1:]]] = False
-        source: Rows = np.argmax(there, axis=0) + 1
+    def source(self, rows: Rows, at: int) -> Rows:
+        """From where each of these rows would come into a tier of memory: what can be read, memory first."""
+        r = self._r
+        order = np.array([i for i in (*r.memory, *r.lasting) if i != at])
+        there = r.blocks.slot[:, rows][order] >= 0
+        there[[i != 0 and not r.tiers[i].device.readable for i in order.tolist()]] = False
+        source: Rows = order[np.argmax(there, axis=0)]
         return source
 
-    def _fit_queues(self, space: Space, rows: Rows, asker: int, kind: int) -> int:
-        """How many of these rows, from the first, the asker may queue at the devices they are on."""
-        tiers, n = self._r.tiers, len(rows)
-        if len(tiers) == 1:
-            return 0
+    def _device(self, source: int, target: int) -> Device:
+        """Whose turn a copy waits for: the lower one's, but nobody waits for DRAM."""
+        between = [t for t in (self._r.tiers[source], self._r.tiers[target]) if t.spec.tier != Tier.DRAM]
+        return max(between, key=lambda t: t.spec.tier).device
+
+    def coming(self, at: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these rows are on their way into a tier of memory."""
+        if at == 0:
+            return (self._r.blocks.moving[rows] & PROMOTING) > 0
+        coming = np.zeros(len(rows), np.bool_)
+        for t in self.under_way.values() if self._lifting else ():
+            if t.target == at:
+                coming |= np.isin(rows, t.rows[t.alive])
+        return coming
+
+    def written_from(self, tier: int, rows: Rows) -> Rows:
+        """Those of these rows that are on their way down from a tier."""
+        rows = rows[(self._r.blocks.moving[rows] & WRITING) > 0]
+        if len(rows) and len(self._r.memory) > 1:
+            mine = [t.rows[t.alive] for t in self.under_way.values() if t.writing and t.source == tier]
+            rows = rows[np.isin(rows, np.concatenate([rows[:0], *mine]))]
+        return rows
+
+    def _fit_queues(self, space: Space, source: Rows, asker: int, kind: int, at: int) -> int:
+        """How many rows that come from these tiers, from the first, the asker may queue."""
+        n = len(source)
         size = max(pool.slot_bytes for pool in space.pools)
-        source = self._source(rows)
         for number in np.unique(source).tolist():
             mine = np.flatnonzero(source == number)
-            room = tiers[number].device.room(asker, kind) // size
+            room = self._device(number, at).room(asker, kind) // size
             n = min(n, int(mine[room])) if room < len(mine) else n
         return n
 
@@ -132,12 +179,12 @@ class Transfers:
         if not self.writing[pool.tenant]:
             return 0
         moving = self._r.blocks.moving
-        mine = [t for t in self.under_way.values() if t.source == tier < t.target and t.pool == pool]
+        mine = [t for t in self.under_way.values() if t.writing and t.source == tier and t.pool == pool]
         return sum(int(np.count_nonzero(moving[t.rows[t.alive]] & DEMOTE)) for t in mine)
 
     def queue_writes(self, rows: Rows) -> None:
-        """Rows that the next tier should hold too, as soon as there is time."""
-        if len(self._r.tiers) > 1:
+        """Rows that a lasting tier should hold too, as soon as there is time."""
+        if self._r.lasting:
             for space, some in self._r.by_space(rows):
                 self.backlog.setdefault(space.tenant, deque()).append(some)
 
@@ -154,30 +201,38 @@ class Transfers:
 
     def _write_some(self, waiting: deque[Rows]) -> bool:
         """Starts one write of those of one tenant; False if none can start for now."""
-        blocks, tiers = self._r.blocks, self._r.tiers
+        r, blocks, tiers = self._r, self._r.blocks, self._r.tiers
         rows = waiting.popleft()
-        todo = (blocks.state[rows] == LIVE) & (blocks.slot[0, rows] >= 0) & (blocks.moving[rows] == 0)
-        rows = rows[todo & (blocks.slot[1:, rows] < 0).all(axis=0)]
+        rows = rows[(blocks.state[rows] == LIVE) & (blocks.moving[rows] == 0) & r.alone_in_memory(rows)]
         if not len(rows):
             return True
         # Since it was queued, a row may have been given to a block of another namespace.
-        (space, alike), *others = self._r.by_space(rows)
+        (space, alike), *others = r.by_space(rows)
         waiting.extendleft(some for _, some in others)
-        n = _chunk(space.pools[1].slot_bytes, _WRITE_BYTES)
+        n = _chunk(space.pools[r.lasting[0]].slot_bytes, _WRITE_BYTES)
         if len(alike) > n:
             waiting.appendleft(alike[n:])
         some = self._worth_writing(space, alike[:n])
-        rest = some[~self._write(0, some)]
+        rest = some[~self._write_from_memory(some)]
         if not len(rest):
             return True
-        takers = self._r.takers(0)
+        takers = r.takers(0)
         growing = any(tiers[t].growing for t in takers)
         if takers and (growing or self._r.copying[space.tenant] or self.eviction.under_way):
             waiting.appendleft(rest)
             return False
-        self._r.counters["unwritten_blocks"] += len(rest)
-        self._r.decisions.record(What.UNWRITTEN, 1, rest, self._r.now)
+        r.counters["unwritten_blocks"] += len(rest)
+        r.decisions.record(What.UNWRITTEN, r.lasting[0], rest, r.now)
         return True
+
+    def _write_from_memory(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Queues copies of rows that only memory has, from where they are there; see `_write`."""
+        started = np.zeros(len(rows), np.bool_)
+        for tier in self._r.memory:
+            here = np.flatnonzero((self._r.blocks.slot[tier, rows] >= 0) & (self._r.blocks.moving[rows] == 0))
+            if len(here):
+                started[here] = self._write(tier, rows[here])
+        return started
 
     def _worth_writing(self, space: Space, rows: Rows) -> Rows:
         """Those of a chain's rows that the next tier takes, and all above them."""
@@ -200,7 +255,7 @@ class Transfers:
     def _write(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Queues copies of rows from `tier` to the next one, the first ones first, within the bounds."""
         started = np.zeros(len(rows), np.bool_)
-        for target in self._r.takers(tier):
+        for target in self._r.takers(tier) if not self._r.tiers[tier].lost else ():
             left = np.flatnonzero(~started)
             if not len(left):
                 break
@@ -214,7 +269,7 @@ class Transfers:
             if len(some) < len(rows):
                 at = np.flatnonzero(self._r.blocks.namespace[rows] == space.number)
             free = max(self._free_writes(tier) + 2, 1 - self.writing[pool.tenant], 0)
-            room = self._r.tiers[target].device.room(pool.tenant, WRITE_BACK) // pool.slot_bytes
+            room = self._device(tier, target).room(pool.tenant, WRITE_BACK) // pool.slot_bytes
             most = min(room, free * _chunk(pool.slot_bytes, _WRITE_BYTES))
             idle = np.flatnonzero(self._r.blocks.moving[some] == 0)[:most]
             if not len(idle):
@@ -223,7 +278,7 @@ class Transfers:
             if len(idle):
                 todo = some[idle]
                 slots = self._r.tiers[target].extents.take(pool, len(todo))
-                self._queue(pool.tenant, WRITE_BACK, tier, target, space, todo, slots)
+                self._queue(pool.tenant, WRITE_BACK, tier, target, space, todo, slots, writing=True)
                 started[at[idle]] = True
         return started
 
@@ -250,13 +305,15 @@ class Transfers:
             if t.namespace == namespace
         )
 
-    def cancel_promotions(self, namespace: int) -> Rows:
-        """Has no copy into tier 0 of blocks of a namespace arrive; which blocks were on their way."""
+    def cancel_promotions(self, namespace: int) -> list[Arrived]:
+        """Has no copy into DRAM of blocks of a namespace arrive; which blocks were on their way."""
         coming = [t for t in self.under_way.values() if t.namespace == namespace and t.target == 0]
-        rows = [t.rows[t.alive] for t in coming]
-        out: Rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        self.cancel(out)
-        return out
+        return [gone for t in coming if (gone := self._end(t, t.alive)) is not None]
+
+    def lose(self, tier: int) -> list[Arrived]:
+        """Has no copy into a lost device arrive, nor one out of it; which blocks were on their way."""
+        over = [t for t in self.under_way.values() if tier in (t.source, t.target)]
+        return [gone for t in over if (gone := self._end(t, t.alive)) is not None]
 
     def probe(self, probe: Probe, tenant: int) -> None:
         """Queues a look at slots of a lower tier, behind everything else."""
@@ -268,23 +325,31 @@ class Transfers:
         self._queued += 1
 
     def _queue(
-        self, asker: int, kind: int, source: int, target: int, space: Space, rows: Rows, slots: Slots
+        self,
+        asker: int,
+        kind: int,
+        source: int,
+        target: int,
+        space: Space,
+        rows: Rows,
+        slots: Slots,
+        writing: bool = False,
     ) -> None:
         """Rows of one namespace; `slots` are in its pool of the target tier."""
-        r, pool = self._r, space.pools[min(source, target)]
-        flag = WRITING if target > source else PROMOTING
-        size = max(pool.slot_bytes, space.pools[max(source, target)].slot_bytes)
+        r = self._r
+        pool = space.pools[source if writing else target]
+        size = max(space.pools[source].slot_bytes, space.pools[target].slot_bytes)
         chunk = _chunk(size, _WRITE_BYTES if kind == WRITE_BACK else _READ_BYTES)
         for at in range(0, len(rows), chunk):
             part, to = rows[at : at + chunk], slots[at : at + chunk]
             source_slots = r.blocks.slot[source, part].astype(np.int64)
             r.tiers[source].extents.hold(source_slots)
-            r.blocks.moving[part] |= flag
             self._last += 1
             transfer = Transfer(
                 space.number,
                 source,
                 target,
+                writing,
                 kind,
                 len(part) * size,
                 pool,
@@ -295,16 +360,19 @@ class Transfers:
                 np.ones(len(part), np.bool_),
             )
             self.under_way[self._last] = transfer
+            r.blocks.moving[part] |= transfer.marks & ~DEMOTE
             r.copying[pool.tenant] += 1
-            if flag == WRITING:
+            if writing:
                 r.tiers[target].admission.wrote(transfer.nbytes, r.now)
                 r.tiers[target].device.turn += transfer.nbytes / r.tiers[target].spec.limit_bytes
                 self.writing[pool.tenant] += 1
                 self._writes += 1
+            else:
+                self._lifting += target != 0
             if source == target:
                 self._start(self._last)
             else:
-                device = r.tiers[max(source, target)].device
+                device = self._device(source, target)
                 queued = device.put(r.now, asker, kind, transfer.nbytes, self._last)
                 assert queued, "beyond what fits the queue"
                 self._queued += 1
@@ -378,50 +446,66 @@ class Transfers:
 
     # -- ending
 
-    def cancel(self, rows: Rows) -> None:
-        """These rows are about to be given up: copies of them must not arrive, nor leave a record."""
-        if self._r.blocks.moving[rows].any():
-            concerned = set(np.unique(self._r.blocks.namespace[rows]).tolist())
-            for t in self.under_way.values():
-                if t.namespace not in concerned:
-                    continue
-                gone = t.alive & np.isin(t.rows, rows)
-                t.alive &= ~gone
-                if t.target > t.source and t.started and gone.any():
-                    where = self._r.where(t.target, t.target_slots[gone])
-                    self._r.out.append(Drop(t.target, t.identity.only(gone), where))
-            self._r.blocks.moving[rows] = 0
+    def cancel(self, rows: Rows, source: int | None = None) -> list[Arrived]:
+        """These rows are about to be given up, in one tier (`source`) or in all.
 
-    def finish(self, event: CopyDone) -> Arrived:
-        """Takes in how a copy ended."""
+        Copies of what is given up must not arrive, nor leave a record. Returns which were on their way.
+        """
+        if not len(rows) or not (self._lifting or self._r.blocks.moving[rows].any()):
+            return []
+        concerned = set(np.unique(self._r.blocks.namespace[rows]).tolist())
+        over = [
+            t
+            for t in self.under_way.values()
+            if t.namespace in concerned and (source is None or t.source == source)
+        ]
+        gone = [self._end(t, t.alive & np.isin(t.rows, rows)) for t in over]
+        return [each for each in gone if each is not None]
+
+    def _end(self, t: Transfer, gone: npt.NDArray[np.bool_]) -> Arrived | None:
+        """Some blocks of a copy will not arrive, whatever comes of it."""
+        if not gone.any():
+            return None
+        rows = t.rows[gone]
+        self._r.blocks.moving[rows] &= 0xFF & ~t.marks
+        if t.target in self._r.lasting and t.started:
+            where = self._r.where(t.target, t.target_slots[gone])
+            self._r.out.append(Drop(t.target, t.identity.only(gone), where))
+        t.alive = t.alive & ~gone
+        return Arrived(t.target, rows[:0], rows)
+
+    def finish(self, event: CopyDone) -> list[Arrived]:
+        """Takes in how a copy ended: what it brought, and which other copies do not arrive because of it."""
         t = self.under_way.pop(event.transfer)
         r, blocks = self._r, self._r.blocks
         r.copying[t.pool.tenant] -= 1
-        writing = t.target > t.source
-        if writing:
+        if t.writing:
             self.writing[t.pool.tenant] -= 1
             self._writes -= 1
+        else:
+            self._lifting -= t.target != 0
         arrived = t.alive & (event.results == OK)
         good, slots = t.rows[arrived], t.target_slots[arrived]
-        demoted = good[(blocks.moving[good] & DEMOTE) > 0]
-        blocks.moving[t.rows[t.alive]] &= 0xFF & ~(WRITING | DEMOTE if writing else PROMOTING)
+        demoted = good[(blocks.moving[good] & DEMOTE) > 0] if t.writing else good[:0]
+        blocks.moving[t.rows[t.alive]] &= 0xFF & ~t.marks
+        gone: list[Arrived] = []
         if t.source == t.target:
+            gone += self.cancel(good, t.source)
             r.give_up(t.source, good, vanish=False)
         r.place(t.target, good, slots)
         r.tiers[t.target].extents.release(t.target_slots)
         r.tiers[t.source].extents.release(t.source_slots)
         if r.tiers[t.target].spec.table and len(good):
             r.stamp(t.target, good, slots)
-        r.counters["written_blocks" if writing else "promoted_blocks"] += len(good)
-        r.counters["written_bytes" if writing else "promoted_bytes"] += len(good) * t.pool.slot_bytes
+        r.counters["written_blocks" if t.writing else "promoted_blocks"] += len(good)
+        r.counters["written_bytes" if t.writing else "promoted_bytes"] += len(good) * t.pool.slot_bytes
         if t.source != t.target:
             self._judge_device(t, event.results)
-        corrupt = t.rows[t.alive & (event.results == CORRUPT)]
-        self.quarantine(t.source, corrupt)
+        gone += self.quarantine(t.source, t.rows[t.alive & (event.results == CORRUPT)])
         demoted = demoted[r.idle(t.source, demoted)]
         r.decisions.record(What.DEMOTED, t.source, demoted, r.now, t.pool.tenant)
         r.give_up(t.source, demoted)
-        return Arrived(t.target, good, t.rows[t.alive & ~arrived])
+        return [Arrived(t.target, good, t.rows[t.alive & ~arrived]), *gone]
 
     def probed(self, tier: int, number: int) -> None:
         """A probe of a lower tier is over."""
@@ -430,18 +514,23 @@ class Transfers:
                 del self._probes[key]
                 self._r.tiers[tier].device.ended(self._r.now, SCRUB, nbytes, nbytes)
 
-    def quarantine(self, tier: int, rows: Rows) -> None:
-        """These copies are known to be bad: dropped, and their slots never used again."""
+    def quarantine(self, tier: int, rows: Rows) -> list[Arrived]:
+        """These copies are known to be bad: dropped, their slots never used again. None of them arrives.
+
+        Returns what was on its way.
+        """
         rows = rows[self._r.blocks.slot[tier, rows] >= 0]
-        if len(rows):
-            self._r.counters["quarantined_blocks"] += len(rows)
-            self._r.decisions.record(What.QUARANTINED, tier, rows, self._r.now)
-            self.cancel(rows)
-            self._r.give_up(tier, rows, retire=True)
+        if not len(rows):
+            return []
+        self._r.counters["quarantined_blocks"] += len(rows)
+        self._r.decisions.record(What.QUARANTINED, tier, rows, self._r.now)
+        gone = self.cancel(rows, tier)
+        self._r.give_up(tier, rows, retire=True)
+        return gone
 
     def _judge_device(self, t: Transfer, results: npt.NDArray[np.uint8]) -> None:
         """Lifts a fence; closes a lower tier for a while when everything keeps failing."""
-        device, now = self._r.tiers[max(t.source, t.target)].device, self._r.now
+        device, now = self._device(t.source, t.target), self._r.now
         if not t.started:
             self._r.counters["called_off_blocks"] += len(t.rows)
             device.ended(now, t.kind, t.nbytes, 0)
@@ -451,29 +540,31 @@ class Transfers:
         results = results[t.alive | (results != FAILED)]
         failed = int((results == FAILED).sum())
         device.ended(now, t.kind, t.nbytes, (len(results) - failed) * t.pool.slot_bytes)
-        breaker = device.writes if t.target > t.source else device.reads
+        breaker = device.writes if t.writing else device.reads
         # A device that answers, if with wrong bytes, is worth asking.
         if len(results) and breaker.ended(now, failed, len(results)):
             self._r.counters["tier_closed"] += 1
 
     # -- worth it
 
-    def worth(self, space: Space, rows: Rows, asker: int, ends: float, recompute_s: float) -> int:
+    def worth(
+        self, space: Space, rows: Rows, asker: int, ends: float, recompute_s: float, at: int = 0
+    ) -> int:
         """How many of these leading rows are worth having: loaded before `ends`, and faster than recomputed.
 
         Estimated from what devices have done lately and from what waits for them.
         """
         r = self._r
-        absent = (r.blocks.slot[0, rows] < 0) & (r.blocks.moving[rows] & PROMOTING == 0)
+        absent = (r.blocks.slot[at, rows] < 0) & ~self.coming(at, rows)
         if not absent.any() or (ends == math.inf and not recompute_s):
             return len(rows)
         first = int(absent.argmax())
         absent = absent[first:]
-        source, load_s = self._source(rows[first:]), np.zeros(len(absent))
+        source, load_s = self.source(rows[first:], at), np.zeros(len(absent))
         for number in np.unique(source[absent]).tolist():
             # Devices are read side by side: a chain is there when the last of them has its part.
-            device = r.tiers[number].device
-            per_block_s = space.pools[0].slot_bytes / device.share_of(r.now, asker)
+            device = self._device(number, at)
+            per_block_s = space.pools[at].slot_bytes / device.share_of(r.now, asker)
             to_load = np.cumsum(absent & (source == number))
             wait_s = np.where(to_load > 0, device.wait_s(r.now, asker, 0), 0.0)
             load_s = np.maximum(load_s, wait_s + to_load * per_block_s)

@@ -52,15 +52,21 @@ class Writes:
         if len(want) and not self._ledger.may_hold(event.client):
             return self._ledger.deny_hold(event.request)
         before = np.concatenate(([parent], rows))[:-1]
+        event.at = self._ledger.tier_for(event, space, space.tenant)
         earn = self._earn(event, space, state, want, before, now)
-        n = self._room_beside(space, len(want), rows, parent, event.deadline > now, earn)
+        n = self._room_beside(event, space, len(want), rows, parent, earn)
+        if n < len(want) and event.at:
+            # See Reads: all of it, or DRAM.
+            event.at = 0
+            earn = self._earn(event, space, state, want, before, now)
+            n = self._room_beside(event, space, len(want), rows, parent, earn)
         if n < len(want) and self._ledger.room_is_coming(event, space.tenant, now):
             self._ledger.stall(event, space.tenant)
         else:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
                 self._pass_by(event, space, want[n:], before, now)
-                if self._transfers.eviction.some_could_go(0, space.pools[0]):
+                if self._transfers.eviction.some_could_go(event.at, space.pools[event.at]):
                     why = WORTH_LESS
             self._give_room(event, space, rows, state, want[:n], parent, why)
         r.prune(np.unique(np.append(rows, parent)))
@@ -79,8 +85,8 @@ class Writes:
 
         All are where nobody weighs that, and where others hang on one of them.
         """
-        r, pool = self._r, space.pools[0]
-        if not len(want) or not self._transfers.eviction.weighs(0, pool) or (state == HOLE).any():
+        r, pool = self._r, space.pools[event.at]
+        if not len(want) or not self._transfers.eviction.weighs(event.at, pool) or (state == HOLE).any():
             return math.inf
         first = int(want[0])
         words, parent = event.keys.words[first], int(before[first])
@@ -96,13 +102,16 @@ class Writes:
             self._r.reuse.passed_by(rows, space.tenant, now)
             blocks.give_back(rows)
 
-    def _room_beside(self, space: Space, n: int, rows: Rows, parent: int, patient: bool, earn: float) -> int:
+    def _room_beside(
+        self, event: ev.Reserve, space: Space, n: int, rows: Rows, parent: int, earn: float
+    ) -> int:
         """Makes room for n blocks without evicting the chain that they will hang on."""
         r = self._r
         guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
         r.blocks.children[guarded] += 1
         self._transfers.eviction.make_rows(int((rows < 0).sum()), space.tenant)
-        n = self._transfers.eviction.make_room(0, space.pools[0], n, patient, earn)
+        patient = event.deadline > r.now
+        n = self._transfers.eviction.make_room(event.at, space.pools[event.at], n, patient, earn)
         r.blocks.children[guarded] -= 1
         return n
 
@@ -116,7 +125,7 @@ class Writes:
         parent: int,
         why: str,
     ) -> None:
-        r, pool = self._r, space.pools[0]
+        r, at, pool = self._r, event.at, space.pools[event.at]
         new = want[state[want] == FREE]
         taken = r.blocks.take(event.namespace, event.keys, new)
         if len(taken) < len(new):
@@ -142,16 +151,18 @@ class Writes:
         denied = int((status == DENIED).sum())
         r.counters["denied_blocks" if why == NO_ROOM else "refused_blocks"] += denied
         what = What.DENIED if why == NO_ROOM else What.REFUSED
-        r.decisions.record_keys(what, 0, event.namespace, event.keys, status == DENIED, r.now)
+        r.decisions.record_keys(what, at, event.namespace, event.keys, status == DENIED, r.now)
         r.counters["present_blocks"] += int((status == PRESENT).sum())
         lease, slots = 0, NONE
         if len(want):
             lease = self._ledger.hold(event.client)
-            slots = r.tiers[0].extents.take(pool, len(want))
+            slots = r.tiers[at].extents.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
-            self._ledger.reservations[lease] = Reservation(event.client, space, pool, filled, slots, alive)
+            self._ledger.reservations[lease] = Reservation(
+                event.client, space, at, pool, filled, slots, alive
+            )
             self._ledger.writers[event.namespace] += 1
-        where = r.tiers[0].extents.record[slots]
+        where = r.tiers[at].extents.record[slots]
         self._ledger.say(Room(event.request, lease, pool.slot_bytes, where, status, why if denied else ""))
 
     def commit(self, event: ev.Commit, now: float) -> None:
@@ -163,8 +174,8 @@ class Writes:
         if len(event.checksums) != n or len(event.written) != n:
             self._give_up(reservation, np.ones(n, np.bool_), now)
             return self._ledger.say(Deny(event.request, f"{len(event.checksums)} checksums for {n} blocks"))
-        r = self._r
-        ok = event.written & reservation.alive
+        r, at = self._r, reservation.at
+        ok = event.written & reservation.alive & (not r.tiers[at].lost)
         rows, slots = reservation.rows[ok], reservation.slots[ok]
         r.blocks.checksum[rows] = event.checksums[ok]
         r.blocks.state[rows] = LIVE
@@ -173,13 +184,14 @@ class Writes:
             r.blocks.expires[rows] = now + space.ttl_s
             self._ledger.end_at(now + space.ttl_s)
         r.reuse.stored(rows, space.tenant, now)
-        r.place(0, rows, slots)
-        r.tiers[0].extents.release(slots)
+        r.place(at, rows, slots)
+        r.tiers[at].extents.release(slots)
         if len(rows):
-            r.stamp(0, rows, slots)
+            if r.tiers[at].spec.table:
+                r.stamp(at, rows, slots)
             if self.write_through:
                 self._transfers.queue_writes(rows)
-            if reservation.pool != space.pools[0]:
+            if reservation.pool != space.pools[at]:
                 self._transfers.move(space, rows)
         r.counters["stored_blocks"] += len(rows)
         self._ledger.say(Answer(event.request, len(rows)))
@@ -194,7 +206,7 @@ class Writes:
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
         """These blocks of a reservation will not be written."""
-        self._r.tiers[0].extents.release(reservation.slots[which])
+        self._r.tiers[reservation.at].extents.release(reservation.slots[which])
         lost = reservation.rows[which & reservation.alive]
         if len(lost):
             self._r.vanish(lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -153,6 +154,32 @@ def test_an_extent_can_always_be_cut_whatever_was_cut_before(steps: list[tuple[i
         assert e.assign(Pool(0, 0, pages * ALIGN), extent) == extent
         spans = sorted((e.span(i).start, e.span(i).stop) for i in range(4) if i not in e.unassigned)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def test_extents_with_high_numbers_take_no_more_memory() -> None:
+    first = 8 << 24
+    extents = Extents(4 * EXTENT, EXTENT, False, 1 << 12, tier=0)
+    tracemalloc.start()
+    for number in range(first, first + 4):
+        extents.add(number)
+        extents.assign((SMALL, LARGE)[number % 2])
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert used < 1 << 20
+    mine, others = extents.take(SMALL, 13), extents.take(LARGE, 5)
+    assert {place(extents, slot)[0] for slot in mine} == {first, first + 2}
+    assert {place(extents, slot)[0] for slot in others} == {first + 1, first + 3}
+    assert {members.pool: len(some) for members, some in extents.by_class(np.append(mine, others))} == {
+        SMALL: 13,
+        LARGE: 5,
+    }
+    assert extents.are_of(LARGE, others).all()
+    assert extents.pool_of(int(others[0])) == LARGE
+    extents.release(mine)
+    extents.leave(first)
+    extents.withdraw(first)
+    assert extents.pool_at(first) is None
+    assert extents.pool_at(first + 1) == LARGE
 
 
 def test_start_up_claims_slots_where_they_are() -> None:

@@ -35,6 +35,8 @@ RULES = [
 """What the lower tier takes, with budgets of some blocks a second."""
 
 clients = st.integers(0, CLIENTS - 1)
+places = st.sampled_from([0, 0, 1, 2])
+"""Where a request is to be served: in DRAM, or in the first or second pool of HBM if there is one."""
 some = st.integers(0, 255)
 
 
@@ -113,7 +115,7 @@ class Machine(RuleBasedStateMachine):
             assert grant.why
             return
         assert len(grant.where) <= self.prefix(asked.namespace, asked.keys), "a miss was granted"
-        places = self.w.places(0, grant.where)
+        places = self.w.places(self.w.tier_of(grant), grant.where)
         for key, place, data in zip(
             asked.keys, places, self.w.read(asked.namespace, asked.keys, grant), strict=False
         ):
@@ -131,19 +133,24 @@ class Machine(RuleBasedStateMachine):
             n += 1
         return n
 
+    def at(self, place: int) -> int:
+        """The tier of memory that a request names."""
+        return self.w.pools[place - 1] if 0 < place <= len(self.w.pools) else 0
+
     def forget(self, namespace: int, keys: list[bytes]) -> None:
         for key in keys:
             self.stored.pop((namespace, key), None)
 
     # -- events
 
-    @rule(client=clients, chain=chains(), cut=some, wait=st.sampled_from(WAITS))
-    def reserve(self, client: int, chain: tuple[int, list[bytes]], cut: int, wait: float) -> None:
+    @rule(client=clients, chain=chains(), cut=some, wait=st.sampled_from(WAITS), place=places)
+    def reserve(self, client: int, chain: tuple[int, list[bytes]], cut: int, wait: float, place: int) -> None:
         namespace, keys = chain
         cut %= len(keys)
         self.salt += 1
         asked = Asked(client, namespace, keys[cut:], self.salt)
-        answer = self.w.reserve(client, namespace, keys[cut:], keys[cut - 1] if cut else b"", wait)
+        parent = keys[cut - 1] if cut else b""
+        answer = self.w.reserve(client, namespace, keys[cut:], parent, wait, self.at(place))
         if answer is None:
             self.asked[self.w.last_request] = asked
         else:
@@ -157,14 +164,15 @@ class Machine(RuleBasedStateMachine):
         sums = self.w.fill(o.namespace, o.keys, o.room, o.salt)
         written = [i != skip for i in range(len(granted))]
         alive = [k for k, w in zip(granted, written, strict=True) if w and k not in o.dead]
+        alive = alive if self.w.tier_of(o.room) not in self.w.lost else []
         assert self.w.commit(o.client, o.room, sums, written) == len(alive)
         for key in alive:
             self.stored[o.namespace, key] = payload(o.namespace, key, o.salt)
 
-    @rule(client=clients, chain=chains())
-    def put(self, client: int, chain: tuple[int, list[bytes]]) -> None:
+    @rule(client=clients, chain=chains(), place=places)
+    def put(self, client: int, chain: tuple[int, list[bytes]], place: int) -> None:
         before = len(self.rooms)
-        self.reserve(client, chain, 0, 0.0)
+        self.reserve(client, chain, 0, 0.0, place)
         if len(self.rooms) > before:
             self.commit(before, 99)
 
@@ -174,10 +182,10 @@ class Machine(RuleBasedStateMachine):
         o = self.rooms.pop(which % len(self.rooms))
         self.w.send(ev.Abort(o.client, o.room.lease))
 
-    @rule(client=clients, chain=chains(), wait=st.sampled_from(WAITS))
-    def acquire(self, client: int, chain: tuple[int, list[bytes]], wait: float) -> None:
+    @rule(client=clients, chain=chains(), wait=st.sampled_from(WAITS), place=places)
+    def acquire(self, client: int, chain: tuple[int, list[bytes]], wait: float, place: int) -> None:
         namespace, keys = chain
-        answer = self.w.acquire(client, namespace, keys, wait)
+        answer = self.w.acquire(client, namespace, keys, wait, at=self.at(place))
         if answer is None:
             self.asked[self.w.last_request] = Asked(client, namespace, keys)
         else:
@@ -189,14 +197,14 @@ class Machine(RuleBasedStateMachine):
         lease = self.leases.pop(which % len(self.leases))
         self.w.send(ev.Release(lease.client, lease.lease))
 
-    @rule(chain=chains())
-    def lookup(self, chain: tuple[int, list[bytes]]) -> None:
+    @rule(chain=chains(), place=places)
+    def lookup(self, chain: tuple[int, list[bytes]], place: int) -> None:
         if not self.no_chains:
-            assert self.w.lookup(*chain) <= self.prefix(*chain), "a miss was promised"
+            assert self.w.lookup(*chain, at=self.at(place)) <= self.prefix(*chain), "a miss was promised"
 
-    @rule(chain=chains())
-    def prefetch(self, chain: tuple[int, list[bytes]]) -> None:
-        answer = self.w.ask(ev.Prefetch(0, chain[0], joined(chain[1])))
+    @rule(chain=chains(), place=places)
+    def prefetch(self, chain: tuple[int, list[bytes]], place: int) -> None:
+        answer = self.w.ask(ev.Prefetch(0, chain[0], joined(chain[1]), at=self.at(place)))
         assert isinstance(answer, ac.Answer)
         assert answer.value <= self.prefix(*chain)
 
@@ -246,7 +254,8 @@ class Machine(RuleBasedStateMachine):
     def leased_slots_keep_their_bytes(self) -> None:
         for lease in self.leases:
             for place, data in lease.seen.items():
-                assert self.w.bytes[place] == data or place in self.w.rotten, "a leased slot was reused"
+                if place[0] not in self.w.lost:
+                    assert self.w.bytes[place] == data or place in self.w.rotten, "a leased slot was reused"
 
     @invariant()
     def nothing_is_over_its_limit(self) -> None:
@@ -264,6 +273,7 @@ class Faulty(Machine):
     @initialize(
         dram=st.integers(1, 3),
         nvme=st.sampled_from([0, 1, 4, (2, 3), (1, 1, 2)]),
+        hbm=st.sampled_from([0, 1, 3, (1, 2)]),
         missing=st.sampled_from([0, 0, 1]),
         slots=st.sampled_from([2, 4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
@@ -274,13 +284,14 @@ class Faulty(Machine):
         self,
         dram: int,
         nvme: int | tuple[int, ...],
+        hbm: int | tuple[int, ...],
         missing: int,
         slots: int,
         write_policy: str,
         policy: str,
         rule: Rule,
     ) -> None:
-        how = {"policy": policy, "write_policy": write_policy, "admission": rule}
+        how = {"policy": policy, "write_policy": write_policy, "admission": rule, "hbm": hbm}
         if nvme and missing:
             how["nvme_gets"] = (nvme if isinstance(nvme, int) else nvme[0]) - 1
         self.build(World(dram, nvme, slots=slots, **how))
@@ -295,9 +306,9 @@ class Faulty(Machine):
     def slot_rots(self, which: int) -> None:
         self.w.rot(list(self.w.bytes)[which % len(self.w.bytes)])
 
-    @rule(chain=chains())
-    def reader_complains(self, chain: tuple[int, list[bytes]]) -> None:
-        self.w.send(ev.Suspect(0, chain[0], joined(chain[1])))
+    @rule(chain=chains(), place=places)
+    def reader_complains(self, chain: tuple[int, list[bytes]], place: int) -> None:
+        self.w.ask(ev.Suspect(0, chain[0], joined(chain[1]), self.at(place)))
 
     @precondition(lambda self: self.w.probes)
     @rule(which=some)
@@ -319,10 +330,10 @@ class Faulty(Machine):
         o = self.rooms[which % len(self.rooms)]
         self.invalidate((o.namespace, o.keys), first)
 
-    @rule(client=clients, chain=chains())
-    def replace(self, client: int, chain: tuple[int, list[bytes]]) -> None:
+    @rule(client=clients, chain=chains(), place=places)
+    def replace(self, client: int, chain: tuple[int, list[bytes]], place: int) -> None:
         self.invalidate(chain, 0)
-        self.put(client, chain)
+        self.put(client, chain, place)
 
     @rule(client=clients)
     def client_is_lost(self, client: int) -> None:
@@ -342,10 +353,10 @@ class Faulty(Machine):
         assert answer is not None
         self.take_room(asked, answer)
 
-    @rule(chain=chains(), wait=st.sampled_from(WAITS))
-    def acquire_twice_the_same(self, chain: tuple[int, list[bytes]], wait: float) -> None:
-        self.acquire(0, (chain[0], [*chain[1], *chain[1]]), wait)
-        self.prefetch((chain[0], [*chain[1], chain[1][0]]))
+    @rule(chain=chains(), wait=st.sampled_from(WAITS), place=places)
+    def acquire_twice_the_same(self, chain: tuple[int, list[bytes]], wait: float, place: int) -> None:
+        self.acquire(0, (chain[0], [*chain[1], *chain[1]]), wait, place)
+        self.prefetch((chain[0], [*chain[1], chain[1][0]]), place)
 
     @rule()
     def hours_pass(self) -> None:
@@ -363,27 +374,34 @@ class Faulty(Machine):
         self.w.restart(handover)
         self.leases, self.rooms, self.asked = [], [], {}
 
-    @rule(tier=st.integers(0, 3), blocks=st.integers(0, 3))
+    @rule(tier=st.integers(0, 5), blocks=st.integers(0, 3))
     def scrub(self, tier: int, blocks: int) -> None:
         if tier < len(self.w.p.residency.tiers):
             self.w.send(ev.Scrub(tier, blocks * ALIGN))
 
-    @rule(tier=st.integers(1, 3), state=st.sampled_from([SERVING, SERVING, DRAINING, FENCED]))
+    @rule(tier=st.integers(1, 5), state=st.sampled_from([SERVING, SERVING, DRAINING, FENCED]))
     def operator_acts(self, tier: int, state: str) -> None:
         if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
             self.w.send(ev.SetDevice(tier, state))
 
-    @precondition(lambda self: len(self.w.p.residency.tiers) > 1 and self.w.p.joining.room > 0)
+    @precondition(lambda self: self.w.p.residency.lasting and self.w.p.joining.room > 0)
     @rule(extents=st.integers(1, 3))
     def device_comes(self, extents: int) -> None:
         self.w.add(extents)
 
-    @rule(tier=st.integers(2, 4))
+    @rule(tier=st.integers(1, 5))
     def device_goes(self, tier: int) -> None:
-        if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
+        first = self.w.p.residency.lasting[:1]
+        if tier < len(self.w.p.residency.tiers) and tier not in first and not self.w.leaves(tier):
             self.w.leave(tier)
 
-    @rule(tier=st.integers(0, 3), extents=st.integers(1, 5))
+    @precondition(lambda self: set(self.w.pools) - self.w.lost)
+    @rule(which=some)
+    def pool_is_lost(self, which: int) -> None:
+        there = sorted(set(self.w.pools) - self.w.lost)
+        self.w.lose(there[which % len(there)])
+
+    @rule(tier=st.integers(0, 5), extents=st.integers(1, 5))
     def tier_is_resized(self, tier: int, extents: int) -> None:
         if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
             state = self.w.p.residency.tiers[tier].extents
@@ -416,6 +434,7 @@ class Crowded(Machine):
     @initialize(
         dram=st.integers(1, 2),
         nvme=st.sampled_from([0, 1, 2, (1, 1), (1, 2)]),
+        hbm=st.sampled_from([0, 1, (1, 1)]),
         slots=st.sampled_from([4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
@@ -425,12 +444,13 @@ class Crowded(Machine):
         self,
         dram: int,
         nvme: int | tuple[int, ...],
+        hbm: int | tuple[int, ...],
         slots: int,
         write_policy: str,
         policy: str,
         rule: Rule,
     ) -> None:
-        how = {"policy": policy, "write_policy": write_policy, "admission": rule}
+        how = {"policy": policy, "write_policy": write_policy, "admission": rule, "hbm": hbm}
         self.build(World(dram, nvme, slots=slots, **how))
 
     @invariant()
@@ -446,11 +466,15 @@ class Peaceful(Machine):
 
     @initialize(
         nvme=st.sampled_from([0, 30, (30, 30)]),
+        hbm=st.sampled_from([0, 0, 2, (1, 2)]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, nvme: int | tuple[int, ...], write_policy: str, policy: str) -> None:
-        self.build(World(2 if nvme else 30, nvme, slots=7, policy=policy, write_policy=write_policy))
+    def start(
+        self, nvme: int | tuple[int, ...], hbm: int | tuple[int, ...], write_policy: str, policy: str
+    ) -> None:
+        how = {"policy": policy, "write_policy": write_policy, "hbm": hbm}
+        self.build(World(2 if nvme else 30, nvme, slots=7, **how))
 
     @invariant()
     def nothing_is_forgotten(self) -> None:
@@ -460,17 +484,23 @@ class Peaceful(Machine):
 
     @rule()
     def crash_that_keeps_memory(self) -> None:
+        r = self.w.p.residency
+        others = [tier for tier in range(len(r.tiers)) if tier not in self.w.pools]
+        for namespace, key in list(self.stored):
+            row = r.index.find_one(namespace, key)
+            if (r.blocks.slot[others, row] < 0).all():
+                del self.stored[namespace, key]
         self.w.restart(handover=True)
         self.leases, self.rooms, self.asked, self.pinned = [], [], {}, {}
 
-    @rule(chain=chains())
-    def get(self, chain: tuple[int, list[bytes]]) -> None:
+    @rule(chain=chains(), place=places)
+    def get(self, chain: tuple[int, list[bytes]], place: int) -> None:
         namespace, keys = chain
         n = self.prefix(namespace, keys)
         if n and not self.leases and not self.rooms and not self.asked and not self.w.p.residency.pins:
             self.w.finish_all()
             want = [self.stored[namespace, key] for key in keys[:n]]
-            got = self.w.get(namespace, keys[:n])
+            got = self.w.get(namespace, keys[:n], at=self.at(place))
             # The large blocks' share of the upper tier may be smaller than a chain of them.
             assert got == want[: len(got)]
             assert got == want or BLOCK_BYTES[namespace] > ALIGN

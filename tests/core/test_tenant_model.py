@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
-from tests.core.test_model import BLOCK_BYTES, WAITS, Asked, Faulty, chains, clients, some
+from tests.core.test_model import BLOCK_BYTES, WAITS, Asked, Faulty, chains, clients, places, some
 from tests.core.world import World
 
 OWNER = {1: 1, 2: 2, 3: 1}
@@ -23,12 +23,21 @@ class Tenants(Faulty):
     @initialize(
         dram=st.integers(2, 5),
         nvme=st.sampled_from([0, 2, 5]),
+        hbm=st.sampled_from([0, 2, (1, 3)]),
         slots=st.sampled_from([2, 4, 7]),
         write_policy=st.sampled_from(["write_through", "on_evict"]),
         policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, dram: int, nvme: int, slots: int, write_policy: str, policy: str) -> None:  # type: ignore[override]
-        self.w = World(dram, nvme, slots=slots, write_policy=write_policy, policy=policy)
+    def start(  # type: ignore[override]
+        self,
+        dram: int,
+        nvme: int,
+        hbm: int | tuple[int, ...],
+        slots: int,
+        write_policy: str,
+        policy: str,
+    ) -> None:
+        self.w = World(dram, nvme, slots=slots, write_policy=write_policy, policy=policy, hbm=hbm)
         self.domains = SHARED
         for namespace in BLOCK_BYTES:
             self.open(namespace)
@@ -36,9 +45,9 @@ class Tenants(Faulty):
     def open(self, namespace: int) -> None:
         self.w.open(namespace, BLOCK_BYTES[namespace], OWNER[namespace])
 
-    @rule(tenant=st.integers(1, 2), dram=st.tuples(floors, rooms), nvme=st.tuples(floors, rooms))
-    def quota(self, tenant: int, dram: tuple[int, int], nvme: tuple[int, int]) -> None:
-        quotas = [(floor, None if room == 100 else floor + room) for floor, room in (dram, nvme)]
+    @rule(tenant=st.integers(1, 2), of=st.lists(st.tuples(floors, rooms), min_size=3, max_size=3))
+    def quota(self, tenant: int, of: list[tuple[int, int]]) -> None:
+        quotas = [(floor, None if room == 100 else floor + room) for floor, room in of]
         self.w.tenant(tenant, *quotas[: len(self.w.p.residency.tiers)])
 
     @rule(namespace=st.sampled_from(list(OWNER)), back=st.booleans())
@@ -46,11 +55,13 @@ class Tenants(Faulty):
         self.domains += 1
         self.w.publish(namespace, OWNER[namespace] if back else self.domains)
 
-    @rule(client=clients, chain=chains(), wait=st.sampled_from(WAITS))
-    def read_what_is_published(self, client: int, chain: tuple[int, list[bytes]], wait: float) -> None:
+    @rule(client=clients, chain=chains(), wait=st.sampled_from(WAITS), place=places)
+    def read_what_is_published(
+        self, client: int, chain: tuple[int, list[bytes]], wait: float, place: int
+    ) -> None:
         namespace, keys = chain
         if self.w.opened[namespace].domain >= SHARED:
-            answer = self.w.acquire(client, namespace, keys, wait, tenant=9)
+            answer = self.w.acquire(client, namespace, keys, wait, tenant=9, at=self.at(place))
             asked = Asked(client, namespace, keys)
             if answer is None:
                 self.asked[self.w.last_request] = asked
@@ -83,7 +94,7 @@ class Tenants(Faulty):
         self.reopen(mine, request)
         assert tenant not in self.w.whose.values()
         self.w.tenants.pop(tenant, None)
-        self.quota(tenant, (0, 100), (0, 100))
+        self.quota(tenant, [(0, 100)] * 3)
 
     def gone(self, namespaces: list[int]) -> None:
         """From now on these are misses."""

@@ -13,8 +13,9 @@ from kvstore.client.session import Maps
 from kvstore.core.blocks import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
-from tests.simulation.daemon import DRAM, NVME, Life
+from tests.simulation.daemon import DRAM, Life
 from tests.simulation.device import Disk
+from tests.simulation.pool import SimPool
 
 Who = tuple[int, bytes]
 
@@ -100,6 +101,8 @@ def daemon_is_sound(life: Life, disks: dict[str, Disk], corrupted: bool) -> None
     most = r.tiers[DRAM].extents.bound_bytes
     assert len(life.dram._extents) * life.dram.extent_bytes <= most, "more DRAM than allowed"
     _dram_is_sound(life, corrupted)
+    if life.pool is not None and not life.pool.is_lost:
+        _pool_is_sound(life, life.pool, corrupted)
     for name, disk in disks.items():
         tier = life.tier_of(name)
         if tier is not None:
@@ -144,6 +147,22 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
             seed = arena.seed(spaces.fingerprints[number], key, length)
             good = arena.checksum(view[:length], seed) == int(r.blocks.checksum[row])
             assert good, f"block {key!r} has other bytes in DRAM than were committed"
+
+
+def _pool_is_sound(life: Life, pool: SimPool, corrupted: bool) -> None:
+    """Blocks in GPU memory have the bytes that were committed; there is no more of it than allowed."""
+    r, spaces = life.shell.placement.residency, life.shell.namespaces
+    [tier] = r.memory[1:]
+    extents = r.tiers[tier].extents
+    assert len(pool.memory) * pool.extent_bytes <= extents.bound_bytes, "more GPU memory than allowed"
+    owned = np.flatnonzero(extents.owner >= 0)
+    for row, view in zip(extents.owner[owned].tolist(), pool.slots(r.where(tier, owned)), strict=True):
+        number, key = int(r.blocks.namespace[row]), r.blocks.key(row)
+        length = spaces.lengths[number]
+        good = arena.checksum(view[:length], arena.seed(spaces.fingerprints[number], key, length))
+        assert corrupted or good == int(r.blocks.checksum[row]), (
+            f"block {key!r} has other bytes in the pool than were committed"
+        )
 
 
 def old_memory_is_empty(life: Life, maps: list[Maps]) -> None:
@@ -268,7 +287,8 @@ class Quotas:
 def _limits_are_divided(life: Life) -> None:
     """What a tenant may have of all devices together is no more than its limit."""
     tenancy = life.shell.tenancy
-    tiers = [t for t in life.shell.placement.residency.tiers[NVME:] if not t.leaving]
+    r = life.shell.placement.residency
+    tiers = [r.tiers[tier] for tier in r.lasting if not r.tiers[tier].leaving]
     for name, tenant in life.shell.config.tenants.items():
         limit, number = tenant.nvme.limit, tenancy.registry.number(name)
         # One that is being deleted has nothing in memory, from where it could get there.

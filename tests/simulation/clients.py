@@ -81,7 +81,8 @@ class Engine:
         self.tasks.append(self.process.create_task(doing))
 
     async def _live(self) -> None:
-        names, weights = zip(*_WEIGHTS.items(), strict=True)
+        more = _WITH_A_GPU if self.world.gpu is not None else {}
+        names, weights = zip(*(_WEIGHTS | more).items(), strict=True)
         while not self.world.ending:
             await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))
             away_s = self.client._backoff._until - self.world.loop.now
@@ -184,7 +185,8 @@ class Engine:
     async def lease(self) -> None:
         space, ns, keys = self._some()
         began, at = self.world.oracle.tick(), self.world.loop.now
-        lease: Lease = await self._timed(f"acquire {space} {keys[-1].decode()}", ns.acquire(keys))
+        acquired = ns.acquire(keys, device=self.world.device())
+        lease: Lease = await self._timed(f"acquire {space} {keys[-1].decode()}", acquired)
         size = ns.layout.block_bytes
         try:
             for _ in range(self.dice.randint(1, 3)):
@@ -208,7 +210,8 @@ class Engine:
         puts = self.world.oracle.put_begins(space, keys, salt)
         over_at = math.inf
         try:
-            room: Room = await self._timed(f"reserve {space} {keys[-1].decode()}", ns.reserve(keys))
+            reserved = ns.reserve(keys, device=self.world.device())
+            room: Room = await self._timed(f"reserve {space} {keys[-1].decode()}", reserved)
             with room:
                 await self._fill(space, keys, room, salt)
                 what = self.dice.random()
@@ -240,7 +243,8 @@ class Engine:
 
     async def prefetch(self) -> None:
         space, ns, keys = self._some()
-        await self._timed(f"prefetch {space} {keys[-1].decode()}", ns.prefetch(keys))
+        prefetched = ns.prefetch(keys, device=self.world.device())
+        await self._timed(f"prefetch {space} {keys[-1].decode()}", prefetched)
 
     async def pin(self) -> None:
         space, ns, keys = self._some(own=True)
@@ -360,3 +364,4 @@ _WEIGHTS = {
     "reload": 0.5,
     "misuse": 2,
 }
+_WITH_A_GPU = {"lease": 20, "room": 15, "prefetch": 5}

@@ -28,6 +28,7 @@ from kvstore.tiers.worker import Worker
 from tests.simulation.device import Disk, SimEngine, SimSlabs, SimStore, Writer
 from tests.simulation.loop import MICRO, Process
 from tests.simulation.network import Network
+from tests.simulation.pool import Gpus, SimPool
 
 DRAM, NVME = 0, 1
 SECOND_DEVICE = "nvme1"
@@ -49,6 +50,8 @@ class Setup:
     policy: str = "lru"
     admission: Rule = field(default_factory=Rule)
     second_bytes: int = 0  # the limit of the second device, which is there if the first one is
+    hbm_extents: int = 0  # of a pool of GPU memory
+    hbm_quotas: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def draw(cls, dice: random.Random) -> Setup:
@@ -85,13 +88,25 @@ class Setup:
                 parts.append((floor * self.extent_bytes, int(most * self.extent_bytes)))
             self.quotas[name] = parts[0], parts[1]
 
+    def draw_hbm(self, dice: random.Random) -> None:
+        """A pool of a few extents, and what tenants may have of it."""
+        self.hbm_extents = dice.randint(2, 5)
+        if dice.random() < 0.5:
+            for name in TENANTS:
+                floor = dice.choice((0, 0, 1))
+                most = dice.uniform(max(floor, 0.2), self.hbm_extents + 1)
+                self.hbm_quotas[name] = floor * self.extent_bytes, int(most * self.extent_bytes)
+
     def config(self) -> Config:
         tenants = "".join(
             f"[tenants.{name}]\n"
             f'tokens = [{{hash = "sha256:{sha256(name.encode()).hexdigest()}", role = "admin"}}]\n'
             + "".join(
                 f"{tier}.floor = {floor}\n{tier}.limit = {limit}\n"
-                for tier, (floor, limit) in zip(("dram", "nvme"), self.quotas.get(name, ()), strict=False)
+                for tier, (floor, limit) in (
+                    *zip(("dram", "nvme"), self.quotas.get(name, ()), strict=False),
+                    *(("hbm", part) for part in [self.hbm_quotas.get(name)] if part is not None),
+                )
             )
             for name in TENANTS
         )
@@ -101,6 +116,7 @@ class Setup:
             f'nvme.admission = "{self.admission.mode}"\n'
             f"nvme.admission_threshold = {self.admission.threshold}\n"
             f"nvme.write_budget = {self.admission.bytes_a_day}\n"
+            f"hbm.limit = {(1 << 30) if self.hbm_extents else 0}\n"
             f"scrub.rate = {self.scrub_bytes_per_s}\n"
             f"limits.leases_per_connection = {self.leases}\n"
             "limits.batch_keys = 16\n" + tenants
@@ -116,7 +132,9 @@ class Setup:
                 write_budget=self.admission.bytes_a_day,
             )
             nvme["devices"] = {SECOND_DEVICE: second}
-        return config.model_copy(update={"nvme": config.nvme.model_copy(update=nvme)})
+        hbm = {"limit": self.hbm_extents * self.extent_bytes}
+        tiers = {"nvme": config.nvme.model_copy(update=nvme), "hbm": config.hbm.model_copy(update=hbm)}
+        return config.model_copy(update=tiers)
 
 
 @dataclass
@@ -142,7 +160,13 @@ class Life:
     """A daemon from its start to its end. `up` once it listens."""
 
     def __init__(
-        self, setup: Setup, number: int, disks: dict[str, Disk], manager: Manager, net: Network
+        self,
+        setup: Setup,
+        number: int,
+        disks: dict[str, Disk],
+        manager: Manager,
+        net: Network,
+        gpu: Gpus | None = None,
     ) -> None:
         """`disks` by the names of devices: also of those that come later, once they are there."""
         disk, config = disks[FIRST_DEVICE], setup.config()
@@ -163,9 +187,14 @@ class Life:
         if setup.nvme_extents:
             self._skew = dice.choice((0.0, 0.0, -500.0))
             devices = {name: self.open(config, name) for name in config.nvme.limits}
-        self.devices_at_start = len(devices)
+        self.pool: SimPool | None = None
+        if gpu is not None:
+            limit = setup.hbm_extents * setup.extent_bytes
+            self.pool = SimPool(gpu, self.process, limit, setup.extent_bytes, number)
+        pools: dict[str, Any] = {"hbm0": self.pool} if self.pool is not None else {}
+        self.devices_at_start = len(devices) + len(pools)
         self.shell = Shell(
-            config, self.process, self.dram, devices, (), dice.getrandbits, lambda: disk.loop.now
+            config, self.process, self.dram, devices, (), pools, dice.getrandbits, lambda: disk.loop.now
         )
         # So that much happens while one policy follows another.
         self.shell.placement.switch.rows_at_once = 4
@@ -240,6 +269,8 @@ class Life:
         for extent in self.dram._extents.values():
             extent.close()
         self.dram._owners.close()
+        if self.pool is not None:
+            self.pool.scramble()
 
 
 class _Stopwatch:

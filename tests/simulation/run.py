@@ -20,7 +20,7 @@ from kvstore.daemon.devices import open_new
 from kvstore.daemon.tenants import Identity, Role
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import ALIGN
+from kvstore.types import ALIGN, Tier
 from tests.simulation import audit
 from tests.simulation.clients import SPACES, Engine
 from tests.simulation.daemon import DRAM, NVME, SECOND_DEVICE, TENANTS, Life, Manager, Setup
@@ -29,6 +29,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.loop import Loop, Process
 from tests.simulation.network import Link, Network
 from tests.simulation.oracle import Oracle, payload
+from tests.simulation.pool import Gpus
 from tests.simulation.seams import in_simulation
 
 KILL, POWER, STOP = "kill", "power cut", "stop"
@@ -90,6 +91,11 @@ class World:
             self._device_dice = devices
             if devices.random() < 0.75:
                 self.disks[SECOND_DEVICE] = self._new_second(devices)
+        # And for the pool of GPU memory: whether there is one, who asks for it, when it is lost.
+        pools = random.Random(f"hbm {seed}")
+        self.gpu = Gpus(pools) if not (plain or one_device) and pools.random() < 0.3 else None
+        if self.gpu is not None:
+            setup.draw_hbm(pools)
         self.ending = False
         self.quotas = audit.Quotas()
         self.recent = (0, [b"s0b0k00"])
@@ -127,6 +133,10 @@ class World:
 
     def fail(self, what: str, why: str) -> None:
         raise Violation(f"{what}: {why}")
+
+    def device(self) -> Gpus | None:
+        """Where somebody would have blocks."""
+        return self.gpu if self.gpu is not None and self.gpu.dice.random() < 0.7 else None
 
     def new_salt(self) -> int:
         self._salt += 1
@@ -173,7 +183,7 @@ class World:
         if life is None or not life.up:
             return
         for tier, state in enumerate(life.shell.placement.residency.tiers):
-            if state.leaving:
+            if state.leaving or state.spec.tier == Tier.HBM:
                 continue
             name, size = state.spec.name, state.extents.extent_bytes
             has = state.extents.limit_bytes // size
@@ -260,7 +270,7 @@ class World:
         if self.life is not None:
             held = self.life.shell.placement.ledger.reservations.get(room.lease)
             if held is not None:
-                records = self.life.shell.placement.residency.tiers[DRAM].extents.record[held.slots]
+                records = self.life.shell.placement.residency.tiers[held.at].extents.record[held.slots]
                 if records.tobytes() == room._slots.records:
                     return True
         self.counts["writers_cut_off"] += 1
@@ -273,9 +283,10 @@ class World:
         self.log(f"daemon {self._lives} starts")
         if not self.setup.second_bytes:
             self._away = self.disks.pop(SECOND_DEVICE, self._away)
-        self.life = Life(self.setup, self._lives, self.disks, self.manager, self.net)
+        self.life = Life(self.setup, self._lives, self.disks, self.manager, self.net, self.gpu)
         self.counts[self.setup.policy] += 1
         self.counts["with two devices"] += len(self.disks) == 2
+        self.counts["with a pool"] += self.gpu is not None
         self.quotas = audit.Quotas()
         self.life.process.call_soon(self._restored)
 
@@ -336,10 +347,13 @@ class World:
     def _will_lose_some(self, life: Life) -> bool:
         """Whether extents may lie beyond a lower limit, or will be cut into fewer slots: of fewer rows."""
         residency, resizing = life.shell.placement.residency, life.shell.placement.resizing
-        stay = [tier for tier, state in enumerate(residency.tiers) if not state.leaving]
+        # A pool that is lost is there again.
+        back = [state.lost for state in residency.tiers]
+        stay = [tier for tier, state in enumerate(residency.tiers) if back[tier] or not state.leaving]
         nbytes = sum(residency.tiers[tier].extents.limit_bytes for tier in stay)
         rows = max(nbytes // shell._MIN_BLOCK_BYTES, shell._MIN_ROWS)
-        lost = rows < residency.blocks.capacity or any(resizing.is_at_work(tier) for tier in stay)
+        lost = rows < residency.blocks.capacity
+        lost |= any(resizing.is_at_work(tier) for tier in stay if not back[tier])
         self.counts["crashed_while_resizing"] += lost
         return lost
 
@@ -386,7 +400,7 @@ class World:
         n = self.dice.choice((0, 1, 1, 2, 3))
         crashes = [(self.dice.randrange(20, steps), self.dice.choice(kinds)) for _ in range(n)]
         crashes.sort(reverse=True)
-        moves = self._draw_moves(steps)
+        moves, losses = self._draw_moves(steps), self._draw_losses(steps)
         while self.loop.steps < steps:
             if not self.step():
                 break
@@ -400,7 +414,19 @@ class World:
             if moves and self.loop.steps >= moves[-1] and self.life is not None:
                 moves.pop()
                 self.life.process.call_soon(self._come_or_leave, self._device_dice)
+            if losses and self.loop.steps >= losses[-1]:
+                losses.pop()
+                if self.life is not None and self.life.up and self.life.pool is not None:
+                    self.log("the pool is lost")
+                    self.life.pool.lose()
         self.come_to_rest()
+
+    def _draw_losses(self, steps: int) -> list[int]:
+        """At which steps the GPU is lost, the last one first."""
+        if self.gpu is None:
+            return []
+        dice = self.gpu.dice
+        return sorted((dice.randrange(20, steps) for _ in range(dice.choice((0, 0, 1, 1, 2)))), reverse=True)
 
     def _draw_moves(self, steps: int) -> list[int]:
         """At which steps the second device comes or leaves, the last one first."""
@@ -523,5 +549,6 @@ def simulate(
         finally:
             world.close()
     digest = world._hash.hexdigest()
+    world.counts.update(world.gpu.happened if world.gpu is not None else ())
     happened = world.faults.happened
     return Outcome(seed, violation, digest, world.loop.steps, happened, world.operations, world.counts)

@@ -12,10 +12,11 @@ from unittest import mock
 from kvstore.client import aio, flows, link
 from kvstore.client.holds import Room
 from kvstore.config import Config
-from kvstore.daemon import devices, resizing, server, shell
+from kvstore.daemon import devices, gpus, resizing, server, shell
 from kvstore.daemon.peers import Peer
 from kvstore.tiers.nvme import journal
 from kvstore.tiers.nvme.tier import NvmeTier
+from tests.simulation import pool
 from tests.simulation.daemon import SECOND_DEVICE, Thread
 
 _SOMEBODY = 61001
@@ -52,13 +53,21 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(aio, "AsyncLink", world.net.link))
         stack.enter_context(mock.patch.object(flows, "_fill", filled))
         stack.enter_context(mock.patch.object(shell, "threading", threading))
-        stack.enter_context(mock.patch.object(devices, "threading", threading))
+        for module in (devices, gpus):
+            stack.enter_context(mock.patch.object(module, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
         for module in (devices, resizing):
             stack.enter_context(mock.patch.object(module, "extent_bytes", extent_bytes_of_new))
         stack.enter_context(mock.patch.object(shell, "_MIN_ROWS", world.dice.choice((96, 512))))
-        stack.enter_context(mock.patch.object(server, "peer_of", return_value=Peer(_SOMEBODY, ())))
+        stack.enter_context(mock.patch.object(server, "peer_of", return_value=_Peer(_SOMEBODY, ())))
+        if world.gpu is not None:
+            stack.enter_context(mock.patch.multiple(flows, **pool.in_place(world.gpu)))
+            stack.enter_context(
+                mock.patch.multiple(
+                    aio, check_device=pool.check_device, no_lease=pool.no_lease, no_room=pool.no_room
+                )
+            )
         stack.enter_context(mock.patch.object(server, "_numbers", iter(range(1, 1 << 30))))
         stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
         logger.addHandler(errors)
@@ -70,6 +79,13 @@ def in_simulation(world: Any) -> Iterator[None]:
             logger.removeHandler(errors)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+class _Peer(Peer):
+    """One whose process need not be watched: what it maps ends with the run."""
+
+    def pidfd(self) -> int:
+        return -1
 
 
 class _Errors(logging.Handler):

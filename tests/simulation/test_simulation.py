@@ -43,6 +43,7 @@ from kvstore.tiers.nvme.tier import NvmeTier
 from tests.simulation.run import simulate
 
 SEEDS = 300
+OF_POOLS = ("with a pool", "pool lost", "blocks read from a pool", "blocks copied by the GPU")
 BREAKS_WITHIN = 150
 """How many seeds it may take to catch code that was broken on purpose."""
 
@@ -53,7 +54,7 @@ def test_every_property_holds(first: int) -> None:
     failed = [o for o in outcomes if o.violation]
     assert not failed, "\n".join(f"seed {o.seed}: {o.violation}" for o in failed)
     counts = sum((o.counts for o in outcomes), Counter[str]())
-    for what in ("with two devices", "devices came", "devices left", "restarts_checked"):
+    for what in ("with two devices", "devices came", "devices left", "restarts_checked", *OF_POOLS):
         assert counts[what], f"no run of these sees {what}"
 
 
@@ -305,6 +306,28 @@ def _without_first(restore: Any) -> Any:
     return restore.only(np.arange(len(restore.index)) > 0)
 
 
+def given_back_in_dram(patch: Patch) -> None:
+    """The end of a lease on GPU memory gives slots of DRAM back."""
+    drop = Ledger.drop_lease
+
+    def drop_in_dram(self: Any, number: int) -> None:
+        self.leases[number].at = 0
+        drop(self, number)
+
+    patch.setattr(Ledger, "drop_lease", drop_in_dram)
+
+
+def any_copy_will_do(patch: Patch) -> None:
+    """Who waits at one tier is told of what arrives in another."""
+    tell = Reads._tell
+
+    def tell_all(self: Any, tier: int, row: int, ok: bool) -> list[int]:
+        memory = self._r.memory if ok else [tier]
+        return [request for each in memory for request in tell(self, each, row, ok)]
+
+    patch.setattr(Reads, "_tell", tell_all)
+
+
 RECORDS = "records prove their slots"
 SOUND = "the daemon is sound"
 LOST = "nothing promised is lost"
@@ -339,11 +362,19 @@ CAUGHT_AS = {
     drops_at_the_first: (RECORDS, FORGOTTEN, SOUND),
     only_the_first_is_restored: (LOST, SOUND),
     hasty_leave: (SOUND, "KeyError in device_at"),
+    given_back_in_dram: (SOUND, "IndexError"),
+    any_copy_will_do: (SOUND, "AssertionError", "IndexError"),
 }
 
 
-SEVERAL = {drops_at_the_first, only_the_first_is_restored, hasty_leave}
-"""Of one device nobody sees anything wrong with these."""
+SEVERAL = {
+    drops_at_the_first,
+    only_the_first_is_restored,
+    hasty_leave,
+    given_back_in_dram,
+    any_copy_will_do,
+}
+"""Of one device, and no GPU, nobody sees anything wrong with these."""
 
 
 @pytest.mark.parametrize("broken", CAUGHT_AS, ids=lambda f: f.__name__)
