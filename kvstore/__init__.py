@@ -2,15 +2,24 @@
 
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
+from kvstore.client.gpu import DeviceLease, DeviceRoom
 from kvstore.client.guard import Guard
 from kvstore.client.holds import Lease, PutResult, Room
 from kvstore.client.sync import Client, Namespace
+from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.names import why_not as why_no_gpu
+from kvstore.cuda.wrap import wrap as on_device
+from kvstore.fp8 import Fp8
 from kvstore.types import Key, Layout, Tier, chain_keys
 
 __all__ = [
     "AsyncClient",
     "AsyncNamespace",
     "Client",
+    "DeviceBuffer",
+    "DeviceLease",
+    "DeviceRoom",
+    "Fp8",
     "Guard",
     "Key",
     "Layout",
@@ -21,4 +30,6 @@ __all__ = [
     "Tier",
     "chain_keys",
     "errors",
+    "on_device",
+    "why_no_gpu",
 ]

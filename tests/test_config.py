@@ -106,8 +106,11 @@ def test_the_example_is_the_default_and_shows_every_key() -> None:
         for name, body in zip(sections[1::2], sections[2::2], strict=True)
     }
     quota = set(TierQuota.model_fields)
-    tenant = {"": set(Tenant.model_fields) - {"dram", "nvme", "tokens"}, ".tokens": set(Token.model_fields)}
-    tenant |= {".dram": quota, ".nvme": quota}
+    tenant = {
+        "": set(Tenant.model_fields) - {"dram", "nvme", "hbm", "tokens"},
+        ".tokens": set(Token.model_fields),
+    }
+    tenant |= {".dram": quota, ".nvme": quota, ".hbm": quota}
     by_name = {"tokens", "devices"}
     assert shown == {
         **{name: set(dict(section)) - by_name for name, section in Config() if name != "tenants"},

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvstore import config as configuration
 from kvstore.daemon import doctor
 from kvstore.daemon.doctor import FAIL, OK, WARN, Line
 from kvstore.lab.served import ServedDaemon
+from tests.cuda.faking import fake_cuda
 from tests.daemons import WITH_NVME, cli
 
 GIB = 1 << 30
@@ -215,3 +217,28 @@ def test_exit_codes(tmp_path: Path) -> None:
     wrong = cli("doctor", config="[dram]\nlimits = 1\n", folder=tmp_path)
     assert wrong.returncode == 2
     assert "did you mean dram.limit?" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("fake", "limit", "level", "said"),
+    [
+        ({}, "0B", OK, "no pool of GPU memory"),
+        ({}, "64MiB", OK, "GPU-01010101-0101-0101-0101-010101010101: 1GiB of 1GiB free, limit 64MiB"),
+        ({}, "2GiB", WARN, "there will be no pool on this GPU"),
+        ({"driver": "old"}, "64MiB", WARN, "the NVIDIA driver is too old"),
+        ({"gpus": 0}, "64MiB", WARN, "no GPU is visible"),
+        ({"ipc": "no"}, "64MiB", WARN, "--ipc=host"),
+    ],
+)
+def test_whether_there_can_be_a_pool_of_gpu_memory(
+    fake: dict[str, Any], limit: str, level: str, said: str
+) -> None:
+    with fake_cuda(**fake):
+        [line] = doctor.hbm(configuration.parse(f'[hbm]\nlimit = "{limit}"'))
+    assert line.name == "hbm"
+    told(line, level, said)
+
+
+def test_without_cupy_doctor_says_what_to_install() -> None:
+    [line] = doctor.hbm(configuration.parse('[hbm]\nlimit = "1GiB"'))
+    told(line, WARN, "there is no package cupy", "pip install 'kvstore[cuda]'")

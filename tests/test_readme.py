@@ -58,8 +58,8 @@ def test_the_table_has_every_key_with_its_default() -> None:
 
 def test_the_table_of_tenants_has_every_key() -> None:
     shown = set(re.findall(r"`tenants\.NAME\.([a-z_.]+)`", README))
-    own = set(config.Tenant.model_fields) - {"dram", "nvme", "tokens"}
-    quotas = {f"{tier}.{name}" for tier in ("dram", "nvme") for name in config.TierQuota.model_fields}
+    own = set(config.Tenant.model_fields) - {"dram", "nvme", "hbm", "tokens"}
+    quotas = {f"{tier}.{name}" for tier in ("dram", "nvme", "hbm") for name in config.TierQuota.model_fields}
     assert shown == own | quotas | {f"tokens.{name}" for name in config.Token.model_fields}
     defaults = re.findall(r"^\| `tenants\.NAME\.(role|share|encrypt)` \| `(.+?)` \|", README, re.MULTILINE)
     lines = [f'{key} = "{value}"' if key == "role" else f"{key} = {value}" for key, value in defaults]

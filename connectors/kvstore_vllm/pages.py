@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvstore import Lease, Room
+from kvstore import DeviceBuffer, Lease, Room, on_device, why_no_gpu
 from kvstore.errors import ConfigError
 
 
@@ -23,11 +25,20 @@ class Pages(Protocol):
     block_bytes: int
     """Bytes of one engine block, all layers."""
 
+    device: str | None
+    """The GPU that rooms and leases are to be of; None: they are of host memory."""
+
+    at_once: int
+    """Blocks of a lease that are best loaded by one call."""
+
     def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
         """Fills a slot of a room from engine blocks."""
 
-    def load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
-        """Fills engine blocks (None: not this one) from a block of a lease; whether its bytes were right."""
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
+        """Fills engine blocks (None: not this one) from blocks of a lease, the first of which is `first`.
+
+        How many leading ones had the right bytes.
+        """
 
 
 def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
@@ -38,8 +49,12 @@ def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
         layers.setdefault(rows.data_ptr(), rows)  # layers that share their KV are one
     if not layers:
         raise ConfigError("the engine has no KV cache", "nothing is there to store")
-    host = all(rows.device.type == "cpu" for rows in layers.values())
-    return HostPages(list(layers.values())) if host else DevicePages(list(layers.values()))
+    rows = list(layers.values())
+    if all(each.device.type == "cpu" for each in rows):
+        return HostPages(rows)
+    if all(each.is_cuda for each in rows) and not why_no_gpu():
+        return GpuPages([Layer.of(each) for each in rows])
+    return DevicePages(rows)
 
 
 def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -69,6 +84,9 @@ def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 class HostPages:
     """KV memory that the CPU reaches: copied and verified in one go, straight from and into slots."""
 
+    device: str | None = None
+    at_once = 1
+
     def __init__(self, layers: list[torch.Tensor]) -> None:
         self._layers = [rows.numpy() for rows in layers]
         self._unwanted = [np.empty(rows.shape[1], np.uint8) for rows in self._layers]
@@ -78,9 +96,9 @@ class HostPages:
         """See Pages."""
         room.gather(slot, self._parts(block_ids))
 
-    def load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
         """See Pages."""
-        return lease.scatter(index, self._parts(block_ids))
+        return lease.scatter_all([self._parts(ids) for ids in block_ids], first)
 
     def _parts(self, block_ids: Sequence[int | None]) -> list[np.ndarray]:
         parts: list[np.ndarray] = []
@@ -89,12 +107,69 @@ class HostPages:
         return parts
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's cache in a GPU's memory: engine block i has `row_bytes` from `start` + i * `step` on."""
+
+    memory: DeviceBuffer
+    start: int
+    step: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> Layer:
+        """Of rows of bytes, as `_rows` gives them."""
+        whole = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
+        return cls(on_device(whole), rows.storage_offset(), rows.stride(0), rows.shape[1])
+
+    def row(self, block_id: int) -> DeviceBuffer:
+        """One engine block of the layer."""
+        start = self.start + block_id * self.step
+        return self.memory.part(start, start + self.row_bytes)
+
+
+class GpuPages:
+    """KV memory of a GPU, by kvstore's own kernels: a kernel scatters many blocks, and one verifies them.
+
+    Blocks that are saved were computed by a step whose output the scheduler has seen, so nothing has to be
+    waited for; loads are over when `load` returns.
+    """
+
+    device: str | None
+    at_once = 64
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self._layers = layers
+        gpu = layers[0].memory.gpu
+        self.device = gpu.uuid
+        self._unwanted = gpu.allocate(max(layer.row_bytes for layer in layers))
+        self.block_bytes = sum(layer.row_bytes for layer in layers)
+
+    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+        """See Pages."""
+        room.gather(slot, self._parts(block_ids))
+
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
+        """See Pages."""
+        return lease.scatter_all([self._parts(ids) for ids in block_ids], first)
+
+    def _parts(self, block_ids: Sequence[int | None]) -> list[DeviceBuffer]:
+        return [
+            self._unwanted.part(0, layer.row_bytes) if block_id is None else layer.row(block_id)
+            for block_id in block_ids
+            for layer in self._layers
+        ]
+
+
 class DevicePages:
-    """KV memory of a device: through a buffer in host memory, so that what arrives is what was verified.
+    """KV memory of another device: by a buffer in host memory, so that what arrives is what was verified.
 
     Each thread has a stream and a buffer of its own. Blocks that are saved were computed by a step whose
     output the scheduler has seen, so nothing has to be waited for; loads are over when `load` returns.
     """
+
+    device: str | None = None
+    at_once = 1
 
     def __init__(self, layers: list[torch.Tensor]) -> None:
         self._layers = layers
@@ -111,8 +186,12 @@ class DevicePages:
             buffer.copy_(packed)
         room.gather(slot, [buffer.numpy()])
 
-    def load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
+    def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
         """See Pages."""
+        good = (self._load(lease, first + i, ids) for i, ids in enumerate(block_ids))
+        return sum(takewhile(bool, good))
+
+    def _load(self, lease: Lease, index: int, block_ids: Sequence[int | None]) -> bool:
         buffer = self._buffer(len(block_ids))
         if not lease.scatter(index, [buffer.numpy()]):
             return False

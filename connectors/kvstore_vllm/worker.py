@@ -160,12 +160,15 @@ class WorkerHalf:
         if left_s <= 0:
             return 0
         done = 0
-        with self._namespace(epoch).acquire(load.keys, left_s) as lease:
-            for i in range(len(lease)):
-                ids = wanted[i * self._per_key : (i + 1) * self._per_key]
-                if time.monotonic() > ends or not self._pages.load(lease, i, ids):
+        per_key, at_once, device = self._per_key, self._pages.at_once, self._pages.device
+        with self._namespace(epoch).acquire(load.keys, left_s, device=device) as lease:
+            while done < len(lease) and time.monotonic() <= ends:
+                last = min(done + at_once, len(lease))
+                ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
+                good = self._pages.load(lease, done, ids)
+                done += good
+                if good < len(ids):
                     break
-                done = i + 1
         return min(max(0, done * self._per_key - load.skip), len(load.block_ids))
 
     def _save(self, epoch: str, saving: _Saving, save: Save, ends: float) -> None:
@@ -188,7 +191,7 @@ class WorkerHalf:
             left_s = ends - time.monotonic()
             if left_s <= 0:
                 break
-            with self._namespace(epoch).reserve(keys, parent, left_s) as room:
+            with self._namespace(epoch).reserve(keys, parent, left_s, device=self._pages.device) as room:
                 for slot, at in enumerate(room.wanted):
                     first = (start + at) * self._per_key
                     if not self._read(saving, room, slot, save.block_ids[first : first + self._per_key]):

@@ -96,6 +96,7 @@ class Status(View):
     core_ram_bytes: int
     huge_pages: bool
     policy: str = Field(examples=["hazard"])
+    gpus: dict[str, str] = Field(description="UUIDs of GPUs, by the names of their pools.")
     nvme_io: str
     problems: list[str]
     counters: dict[str, int]

@@ -214,7 +214,7 @@ def _summary(tenant: configuration.Tenant) -> str:
     expired = sum(token.expires is not None and token.expires <= datetime.now(UTC) for token in tenant.tokens)
     members = f"{len(tenant.uids)} users, {len(tenant.gids)} groups, {len(tenant.tokens)} tokens"
     parts = [members + (f" ({expired} expired)" if expired else ""), f"share {tenant.share:g}"]
-    for tier, quota in (("dram", tenant.dram), ("nvme", tenant.nvme)):
+    for tier, quota in tenant.quotas.items():
         most = "all" if quota.limit is None else format_size(quota.limit)
         parts.append(f"{tier} from {format_size(quota.floor)} to {most}")
     return ", ".join(parts)

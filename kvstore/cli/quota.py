@@ -60,8 +60,10 @@ def show_quota(
 def set_quota(
     tenant: TenantArgument,
     *,
-    dram_limit: Annotated[str, _size("Most that it may have of DRAM; none: no limit.")] = "",
-    dram_floor: Annotated[str, _size("What is never taken from it.")] = "",
+    hbm_limit: Annotated[str, _size("Most that it may have of each GPU's pool; none: no limit.")] = "",
+    hbm_floor: Annotated[str, _size("What is never taken from it.")] = "",
+    dram_limit: Annotated[str, _size("The same of DRAM.")] = "",
+    dram_floor: Annotated[str, _size("The same of DRAM.")] = "",
     nvme_limit: Annotated[str, _size("The same of NVMe.")] = "",
     nvme_floor: Annotated[str, _size("The same of NVMe.")] = "",
     share: Annotated[
@@ -76,6 +78,8 @@ def set_quota(
     Example: kvstore quota set chat --dram-limit 64GiB --share 2 --dry-run
     """
     sizes = {
+        "--hbm-limit": hbm_limit,
+        "--hbm-floor": hbm_floor,
         "--dram-limit": dram_limit,
         "--dram-floor": dram_floor,
         "--nvme-limit": nvme_limit,

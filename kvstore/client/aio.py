@@ -17,6 +17,7 @@ from kvstore.client import flows
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
+    check_device,
     check_hint,
     check_keep,
     check_names,
@@ -27,6 +28,8 @@ from kvstore.client.checks import (
     check_speed,
     check_token,
     check_ttl,
+    no_lease,
+    no_room,
     recompute_s,
     socket_path,
 )
@@ -279,14 +282,19 @@ async def _answered(value: Any) -> Any:
 async def _pump(link: AsyncLink, flow: Flow) -> Any:
     """Drives a flow to its end on a connection."""
     reply: Any = None
+    failed: Exception | None = None
     try:
         while True:
-            step = flow.send(reply)
+            step = flow.send(reply) if failed is None else flow.throw(failed)
+            failed = None
             if isinstance(step, flows.Post):
                 link.post(step.message)
                 reply = None
             elif isinstance(step, flows.Work):
-                reply = await _in_thread(step.call)
+                try:
+                    reply = await _in_thread(step.call)
+                except Exception as error:
+                    failed = error
             elif isinstance(step, flows.Fetch):
                 reply = await link.fetch(step.message)
             else:
@@ -339,10 +347,12 @@ class AsyncNamespace:
     ) -> int:
         """Copies the longest stored prefix into `out`; the number of good blocks."""
         joined, size = check_keys(keys)
-        flat = check_out(keys, out, self.layout.block_bytes)
+        flat, gpu = check_out(keys, out, self.layout.block_bytes)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s), deadline_s, int
+            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu),
+            deadline_s,
+            int,
         )
 
     async def put(
@@ -351,9 +361,9 @@ class AsyncNamespace:
         """Stores blocks."""
         check_keys(keys)
         check_parent(parent)
-        views = check_blocks(keys, blocks, self.layout.block_bytes)
+        views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         return await self._client.run(
-            lambda c: flows.put(c, self._space, keys, views, parent),
+            lambda c: flows.put(c, self._space, keys, views, parent, gpu),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
@@ -363,35 +373,45 @@ class AsyncNamespace:
         keys: Sequence[Key],
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        device: int | str | None = None,
     ) -> Lease:
         """A lease on the longest prefix that is ready in time."""
         joined, size = check_keys(keys)
+        gpu = check_device(device)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s), deadline_s, self._no_lease
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu),
+            deadline_s,
+            lambda: no_lease(self.layout.block_bytes, gpu),
         )
 
     async def reserve(
-        self, keys: Sequence[Key], parent: Key | None = None, deadline_s: float | None = None
+        self,
+        keys: Sequence[Key],
+        parent: Key | None = None,
+        deadline_s: float | None = None,
+        device: int | str | None = None,
     ) -> Room:
         """Slots to fill; `await room.commit()` makes them readable."""
         check_keys(keys)
         check_parent(parent)
+        gpu = check_device(device)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
         async def lost_again(_: bytes) -> PutResult:
             return lost
 
         def nothing() -> Room:
-            return Room.on_nothing(self.layout.block_bytes, lost, lost_again)
+            return no_room(self.layout.block_bytes, lost, lost_again, gpu)
 
         return await self._client.run(
-            lambda c: flows.reserve(c, self._space, keys, parent), deadline_s, nothing
+            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu), deadline_s, nothing
         )
 
-    async def prefetch(self, keys: Sequence[Key]) -> int:
-        """Starts bringing the stored prefix into DRAM."""
-        return await self._count(m.Prefetch, keys)
+    async def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> int:
+        """Starts bringing the stored prefix into DRAM, or into the daemon's pool on a GPU."""
+        gpu = check_device(device)
+        return await self._count(m.Prefetch, keys, "" if gpu is None else gpu.uuid)
 
     async def pin(self, keys: Sequence[Key], ttl_s: float) -> int:
         """Keeps the stored prefix from eviction for `ttl_s`."""
@@ -430,6 +450,3 @@ class AsyncNamespace:
     def _anew_s(self, tokens_per_s: float | None) -> float:
         """What computing a block anew takes (s), by the caller's speed or the client's; 0: nobody knows."""
         return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
-
-    def _no_lease(self) -> Lease:
-        return Lease.on_nothing(self.layout.block_bytes)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from kvstore.client.holds import Buffer, as_bytes
+from kvstore.client.gpu import is_on_device, no_room_on, nothing_on
+from kvstore.client.holds import Buffer, Lease, PutResult, Room, as_bytes
+from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.device import Gpu, resolve, why_not
+from kvstore.cuda.wrap import wrap
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, check_keys, check_tenant
 from kvstore.wire.messages import NORMAL
@@ -110,16 +115,52 @@ def recompute_s(layout: Layout, tokens_per_s: float) -> float:
     return layout.block_tokens / tokens_per_s if tokens_per_s else 0.0
 
 
-def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> list[memoryview]:
-    """One flat view a key. Raises MisuseError when number or size of the blocks do not fit."""
-    if hasattr(blocks, "ndim"):
-        blocks = as_bytes(blocks, "blocks", len(keys) * block_bytes)
-        return [blocks[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
-    if len(blocks) != len(keys):
+def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple[list[Any], Gpu | None]:
+    """One flat view a key, and the GPU that all are on. MisuseError when their number or size do not fit."""
+    if hasattr(blocks, "ndim") or is_on_device(blocks):
+        whole = _flat(blocks, "blocks", len(keys) * block_bytes)
+        views = [whole[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
+    elif len(blocks) != len(keys):
         raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block a key")
-    return [as_bytes(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
+    else:
+        views = [_flat(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
+    gpus = {view.gpu if isinstance(view, DeviceBuffer) else None for view in views}
+    if len(gpus) > 1:
+        raise MisuseError("blocks of one call are in several places", "all in host memory, or on one GPU")
+    return views, gpus.pop() if gpus else None
 
 
-def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> memoryview:
-    """`out` as flat writable bytes with room for all keys. Raises MisuseError otherwise."""
-    return as_bytes(out, "out", len(keys) * block_bytes, writable=True)
+def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> tuple[Any, Gpu | None]:
+    """`out` as flat writable bytes with room for all keys, and the GPU it is on. MisuseError otherwise."""
+    flat = _flat(out, "out", len(keys) * block_bytes, writable=True)
+    return flat, flat.gpu if isinstance(flat, DeviceBuffer) else None
+
+
+def _flat(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview | DeviceBuffer:
+    if not is_on_device(buffer):
+        return as_bytes(buffer, what, nbytes, writable)
+    flat = wrap(buffer)
+    if flat.nbytes != nbytes:
+        raise MisuseError(f"{what} has {flat.nbytes} bytes instead of {nbytes}", "see Layout.block_bytes")
+    return flat
+
+
+def check_device(device: int | str | None) -> Gpu | None:
+    """The GPU that is meant. MisuseError if there is none, or CUDA can't be used here."""
+    if device is None:
+        return None
+    if reason := why_not():
+        raise MisuseError(f"device {device!r}: {reason}", "leave device out for blocks in host memory")
+    return Gpu.open(resolve(device))
+
+
+def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:
+    """What a miss gets."""
+    return Lease.on_nothing(block_bytes) if gpu is None else nothing_on(gpu, block_bytes)
+
+
+def no_room(block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any], gpu: Gpu | None) -> Room:
+    """What a refusal gets."""
+    if gpu is None:
+        return Room.on_nothing(block_bytes, lost, commit)
+    return no_room_on(gpu, block_bytes, lost, commit)

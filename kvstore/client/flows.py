@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.client.gpu import DeviceLease, DeviceRoom, open_extent
 from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
-from kvstore.client.session import MappedExtent, Session
-from kvstore.errors import DeniedError
-from kvstore.types import EXPLAIN_KEYS, SLOT_RECORD, Key, Layout, check_keys
+from kvstore.client.session import Session
+from kvstore.cuda.device import Gpu
+from kvstore.errors import DeniedError, KVStoreError, TierError
+from kvstore.types import EXPLAIN_KEYS, HBM_EXTENTS, SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 GRANTED, PRESENT, PENDING = 0, 1, 2
@@ -44,7 +46,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class Work:
-    """Run `call`; it may take long."""
+    """Run `call`; it may take long. What it raises is raised here."""
 
     call: Callable[[], Any]
 
@@ -140,16 +142,24 @@ def lookup(call: Call, space: Space, keys: Sequence[Key], recompute_s: float = 0
 
 
 def acquire(
-    call: Call, space: Space, keys: Sequence[Key], joined: bytes, size: int, recompute_s: float = 0.0
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    joined: bytes,
+    size: int,
+    recompute_s: float = 0.0,
+    gpu: Gpu | None = None,
 ) -> Flow:
     """A lease on the longest prefix that is ready in time. `joined`: all keys, `size` bytes each.
 
-    Blocks that take longer to load than `recompute_s` each are left out; 0: none is.
+    Blocks that take longer to load than `recompute_s` each are left out; 0: none is. With `gpu` (a
+    `kvstore.cuda.device.Gpu`) it is a `DeviceLease`.
     """
     if len(keys) > call.session.batch_keys:
         joined = joined[: call.session.batch_keys * size]
     namespace, fingerprint = yield from open_namespace(call, space)
-    answer = yield m.Acquire(0, namespace, size, joined, call.left_s(), recompute_s)
+    device = call.session.maps.pool_of(gpu)
+    answer = yield m.Acquire(0, namespace, size, joined, call.left_s(), recompute_s, device)
     _check(answer)
     lease = answer.lease
 
@@ -161,16 +171,22 @@ def acquire(
         holds.discard(lease)
         call.post(m.Release(lease))
 
-    def suspect(key: Key) -> None:
-        call.post(m.Suspect(0, namespace, len(key), key))
-
     try:
         slots = yield from _slots(call, answer, space.layout, writable=False)
-    except Exception:
+    except Exception as error:
         holds.discard(lease)
         yield Post(m.Release(lease))
+        if isinstance(error, KVStoreError) and call.session.maps.leave_pool(gpu, error):
+            return (yield from acquire(call, space, keys, joined, size, recompute_s, gpu))
         raise
-    return Lease(slots, keys, fingerprint, end if lease else _nothing, suspect)
+
+    def suspect(key: Key) -> None:
+        call.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
+
+    over = end if lease else _nothing
+    if gpu is None:
+        return Lease(slots, keys, fingerprint, over, suspect)
+    return DeviceLease(slots, keys, fingerprint, over, suspect, gpu)
 
 
 def get(
@@ -179,11 +195,12 @@ def get(
     keys: Sequence[Key],
     joined: bytes,
     size: int,
-    out: memoryview,
+    out: Any,
     verify: bool,
     recompute_s: float = 0.0,
+    gpu: Gpu | None = None,
 ) -> Flow:
-    """Copies the longest prefix into `out`; the number of good blocks.
+    """Copies the longest prefix into `out`, bytes of the host or of `gpu`; the number of good blocks.
 
     A block whose bytes are wrong is asked for once more, when the daemon has put the bad copy out of the way:
     another tier may have a good one.
@@ -194,7 +211,7 @@ def get(
         part = keys[at : at + batch] if len(keys) > batch or at else keys
         some = joined[at * size : (at + len(part)) * size]
         try:
-            lease = yield from acquire(call, space, part, some, size, recompute_s)
+            lease = yield from acquire(call, space, part, some, size, recompute_s, gpu)
         except DeniedError:
             if not at:
                 raise
@@ -209,22 +226,31 @@ def get(
                 return at
             bad = at
             namespace, _ = yield from open_namespace(call, space)
-            yield m.Suspect(0, namespace, size, keys[at])
+            device = gpu.uuid if gpu is not None and lease.in_hbm else ""
+            yield m.Suspect(0, namespace, size, keys[at], device)
         elif n < len(part):
             return at
     return at
 
 
-def reserve(call: Call, space: Space, keys: Sequence[Key], parent: Key | None, keep: bool = True) -> Flow:
+def reserve(
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    parent: Key | None,
+    keep: bool = True,
+    gpu: Gpu | None = None,
+) -> Flow:
     """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends.
 
-    Keys beyond what one reservation takes count as denied.
+    Keys beyond what one reservation takes count as denied. With `gpu` it is a `DeviceRoom`.
     """
     beyond = max(0, len(keys) - call.session.reserve_keys)
     keys = keys[: call.session.reserve_keys]
     joined, size = check_keys(keys)
     namespace, fingerprint = yield from open_namespace(call, space)
-    answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s())
+    device = call.session.maps.pool_of(gpu)
+    answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s(), device)
     _check(answer)
     status = answer.status
     wanted = [i for i, s in enumerate(status) if s == GRANTED]
@@ -240,8 +266,10 @@ def reserve(call: Call, space: Space, keys: Sequence[Key], parent: Key | None, k
 
     try:
         slots = yield from _slots(call, answer, space.layout, writable=True)
-    except Exception:
+    except Exception as error:
         yield Post(m.Abort(lease))
+        if isinstance(error, KVStoreError) and call.session.maps.leave_pool(gpu, error):
+            return (yield from reserve(call, space, keys, parent, keep, gpu))
         raise
 
     call.kept = keep and bool(lease)
@@ -252,7 +280,10 @@ def reserve(call: Call, space: Space, keys: Sequence[Key], parent: Key | None, k
         lost = PutResult(0, present, len(status) - present, "the daemon did not answer")
         return call.run(commit(lease, sums, result), lost)
 
-    return Room(slots, keys, fingerprint, wanted, result, lease, end if lease else _nothing, finish)
+    over = end if lease else _nothing
+    if gpu is None:
+        return Room(slots, keys, fingerprint, wanted, result, lease, over, finish)
+    return DeviceRoom(slots, keys, fingerprint, wanted, result, lease, over, finish).on(gpu)
 
 
 def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
@@ -268,13 +299,21 @@ def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
     return result
 
 
-def put(call: Call, space: Space, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None) -> Flow:
-    """Stores those blocks that are not stored yet."""
+def put(
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    views: Sequence[Buffer],
+    parent: Key | None,
+    gpu: Gpu | None = None,
+) -> Flow:
+    """Stores those blocks that are not stored yet. `views`: bytes of the host, or all of `gpu`."""
     total = PutResult()
     batch = call.session.reserve_keys
     for at in range(0, len(keys), batch):
         try:
-            result = yield from _put_batch(call, space, keys[at : at + batch], views[at : at + batch], parent)
+            some = keys[at : at + batch]
+            result = yield from _put_batch(call, space, some, views[at : at + batch], parent, gpu)
         except DeniedError as error:
             # What was stored before stays, and is worth more than an exception.
             if not at:
@@ -291,12 +330,22 @@ def put(call: Call, space: Space, keys: Sequence[Key], views: Sequence[Buffer], 
 
 
 def _put_batch(
-    call: Call, space: Space, keys: Sequence[Key], views: Sequence[Buffer], parent: Key | None
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    views: Sequence[Buffer],
+    parent: Key | None,
+    gpu: Gpu | None,
 ) -> Flow:
-    room = yield from reserve(call, space, keys, parent, keep=False)
+    room = yield from reserve(call, space, keys, parent, keep=False, gpu=gpu)
     if not len(room):
         return room.result
-    sums = yield Work(partial(_fill, room, views))
+    try:
+        sums = yield Work(partial(_fill, room, views))
+    except TierError:
+        # A GPU that fails is no reason to keep the room.
+        yield Post(m.Abort(room.lease))
+        raise
     return (yield from commit(room.lease, sums, room.result))
 
 
@@ -354,22 +403,25 @@ def ping(call: Call) -> Flow:
 
 
 def _fill(room: Room, views: Sequence[Buffer]) -> bytes:
-    for i, wanted in enumerate(room.wanted):
-        room.fill(i, views[wanted])
+    room.gather_all([[views[wanted]] for wanted in room.wanted])
     return room.checksums()
 
 
 def _slots(call: Call, answer: Any, layout: Layout, writable: bool) -> Flow:
     """The slots that an answer grants, mapped; extents not seen before are fetched first."""
     maps = call.session.maps
-    mapped: dict[int, MappedExtent] = {}
+    mapped: dict[int, Any] = {}
     # The upper half of a record's first field, read as 32-bit numbers.
     for extent in set(np.frombuffer(answer.slots, "<u4")[1 :: SLOT_RECORD.itemsize // 4].tolist()):
         known = maps.get(extent, writable)
-        if known is None:
+        if known is None and extent < HBM_EXTENTS:
             reply, fd = yield Fetch(m.Map(0, extent, writable))
             _check(reply)
             known = maps.add(extent, writable, fd, reply.extent_bytes)
+        elif known is None:
+            reply = yield m.Map(0, extent, writable)
+            _check(reply)
+            known = yield Work(partial(open_extent, maps, extent, reply))
         mapped[extent] = known
     return Slots(mapped, answer.slots, answer.slot_bytes, layout.block_bytes)
 

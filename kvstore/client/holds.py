@@ -15,9 +15,9 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore import arena
-from kvstore.client.session import MappedExtent
+from kvstore.cuda.device import Gpu
 from kvstore.errors import MisuseError
-from kvstore.types import SLOT_RECORD, Key
+from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, numpy array."""
@@ -29,12 +29,11 @@ class Slots:
     `records` has one `SLOT_RECORD` a slot, read field by field when somebody looks.
     """
 
-    def __init__(
-        self, extents: dict[int, MappedExtent], records: bytes, slot_bytes: int, block_bytes: int
-    ) -> None:
+    def __init__(self, extents: dict[int, Any], records: bytes, slot_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.records = records
         self._extents = extents
+        self.in_hbm = any(number >= HBM_EXTENTS for number in extents)
         self._wide = memoryview(records).cast("Q")
         self._slot_bytes = slot_bytes
 
@@ -50,17 +49,23 @@ class Slots:
         """Where each block was found, a byte each."""
         return np.frombuffer(self.records, SLOT_RECORD)["tier"].astype(np.uint8).tobytes()
 
-    def view(self, i: int) -> memoryview:
-        """The payload of slot i, `block_bytes` long."""
+    def view(self, i: int) -> Any:
+        """The payload of slot i, `block_bytes` long: a memoryview, of a slot in HBM a DeviceBuffer."""
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
         return extent.payload(self._slot_bytes, place & 0xFFFFFFFF, self.block_bytes)
+
+    def pin(self, gpu: Gpu) -> None:
+        """Has CUDA know the extents, which are in DRAM."""
+        for extent in self._extents.values():
+            extent.pin(gpu)
 
     def is_current(self, i: int) -> bool:
         """Whether slot i still carries the version that was granted."""
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
-        return extent.version(self._slot_bytes, place & 0xFFFFFFFF) == self._wide[3 * i + 2] & 0xFFFFFFFF
+        told: int = extent.version(self._slot_bytes, place & 0xFFFFFFFF)
+        return told == self._wide[3 * i + 2] & 0xFFFFFFFF
 
 
 def as_bytes(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview:
@@ -123,7 +128,8 @@ class _Hold:
                 f"bytes {offset} to {offset + nbytes} of block {i}",
                 f"there are {len(self)} blocks of {self._slots.block_bytes} bytes",
             )
-        return self._slots.view(i)[offset : offset + nbytes]
+        part: memoryview = self._slots.view(i)[offset : offset + nbytes]
+        return part
 
 
 class Lease(_Hold):
@@ -146,6 +152,11 @@ class Lease(_Hold):
     def on_nothing(cls, block_bytes: int) -> Lease:
         """What a miss gets."""
         return cls(_no_slots(block_bytes), (), b"", _nothing, _nothing)
+
+    @property
+    def in_hbm(self) -> bool:
+        """Whether the slots are in a GPU's memory."""
+        return self._slots.in_hbm
 
     @property
     def tiers(self) -> bytes:
@@ -198,6 +209,13 @@ class Lease(_Hold):
             parts, f"block {i}", self._range(i, 0, self._slots.block_bytes).nbytes, writable=True
         )
         return self._is_good(i, lambda i, seed: arena.scatter(targets, self._slots.view(i), seed))
+
+    def scatter_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> int:
+        """`scatter` for the blocks from `first` on, a list of parts each; how many leading ones were good."""
+        for at, those in enumerate(parts):
+            if not self.scatter(first + at, those):
+                return at
+        return len(parts)
 
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
         """Copies a byte range of block i, from `offset`, into all of `out`. Unverified."""
@@ -288,6 +306,11 @@ class Room(_Hold):
         sources = _parts(parts, f"block {self.wanted[i]}", self._slots.block_bytes)
         target = self._range(i, 0, self._slots.block_bytes)
         self._checksums[i] = arena.gather(target, sources, self._seed(i))
+
+    def gather_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> None:
+        """`gather` for the slots from `first` on, a list of parts each."""
+        for at, those in enumerate(parts):
+            self.gather(first + at, those)
 
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
         """Copies `part` into slot i at byte `offset`, layer by layer for instance.

@@ -135,14 +135,19 @@ class Link:
 def pump(link: Link, flow: Flow, ends: float) -> Any:
     """Drives a flow to its end on a connection."""
     reply: Any = None
+    failed: Exception | None = None
     try:
         while True:
-            step = flow.send(reply)
+            step = flow.send(reply) if failed is None else flow.throw(failed)
+            failed = None
             if isinstance(step, flows.Post):
                 link.post(step.message)
                 reply = None
             elif isinstance(step, flows.Work):
-                reply = step.call()
+                try:
+                    reply = step.call()
+                except Exception as error:
+                    failed = error
             elif isinstance(step, flows.Fetch):
                 reply = link.fetch(step.message, ends)
             else:

@@ -17,6 +17,7 @@ from kvstore.client import flows
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
+    check_device,
     check_hint,
     check_keep,
     check_names,
@@ -27,6 +28,8 @@ from kvstore.client.checks import (
     check_speed,
     check_token,
     check_ttl,
+    no_lease,
+    no_room,
     recompute_s,
     socket_path,
 )
@@ -293,16 +296,19 @@ class Namespace:
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
     ) -> int:
-        """Copies the longest stored prefix into `out`, (len(keys), block_bytes) writable bytes.
+        """Copies the longest stored prefix into `out`, (len(keys), block_bytes) writable bytes, or such an
+        array in a GPU's memory.
 
         Returns the number of leading blocks that arrived and matched their checksums; what lies in `out`
         behind them is undefined. `recompute_tokens_per_s`: see lookup.
         """
         joined, size = check_keys(keys)
-        flat = check_out(keys, out, self.layout.block_bytes)
+        flat, gpu = check_out(keys, out, self.layout.block_bytes)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s), deadline_s, int
+            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu),
+            deadline_s,
+            int,
         )
 
     def put(
@@ -310,14 +316,16 @@ class Namespace:
     ) -> PutResult:
         """Stores blocks: a sequence of buffers of block_bytes each, or one array (len(keys), block_bytes).
 
+        All of them may be device arrays of one GPU; what computes these must be over.
+
         `parent` is the key before keys[0], None for the start of a prompt. Blocks that are there already
         are not written again.
         """
         check_keys(keys)
         check_parent(parent)
-        views = check_blocks(keys, blocks, self.layout.block_bytes)
+        views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         return self._client.run(
-            lambda c: flows.put(c, self._space, keys, views, parent),
+            lambda c: flows.put(c, self._space, keys, views, parent, gpu),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
@@ -327,33 +335,53 @@ class Namespace:
         keys: Sequence[Key],
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        device: int | str | None = None,
     ) -> Lease:
         """A lease on the longest prefix that is ready in time: zero-copy, until it is released.
 
-        `recompute_tokens_per_s`: see lookup.
+        `recompute_tokens_per_s`: see lookup. With `device` (0, "cuda:0", a UUID) it is a `DeviceLease`, whose
+        blocks are in that GPU's memory: in the daemon's pool there if they can be, else brought from DRAM.
+        MisuseError if there is no such GPU, or no kvstore[cuda].
         """
         joined, size = check_keys(keys)
+        gpu = check_device(device)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s), deadline_s, self._no_lease
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu),
+            deadline_s,
+            lambda: no_lease(self.layout.block_bytes, gpu),
         )
 
     def reserve(
-        self, keys: Sequence[Key], parent: Key | None = None, deadline_s: float | None = None
+        self,
+        keys: Sequence[Key],
+        parent: Key | None = None,
+        deadline_s: float | None = None,
+        device: int | str | None = None,
     ) -> Room:
-        """Slots for those keys that are not stored yet, to be filled in place and committed."""
+        """Slots for those keys that are not stored yet, to be filled in place and committed.
+
+        With `device`, a `DeviceRoom`: filled from that GPU's memory, in the daemon's pool there if it can be.
+        """
         check_keys(keys)
         check_parent(parent)
+        gpu = check_device(device)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
         def nothing() -> Room:
-            return Room.on_nothing(self.layout.block_bytes, lost, lambda _: lost)
+            return no_room(self.layout.block_bytes, lost, lambda _: lost, gpu)
 
-        return self._client.run(lambda c: flows.reserve(c, self._space, keys, parent), deadline_s, nothing)
+        return self._client.run(
+            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu), deadline_s, nothing
+        )
 
-    def prefetch(self, keys: Sequence[Key]) -> int:
-        """Starts bringing the stored prefix into DRAM; how many blocks are there or on their way."""
-        return self._count(m.Prefetch, keys)
+    def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> int:
+        """Starts bringing the stored prefix into DRAM; how many blocks are there or on their way.
+
+        With `device`, into the daemon's pool on that GPU, if there is one.
+        """
+        gpu = check_device(device)
+        return self._count(m.Prefetch, keys, "" if gpu is None else gpu.uuid)
 
     def pin(self, keys: Sequence[Key], ttl_s: float) -> int:
         """Keeps the stored prefix from eviction for `ttl_s`; how many blocks are kept."""
@@ -399,6 +427,3 @@ class Namespace:
     def _anew_s(self, tokens_per_s: float | None) -> float:
         """What computing a block anew takes (s), by the caller's speed or the client's; 0: nobody knows."""
         return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
-
-    def _no_lease(self) -> Lease:
-        return Lease.on_nothing(self.layout.block_bytes)

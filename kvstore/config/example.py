@@ -31,6 +31,10 @@ prefetch_blocks = 0                   # most blocks loaded unasked behind those 
 # limit = "8GiB"
 # write_budget = 0                    # what is written to it a day, as above
 
+[hbm]
+limit = "0B"                          # of GPU memory, on each GPU, for kvstore[cuda]; 0: no such tier
+# gpus = ["GPU-0a1b2c3d-..."]         # on which, by UUID or by number; absent: on all that the daemon sees
+
 [policy]
 eviction = "hazard"                   # who leaves first, or lru, arc, s3fifo, lfuda, gdsf, sieve
 
@@ -81,6 +85,9 @@ requests_per_s = 50                   # of one caller; what is more is told 429
 # [tenants.team-a.nvme]
 # floor = "0"
 # limit = "64GiB"
+# [tenants.team-a.hbm]                # on each GPU
+# floor = "0"
+# limit = "4GiB"
 # [[tenants.team-a.tokens]]           # `kvstore tenant token team-a` makes one; several may be valid
 # hash = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
 # role = "write"

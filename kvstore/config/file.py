@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from kvstore.config.admin import Admin
 from kvstore.config.patches import Values, difference, merged, read_changes
-from kvstore.config.sections import Daemon, Dram, Limits, Nvme, Policy, Scrub, Section
+from kvstore.config.sections import Daemon, Dram, Hbm, Limits, Nvme, Policy, Scrub, Section
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
 
@@ -35,6 +35,7 @@ class Config(Section):
     daemon: Daemon = Daemon()
     dram: Dram = Dram()
     nvme: Nvme = Nvme()
+    hbm: Hbm = Hbm()
     policy: Policy = Policy()
     scrub: Scrub = Scrub()
     limits: Limits = Limits()
@@ -45,6 +46,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _tenants_fit(self) -> Config:
         check_apart(self.tenants)
+        check_floors(self.tenants, "hbm", self.hbm.limit)
         check_floors(self.tenants, "dram", self.dram.limit)
         check_floors(self.tenants, "nvme", sum(self.nvme.limits.values()))
         return self
@@ -54,6 +56,7 @@ _CHANGEABLE = {
     "daemon.stop_timeout",
     "daemon.log_level",
     "dram.limit",
+    "hbm.limit",
     "nvme.admission",
     "nvme.admission_threshold",
     "nvme.limit",

@@ -27,6 +27,9 @@ DEVICE_PATTERN = r"^nvme[a-z0-9_-]{1,28}$"
 MOST_DEVICES = 8
 """Devices besides the first."""
 
+MOST_GPUS = 7
+"""Pools of GPU memory that one daemon may have: with all devices they are tiers that the core tells apart."""
+
 SOCKET_PATH_BYTES = 107
 """The longest Unix socket path that the kernel takes, in bytes."""
 
@@ -141,6 +144,23 @@ class Nvme(Section):
         """What may be written to a device a day; 0: no bound."""
         device = self.devices.get(name, self)
         return parse_write_budget(device.write_budget, device.limit)
+
+
+class Hbm(Section):
+    """Pools of GPU memory, one a GPU: the hard limit of each in bytes (0: none), and of which GPUs.
+
+    `gpus`: UUIDs, or numbers as CUDA counts them; None: all that the daemon sees.
+    """
+
+    limit: Size = 0
+    gpus: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=MOST_GPUS)] | None = None
+
+    @field_validator("limit")
+    @classmethod
+    def _holds_an_extent(cls, limit: int) -> int:
+        if 0 < limit < 2 * MIB:
+            raise MisuseError(f"{format_size(limit)} is too little", "at least 2MiB, or 0 for no such tier")
+        return limit
 
 
 class Policy(Section):

@@ -102,7 +102,13 @@ class Tenant(Section):
     encrypt: bool = False
     dram: TierQuota = TierQuota()
     nvme: TierQuota = TierQuota()
+    hbm: TierQuota = TierQuota()
     tokens: Annotated[tuple[Token, ...], Field(strict=False)] = ()
+
+    @property
+    def quotas(self) -> dict[str, TierQuota]:
+        """Its part of every tier, by the tier's name; of HBM, of each GPU's pool."""
+        return {"hbm": self.hbm, "dram": self.dram, "nvme": self.nvme}
 
 
 class Encryption(Section):
@@ -133,7 +139,7 @@ def _members(tenant: Tenant, kind: str) -> Iterable[object]:
 
 def check_floors(tenants: Mapping[str, Tenant], tier: str, limit_bytes: int) -> None:
     """Raises MisuseError if the floors of a tier can't all be kept."""
-    total = sum((tenant.dram if tier == "dram" else tenant.nvme).floor for tenant in tenants.values())
+    total = sum(tenant.quotas[tier].floor for tenant in tenants.values())
     if total > limit_bytes:
         raise MisuseError(
             f"the floors of all tenants in {tier} add up to {format_size(total)} ({total} bytes), "

@@ -166,6 +166,8 @@ def change(shell: Shell, config: Config, opened: Mapping[str, NvmeTier]) -> None
         shell.devices[name] = device
         shell.devices_changed()
         device.put_generation(shell.generation)
+        for pool in shell.pools.values():
+            pool.watch(device)
         for space in shell.namespaces:
             shell.tenancy.record(space, [device])
         shell.handle(ev.AddDevice(spec(name, device, config)))

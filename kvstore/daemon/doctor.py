@@ -24,7 +24,10 @@ from typing import Literal
 
 from kvstore.arena import HUGE_BYTES, Extent
 from kvstore.config import SOCKET_PATH_BYTES, Config, format_size
-from kvstore.errors import TierError
+from kvstore.cuda.device import Gpu, resolve, uuids
+from kvstore.cuda.device import why_not as no_cuda
+from kvstore.cuda.errors import CudaError
+from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.nvme.gds import why_not
 from kvstore.types import ALIGN, extent_bytes
 
@@ -73,6 +76,7 @@ def examine(config: Config) -> list[Line]:
     if config.nvme.path is not None:
         lines.append(engine(why_not(), Path("/proc/driver/nvidia-fs").exists()))
     lines += gpu(Path("/dev"), Path("/proc/driver"), _loads("libcuda.so.1"), modules)
+    lines += hbm(config)
     lines.append(systemd(_output("systemctl", "--version")))
     return lines
 
@@ -246,6 +250,37 @@ def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) ->
     for name, (there, advice) in found.items():
         lines.append(Line(OK, name, "found") if there else Line(WARN, name, "absent", advice))
     return lines
+
+
+def hbm(config: Config) -> list[Line]:
+    """Whether there can be pools of GPU memory; where not, blocks are served from DRAM."""
+    limit = config.hbm.limit
+    if not limit:
+        return [Line(OK, "hbm", "hbm.limit is 0: no pool of GPU memory")]
+    if reason := no_cuda():
+        return [Line(WARN, "hbm", reason, "pip install 'kvstore[cuda]' beside a driver, or hbm.limit = 0")]
+    try:
+        names = uuids() if config.hbm.gpus is None else config.hbm.gpus
+        return [_pool(Gpu.open(resolve(name)), limit) for name in names]
+    except KVStoreError as error:
+        return [Line(WARN, "hbm", error.message, error.hint)]
+
+
+def _pool(gpu: Gpu, limit_bytes: int) -> Line:
+    free, total = gpu.memory()
+    found = f"{gpu.uuid}: {format_size(free)} of {format_size(total)} free, limit {format_size(limit_bytes)}"
+    if total < limit_bytes:
+        return Line(WARN, "hbm", found, "lower hbm.limit: there will be no pool on this GPU")
+    if free < limit_bytes:
+        return Line(WARN, "hbm", found, "lower hbm.limit, unless a running daemon has what is missing")
+    piece = gpu.allocate(1)
+    try:
+        gpu.export(piece)
+    except CudaError as error:
+        return Line(WARN, "hbm", error.message, error.hint)
+    finally:
+        gpu.free(piece)
+    return Line(OK, "hbm", found)
 
 
 def systemd(output: str) -> Line:

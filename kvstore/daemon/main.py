@@ -16,12 +16,14 @@ from pathlib import Path
 
 from kvstore.config import Config
 from kvstore.daemon.devices import open_devices
+from kvstore.daemon.gpus import Pinner, open_pools
 from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
 from kvstore.daemon.server import Server
 from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
 
@@ -97,15 +99,18 @@ async def _serve(settings: Settings) -> int:
 
 def open_tiers(
     config: Config, given: Mapping[str, int]
-) -> tuple[DramTier, dict[str, NvmeTier], Sequence[str]]:
+) -> tuple[DramTier, dict[str, NvmeTier], Sequence[str], dict[str, HbmTier]]:
     """The tiers of a configuration; of DRAM, with those extents that are among the descriptors given.
 
-    And what is wrong with them, in words.
+    And what is wrong with them, in words; then pools of GPU memory.
     """
     devices, problems = open_devices(config)
+    pools, more = open_pools(config)
+    pins = Pinner(pools.values()) if pools else None
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
     size = extent_bytes(config.dram.limit, len(config.tenants))
-    return DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents), devices, problems
+    dram = DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents, pins)
+    return dram, devices, [*problems, *more], pools
 
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:

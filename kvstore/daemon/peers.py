@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -20,14 +21,24 @@ class Peer:
 
     uid: int
     gids: tuple[int, ...]
+    pid: int = 0
+
+    def pidfd(self) -> int:
+        """A descriptor of the process, which polls readable when that has ended; the caller closes it.
+
+        OSError if it has, or is in a namespace from which its number can't be told.
+        """
+        if not self.pid:
+            raise OSError(errno.ESRCH, "the peer's process can't be told from here: share the pid namespace")
+        return os.pidfd_open(self.pid)
 
 
 def peer_of(fd: int) -> Peer:
     """The peer of a connected Unix socket. Supplementary groups only from kernels that tell, 256 at most."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, gid = _CREDENTIALS.unpack(raw)
+        pid, uid, gid = _CREDENTIALS.unpack(raw)
         more = array("I")
         with contextlib.suppress(OSError):
             more.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_BYTES))
-    return Peer(uid, (gid, *(other for other in more if other != gid)))
+    return Peer(uid, (gid, *(other for other in more if other != gid)), pid)

@@ -18,10 +18,10 @@ from kvstore.core.keys import Keys
 from kvstore.daemon.control import LONGEST_S
 from kvstore.daemon.explain import namespaces_for
 from kvstore.daemon.namespaces import Space
-from kvstore.daemon.shell import Asker, Shell
+from kvstore.daemon.shell import DRAM, Asker, Shell
 from kvstore.daemon.tenants import Identity, Role
 from kvstore.errors import MisuseError, RemoteProtocolError
-from kvstore.types import MAX_KEY_BYTES, Layout, check_tenant
+from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
 
 _ABSENT = "there is no such namespace, or it is not published to this tenant"
@@ -39,6 +39,9 @@ class Wire(Asker, Protocol):
 
     def send_descriptor(self, request: int, extent: int, writable: bool) -> None:
         """Answers with an extent's descriptor. Raises KeyError if there is no such extent."""
+
+    def send_handle(self, request: int, extent: int) -> None:
+        """The same for an extent in a GPU's memory; a refusal where CUDA IPC does not work."""
 
     def status(self) -> dict[str, Any]:
         """What this peer may see of the daemon's state."""
@@ -156,7 +159,8 @@ class Requests:
             self._shell.recorder.looked_up(self._wire.number, space, q.key_bytes, q.keys)
             until = self._deadline(q.timeout_s) if q.recompute_s else math.inf
             who = self._wire.who.tenant
-            self._ask(q, ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s))
+            at = self._tier(q)
+            self._ask(q, ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s, at))
 
     def _acquire(self, q: m.Acquire) -> None:
         space = self._space(q)
@@ -164,17 +168,19 @@ class Requests:
             self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
             until, who = self._deadline(q.timeout_s), self._wire.who.tenant
             keys, client = self._keys(q), self._wire.number
-            self._ask(q, ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s))
+            at = self._tier(q)
+            self._ask(q, ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, at))
 
     def _prefetch(self, q: m.Prefetch) -> None:
         space = self._space(q)
         if space is not None:
-            self._ask(q, ev.Prefetch(0, space.number, self._keys(q), self._wire.who.tenant))
+            at = self._tier(q)
+            self._ask(q, ev.Prefetch(0, space.number, self._keys(q), self._wire.who.tenant, at))
 
     def _suspect(self, q: m.Suspect) -> None:
         space = self._space(q)
         if space is not None:
-            event = ev.Suspect(0, space.number, self._keys(q))
+            event = ev.Suspect(0, space.number, self._keys(q), self._tier(q))
             if q.id:
                 self._ask(q, event)
             else:
@@ -185,13 +191,16 @@ class Requests:
         self._ask(q, ev.Explain(0, numbers, self._keys(q)))
 
     def _map(self, q: m.Map) -> None:
-        if q.writable and self._wire.who.role < Role.WRITE:
+        if (q.writable or q.extent >= HBM_EXTENTS) and self._wire.who.role < Role.WRITE:
             self._lacks(q.id, Role.WRITE)
             return
         try:
             if not self._shell.tenancy.may_map(self._wire.who, q.extent, q.writable):
                 raise KeyError(q.extent)
-            self._wire.send_descriptor(q.id, q.extent, q.writable)
+            if q.extent < HBM_EXTENTS:
+                self._wire.send_descriptor(q.id, q.extent, q.writable)
+            else:
+                self._wire.send_handle(q.id, q.extent)
         except KeyError:
             self._deny(q.id, f"there is no extent {q.extent}")
 
@@ -203,7 +212,8 @@ class Requests:
         space = self._space(q, own=True)
         if space is not None:
             until, client = self._deadline(q.timeout_s), self._wire.number
-            self._ask(q, ev.Reserve(0, client, space.number, self._keys(q), q.parent, until))
+            at = self._tier(q)
+            self._ask(q, ev.Reserve(0, client, space.number, self._keys(q), q.parent, until, at))
 
     def _commit(self, q: m.Commit) -> None:
         sums = np.frombuffer(q.checksums, "<u8")
@@ -303,6 +313,11 @@ class Requests:
 
     def _keys(self, q: Any) -> Keys:
         return Keys(q.keys, q.key_bytes)
+
+    def _tier(self, q: Any) -> int:
+        """The tier of memory that a request is to be served in."""
+        # Who maps a GPU's memory can write to it.
+        return self._shell.pool_on(q.device) if self._wire.who.role >= Role.WRITE else DRAM
 
     def _deadline(self, timeout_s: float) -> float:
         return self._shell.now() + min(max(timeout_s, 0.0), LONGEST_S)

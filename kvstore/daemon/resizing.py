@@ -46,6 +46,8 @@ def wanted(shell: Shell, config: Config) -> Iterator[ev.SetLimit]:
 
 def check(shell: Shell, config: Config) -> None:
     """Raises ConfigError for a limit that a tier cannot take over as it runs."""
+    if bool(config.hbm.limit) != bool(shell.config.hbm.limit):
+        raise ConfigError("hbm.limit: this tier does not come or go while the daemon runs", "restart it")
     for event in wanted(shell, config):
         state = shell.placement.residency.tiers[event.tier]
         extents, key, limit = state.extents, _key(state), event.limit_bytes
@@ -57,7 +59,7 @@ def check(shell: Shell, config: Config) -> None:
         if limit > max(extents.most_bytes, extents.limit_bytes):
             why = f"{said}, this daemon can take {extents.most_bytes}: four times what it started with"
             raise ConfigError(why, "ask for less, or change it in the file and restart")
-        if limit < extents.limit_bytes and limit < pinned:
+        if limit < extents.limit_bytes and limit < pinned and state.spec.tier != Tier.HBM:
             raise ConfigError(f"{said}, pins keep {pinned} bytes", f"unpin blocks, or raise {key}")
         if state.spec.tier == Tier.NVME:
             more = (limit // extents.extent_bytes - extents.total) * extents.extent_bytes
@@ -79,10 +81,13 @@ def consequences(shell: Shell, config: Config) -> list[dict[str, Any]]:
 
 
 def _limit(config: Config, state: TierState) -> int:
-    return config.dram.limit if state.spec.tier == Tier.DRAM else config.nvme.limits.get(state.spec.name, 0)
+    alone = {Tier.DRAM: config.dram.limit, Tier.HBM: config.hbm.limit}
+    limit = alone.get(state.spec.tier)
+    return config.nvme.limits.get(state.spec.name, 0) if limit is None else limit
 
 
 def _key(state: TierState) -> str:
     """What a device's limit is called in the configuration."""
-    name = state.spec.name
-    return f"{name}.limit" if name in ("dram", FIRST_DEVICE) else f"nvme.devices.{name}.limit"
+    name, tier = state.spec.name, state.spec.tier
+    alone = tier != Tier.NVME or name == FIRST_DEVICE
+    return f"{tier.name.lower()}.limit" if alone else f"nvme.devices.{name}.limit"

@@ -32,7 +32,7 @@ from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, RefusedError
 from kvstore.daemon.turns import Line, Turns
-from kvstore.errors import RemoteProtocolError
+from kvstore.errors import RemoteProtocolError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
@@ -276,6 +276,19 @@ class Connection(asyncio.Protocol):
                 self._send_descriptor(m.Mapped(request, self._shell.dram.extent_bytes), fd)
         finally:
             os.close(fd)
+
+    def send_handle(self, request: int, extent: int) -> None:
+        """See Wire."""
+        tier = self._shell.memory_of(extent)
+        if tier is None:
+            raise KeyError(extent)
+        pool = self._shell.pool_at(tier)
+        try:
+            handle = pool.handle(extent, self._peer.pidfd())
+        except (TierError, OSError) as error:
+            self.send(m.Denied(request, f"this memory can't be shared: {error}", "ask for blocks in DRAM"))
+        else:
+            self.send(m.MappedHbm(request, pool.extent_bytes, pool.gpu.uuid, handle))
 
     def _send_descriptor(self, message: m.Mapped, fd: int) -> None:
         """A short frame with a descriptor, past the transport, which can't carry one."""

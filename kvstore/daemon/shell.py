@@ -32,7 +32,8 @@ from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierState
 from kvstore.core.reuse import Learned
 from kvstore.core.tenants import UNLIMITED
-from kvstore.daemon import devices, learned, resizing
+from kvstore.cuda.stream import Memory
+from kvstore.daemon import devices, gpus, learned, resizing
 from kvstore.daemon.chronicle import Chronicle
 from kvstore.daemon.figures import Histogram
 from kvstore.daemon.inherit import restore_dram, restore_nvme
@@ -42,8 +43,9 @@ from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.tenants import Identity
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.nvme.tier import NvmeTier, verify
-from kvstore.types import Tier
+from kvstore.types import HBM_EXTENTS, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -71,12 +73,14 @@ class Shell:
         dram: DramTier,
         nvme: dict[str, NvmeTier],
         problems: Sequence[str] = (),
+        hbm: Mapping[str, HbmTier] = MappingProxyType({}),
         dice: Callable[[int], int] = secrets.randbits,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Takes over the tiers; of `nvme` its devices by name, the first one first, and `problems` with them.
 
-        `dice` gives a number of so many random bits, `clock` Unix time (s).
+        `hbm`: pools of GPU memory by name. `dice` gives a number of so many random bits, `clock` Unix time
+        in s.
         """
         self.clock = clock
         self.config = config
@@ -87,6 +91,7 @@ class Shell:
         self.now = loop.time
         self.dram = dram
         self.devices = nvme
+        self.pools = dict(hbm)
         self.generation = 0
         self._new_generation = True
         self.placement = self._make_placement(dice(64))
@@ -112,12 +117,13 @@ class Shell:
             ac.Remove: self._remove,
             ac.Make: self._make,
             ac.Joined: lambda action: devices.joined(self, action.tier),
-            ac.Left: lambda action: devices.left(self, action.tier),
+            ac.Left: self._left,
         }
 
     def _make_placement(self, seed: int) -> Placement:
         specs = [TierSpec(Tier.DRAM, self.dram.limit_bytes, self.dram.extent_bytes, table=True)]
         specs += [devices.spec(name, device, self.config) for name, device in self.devices.items()]
+        specs += [gpus.spec(name, pool) for name, pool in self.pools.items()]
         total = sum(spec.limit_bytes for spec in specs)
         return Placement(
             specs,
@@ -153,6 +159,10 @@ class Shell:
         restore_dram(self, self.dram)
         for tier, device in enumerate(self.devices.values(), DRAM + 1):
             device.start(*self._reporters(tier))
+        for tier, pool in enumerate(self.pools.values(), DRAM + 1 + len(self.devices)):
+            pool.start(*self._reporters(tier), partial(self.soon, gpus.lost, self, tier))
+            for device in self.devices.values():
+                pool.watch(device)
         self.dram.start(*self._reporters(DRAM))
         await self._ready.wait()
         if not self.placement.residency.tiers[DRAM].extents.ready:
@@ -221,8 +231,9 @@ class Shell:
         if any(each.is_alive() for each in closing):
             _log.error("the NVMe tier could not be closed: a device does not answer")
             return
-        last = self._closing(self.dram.close)
-        while last.is_alive():  # noqa: ASYNC110
+        last = [self._closing(self.dram.close), *(self._closing(pool.close) for pool in self.pools.values())]
+        # A GPU that hangs must not keep the process either.
+        while last[0].is_alive() or (any(t.is_alive() for t in last) and self.now() < ends + _CLOSE_WITHIN_S):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     def _closing(self, close: Callable[[], None]) -> threading.Thread:
@@ -254,7 +265,7 @@ class Shell:
         devices.change(self, config, opened)
         limits = config.limits
         for tier, state in enumerate(self.placement.residency.tiers):
-            if tier != DRAM and not state.leaving:
+            if state.spec.tier == Tier.NVME and not state.leaving:
                 self.handle(ev.SetAdmission(tier, devices.rule(config, state.spec.name)))
         self.placement.reconfigure(
             config.nvme.write_policy,
@@ -350,12 +361,21 @@ class Shell:
 
         if copy.source == copy.target:
             self._move(copy, done)
-        elif copy.target != DRAM:
-            sources = self.dram.slots(copy.source_where)
+        elif self._kind(copy.target) == Tier.NVME:
+            sources = self._slots(copy.source, copy.source_where)
             self.device_at(copy.target).write(copy, sources, spaces.lengths, done, self._stored_at(copy))
-        else:
-            slots, device = self.dram.slots(copy.target_where), self.device_at(copy.source)
+        elif self._kind(copy.source) == Tier.NVME:
+            slots, device = self._slots(copy.target, copy.target_where), self.device_at(copy.source)
             device.read(copy, slots, spaces.fingerprints, spaces.lengths, done, copy.urgent)
+        else:
+            sources = self._slots(copy.source, copy.source_where)
+            targets = self._slots(copy.target, copy.target_where)
+            pool = self.pool_at(copy.source if copy.target == DRAM else copy.target)
+            pool.copy(copy, sources, targets, spaces.fingerprints, spaces.lengths, done)
+
+    def _slots(self, tier: int, where: ac.Where) -> list[Memory]:
+        """Slots of a tier of memory."""
+        return [*self.dram.slots(where)] if tier == DRAM else [*self.pool_at(tier).slots(where)]
 
     def _copied(self, copies: Histogram, took_s: float, event: ev.CopyDone) -> None:
         copies.add(took_s)
@@ -404,12 +424,14 @@ class Shell:
     def _drop(self, drop: ac.Drop) -> None:
         if drop.tier == DRAM:
             self.dram.void(drop.where)
-        else:
+        elif self._kind(drop.tier) == Tier.NVME:
             self.device_at(drop.tier).drop(drop.identity, drop.where)
 
     def _format(self, action: ac.Format) -> None:
         if action.tier == DRAM:
             self.dram.format(action.extent, action.slot_bytes, self.tenancy.domains.tag(action.domain))
+        elif self._kind(action.tier) == Tier.HBM:
+            self.pool_at(action.tier).format(action.extent, action.slot_bytes)
         else:
             tenant = self.tenancy.registry.name(action.domain)
             self.device_at(action.tier).format(action.extent, action.slot_bytes, tenant)
@@ -429,7 +451,7 @@ class Shell:
         _log.error("%s", error)
         self.problems.append(str(error))
         self.chronicle.add("lost", tier=self._name_of(tier), detail=str(error))
-        if tier == DRAM:
+        if self._kind(tier) != Tier.NVME:
             self.handle(ev.ExtentLost(tier, extent))
         else:
             # Its slab may still be there, and counts until it is not.
@@ -446,7 +468,7 @@ class Shell:
         if error is not None and str(error) not in self.problems:
             _log.error("%s", error)
             self.problems.append(str(error))
-        if error is not None and action.tier != DRAM:
+        if error is not None and self._kind(action.tier) == Tier.NVME:
             # As long as its slab may be there, no other can be made in its place.
             self.loop.call_at(self.now() + _REMOVE_AGAIN_S, self._remove, action)
             return
@@ -456,12 +478,43 @@ class Shell:
     def _make(self, action: ac.Make) -> None:
         self._tier_at(action.tier).grow(action.count, *self._reporters(action.tier))
 
-    def _tier_at(self, tier: int) -> DramTier | NvmeTier:
-        return self.dram if tier == DRAM else self.device_at(tier)
+    def _tier_at(self, tier: int) -> DramTier | NvmeTier | HbmTier:
+        if tier == DRAM:
+            return self.dram
+        return self.pool_at(tier) if self._kind(tier) == Tier.HBM else self.device_at(tier)
+
+    def _left(self, action: ac.Left) -> None:
+        (gpus if self._kind(action.tier) == Tier.HBM else devices).left(self, action.tier)
 
     def device_at(self, tier: int) -> NvmeTier:
-        """The device of a number above DRAM's."""
+        """The NVMe device of this number."""
         return self.devices[self._name_of(tier)]
+
+    def pool_at(self, tier: int) -> HbmTier:
+        """The pool of GPU memory of this number."""
+        return self.pools[self._name_of(tier)]
+
+    def pool_on(self, uuid: str) -> int:
+        """The number of a GPU's pool; of DRAM if it has none."""
+        if uuid:
+            for tier in self.placement.residency.memory[1:]:
+                pool = self.pools.get(self._name_of(tier))
+                if pool is not None and pool.gpu.uuid == uuid:
+                    return tier
+        return DRAM
+
+    def memory_of(self, extent: int) -> int | None:
+        """The number of the tier of memory that an extent is in; None if there is none."""
+        if extent < HBM_EXTENTS:
+            return DRAM
+        return next((t for t in self.placement.residency.memory[1:] if self._has(t, extent)), None)
+
+    def _has(self, tier: int, extent: int) -> bool:
+        pool = self.pools.get(self._name_of(tier))
+        return pool is not None and pool.base <= extent < pool.base + HBM_EXTENTS
+
+    def _kind(self, tier: int) -> Tier:
+        return self.placement.residency.tiers[tier].spec.tier
 
     def _name_of(self, tier: int) -> str:
         return self.placement.residency.tiers[tier].spec.name
@@ -473,7 +526,9 @@ class Shell:
             self.soon(self.handle, ev.ProbeDone(probe.probe, results))
 
         if probe.tier != DRAM:
-            self.device_at(probe.tier).probe(probe, fingerprints, lengths, done)
+            hbm = self._kind(probe.tier) == Tier.HBM
+            device = self.pool_at(probe.tier) if hbm else self.device_at(probe.tier)
+            device.probe(probe, fingerprints, lengths, done)
             return
         slots = self.dram.slots(probe.where)
         # Looked up now: by then a namespace may have been forgotten.
@@ -509,6 +564,7 @@ class Shell:
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,
+            "gpus": {name: pool.gpu.uuid for name, pool in self.pools.items()},
             "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),

@@ -64,7 +64,7 @@ class Tenancy:
         before, rows = self._shell.config.tenants, []
         for name in dict.fromkeys((*before, *config.tenants)):
             old, new = before.get(name, Tenant()), config.tenants.get(name, Tenant())
-            if (old.dram, old.nvme) == (new.dram, new.nvme):
+            if old.quotas == new.quotas:
                 continue
             number = self.registry.number(name)
             for state in self._shell.placement.residency.tiers:
@@ -214,13 +214,16 @@ class Tenancy:
         return space.tenant == who.tenant or who.name in space.readers
 
     def may_map(self, who: Identity, extent: int, writable: bool) -> bool:
-        """Whether a tenant may map an extent of DRAM now."""
-        pool = self._shell.placement.residency.tiers[0].extents.pool_at(extent)
+        """Whether a tenant may map an extent of memory now."""
+        tier = self._shell.memory_of(extent)
+        if tier is None:
+            return False
+        pool = self._shell.placement.residency.tiers[tier].extents.pool_at(extent)
         if pool is None:
             return False
         if pool.tenant == who.tenant:
             return True
-        return not writable and any(
+        return not (tier or writable) and any(
             s.domain == pool.domain and who.name in s.readers for s in self.namespaces
         )
 
@@ -325,8 +328,11 @@ class _Then:
 
 def _quota(tenant: Tenant, spec: TierSpec, config: Config) -> Quota:
     """A tenant's part of a device: of what it has of the tier, as much as the device is of that."""
-    part = tenant.dram if spec.tier == Tier.DRAM else tenant.nvme
-    limits = {spec.name: config.dram.limit} if spec.tier == Tier.DRAM else config.nvme.limits
+    part = tenant.quotas[spec.tier.name.lower()]
+    if spec.tier == Tier.NVME:
+        limits = config.nvme.limits
+    else:
+        limits = {spec.name: config.dram.limit if spec.tier == Tier.DRAM else config.hbm.limit}
     mine, total = limits.get(spec.name, 0), sum(limits.values())
     limit = UNLIMITED if part.limit is None else part.limit * mine // total
     return Quota(-(-part.floor * mine // total), limit, tenant.share)

@@ -18,7 +18,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 4
+VERSION = 5
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
 LOW, NORMAL, HIGH = range(3)
@@ -109,27 +109,35 @@ class Lookup(_Keyed):
 
     timeout_s: float
     recompute_s: float
+    device: str = ""
 
 
 @dataclass(slots=True)
 class Acquire(_Keyed):
-    """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup."""
+    """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup.
+
+    `device`: the UUID of a GPU; slots are in its memory if it has a pool with room for all, else in DRAM.
+    """
 
     timeout_s: float
     recompute_s: float
+    device: str = ""
 
 
 @dataclass(slots=True)
 class Reserve(_Keyed):
-    """Slots for those keys that are not stored yet; answered by Reserved."""
+    """Slots for those keys that are not stored yet; answered by Reserved. `device`: see Acquire."""
 
     parent: bytes
     timeout_s: float
+    device: str = ""
 
 
 @dataclass(slots=True)
 class Prefetch(_Keyed):
-    """Answered by Value: blocks that are, or will soon be, in the serving tier."""
+    """Answered by Value: blocks that are, or will soon be, in memory. `device`: see Acquire."""
+
+    device: str = ""
 
 
 @dataclass(slots=True)
@@ -151,10 +159,12 @@ class Invalidate(_Keyed):
 
 @dataclass(slots=True)
 class Suspect(_Keyed):
-    """The reader's checksum did not match under these keys.
+    """The reader's checksum did not match under these keys, in the memory of `device` ("": DRAM).
 
     Unless `id` is 0 a Value answers, when what is bad is out of the way: how many blocks were.
     """
+
+    device: str = ""
 
 
 @dataclass(slots=True)
@@ -190,7 +200,10 @@ class Release:
 
 @dataclass(slots=True)
 class Map:
-    """Pass me the descriptor of an extent; answered by Mapped with one descriptor, writable or read-only."""
+    """Pass me the descriptor of an extent; answered by Mapped with one descriptor, writable or read-only.
+
+    For an extent in a GPU's memory, numbered from `HBM_EXTENTS` on, by MappedHbm instead.
+    """
 
     id: int
     extent: int
@@ -203,6 +216,16 @@ class Mapped:
 
     id: int
     extent_bytes: int
+
+
+@dataclass(slots=True)
+class MappedHbm:
+    """`extent_bytes` on the GPU `device`, which `handle` (CUDA IPC) opens for reading and writing."""
+
+    id: int
+    extent_bytes: int
+    device: str
+    handle: bytes
 
 
 @dataclass(slots=True)
@@ -451,6 +474,7 @@ ALL: tuple[type, ...] = (
     RecordRead,
     Recorded,
     Control,
+    MappedHbm,
 )
 """The tag of a message is its place here: append only."""
 

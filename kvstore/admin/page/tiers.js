@@ -8,9 +8,13 @@ const SHOWN = 5;
 const ROW = 112;
 const NAMES = { hbm: "HBM", dram: "DRAM", nvme: "NVMe", network: "Network" };
 
-/** Further devices of NVMe are called nvme, and what tells them apart. */
-export const nameOf = (tier) => NAMES[tier] ?? (tier.startsWith("nvme") ? `NVMe ${tier.slice(4)}` : tier);
-export const colourOf = (tier) => (tier in NAMES ? `--${tier}` : "--other");
+/** Further devices of NVMe are called nvme, and what tells them apart; so are pools of GPU memory. */
+export const nameOf = (tier) => {
+  const kind = ["hbm", "nvme"].find((name) => tier.startsWith(name));
+  return NAMES[tier] ?? (kind ? `${NAMES[kind]} ${tier.slice(kind.length)}` : tier);
+};
+export const isMemory = (tier) => tier === "dram" || tier.startsWith("hbm");
+export const colourOf = (tier) => (tier in NAMES ? `--${tier}` : tier.startsWith("hbm") ? "--hbm" : "--other");
 
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 

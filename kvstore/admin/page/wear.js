@@ -3,10 +3,9 @@
 import { byId, el, put, Rows, say, style } from "./dom.js";
 import { bytes, clock, count, percent, rate } from "./format.js";
 import { Chart } from "./charts.js";
-import { colourOf, nameOf } from "./tiers.js";
+import { colourOf, isMemory, nameOf } from "./tiers.js";
 
 const DAY_S = 86400;
-const MEMORY = new Set(["hbm", "dram"]);
 const FACTS = ["Written today", "At the last hour's rate", "Drive writes a day", "Write budget", "Admission", "Refused by admission"];
 
 export class Wear {
@@ -16,9 +15,9 @@ export class Wear {
   }
 
   update(history) {
-    const devices = history.devices.filter((device) => !MEMORY.has(device.tier));
+    const devices = history.devices.filter((device) => !isMemory(device.tier));
     byId("no-devices").hidden = devices.length > 0;
-    const tiers = history.tiers.filter((tier) => !MEMORY.has(tier.name));
+    const tiers = history.tiers.filter((tier) => !isMemory(tier.name));
     this.chart.update(
       history.at_s,
       tiers.map((tier) => ({

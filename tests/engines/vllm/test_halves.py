@@ -220,6 +220,8 @@ class FakePages:
     """Pages whose copies wait until they are told to go on."""
 
     block_bytes = BLOCK_BYTES
+    device = None
+    at_once = 1
 
     def __init__(self) -> None:
         self.go_on = threading.Semaphore(0)
@@ -230,8 +232,8 @@ class FakePages:
         assert self.go_on.acquire(timeout=10)
         room.fill(slot, bytes([block_ids[0]]) * BLOCK_BYTES)
 
-    def load(self, lease: Any, index: int, block_ids: list[int | None]) -> bool:
-        return block_ids != [13]
+    def load(self, lease: Any, first: int, block_ids: list[list[int | None]]) -> int:
+        return int(block_ids != [[13]])
 
 
 @pytest.fixture

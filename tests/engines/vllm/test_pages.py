@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from kvstore import Client, Layout
+from kvstore.cuda.device import Gpu, uuids
 from kvstore.errors import ConfigError
-from kvstore_vllm.pages import DevicePages, HostPages, pages_of
+from kvstore.lab.served import ServedDaemon
+from kvstore_vllm.pages import DevicePages, GpuPages, HostPages, Layer, pages_of
+from tests.cuda.faking import fake_cuda
 from tests.daemons import names
 
 BLOCKS, HEADS, TOKENS, WIDTH = 8, 2, 32, 64
@@ -42,13 +45,55 @@ def test_blocks_come_back_into_other_pages(client: Client, way: type, order: str
     for cache in kv.values():
         cache.zero_()
     with ns.acquire(keys) as lease:
-        assert pages.load(lease, 0, [3, None])
-        assert pages.load(lease, 1, [None, 4])
+        assert pages.load(lease, 0, [[3, None]]) == 1
+        assert pages.load(lease, 1, [[None, 4]]) == 1
     for name, cache in kv.items():
         raw, was = cache.view(torch.uint8), before[name].view(torch.uint8)
         assert torch.equal(raw[3], was[1])
         assert torch.equal(raw[4], was[7])
         assert not raw[[0, 1, 2, 5, 6, 7]].any()
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_a_gpus_pages_are_filled_by_kernels(pool: bool) -> None:
+    """On a fake of cupy, for control flow: of a pool of the daemon's there, or of DRAM."""
+    settings = {"dram": {"limit": "16MiB"}, "hbm": {"limit": "16MiB" if pool else 0}, "scrub": {"rate": 0}}
+    rows, row_bytes = 8, 1000
+    with fake_cuda(), ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=20) as client:
+        gpu = Gpu.open(uuids()[0])
+        memory = [gpu.allocate(rows * 2 * row_bytes) for _ in range(3)]
+        # The rows of two layers in one piece of memory, and one by itself.
+        layers = [Layer(memory[i], 0, 2 * row_bytes, row_bytes) for i in range(2)]
+        layers.append(Layer(memory[0], row_bytes, 2 * row_bytes, row_bytes))
+        pages, stream = GpuPages(layers), gpu.thread_stream()
+        before = torch.randint(0, 256, (3, rows, row_bytes), dtype=torch.uint8)
+
+        def move(out: bool) -> torch.Tensor:
+            held = torch.empty_like(before) if out else before
+            for i, layer in enumerate(layers):
+                for row in range(rows):
+                    host = memoryview(held[i, row].numpy())
+                    stream.copy(*((host, layer.row(row)) if out else (layer.row(row), host)))
+            stream.wait()
+            return held
+
+        move(out=False)
+        keys = names(4, f"gpu pages {pool}")
+        ns = client.namespace(Layout(model="gpu pages", block_bytes=2 * pages.block_bytes))
+        with ns.reserve(keys, device=pages.device) as room:
+            for slot in range(4):
+                pages.save(room, slot, [2 * slot, 2 * slot + 1])
+            assert room.commit().stored == 4
+        for piece in memory:
+            stream.zero(piece)
+        stream.wait()
+        with ns.acquire(keys, device=pages.device) as lease:
+            assert lease.in_hbm is pool
+            assert pages.load(lease, 1, [[7, None], [None, 0], [1, 2]]) == 3
+        after = move(out=True)
+        for row, was in ((7, 2), (0, 5), (1, 6), (2, 7)):
+            assert torch.equal(after[:, row], before[:, was])
+        assert not after[:, [3, 4, 5, 6]].any()
 
 
 def test_kernel_blocks_smaller_than_the_engines_are_joined() -> None:
