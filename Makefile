@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RUNS ?= 200
 
-.PHONY: demo test simulate crash test-engines check format bench install uninstall deb clean
+.PHONY: demo test simulate crash test-engines test-gpu check format bench install uninstall deb clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
@@ -22,6 +22,13 @@ simulate: $(READY)
 # Real engines, each in an environment of its own that is made once, outside the clone. ENGINES=vllm: only that.
 test-engines: $(READY)
 	$(BIN)/python tests/engines/environments.py $(ENGINES)
+
+# A real GPU; its driver says for which CUDA, unless CUDA=12 or CUDA=13 does. Fails where there is none.
+CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9]*\).*/\1/p')
+EXTRA = $(if $(filter 12,$(CUDA)),cuda12,cuda)
+test-gpu: $(READY)
+	@[ -z "$(CUDA)" ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
+	@$(BIN)/pytest tests/gpu
 
 # Daemons are killed under load RUNS times, then at each step of a write. SEED repeats a failed run.
 crash: $(READY)

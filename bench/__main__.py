@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.harness import Bench, Result, progress_display
+from bench.harness import Bench, Result, Unable, progress_display
 
 NAMES = (
     "memcpy-get",
@@ -41,6 +41,8 @@ NAMES = (
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""
+DEVICES = ("gpu",)
+"""They need a GPU; without one they end with exit code 2."""
 COLUMNS = ("name", "value", "unit", "reference", "ratio", "target", "met", "runs", "discarded")
 _WIDTH = 132
 
@@ -51,7 +53,7 @@ def main() -> int:
     # Temporary folders and daemons are cleaned up on the way out, also when we are asked to go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = {"all": NAMES, "engines": ENGINES}.get(options.name, (options.name,))
-    results, failed = [], False
+    results, failed, unable = [], False, False
     with progress_display() as progress:
         for name in names:
             try:
@@ -61,20 +63,25 @@ def main() -> int:
                         print(json.dumps(result.to_map(), ensure_ascii=False), flush=True)
             except BrokenPipeError:
                 return 1
+            except Unable as lack:
+                unable = True
+                print(f"{name}: {lack}", file=sys.stderr)
             except Exception:
                 # The other benches' figures are worth having all the same.
                 failed = True
                 print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    if unable and not results:
+        return 2
     if options.markdown:
         print("\n".join(_markdown(results, options.folder.resolve())))
     elif not options.json:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(_table(results))
-    return 1 if failed else 0
+    return 1 if failed else 2 if unable else 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    choices = (*NAMES, "all", *ENGINES, "engines")
+    choices = (*NAMES, "all", *ENGINES, "engines", *DEVICES)
     parser.add_argument("name", choices=choices, metavar="NAME", help=", ".join(choices))
     parser.add_argument("--json", action="store_true", help="one JSON object a result, as it comes")
     parser.add_argument("--markdown", action="store_true", help="rows and machine for bench/RESULTS.md")

@@ -33,6 +33,10 @@ Sample = Callable[[int], float]
 """Takes one sample in the round of that number and returns its figure, in the unit of the bench."""
 
 
+class Unable(Exception):
+    """This machine lacks what a bench measures; says what."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A bound on the ratio, or on the value itself."""

@@ -16,9 +16,11 @@ _WITHIN_S = 60.0
 
 
 @contextmanager
-def serve(dram_bytes: int, nvme: tuple[Path, int] | None = None) -> Iterator[tuple[Client, ServedDaemon]]:
-    """A strict client and its daemon; `nvme` is folder and limit in bytes."""
-    settings: dict[str, dict[str, object]] = {"dram": {"limit": dram_bytes}}
+def serve(
+    dram_bytes: int, nvme: tuple[Path, int] | None = None, hbm_bytes: int = 0
+) -> Iterator[tuple[Client, ServedDaemon]]:
+    """A strict client and its daemon; `nvme` is folder and limit in bytes, `hbm_bytes` a pool a GPU."""
+    settings: dict[str, dict[str, object]] = {"dram": {"limit": dram_bytes}, "hbm": {"limit": hbm_bytes}}
     if nvme is not None:
         settings["nvme"] = {"path": nvme[0], "limit": nvme[1]}
     with (
