@@ -74,6 +74,7 @@ class TenantSettings(BaseModel):
     bandwidth: Annotated[int, Field(ge=1, le=1 << 52), WHOLE] | None = None
     requests: Annotated[int, Field(ge=1, le=1 << 52), WHOLE] | None = None
     encrypt: bool = False
+    hbm: Quota = Quota()
     dram: Quota = Quota()
     nvme: Quota = Quota()
 

@@ -215,6 +215,8 @@ def _summary(tenant: configuration.Tenant) -> str:
     members = f"{len(tenant.uids)} users, {len(tenant.gids)} groups, {len(tenant.tokens)} tokens"
     parts = [members + (f" ({expired} expired)" if expired else ""), f"share {tenant.share:g}"]
     for tier, quota in tenant.quotas.items():
+        if tier == "hbm" and quota == configuration.TierQuota():
+            continue  # most have no GPU
         most = "all" if quota.limit is None else format_size(quota.limit)
         parts.append(f"{tier} from {format_size(quota.floor)} to {most}")
     return ", ".join(parts)

@@ -60,12 +60,12 @@ def show_quota(
 def set_quota(
     tenant: TenantArgument,
     *,
-    hbm_limit: Annotated[str, _size("Most that it may have of each GPU's pool; none: no limit.")] = "",
-    hbm_floor: Annotated[str, _size("What is never taken from it.")] = "",
-    dram_limit: Annotated[str, _size("The same of DRAM.")] = "",
-    dram_floor: Annotated[str, _size("The same of DRAM.")] = "",
+    dram_limit: Annotated[str, _size("Most that it may have of DRAM; none: no limit.")] = "",
+    dram_floor: Annotated[str, _size("What is never taken from it.")] = "",
     nvme_limit: Annotated[str, _size("The same of NVMe.")] = "",
     nvme_floor: Annotated[str, _size("The same of NVMe.")] = "",
+    hbm_limit: Annotated[str, _size("The same of each GPU's pool.")] = "",
+    hbm_floor: Annotated[str, _size("The same of each GPU's pool.")] = "",
     share: Annotated[
         float | None, typer.Option(help="Its weight where tenants compete for room or bandwidth.")
     ] = None,
@@ -78,12 +78,12 @@ def set_quota(
     Example: kvstore quota set chat --dram-limit 64GiB --share 2 --dry-run
     """
     sizes = {
-        "--hbm-limit": hbm_limit,
-        "--hbm-floor": hbm_floor,
         "--dram-limit": dram_limit,
         "--dram-floor": dram_floor,
         "--nvme-limit": nvme_limit,
         "--nvme-floor": nvme_floor,
+        "--hbm-limit": hbm_limit,
+        "--hbm-floor": hbm_floor,
     }
     change(socket, patch_of(tenant, sizes, share), dry_run, as_json)
 

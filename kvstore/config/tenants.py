@@ -108,7 +108,7 @@ class Tenant(Section):
     @property
     def quotas(self) -> dict[str, TierQuota]:
         """Its part of every tier, by the tier's name; of HBM, of each GPU's pool."""
-        return {"hbm": self.hbm, "dram": self.dram, "nvme": self.nvme}
+        return {"dram": self.dram, "nvme": self.nvme, "hbm": self.hbm}
 
 
 class Encryption(Section):
