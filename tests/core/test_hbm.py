@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.admission import Rule
 from kvstore.core.devices import DEMAND, FENCED
 from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN, Tier
@@ -440,6 +441,25 @@ def test_what_a_pool_has_no_room_for_is_served_from_dram() -> None:
     w.settle()
 
 
+def test_what_leaves_while_a_pool_makes_room_is_not_served_from_dram_either() -> None:
+    w = world(hbm=1, admission=Rule("reuse", 1.0), write_policy="on_evict")
+    gpu, keys = w.pools[0], chain("a")
+    w.put(0, 1, keys[:3])
+    w.put(0, 1, keys[3:], keys[2], at=gpu)
+    w.put(0, 1, chain("y", 3), at=gpu)
+    assert isinstance(w.acquire(1, 1, chain("y", 3), at=gpu), ac.Grant)
+    device = w.p.residency.tiers[gpu].device
+    device._bandwidth = device._best = 100 * ALIGN
+    device._measured_at = w.now
+    # Two come in time, for which there is one slot, once the last block of the chain has made way.
+    grant = w.acquire(0, 1, keys, wait=0.025, at=gpu)
+    assert isinstance(grant, ac.Grant)
+    assert w.tier_of(grant) == 0
+    assert w.read(1, keys, grant) == values(keys[:3])
+    assert w.lookup(1, keys) == 3
+    w.settle()
+
+
 def test_room_for_new_blocks_is_found_in_dram_where_a_pool_has_none() -> None:
     w = world(hbm=1)
     gpu = w.pools[0]
@@ -559,6 +579,15 @@ def test_a_pin_keeps_a_block_in_a_pool_only_where_nothing_else_has_it() -> None:
     w.settle()
 
 
+def test_how_much_may_be_pinned_does_not_depend_on_the_size_of_a_pool() -> None:
+    w = world(hbm=1, dram=4, nvme=8)
+    w.put(0, 1, chain("a", 6))
+    pinned = w.ask(ev.Pin(0, 1, joined(chain("a", 6)), w.now + 100))
+    assert isinstance(pinned, ac.Answer)
+    assert pinned.value == 6
+    w.settle()
+
+
 # -- what is given up while copies run
 
 
@@ -612,6 +641,55 @@ def test_publishing_ends_no_copy_into_a_pool() -> None:
     w.finish_all()
     assert w.tier_of(answer(w, at_gpu)) == gpu
     assert w.read(1, keys, answer(w, at_gpu)) == values(keys)
+    w.settle()
+
+
+def test_publishing_gives_no_block_up_under_a_copy_into_a_pool() -> None:
+    w = World(4, 8, hbm=2)
+    w.open(1, tenant=1)
+    gpu, keys = w.pools[0], chain("a")
+    w.put(0, 1, keys)
+    w.finish_all()
+    assert w.acquire(0, 1, keys, wait=100.0, at=gpu) is None
+    request = w.last_request
+    w.publish(1, 70_000)
+    assert not answer(w, request).lease, "its source makes way, and it is told at once"
+    w.finish_all()
+    assert w.get(1, keys, at=gpu) == values(keys)
+    w.settle()
+
+
+def test_a_copy_into_a_pool_out_of_a_slot_that_publishing_leaves_does_not_arrive() -> None:
+    w = World(4, 0, hbm=2)
+    w.open(1, tenant=1)
+    gpu, keys = w.pools[0], chain("a")
+    w.put(0, 1, keys)
+    w.publish(1, 70_000)
+    assert routes(w) == [(0, 0)]
+    [move] = w.copies
+    assert w.acquire(0, 1, keys, wait=100.0, at=gpu) is None
+    request = w.last_request
+    assert routes(w) == [(0, 0), (0, gpu)]
+    w.finish(move, [])
+    assert not answer(w, request).lease
+    w.finish_all()
+    assert w.used(gpu) == 0
+    assert w.get(1, keys, at=gpu) == values(keys)
+    w.settle()
+
+
+def test_publishing_waits_for_what_is_written_down_from_a_pool() -> None:
+    w = World(4, 8, hbm=2)
+    w.open(1, tenant=1)
+    gpu, keys = w.pools[0], chain("a")
+    w.put(0, 1, keys, at=gpu)
+    down = next(iter(w.copies))
+    w.acquire(0, 1, keys, wait=0.0)
+    w.finish(next(n for n in w.copies if n != down), [])
+    assert [held(w, key) for key in keys] == [[0, gpu]] * 4
+    w.publish(1, 70_000)
+    w.pass_time(1)
+    assert w.get(1, keys, tenant=9) == values(keys), "nothing stays where others may not look"
     w.settle()
 
 
