@@ -69,9 +69,6 @@ class SimLease(Lease):
         if self.in_hbm:
             self.gpu.happened["blocks read from a pool"] += len(self)
 
-    def bring(self) -> None:
-        """It may stay where it is."""
-
     def _is_good(self, i: int, digest: Callable[[int, int], int]) -> bool:
         if not self.in_hbm:
             return super()._is_good(i, digest)
@@ -133,6 +130,9 @@ class SimPool:
         self.memory[number] = bytearray(self.extent_bytes)
         self._all.append(self.memory[number])
         return number
+
+    def watch(self, watcher: Any) -> None:
+        """Host memory can be reached by whoever wants to."""
 
     def close(self) -> None:
         """Nothing is found there any more."""
