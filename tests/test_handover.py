@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -79,7 +80,8 @@ class Manager:
     def start(self, config: Path, log: Path, *, listener: int = -1, **env: str) -> subprocess.Popen[bytes]:
         """The daemon, with everything that is kept, as a service manager starts it."""
         fds = {**self.kept, **({"kvstore.socket": listener} if listener >= 0 else {})}
-        high = [os.dup2(fd, 100 + i, inheritable=True) for i, fd in enumerate(fds.values())]
+        # Out of the way of what the daemon has them as; free numbers, whatever this process has open.
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds.values()]
         moves = "".join(f" {3 + i}<&{fd} {fd}<&-" for i, fd in enumerate(high))
         # A shell that becomes the daemon knows the process number beforehand.
         line = f'exec env LISTEN_PID=$$ "$0" -m kvstore serve -c "$1"{moves}'

@@ -113,9 +113,6 @@ class SimPool:
         self._lost = lost
         self.grow(self.limit_bytes // self.extent_bytes, ready, ended)
 
-    def watch(self, watcher: Any) -> None:
-        """Nobody here has to know of device memory."""
-
     def grow(self, count: int, ready: Any, ended: Any) -> None:
         for _ in range(count):
             self._later(self._make, ready)
