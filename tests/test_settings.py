@@ -315,3 +315,12 @@ def test_only_operators_see_or_change_settings() -> None:
         for call, more in calls.items():
             with pytest.raises(DeniedError, match="only operators"):
                 member.control(call, **more)
+
+
+def test_an_operator_whose_own_tenant_is_capped_can_take_that_back() -> None:
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5, strict=True) as client:
+        client.control("change", patch={"tenants": {"default": {"requests": 1}}})
+        for _ in range(5):
+            client.control("settings")
+        client.control("change", patch={"tenants": {"default": None}})
+        client.ping()

@@ -207,13 +207,13 @@ class AsyncClient:
         link = self._idle.pop() if reused else await self._connect(ends)
         try:
             return await self._drive(link, start, ends)
-        except ConnectionError as error:
+        except (ConnectionError, RemoteProtocolError) as error:
             if not reused:
                 raise self._gone(error) from error
         link = await self._connect(ends)
         try:
             return await self._drive(link, start, ends)
-        except ConnectionError as error:
+        except (ConnectionError, RemoteProtocolError) as error:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> UnavailableError:
@@ -250,10 +250,10 @@ class AsyncClient:
         except (MisuseError, DeniedError, TierError):
             self._idle.append(link)
             raise
-        except ConnectionError:
+        except (ConnectionError, RemoteProtocolError):
             link.close()
             raise
-        except (OSError, RemoteProtocolError) as error:
+        except OSError as error:
             link.close()
             raise self._gone(error) from error
         except BaseException:

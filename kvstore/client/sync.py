@@ -180,14 +180,15 @@ class Client:
         link, reused = self._borrow(ends)
         try:
             return self._drive(link, start, ends)
-        except ConnectionError as error:
-            # A daemon that restarted has closed idle connections: that alone is no miss.
+        except (ConnectionError, RemoteProtocolError) as error:
+            # A daemon that restarted, or has other tenants now, has closed idle connections: that alone is
+            # no miss.
             if not reused:
                 raise self._gone(error) from error
         link = self._connect(ends)
         try:
             return self._drive(link, start, ends)
-        except ConnectionError as error:
+        except (ConnectionError, RemoteProtocolError) as error:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> UnavailableError:
@@ -210,10 +211,10 @@ class Client:
         except (MisuseError, DeniedError, TierError):
             self._give_back(link)
             raise
-        except ConnectionError:
+        except (ConnectionError, RemoteProtocolError):
             link.close()
             raise
-        except (OSError, RemoteProtocolError) as error:
+        except OSError as error:
             link.close()
             raise self._gone(error) from error
         except BaseException:

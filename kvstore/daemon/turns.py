@@ -33,6 +33,7 @@ _BURST_S = 0.1
 _SOONEST_RETRY_S = 0.001
 _UNLIMITED = 1 << 62
 _STRANGERS = -1
+_OPERATORS = -2
 
 _Request = tuple["Line", Any, float]
 
@@ -277,7 +278,9 @@ class Turns:
             line.peer.busy(message, max(_SOONEST_RETRY_S, self._running.waiting(0, tenant) / rate))
             return
         self._count(line, 1)
-        self._running.put(tenant, 0, cost(message), (line, message, line.since))
+        # What operators ask has no cap: it is how one is taken back.
+        turn = _OPERATORS if type(message) is m.Control else tenant
+        self._running.put(turn, 0, cost(message), (line, message, line.since))
 
     def _run(self, now: float) -> bool:
         """Runs one request; False if none may run."""
