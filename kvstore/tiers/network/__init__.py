@@ -1,0 +1,52 @@
+"""Systems beyond this node that hold blocks for many nodes, behind one seam (`base.Backend`)."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.network.base import Backend
+
+_MODULES = {
+    "file": "filesystem",
+    "redis": "valkey",
+    "rediss": "valkey",
+    "unix": "valkey",
+    "s3": "objectstore",
+    "gs": "objectstore",
+    "az": "objectstore",
+    "mooncake": "mooncake",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a backend is opened with.
+
+    `limit_bytes` is for those that keep to one themselves (0: no limit); `password` of `user` where the
+    system has such; `threads`: calls that will be made at once.
+    """
+
+    url: str
+    limit_bytes: int = 0
+    user: str = ""
+    password: str = ""
+    threads: int = 8
+
+
+def open_backend(settings: Settings) -> Backend:
+    """The backend of a URL; nothing is asked of the system yet.
+
+    Raises ConfigError for a URL that can't be one, or where a package is missing.
+    """
+    scheme = urlsplit(settings.url).scheme
+    if scheme not in _MODULES:
+        raise ConfigError(
+            f"network.url: {settings.url!r:.120} names no system that is known",
+            f"one of {', '.join(f'{known}://' for known in _MODULES)}",
+        )
+    module = importlib.import_module(f"kvstore.tiers.network.{_MODULES[scheme]}")
+    backend: Backend = module.open_url(settings)
+    return backend

@@ -1,0 +1,116 @@
+"""What an object is in every backend: its path, and a header before its payload.
+
+```
+0      8        12       16           32           33             34   40       104        168
+├ magic ─ format ─ length ─ namespace ─ key_bytes ─ parent_bytes ─ 0 ─ key 64 ─ parent 64 ─┤
+168        176         184     192                        256
+├ checksum ─ stored_at f64 ─ check u64 of all before ─ 0 ─┤ payload
+```
+`checksum` is that of slots: xxh3 (64 bit) of the payload, seeded with namespace, key and length (`arena`). A
+version of the format is in every path too, so that another one never finds these.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
+
+from kvstore.arena import Bytes, checksum, seed
+from kvstore.tiers.network.base import Name, Object, Outcome
+from kvstore.types import MAX_KEY_BYTES
+
+HEADER_BYTES = 256
+ROOT = "kvstore-1"
+"""What every path begins with, behind the configured prefix: the version of names and headers."""
+
+_MAGIC = b"KVOBJECT"
+_FORMAT = 1
+_FIELDS = struct.Struct("<8sII16sBB6x64s64sQd")
+_CHECK = struct.Struct("<Q")
+_PATH = re.compile(rf"{ROOT}/([0-9a-f]{{32}})/([0-9a-f]{{2}})/([0-9a-f]{{2,{2 * MAX_KEY_BYTES}}})")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an object says of itself. `stored_at`: Unix time (s) of whoever wrote it, for people."""
+
+    name: Name
+    parent: bytes
+    length: int
+    checksum: int
+    stored_at: float
+
+
+def folder(namespace: bytes) -> str:
+    """Where a namespace's objects are."""
+    return f"{ROOT}/{namespace.hex()}"
+
+
+def path(name: Name) -> str:
+    """An object's path: folder of the namespace, one of 256 by a hash of the key, the key in hexadecimal.
+
+    All in lower case, so nothing collides where case does not count; 180 characters at most.
+    """
+    return f"{folder(name.namespace)}/{xxh3_64_hexdigest(name.key)[:2]}/{name.key.hex()}"
+
+
+def name_of(path: str) -> Name | None:
+    """Whose path that is; None if it is none of ours."""
+    found = _PATH.fullmatch(path)
+    if found is None or len(found[3]) % 2:
+        return None
+    name = Name(bytes.fromhex(found[1]), bytes.fromhex(found[3]))
+    return name if xxh3_64_hexdigest(name.key)[:2] == found[2] else None
+
+
+def header(thing: Object) -> bytes:
+    """The header of an object that is to be written."""
+    name = thing.name
+    fields = _FIELDS.pack(
+        _MAGIC,
+        _FORMAT,
+        thing.length,
+        name.namespace,
+        len(name.key),
+        len(thing.parent),
+        name.key,
+        thing.parent,
+        thing.checksum,
+        time.time(),
+    )
+    return (fields + _CHECK.pack(xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
+
+
+def parse(raw: Bytes) -> Header | None:
+    """What a header says; None for what is none, whole or altered."""
+    if len(raw) < _FIELDS.size + _CHECK.size:
+        return None
+    fields = bytes(raw[: _FIELDS.size])
+    magic, version, length, namespace, nk, np, key, parent, check, at = _FIELDS.unpack(fields)
+    [proof] = _CHECK.unpack_from(raw, _FIELDS.size)
+    if magic != _MAGIC or version != _FORMAT or proof != xxh3_64_intdigest(fields):
+        return None
+    if not 1 <= nk <= MAX_KEY_BYTES or np > MAX_KEY_BYTES:
+        return None
+    return Header(Name(namespace, key[:nk]), parent[:np], length, check, at)
+
+
+def matches(found: Header | None, thing: Object) -> bool:
+    """Whether a header is of the object that was asked for."""
+    return found is not None and found.name == thing.name and found.length == thing.length
+
+
+def settle(thing: Object, raw: Bytes) -> Outcome:
+    """Verifies an object whose payload is in memory by now, by its header; fills in what that says."""
+    found = parse(raw)
+    if found is None or not matches(found, thing):
+        return Outcome.TORN
+    name = found.name
+    if checksum(thing.memory[: thing.length], seed(name.namespace, name.key, thing.length)) != found.checksum:
+        return Outcome.TORN
+    thing.checksum, thing.parent = found.checksum, found.parent
+    return Outcome.OK
