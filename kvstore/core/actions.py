@@ -170,6 +170,14 @@ class Stamp:
 
 
 @dataclass(slots=True)
+class Offer:
+    """These blocks, now in DRAM, are worth having on the network; `parents`: see Stamp."""
+
+    identity: Identity
+    parents: Identity
+
+
+@dataclass(slots=True)
 class Drop:
     """These slots hold nothing any more: void their headers, or delete their records.
 
@@ -248,6 +256,7 @@ Action = (
     | Deny
     | Copy
     | Stamp
+    | Offer
     | Drop
     | Probe
     | Format

@@ -48,6 +48,7 @@ class Blocks:
         self.state = np.zeros(capacity, np.uint8)
         self.pinned = np.zeros(capacity, np.bool_)
         self.moving = np.zeros(capacity, np.uint8)
+        self.offered = np.zeros(capacity, np.bool_)
         self.parent = np.zeros(capacity, np.int32)
         self.children = np.zeros(capacity, np.int32)
         self.checksum = np.zeros(capacity, np.uint64)
@@ -98,6 +99,7 @@ class Blocks:
         self.key_bytes[rows] = keys.size
         self.namespace[rows] = namespace
         self.state[rows] = RESERVED
+        self.offered[rows] = False
         self.parent[rows] = -1
         self.slot[:, rows] = -1
         return rows
@@ -152,7 +154,7 @@ class Blocks:
 
     def ram_bytes(self) -> int:
         """Bytes that the rows used so far take, columns and spare list."""
-        flat = (self.state, self.pinned, self.moving)
+        flat = (self.state, self.pinned, self.moving, self.offered)
         wide = (self.whose, self.parent, self.children, self.checksum)
         per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
         per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)

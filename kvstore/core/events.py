@@ -71,6 +71,13 @@ class SetAdmission:
 
 
 @dataclass(slots=True)
+class SetSharing:
+    """From now on blocks are offered to the network as this rule says, once each; None: none are."""
+
+    rule: Rule | None
+
+
+@dataclass(slots=True)
 class SetDevice:
     """What the device of tier number `tier`, not the first, is to do from now on: see `devices`."""
 
@@ -142,7 +149,7 @@ class ForgetTenant:
 class Reserve:
     """Room for those of `keys` (one chain, in order) not stored yet. `parent` is before the first.
 
-    `at`: see Acquire.
+    `at`: see Acquire. `loading`: they come from the network, because somebody wants them.
     """
 
     request: int
@@ -152,6 +159,7 @@ class Reserve:
     parent: bytes
     deadline: float
     at: int = 0
+    loading: bool = False
 
 
 @dataclass(slots=True)
@@ -182,6 +190,7 @@ class Acquire:
 
     `tenant` is who asks. `recompute_s`: what computing one block anew takes; what takes longer to load is
     left out. 0: nobody knows. `at`: the memory tier that the slots are to be in, or DRAM if they can't be.
+    `quiet`: it is no use of the blocks, and does not count.
     """
 
     request: int
@@ -192,6 +201,7 @@ class Acquire:
     tenant: int = 0
     recompute_s: float = 0.0
     at: int = 0
+    quiet: bool = False
 
 
 @dataclass(slots=True)
@@ -401,6 +411,7 @@ Event = (
     | SetTenant
     | SetPolicy
     | SetAdmission
+    | SetSharing
     | SetDevice
     | SetLimit
     | AddDevice

@@ -48,6 +48,7 @@ class Reservation:
     rows: Rows
     slots: Slots
     alive: npt.NDArray[np.bool_]
+    loading: bool = False
 
 
 @dataclass(slots=True)

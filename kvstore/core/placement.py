@@ -19,6 +19,7 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer, Deny
+from kvstore.core.admission import Admission
 from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.check import check
 from kvstore.core.devices import TierSpec
@@ -93,6 +94,7 @@ class Placement:
             ev.SetTenant: self._set_tenant,
             ev.SetPolicy: lambda event, now: self.switch.to(event.name, now),
             ev.SetAdmission: self._set_admission,
+            ev.SetSharing: self._set_sharing,
             ev.SetDevice: self._set_device,
             ev.SetLimit: self.resizing.set_limit,
             ev.AddDevice: self.joining.add,
@@ -254,6 +256,11 @@ class Placement:
 
     def _set_admission(self, event: ev.SetAdmission, now: float) -> None:
         self.residency.tiers[event.tier].admission.change(event.rule, now)
+
+    def _set_sharing(self, event: ev.SetSharing, now: float) -> None:
+        r = self.residency
+        r.sharing = None if event.rule is None else Admission(event.rule, r.reuse)
+        r.blocks.offered[: r.blocks.rows_touched] = False
 
     def _set_device(self, event: ev.SetDevice, now: float) -> None:
         self.residency.tiers[event.tier].device.state = event.state

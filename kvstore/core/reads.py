@@ -41,7 +41,8 @@ class Reads:
         run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys, event.at)
         if run is not None:
             rows, slots = run
-            r.touch(rows, space)
+            if not event.quiet:
+                r.touch(rows, space)
             r.tiers[event.at].extents.hold(slots)
             return self._grant(event, space, slots, event.keys.n, None)
         return self._acquire_some(event, space, now)
@@ -49,7 +50,7 @@ class Reads:
     def _acquire_some(self, event: ev.Acquire, space: Space, now: float) -> None:
         """The long way: part of it is missing, in a lower tier, or scattered."""
         rows = self._readable(event, space)
-        if len(rows) and not self._ledger.retried:
+        if len(rows) and not (self._ledger.retried or event.quiet):
             self._r.touch(rows, space)
         return self._serve(event, space, rows, now)
 
@@ -216,11 +217,19 @@ class Reads:
         if lease:
             self._ledger.leases[lease] = Lease(event.client, space.tenant, slots, at)
         slots_told = extents.record[slots].copy()
+        if tiers is not None:
+            slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
+        if not event.quiet:
+            self._count(event, space, n, tiers)
+        self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told))
+        return None
+
+    def _count(self, event: ev.Acquire, space: Space, n: int, tiers: npt.NDArray[np.uint8] | None) -> None:
+        r, at = self._r, event.at
         if tiers is None:
             r.counters[f"hit_blocks_{r.tiers[at].spec.name}"] += n
             r.traffic.count(event.tenant, at, space, n)
         else:
-            slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
             for i, state in enumerate(r.tiers):
                 hits = int((tiers == i).sum())
                 r.counters[f"hit_blocks_{state.spec.name}"] += hits
@@ -229,8 +238,6 @@ class Reads:
             r.counters["missed_blocks"] += event.keys.n - n
             r.traffic.count(event.tenant, MISSED, space, event.keys.n - n)
         r.counters["served_bytes"] += n * space.block_bytes
-        self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told))
-        return None
 
     def release(self, event: ev.Release, now: float) -> None:
         lease = self._ledger.leases.get(event.lease)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.actions import Action, Drop, Identity, Stamp, Where
+from kvstore.core.actions import Action, Drop, Identity, Offer, Stamp, Where
 from kvstore.core.admission import Admission
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.decisions import Decisions
@@ -85,6 +85,7 @@ class Residency:
 
     `copying`: how many copies of each tenant's blocks are queued or under way. `ending`: what is in memory
     may soon be gone, and does not count as a copy. `losing`: devices that are lost, and not forgotten yet.
+    `sharing`: what is offered to the network, None: nothing.
     """
 
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
@@ -100,6 +101,7 @@ class Residency:
         self.now = 0.0
         self.ending = False
         self.losing: set[int] = set()
+        self.sharing: Admission | None = None
         self.spaces: dict[int, Space] = {}
         self.holes: Counter[int] = Counter()
         self.pins: dict[int, float] = {}
@@ -294,6 +296,7 @@ class Residency:
             numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             if used:
                 self.reuse.used(numbers, space.tenant, at)
+                self.offer(numbers, space)
             chain = None
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], space.pools[tier]
@@ -321,13 +324,28 @@ class Residency:
 
     def stamp(self, tier: int, rows: Rows, slots: Slots) -> None:
         """Has the headers of slots that have become readable written."""
+        parents = self._parents(rows)
+        where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
+        self.out.append(Stamp(tier, self.identity(rows), parents, where, version, self._lives(rows)))
+
+    def offer(self, rows: Rows, space: Space) -> None:
+        """Offers those of these rows to the network that are worth it, and have not been offered yet."""
+        if self.sharing is None or space.mortal:
+            return
         b = self.blocks
-        above = b.parent[rows].astype(np.int64)
+        rows = rows[~b.offered[rows] & (b.slot[0, rows] >= 0) & (b.state[rows] == LIVE)]
+        rows = rows[self.sharing.admits(rows, space.tenant, self.now)] if len(rows) else rows
+        if len(rows):
+            b.offered[rows] = True
+            self.out.append(Offer(self.identity(rows), self._parents(rows)))
+
+    def _parents(self, rows: Rows) -> Identity:
+        """Whose children these rows are; of roots, keys of 0 bytes."""
+        above = self.blocks.parent[rows].astype(np.int64)
         parents = self.identity(above)
         parents.words[above < 0] = 0
         parents.key_bytes[above < 0] = 0
-        where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
-        self.out.append(Stamp(tier, self.identity(rows), parents, where, version, self._lives(rows)))
+        return parents
 
     def _lives(self, rows: Rows) -> npt.NDArray[np.float64] | None:
         """How much longer each block lives, in seconds (infinity: for good); None: all of them for good."""

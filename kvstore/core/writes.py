@@ -86,7 +86,9 @@ class Writes:
         All are where nobody weighs that, and where others hang on one of them.
         """
         r, pool = self._r, space.pools[event.at]
-        if not len(want) or not self._transfers.eviction.weighs(event.at, pool) or (state == HOLE).any():
+        if not len(want) or event.loading or (state == HOLE).any():
+            return math.inf
+        if not self._transfers.eviction.weighs(event.at, pool):
             return math.inf
         first = int(want[0])
         words, parent = event.keys.words[first], int(before[first])
@@ -159,7 +161,7 @@ class Writes:
             slots = r.tiers[at].extents.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
             self._ledger.reservations[lease] = Reservation(
-                event.client, space, at, pool, filled, slots, alive
+                event.client, space, at, pool, filled, slots, alive, event.loading
             )
             self._ledger.writers[event.namespace] += 1
         where = r.tiers[at].extents.record[slots]
@@ -189,6 +191,10 @@ class Writes:
         if len(rows):
             if r.tiers[at].spec.table:
                 r.stamp(at, rows, slots)
+            if reservation.loading:
+                r.blocks.offered[rows] = True
+            elif at == 0:
+                r.offer(rows, space)
             if self.write_through:
                 self._transfers.queue_writes(rows)
             if reservation.pool != space.pools[at]:
