@@ -32,6 +32,7 @@ from kvstore.client.checks import (
     no_room,
     recompute_s,
     socket_path,
+    with_wait,
 )
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
@@ -374,14 +375,16 @@ class AsyncNamespace:
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
         device: int | str | None = None,
+        wait_s: float = 0.0,
     ) -> Lease:
-        """A lease on the longest prefix that is ready in time."""
+        """A lease on the longest prefix that is ready in time; `wait_s`: see `Namespace.acquire`."""
         joined, size = check_keys(keys)
         gpu = check_device(device)
+        until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu),
-            deadline_s,
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s),
+            until_s,
             lambda: no_lease(self.layout.block_bytes, gpu),
         )
 
@@ -407,6 +410,11 @@ class AsyncNamespace:
         return await self._client.run(
             lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu), deadline_s, nothing
         )
+
+    async def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
+        """Writes the stored prefix through to the network tier; how many leading blocks are there."""
+        check_keys(keys)
+        return await self._client.run(lambda c: flows.hand_off(c, self._space, keys), deadline_s, int)
 
     async def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> int:
         """Starts bringing the stored prefix into DRAM, or into the daemon's pool on a GPU."""

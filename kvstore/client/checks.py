@@ -45,6 +45,13 @@ def check_deadline(deadline_s: float) -> float:
     return deadline_s
 
 
+def with_wait(deadline_s: float, wait_s: float) -> float:
+    """The deadline of a call that may wait so long besides. Raises MisuseError unless 0 <= wait_s < a day."""
+    if not 0 <= wait_s < 86400:
+        raise MisuseError(f"wait_s is {wait_s!r}", "seconds, 0 or more and less than a day")
+    return min(check_deadline(deadline_s) + wait_s, 86399.0)
+
+
 def check_ttl(ttl_s: float) -> float:
     """The time to live itself. Raises MisuseError unless it is more than 0 s and at most 30 days."""
     if not 0 < ttl_s <= 30 * 86400:

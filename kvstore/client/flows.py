@@ -149,17 +149,20 @@ def acquire(
     size: int,
     recompute_s: float = 0.0,
     gpu: Gpu | None = None,
+    wait_s: float = 0.0,
 ) -> Flow:
     """A lease on the longest prefix that is ready in time. `joined`: all keys, `size` bytes each.
 
     Blocks that take longer to load than `recompute_s` each are left out; 0: none is. With `gpu` (a
-    `kvstore.cuda.device.Gpu`) it is a `DeviceLease`.
+    `kvstore.cuda.device.Gpu`) it is a `DeviceLease`. While there is not even the first block, the daemon
+    waits for it up to `wait_s`.
     """
     if len(keys) > call.session.batch_keys:
         joined = joined[: call.session.batch_keys * size]
     namespace, fingerprint = yield from open_namespace(call, space)
     device = call.session.maps.pool_of(gpu)
-    answer = yield m.Acquire(0, namespace, size, joined, call.left_s(), recompute_s, device)
+    left_s = call.left_s()
+    answer = yield m.Acquire(0, namespace, size, joined, left_s, recompute_s, device, min(wait_s, left_s))
     _check(answer)
     lease = answer.lease
 
@@ -177,7 +180,7 @@ def acquire(
         holds.discard(lease)
         yield Post(m.Release(lease))
         if isinstance(error, KVStoreError) and call.session.maps.leave_pool(gpu, error):
-            return (yield from acquire(call, space, keys, joined, size, recompute_s, gpu))
+            return (yield from acquire(call, space, keys, joined, size, recompute_s, gpu, wait_s))
         raise
 
     def suspect(key: Key) -> None:
@@ -187,6 +190,19 @@ def acquire(
     if gpu is None:
         return Lease(slots, keys, fingerprint, over, suspect)
     return DeviceLease(slots, keys, fingerprint, over, suspect, gpu)
+
+
+def hand_off(call: Call, space: Space, keys: Sequence[Key]) -> Flow:
+    """How many leading blocks of one prompt are on the network, when all are or time is up."""
+    namespace, _ = yield from open_namespace(call, space)
+    total, batch = 0, call.session.batch_keys
+    for at in range(0, len(keys), batch):
+        joined, size = check_keys(keys[at : at + batch])
+        there = _value((yield m.HandOff(0, namespace, size, joined, call.left_s())))
+        total += there
+        if there < len(keys[at : at + batch]):
+            break
+    return total
 
 
 def get(

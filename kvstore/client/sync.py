@@ -32,6 +32,7 @@ from kvstore.client.checks import (
     no_room,
     recompute_s,
     socket_path,
+    with_wait,
 )
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
@@ -337,19 +338,25 @@ class Namespace:
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
         device: int | str | None = None,
+        wait_s: float = 0.0,
     ) -> Lease:
         """A lease on the longest prefix that is ready in time: zero-copy, until it is released.
 
         `recompute_tokens_per_s`: see lookup. With `device` (0, "cuda:0", a UUID) it is a `DeviceLease`, whose
         blocks are in that GPU's memory: in the daemon's pool there if they can be, else brought from DRAM.
         MisuseError if there is no such GPU, or no kvstore[cuda].
+
+        While not even the first block is stored, here or on the network, the call waits for it up to `wait_s`
+        (s, on top of the deadline): so a decode node starts as soon as blocks arrive, and asks again for the
+        keys behind those it got.
         """
         joined, size = check_keys(keys)
         gpu = check_device(device)
+        until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu),
-            deadline_s,
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s),
+            until_s,
             lambda: no_lease(self.layout.block_bytes, gpu),
         )
 
@@ -375,6 +382,15 @@ class Namespace:
         return self._client.run(
             lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu), deadline_s, nothing
         )
+
+    def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
+        """Writes the stored prefix through to the network tier, for another node; returns when it is there.
+
+        How many leading blocks are there: fewer than `keys` if the deadline came first, or blocks are not
+        stored here; 0 if the network tier is away.
+        """
+        check_keys(keys)
+        return self._client.run(lambda c: flows.hand_off(c, self._space, keys), deadline_s, int)
 
     def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> int:
         """Starts bringing the stored prefix into DRAM; how many blocks are there or on their way.

@@ -35,6 +35,16 @@ prefetch_blocks = 0                   # most blocks loaded unasked behind those 
 limit = "0B"                          # of GPU memory, on each GPU, for kvstore[cuda]; 0: no such tier
 # gpus = ["GPU-0a1b2c3d-..."]         # on which, by UUID or by number; absent: on all that the daemon sees
 
+[network]
+# url = "file:///mnt/lustre/kvstore"  # what many nodes share; or redis://, s3://, gs://, az://, mooncake://
+limit = "0B"                          # bytes in a shared folder, kept by all daemons on it; 0: no limit
+user = ""                             # or access key
+# password_file = "/etc/kvstore/network-password"
+timeout = "2s"                        # of one call
+threads = 8                           # calls at once
+admission = "always"                  # what goes there: always, twice or reuse, as for nvme
+admission_threshold = 0.2             # for reuse
+
 [policy]
 eviction = "hazard"                   # who leaves first, or lru, arc, s3fifo, lfuda, gdsf, sieve
 

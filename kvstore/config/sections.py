@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -161,6 +162,33 @@ class Hbm(Section):
         if 0 < limit < 2 * MIB:
             raise MisuseError(f"{format_size(limit)} is too little", "at least 2MiB, or 0 for no such tier")
         return limit
+
+
+class Network(Section):
+    """The system that many nodes share (None: no such tier), and what goes there.
+
+    `limit`: bytes that it may hold, kept by the daemons together where the system itself keeps to none; 0: no
+    limit. `timeout` (s) bounds each call. `password_file` holds the password, or the secret key, of `user`.
+    `threads`: calls at once. `admission`: see Nvme.
+    """
+
+    url: str | None = None
+    limit: Size = 0
+    user: str = ""
+    password_file: Annotated[Path, BeforeValidator(as_path)] | None = None
+    timeout: Annotated[Duration, Field(ge=0.05, le=60)] = 2.0
+    threads: Annotated[int, Field(ge=1, le=64)] = 8
+    admission: Literal["always", "twice", "reuse"] = "always"
+    admission_threshold: Annotated[float, Field(ge=0, le=1)] = 0.2
+
+    @field_validator("url")
+    @classmethod
+    def _keeps_secrets_out(cls, url: str | None) -> str | None:
+        if url is not None and urlsplit(url).password:
+            raise MisuseError(
+                "network.url has a password in it", "set network.user and network.password_file"
+            )
+        return url
 
 
 class Policy(Section):

@@ -171,10 +171,9 @@ class Stamp:
 
 @dataclass(slots=True)
 class Offer:
-    """These blocks, now in DRAM, are worth having on the network; `parents`: see Stamp."""
+    """These blocks, now in DRAM, are worth having on the network."""
 
     identity: Identity
-    parents: Identity
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from kvstore.core.forgetting import Forgetting
 from kvstore.core.hints import hint
 from kvstore.core.joining import Joining
 from kvstore.core.keeping import Keeping
+from kvstore.core.keys import Keys
 from kvstore.core.ledger import Ledger, Limits
 from kvstore.core.reads import Reads
 from kvstore.core.residency import Residency
@@ -186,6 +187,17 @@ class Placement:
         self._writes.write_through = write_policy == "write_through"
         self.limits.leases_per_client = leases_per_client
         self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
+
+    def stored(self, namespace: int, keys: Keys) -> int:
+        """How many leading keys can be read on this node; it is no use of them."""
+        return len(self.residency.prefix(namespace, keys)) if namespace in self.residency.spaces else 0
+
+    def parents(self, namespace: int, keys: Keys) -> list[bytes]:
+        """The key before each key in its chain; empty of roots, and of what is not known."""
+        blocks = self.residency.blocks
+        rows = self.residency.index.find(namespace, keys)
+        above = np.where(rows >= 0, blocks.parent[rows], -1).tolist()
+        return [blocks.key(row) if row >= 0 else b"" for row in above]
 
     @property
     def counters(self) -> Counter[str]:

@@ -324,7 +324,11 @@ class Residency:
 
     def stamp(self, tier: int, rows: Rows, slots: Slots) -> None:
         """Has the headers of slots that have become readable written."""
-        parents = self._parents(rows)
+        b = self.blocks
+        above = b.parent[rows].astype(np.int64)
+        parents = self.identity(above)
+        parents.words[above < 0] = 0
+        parents.key_bytes[above < 0] = 0
         where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
         self.out.append(Stamp(tier, self.identity(rows), parents, where, version, self._lives(rows)))
 
@@ -337,15 +341,7 @@ class Residency:
         rows = rows[self.sharing.admits(rows, space.tenant, self.now)] if len(rows) else rows
         if len(rows):
             b.offered[rows] = True
-            self.out.append(Offer(self.identity(rows), self._parents(rows)))
-
-    def _parents(self, rows: Rows) -> Identity:
-        """Whose children these rows are; of roots, keys of 0 bytes."""
-        above = self.blocks.parent[rows].astype(np.int64)
-        parents = self.identity(above)
-        parents.words[above < 0] = 0
-        parents.key_bytes[above < 0] = 0
-        return parents
+            self.out.append(Offer(self.identity(rows)))
 
     def _lives(self, rows: Rows) -> npt.NDArray[np.float64] | None:
         """How much longer each block lives, in seconds (infinity: for good); None: all of them for good."""

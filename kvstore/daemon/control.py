@@ -260,8 +260,8 @@ class Control:
 
     def invalidate(self, namespace: str, keys: bytes, key_bytes: int) -> Later:
         """Forgets blocks; answered by how many, when that is durable."""
-        event = ev.Invalidate(0, self._space(namespace).number, _keys(keys, key_bytes))
-        return lambda asker, request: self._shell.ask_durably(asker, request, event)
+        space, some = self._space(namespace), _keys(keys, key_bytes)
+        return lambda asker, request: self._shell.invalidate(asker, request, space, some)
 
     def publish(self, namespace: str, tenants: tuple[str, ...], instead_of: tuple[str, ...] | None) -> Said:
         """Lets these tenants, and no others, read a namespace; answered when it holds.

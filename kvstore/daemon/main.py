@@ -24,6 +24,9 @@ from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
+from kvstore.tiers.network import Settings as BackendSettings
+from kvstore.tiers.network import open_backend
+from kvstore.tiers.network.base import Backend
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
 
@@ -99,18 +102,32 @@ async def _serve(settings: Settings) -> int:
 
 def open_tiers(
     config: Config, given: Mapping[str, int]
-) -> tuple[DramTier, dict[str, NvmeTier], Sequence[str], dict[str, HbmTier]]:
+) -> tuple[DramTier, dict[str, NvmeTier], Sequence[str], dict[str, HbmTier], Backend | None]:
     """The tiers of a configuration; of DRAM, with those extents that are among the descriptors given.
 
-    And what is wrong with them, in words; then pools of GPU memory.
+    And what is wrong with them, in words; then pools of GPU memory, and what nodes share.
     """
     devices, problems = open_devices(config)
     pools, more = open_pools(config)
+    network, why_not = open_network(config)
     pins = Pinner(pools.values()) if pools else None
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
     size = extent_bytes(config.dram.limit, len(config.tenants))
     dram = DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents, pins)
-    return dram, devices, [*problems, *more], pools
+    return dram, devices, [*problems, *more, *why_not], pools, network
+
+
+def open_network(config: Config) -> tuple[Backend | None, list[str]]:
+    """The configured backend, and why there is none: blocks are served without it."""
+    network = config.network
+    if network.url is None:
+        return None, []
+    try:
+        password = "" if network.password_file is None else network.password_file.read_text().strip()
+        settings = BackendSettings(network.url, network.limit, network.user, password, network.threads)
+        return open_backend(settings), []
+    except (KVStoreError, OSError, UnicodeDecodeError) as error:
+        return None, [f"no network tier: {error}"]
 
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:

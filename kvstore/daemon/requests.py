@@ -6,6 +6,7 @@ all is told only to those that may read it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
 
+_LOOK_AGAIN_S, _LOOK_AGAIN_AT_LAST_S = 0.004, 0.05
 _ABSENT = "there is no such namespace, or it is not published to this tenant"
 _ABSENT_HINT = "its owner publishes it; then open it again"
 
@@ -57,6 +59,7 @@ class Requests:
         self._wire = wire
         self._shell = shell
         self._spaces: dict[int, Space] = {}
+        self._waits: set[asyncio.Task[None]] = set()
         self._run_by_type: dict[type, tuple[Role, Callable[[Any], None]]] = {
             m.Ping: (Role.READ, lambda q: self._wire.send(m.Value(q.id, 0))),
             m.Status: (Role.READ, lambda q: self._wire.send(m.Report(q.id, self._wire.status()))),
@@ -66,6 +69,7 @@ class Requests:
             m.Release: (Role.READ, lambda q: self._shell.handle(ev.Release(self._wire.number, q.lease))),
             m.Abort: (Role.READ, lambda q: self._shell.handle(ev.Abort(self._wire.number, q.lease))),
             m.Prefetch: (Role.READ, self._prefetch),
+            m.HandOff: (Role.WRITE, self._hand_off),
             m.Suspect: (Role.READ, self._suspect),
             m.Map: (Role.READ, self._map),
             m.Reserve: (Role.WRITE, self._reserve),
@@ -93,6 +97,11 @@ class Requests:
             run(message)
         elif hasattr(message, "id"):
             self._lacks(message.id, role)
+
+    def leave(self) -> None:
+        """Nobody waits for answers any more."""
+        for task in list(self._waits):
+            task.cancel()
 
     # -- namespaces
 
@@ -157,10 +166,13 @@ class Requests:
         space = self._space(q)
         if space is not None:
             self._shell.recorder.looked_up(self._wire.number, space, q.key_bytes, q.keys)
-            until = self._deadline(q.timeout_s) if q.recompute_s else math.inf
-            who = self._wire.who.tenant
-            at = self._tier(q)
-            self._ask(q, ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s, at))
+            by = self._deadline(q.timeout_s)
+            until, who, at = by if q.recompute_s else math.inf, self._wire.who.tenant, self._tier(q)
+            event = ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s, at)
+            if (remote := self._shell.remote) is None:
+                self._ask(q, event)
+            else:
+                remote.lookup(self._wire, q.id, event, space, by)
 
     def _acquire(self, q: m.Acquire) -> None:
         space = self._space(q)
@@ -168,14 +180,47 @@ class Requests:
             self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
             until, who = self._deadline(q.timeout_s), self._wire.who.tenant
             keys, client = self._keys(q), self._wire.number
-            at = self._tier(q)
-            self._ask(q, ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, at))
+            event = ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, self._tier(q))
+            if q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys):
+                task = self._shell.loop.create_task(self._acquire_later(q, event, space))
+                self._waits.add(task)
+                task.add_done_callback(self._waits.discard)
+            else:
+                self._acquire_now(q, event, space)
+
+    async def _acquire_later(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
+        """When the first block is stored, here or on the network, or time is up."""
+        shell, until, pause_s = self._shell, self._deadline(q.wait_s), _LOOK_AGAIN_S
+        while (now := shell.now()) < until and not shell.placement.stored(event.namespace, event.keys):
+            if shell.remote is not None and await shell.remote.has(space, event.keys[0], until):
+                break
+            await asyncio.sleep(min(pause_s, until - now))
+            pause_s = min(pause_s * 1.5, _LOOK_AGAIN_AT_LAST_S)
+        self._acquire_now(q, event, space)
+
+    def _acquire_now(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
+        if (remote := self._shell.remote) is None:
+            self._ask(q, event)
+        else:
+            remote.acquire(self._wire, q.id, event, space)
+
+    def _hand_off(self, q: m.HandOff) -> None:
+        space = self._space(q, own=True)
+        if space is not None and self._shell.remote is None:
+            self._deny(q.id, "there is no network tier", "set network.url")
+        elif space is not None:
+            assert self._shell.remote is not None
+            until, who = self._deadline(q.timeout_s), self._wire.who.tenant
+            self._shell.remote.hand_off(self._wire, q.id, space, self._keys(q), who, until)
 
     def _prefetch(self, q: m.Prefetch) -> None:
         space = self._space(q)
         if space is not None:
-            at = self._tier(q)
-            self._ask(q, ev.Prefetch(0, space.number, self._keys(q), self._wire.who.tenant, at))
+            event = ev.Prefetch(0, space.number, self._keys(q), self._wire.who.tenant, self._tier(q))
+            if (remote := self._shell.remote) is None:
+                self._ask(q, event)
+            else:
+                remote.prefetch(self._wire, q.id, event, space)
 
     def _suspect(self, q: m.Suspect) -> None:
         space = self._space(q)
@@ -240,8 +285,7 @@ class Requests:
     def _invalidate(self, q: m.Invalidate) -> None:
         space = self._space(q, own=True)
         if space is not None:
-            event = ev.Invalidate(0, space.number, self._keys(q))
-            self._shell.ask_durably(self._wire, q.id, event)
+            self._shell.invalidate(self._wire, q.id, space, self._keys(q))
 
     # -- administration
 

@@ -170,6 +170,8 @@ class Connection(asyncio.Protocol):
         if self in self._server.connections:
             self._server.connections.discard(self)
             self._line.leave()
+            if self._requests is not None:
+                self._requests.leave()
             self._shell.leave(self)
             self._shell.recorder.leave(self.number)
             self._shell.handle(ev.ClientLost(self.number))

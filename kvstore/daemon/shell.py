@@ -28,6 +28,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.devices import TierSpec
 from kvstore.core.extents import Extents
+from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierState
 from kvstore.core.reuse import Learned
@@ -37,13 +38,16 @@ from kvstore.daemon import devices, gpus, learned, resizing
 from kvstore.daemon.chronicle import Chronicle
 from kvstore.daemon.figures import Histogram
 from kvstore.daemon.inherit import restore_dram, restore_nvme
+from kvstore.daemon.namespaces import Space
 from kvstore.daemon.recorder import Recorder
+from kvstore.daemon.remote import Remote
 from kvstore.daemon.scrub import Scrubber
 from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.tenants import Identity
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
+from kvstore.tiers.network.base import Backend
 from kvstore.tiers.nvme.tier import NvmeTier, verify
 from kvstore.types import HBM_EXTENTS, Tier
 
@@ -74,13 +78,14 @@ class Shell:
         nvme: dict[str, NvmeTier],
         problems: Sequence[str] = (),
         hbm: Mapping[str, HbmTier] = MappingProxyType({}),
+        network: Backend | None = None,
         dice: Callable[[int], int] = secrets.randbits,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Takes over the tiers; of `nvme` its devices by name, the first one first, and `problems` with them.
 
-        `hbm`: pools of GPU memory by name. `dice` gives a number of so many random bits, `clock` Unix time
-        in s.
+        `hbm`: pools of GPU memory by name. `network`: what other nodes share with this one. `dice` gives a
+        number of so many random bits, `clock` Unix time in s.
         """
         self.clock = clock
         self.config = config
@@ -96,6 +101,7 @@ class Shell:
         self._new_generation = True
         self.placement = self._make_placement(dice(64))
         self.chronicle = Chronicle(self)
+        self.remote = Remote(self, network, config.network) if network is not None else None
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
@@ -110,6 +116,7 @@ class Shell:
         self._run_by_type: dict[type, Callable[[Any], None]] = {
             ac.Copy: self._copy,
             ac.Stamp: self._stamp,
+            ac.Offer: self._offer,
             ac.Drop: self._drop,
             ac.Probe: self._probe,
             ac.Format: self._format,
@@ -169,6 +176,8 @@ class Shell:
             raise TierError(self.problems[-1])
         self._scrubber.set_rate(self.config.scrub.rate)
         self.chronicle.look(self.placement.residency.tiers)
+        if self.remote is not None:
+            self.remote.start()
         self.chronicle.add("started", detail=f"pid {os.getpid()}")
 
     def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
@@ -218,6 +227,8 @@ class Shell:
         left = len(transfers.under_way) + sum(map(len, transfers.backlog.values()))
         if left:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
+        if self.remote is not None:
+            await self.remote.close(_CLOSE_WITHIN_S)
         if self._timer is not None:
             self._timer.cancel()
         # What still arrives, from a device that has hung perhaps, must start nothing more.
@@ -276,6 +287,8 @@ class Shell:
         )
         self._scrubber.set_rate(config.scrub.rate)
         self.tenancy.apply(config)
+        if self.remote is not None:
+            self.remote.reconfigure(config.network)
 
     # -- requests
 
@@ -290,6 +303,8 @@ class Shell:
         """Answers to this asker are no longer wanted."""
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
+        if self.remote is not None:
+            self.remote.leave(asker)
 
     def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
         """Like `ask`, but what the answer says survives a crash from then on."""
@@ -299,6 +314,17 @@ class Shell:
             for device in self.devices.values():
                 device.put_generation(self.generation)
         self.ask(_Durably(self, asker) if self.devices else asker, request, event)
+
+    def invalidate(self, asker: Asker, request: int, space: Space, keys: Keys) -> None:
+        """These blocks are misses from now on; answered when that is so after a crash, and on the network."""
+        event = ev.Invalidate(0, space.number, keys)
+        if self.remote is None:
+            self.ask_durably(asker, request, event)
+            return
+        names = [keys[i] for i in range(keys.n)]
+        self.remote.forget(
+            asker, request, [space], names, lambda then: self.ask_durably(then, request, event)
+        )
 
     def devices_changed(self) -> None:
         """One has come, or gone: what is forgotten from now on, it may not hear of."""
@@ -420,6 +446,10 @@ class Shell:
             spaces.lengths,
             ends,
         )
+
+    def _offer(self, offer: ac.Offer) -> None:
+        if self.remote is not None:
+            self.remote.offer(offer)
 
     def _drop(self, drop: ac.Drop) -> None:
         if drop.tier == DRAM:
@@ -565,6 +595,7 @@ class Shell:
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,
             "gpus": {name: pool.gpu.uuid for name, pool in self.pools.items()},
+            "network": self.remote.status() if self.remote is not None else None,
             "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),

@@ -112,6 +112,8 @@ class Tenancy:
             share = 1.0 if not config.tenants else _LEFT_OVER
             event = ev.SetTenant(number, tuple(Quota(share=share) for _ in tiers))
         self._shell.handle(event)
+        if self._shell.remote is not None:
+            self._shell.remote.set_tenant(event)
 
     def known(self, name: str) -> int | None:
         """The number of a tenant of which something was found, a new one if it is not configured.
@@ -174,6 +176,12 @@ class Tenancy:
         return ev.OpenNamespace(
             0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra, tokens
         )
+
+    def encrypts(self, tenant: int) -> bool:
+        """Whether a tenant's blocks are to be read by nobody who has the device, or the network."""
+        name = self.registry.name(tenant)
+        configured = self._shell.config.tenants.get(name)
+        return self._encrypts(name) or (configured is not None and configured.encrypt)
 
     def _encrypts(self, name: str) -> bool:
         return any(device.encrypts(name) for device in self._shell.devices.values())
@@ -250,8 +258,15 @@ class Tenancy:
         for space in spaces:
             self._tell("forgotten", space)
         numbers = self._close(tenant, spaces)
-        gone = _Then(asker, lambda: self._gone(tenant, numbers))
-        self._shell.ask_durably(gone, request, ev.Forget(0, numbers))
+        event = ev.Forget(0, numbers)
+        self._also_there(
+            asker,
+            request,
+            spaces,
+            lambda then: self._shell.ask_durably(
+                _Then(then, lambda: self._gone(tenant, numbers)), request, event
+            ),
+        )
         for space in spaces:
             self._open(space)
 
@@ -280,7 +295,22 @@ class Tenancy:
                     self.record(space)
 
         self._deleting[tenant] += 1
-        self._shell.ask_durably(_Then(asker, gone), request, ev.ForgetTenant(0, tenant))
+        event = ev.ForgetTenant(0, tenant)
+        self._also_there(
+            asker,
+            request,
+            spaces,
+            lambda then: self._shell.ask_durably(_Then(then, gone), request, event),
+        )
+
+    def _also_there(
+        self, asker: Asker, request: int, spaces: Sequence[Space], here: Callable[[Asker], None]
+    ) -> None:
+        """Forgets namespaces `here`, and on the network, if there is one."""
+        if self._shell.remote is None or not spaces:
+            here(asker)
+        else:
+            self._shell.remote.forget(asker, request, spaces, None, here)
 
     def _tell(self, what: str, space: Space, detail: str = "") -> None:
         owner, id = self.registry.name(space.tenant), space.fingerprint.hex()

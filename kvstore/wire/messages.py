@@ -18,7 +18,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 5
+VERSION = 6
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
 LOW, NORMAL, HIGH = range(3)
@@ -117,11 +117,13 @@ class Acquire(_Keyed):
     """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup.
 
     `device`: the UUID of a GPU; slots are in its memory if it has a pool with room for all, else in DRAM.
+    While not even the first block is stored anywhere, the answer waits up to `wait_s` for it.
     """
 
     timeout_s: float
     recompute_s: float
     device: str = ""
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -289,6 +291,16 @@ class Denied:
     id: int
     why: str
     hint: str
+
+
+@dataclass(slots=True)
+class HandOff(_Keyed):
+    """Have the stored prefix on the network, for another node, within `timeout_s`.
+
+    Answered by Value: how many leading blocks are.
+    """
+
+    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -475,6 +487,7 @@ ALL: tuple[type, ...] = (
     Recorded,
     Control,
     MappedHbm,
+    HandOff,
 )
 """The tag of a message is its place here: append only."""
 
