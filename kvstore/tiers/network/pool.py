@@ -1,0 +1,181 @@
+"""Threads for calls that may hang, and callers that never do.
+
+A caller waits until its time is up and goes. A thread that comes back late finds that out before it touches
+anything of the caller's: it works in memory of its own, and gets at the caller's through `Call.touching`
+alone. What waits belongs to callers that wait, so nothing piles up behind threads that hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from kvstore.tiers.network.base import NetworkError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Over(Exception):
+    """The caller has gone: nothing of it may be touched any more."""
+
+
+class Room:
+    """Memory of one thread, for one block at a time: page-aligned, as large as the largest so far."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """So many bytes, with anything in them, until the next call."""
+        if len(self._memory) < nbytes:
+            self._memory = memoryview(mmap.mmap(-1, nbytes))
+        return self._memory[:nbytes]
+
+
+class Call(Generic[T]):
+    """Jobs that one caller waits for. `results` are what was known when it stopped waiting."""
+
+    def __init__(self, jobs: Sequence[Job[T]], late: T) -> None:
+        self.results = [late] * len(jobs)
+        self.error: NetworkError | None = None
+        self._jobs = jobs
+        self._next = 0
+        self._left = len(jobs)
+        self._touching = 0
+        self._over = False
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def touching(self) -> Iterator[None]:
+        """While the caller's memory is read or written: it waits that long, so that must be short.
+
+        Raises Over if it has gone.
+        """
+        with self._changed:
+            if self._over:
+                raise Over
+            self._touching += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._touching -= 1
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises Over if the caller has gone."""
+        if self._over:
+            raise Over
+
+    def take(self) -> tuple[int, bool]:
+        """The next job to do, and whether there are more behind it."""
+        self._next += 1
+        return self._next - 1, self._next < len(self._jobs)
+
+    def do(self, index: int, room: Room) -> None:
+        """Does one job, on a thread of the pool."""
+        if self._over:
+            return
+        try:
+            result = self._jobs[index](self, room)
+        except Over:
+            return
+        except NetworkError as error:
+            self.end(error.with_traceback(None))
+            return
+        except Exception:
+            _log.exception("a job of the network tier failed")
+            result = self.results[index]
+        with self._changed:
+            if not self._over:
+                self.results[index] = result
+                self._left -= 1
+                self._changed.notify_all()
+
+    def end(self, error: NetworkError | None = None) -> None:
+        """Sends the caller away."""
+        with self._changed:
+            if not self._over:
+                self._over, self.error = True, error
+                self._changed.notify_all()
+
+    def wait(self, ends: float) -> None:
+        """Returns when all is done, or the time is up; then nobody touches the caller's memory."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or not self._left, max(0.0, ends - time.monotonic()))
+            self._over = True
+            self._changed.wait_for(lambda: not self._touching)
+
+
+Job: TypeAlias = Callable[[Call[T], Room], T]
+
+
+class Pool:
+    """So many threads, which take one job of each call in turn. They don't keep the process from ending."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Call[Any]] = deque()
+        self._calls: set[Call[Any]] = set()
+        self._closed = False
+        for i in range(threads):
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True).start()
+
+    def run(self, jobs: Sequence[Job[T]], ends: float, late: T) -> list[T]:
+        """What each job answers, `late` for those that did not by `ends` or failed. Raises NetworkError."""
+        call = Call(jobs, late)
+        if not jobs or time.monotonic() >= ends or not self._begin(call):
+            return call.results
+        try:
+            call.wait(ends)
+        finally:
+            call.end()
+            self._forget(call)
+        if call.error is not None:
+            raise call.error
+        return call.results
+
+    def close(self) -> None:
+        """Ends all calls now, and the threads when they are done with what they are at."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            for call in self._calls:
+                call.end()
+            self._changed.notify_all()
+
+    def _begin(self, call: Call[T]) -> bool:
+        with self._changed:
+            if not self._closed:
+                self._waiting.append(call)
+                self._calls.add(call)
+                self._changed.notify(len(call.results))
+            return not self._closed
+
+    def _forget(self, call: Call[T]) -> None:
+        with self._changed:
+            self._calls.discard(call)
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(call)
+
+    def _work(self) -> None:
+        room = Room()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                call = self._waiting.popleft()
+                index, more = call.take()
+                if more:
+                    self._waiting.append(call)
+            call.do(index, room)
+            del call  # the next wait may be long, and must not keep the caller's memory alive
