@@ -137,9 +137,7 @@ def cluster() -> Iterator[Cluster]:
             servers[0].ask("CLUSTER", "MEET", "127.0.0.1", other.port, other.bus)
         made = Cluster(servers)
         ends = time.monotonic() + START_S
-        while not all(
-            b"cluster_state:ok" in raw(s, "CLUSTER", "INFO") and len(slots(s)) == 3 for s in servers
-        ):
+        while not all(map(_settled, servers)):
             assert time.monotonic() < ends
             time.sleep(0.05)
         yield made
