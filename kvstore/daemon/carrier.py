@@ -93,9 +93,9 @@ class Carrier:
         number = self._last
         if not self.device.put(self._loop.time(), tenant, kind, nbytes, number):
             return False
-        self._turns[number] = self._loop.create_future()
+        turn = self._turns[number] = self._loop.create_future()
         self._go_on()
-        await self._turns[number]
+        await turn
         return True
 
     def done(self, kind: int, nbytes: int, moved_bytes: int) -> None:

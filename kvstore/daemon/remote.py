@@ -26,7 +26,7 @@ from kvstore.core import events as ev
 from kvstore.core.admission import Rule
 from kvstore.core.devices import DEMAND, PREFETCH, WRITE_BACK
 from kvstore.core.keys import Keys
-from kvstore.daemon.carrier import Carrier
+from kvstore.daemon.carrier import LOOK_EVERY_S, Carrier
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.presence import Presence
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
@@ -93,8 +93,6 @@ class Remote:
         self._presence.clear()
         self._shared = None
         self._share()
-        if self._owed and not problem:
-            self._begin(None, self._make_good())
 
     def _share(self) -> None:
         """Has the core offer blocks; after a time without, all that are used from now on."""
@@ -522,17 +520,24 @@ class Remote:
         if await self._remove(banned):
             self._owed.difference_update(banned)
         else:
-            self._owed.update(banned)
+            self._owe(banned)
             why = f"forgotten here, but not on the network: {self.carrier.problem or 'it did not answer'}"
             answer = ac.Deny(request, why, "this node tries again, and serves nothing of it meanwhile")
         self._banned -= Counter(banned)
         asker.answer(request, answer)
 
+    def _owe(self, what: Sequence[Name | bytes]) -> None:
+        """Takes away later what could not be when it was forgotten."""
+        if not self._owed:
+            self._begin(None, self._make_good())
+        self._owed.update(what)
+
     async def _make_good(self) -> None:
-        """Takes away what could not be when it was forgotten."""
-        owed = list(self._owed)
-        if await self._remove(owed):
-            self._owed.difference_update(owed)
+        while self._owed:
+            await asyncio.sleep(LOOK_EVERY_S)
+            owed = list(self._owed)
+            if self.carrier.usable and await self._remove(owed):
+                self._owed.difference_update(owed)
 
     async def _remove(self, what: Sequence[Name | bytes]) -> bool:
         """Whether none of these objects, and nothing of these namespaces, is there any more."""
