@@ -54,6 +54,7 @@ class _Reading(Collector):
         yield from self._process()
         yield from self._tiers()
         yield from self._devices()
+        yield from self._network()
         yield from self._tenants()
         yield from self._traffic()
         yield from self._counted()
@@ -129,6 +130,20 @@ class _Reading(Collector):
             for device in devices:
                 admitted.add_metric([device["tier"]], device["admission"][key])
             yield admitted
+
+    def _network(self) -> Iterator[Metric]:
+        network = self._status["network"]
+        if network is None:
+            return
+        yield _gauge("kvstore_network_usable", "Whether the network tier is asked.", int(network["usable"]))
+        speed = network["bandwidth_bytes_per_s"]
+        yield _gauge("kvstore_network_bandwidth_bytes_per_second", "What it has done lately.", speed)
+        yield _gauge("kvstore_network_coming_blocks", "Blocks on their way here.", network["coming_blocks"])
+        yield _gauge("kvstore_network_going_blocks", "Blocks on their way there.", network["going_blocks"])
+        family = CounterMetricFamily("kvstore_network_blocks", "What became of blocks.", labels=["what"])
+        for what, n in network["counters"].items():
+            family.add_metric([what.removesuffix("_blocks")], n)
+        yield family
 
     def _tenants(self) -> Iterator[Metric]:
         for key, what in (

@@ -79,6 +79,19 @@ class Tenant(View):
     tiers: list[TenantTier]
 
 
+class NetworkTier(View):
+    """What this node shares with others: whether it is asked, and why not; blocks by what became of them."""
+
+    kind: str = Field(examples=["filesystem"])
+    usable: bool
+    problem: str
+    bandwidth_bytes_per_s: int
+    coming_blocks: int
+    going_blocks: int
+    owed_removals: int
+    counters: dict[str, int]
+
+
 class Status(View):
     """The daemon as a whole."""
 
@@ -97,6 +110,7 @@ class Status(View):
     huge_pages: bool
     policy: str = Field(examples=["hazard"])
     gpus: dict[str, str] = Field(description="UUIDs of GPUs, by the names of their pools.")
+    network: NetworkTier | None
     nvme_io: str
     problems: list[str]
     counters: dict[str, int]

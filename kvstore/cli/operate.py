@@ -93,10 +93,12 @@ def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -
         typer.echo(json.dumps(state))
         return
     console = Console()
-    console.print(
-        pairs("daemon", {k: v for k, v in state.items() if k not in ("tiers", "tenants", "counters")})
-    )
+    apart = ("tiers", "tenants", "counters", "network")
+    console.print(pairs("daemon", {k: v for k, v in state.items() if k not in apart}))
     console.print(tier_table(list(state.get("tiers", ()))))
+    if network := state.get("network"):
+        counted = network.pop("counters")
+        console.print(pairs("network", network | counted))
     console.print(pairs("counter", state.get("counters", {})))
 
 

@@ -17,6 +17,7 @@ import re
 import resource
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvstore.cuda.device import Gpu, resolve, uuids
 from kvstore.cuda.device import why_not as no_cuda
 from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError, TierError
+from kvstore.tiers.network import open_network
 from kvstore.tiers.nvme.gds import why_not
 from kvstore.types import ALIGN, extent_bytes
 
@@ -42,6 +44,7 @@ _KERNEL = (
     ((6, 1), "huge pages for shared memory need 6.1 (MADV_COLLAPSE)"),
 )
 _OTHER_FILES = 64
+_NETWORK_WITHIN_S = 5.0
 _PRESERVING_SYSTEMD = 254
 
 
@@ -77,6 +80,7 @@ def examine(config: Config) -> list[Line]:
         lines.append(engine(why_not(), Path("/proc/driver/nvidia-fs").exists()))
     lines += gpu(Path("/dev"), Path("/proc/driver"), _loads("libcuda.so.1"), modules)
     lines += hbm(config)
+    lines.append(network(config))
     lines.append(systemd(_output("systemctl", "--version")))
     return lines
 
@@ -264,6 +268,22 @@ def hbm(config: Config) -> list[Line]:
         return [_pool(Gpu.open(resolve(name)), limit) for name in names]
     except KVStoreError as error:
         return [Line(WARN, "hbm", error.message, error.hint)]
+
+
+def network(config: Config) -> Line:
+    """Whether what nodes share can be written and read now; where not, each node has what it has."""
+    if config.network.url is None:
+        return Line(OK, "network", "no network.url: no such tier")
+    backend, why_not = open_network(config.network)
+    if backend is None:
+        return Line(FAIL, "network", why_not[0], "without it, each node has only its own blocks")
+    try:
+        backend.health(time.monotonic() + _NETWORK_WITHIN_S)
+    except KVStoreError as error:
+        return Line(FAIL, "network", error.message, error.hint)
+    finally:
+        backend.close()
+    return Line(OK, "network", f"{backend.kind}: can be written and read")
 
 
 def _pool(gpu: Gpu, limit_bytes: int) -> Line:

@@ -24,8 +24,7 @@ from kvstore.daemon.shell import Shell
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
-from kvstore.tiers.network import Settings as BackendSettings
-from kvstore.tiers.network import open_backend
+from kvstore.tiers.network import open_network
 from kvstore.tiers.network.base import Backend
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
@@ -109,25 +108,12 @@ def open_tiers(
     """
     devices, problems = open_devices(config)
     pools, more = open_pools(config)
-    network, why_not = open_network(config)
+    network, why_not = open_network(config.network)
     pins = Pinner(pools.values()) if pools else None
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
     size = extent_bytes(config.dram.limit, len(config.tenants))
     dram = DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents, pins)
     return dram, devices, [*problems, *more, *why_not], pools, network
-
-
-def open_network(config: Config) -> tuple[Backend | None, list[str]]:
-    """The configured backend, and why there is none: blocks are served without it."""
-    network = config.network
-    if network.url is None:
-        return None, []
-    try:
-        password = "" if network.password_file is None else network.password_file.read_text().strip()
-        settings = BackendSettings(network.url, network.limit, network.user, password, network.threads)
-        return open_backend(settings), []
-    except (KVStoreError, OSError, UnicodeDecodeError) as error:
-        return None, [f"no network tier: {error}"]
 
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:

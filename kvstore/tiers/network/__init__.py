@@ -6,7 +6,8 @@ import importlib
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvstore.errors import ConfigError
+from kvstore.config import Network
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.network.base import Backend
 
 _MODULES = {
@@ -50,3 +51,14 @@ def open_backend(settings: Settings) -> Backend:
     module = importlib.import_module(f"kvstore.tiers.network.{_MODULES[scheme]}")
     backend: Backend = module.open_url(settings)
     return backend
+
+
+def open_network(config: Network) -> tuple[Backend | None, list[str]]:
+    """The configured backend, and why there is none: blocks are served without it."""
+    if config.url is None:
+        return None, []
+    try:
+        password = "" if config.password_file is None else config.password_file.read_text().strip()
+        return open_backend(Settings(config.url, config.limit, config.user, password, config.threads)), []
+    except (KVStoreError, OSError, UnicodeDecodeError) as error:
+        return None, [f"no network tier: {error}"]
