@@ -19,7 +19,7 @@ from itertools import islice
 
 from kvstore.errors import RemoteProtocolError
 from kvstore.tiers.network.base import NetworkError, Outcome
-from kvstore.tiers.network.dial import Address, Place
+from kvstore.tiers.network.dial import Address, NoAnswer, Place
 from kvstore.tiers.network.resp import Filling, Reader, Reply
 
 WINDOW_BYTES = 16 << 20
@@ -127,7 +127,7 @@ class Link:
     def end(self) -> None:
         """An exchange is over: what is unanswered stays so."""
         if self.busy:
-            self.broken = TimeoutError("no answer in time")
+            self.broken = NoAnswer("no answer in time")
         elif self.broken is None and not self._reader.empty:
             self.broken = RemoteProtocolError("more came than was asked for")
         self.reused = True
