@@ -189,8 +189,8 @@ class Nodes:
                 raise NetworkError(
                     f"{node}: {error.verify_message}", "a CA of your own: ?ca=FILE in network.url", fatal=True
                 ) from None
-            unopened = node not in links or not links[node].opened
-            if self._slots is None and unopened and not _is_late(error):
+            strange = node not in links or not links[node].greeted
+            if self._slots is None and strange and not _is_late(error):
                 raise NetworkError(
                     f"{node} can't be connected to: {error}", "is the server up, and network.url right?"
                 ) from None
@@ -203,7 +203,7 @@ class Nodes:
             if idle:
                 return idle.pop()
         places = self._resolver.places(node, ends)
-        return Link(node, places, self._place.tls, list(self._hello(node)))
+        return Link(node, places, self._place.tls, list(self._hello()))
 
     def _keep(self, link: Link) -> None:
         if link.broken is None:
@@ -213,14 +213,15 @@ class Nodes:
                     return
         link.close()
 
-    def _hello(self, node: Address) -> Iterator[Request]:
+    def _hello(self) -> Iterator[Request]:
         """What is said first on a connection. So heavy that nothing is sent before it is answered."""
         place = self._place
-        if place.password:
-            who = (place.user,) if place.user else ()
-            yield Request([command("AUTH", *who, place.password)], judge=greeted, weight=WINDOW_BYTES)
+        login = command("AUTH", *([place.user] if place.user else []), place.password)
+        said = [login if place.password else command("PING")]
         if place.database:
-            yield Request([command("SELECT", place.database)], judge=greeted, weight=WINDOW_BYTES)
+            said.append(command("SELECT", place.database))
+        for each in said:
+            yield Request([each], judge=greeted, weight=WINDOW_BYTES)
 
     def _learn(self, ends: float) -> None:
         """Asks a cluster who has what, if that is not known or has changed."""
