@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -141,11 +141,15 @@ class Cluster:
                         return
         raise AssertionError(f"nobody has {key}")
 
-    def move(self, slot: int, source: int, target: int) -> None:
-        """From now on a slot goes from one server to another; keys stay until somebody moves them."""
+    def move(self, slots: Iterable[int], source: int, target: int) -> None:
+        """From now on slots go from one server to another; keys stay until somebody moves them."""
         giver, taker = self.servers[source], self.servers[target]
-        taker.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", giver.id)
-        giver.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", taker.id)
+        ways = ((taker, "IMPORTING", giver.id), (giver, "MIGRATING", taker.id))
+        for server, way, other in ways:
+            with server.client() as client, client.pipeline(transaction=False) as batch:
+                for slot in slots:
+                    batch.execute_command("CLUSTER", "SETSLOT", slot, way, other)
+                batch.execute()
 
     def moved(self, slot: int, source: int, target: int) -> None:
         """The slot has gone there."""
@@ -160,11 +164,8 @@ class Cluster:
 @contextmanager
 def cluster(*settings: str) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        servers = []
-        for _ in range(3):
-            servers.append(
-                stack.enter_context(server("cluster-enabled yes", "cluster-node-timeout 2000", *settings))
-            )
+        settings = ("cluster-enabled yes", "cluster-node-timeout 2000", *settings)
+        servers = [stack.enter_context(server(*settings)) for _ in range(3)]
         thirds = [(0, 5460), (5461, 10922), (10923, 16383)]
         for running, (first, last) in zip(servers, thirds, strict=True):
             running.ask("CLUSTER", "ADDSLOTSRANGE", first, last)
