@@ -33,15 +33,20 @@ class Server:
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.folder = folder
-        self.port, self.bus = free_port(), free_port()
+        self.settings = settings
         self.socket = folder / "s"
-        lines = [
-            "bind 127.0.0.1", f"port {self.port}", f"unixsocket {self.socket}", f"dir {folder}", 'save ""',
-            "appendonly no", f"cluster-port {self.bus}", *settings,
-        ]  # fmt: skip
-        (folder / "valkey.conf").write_text("\n".join(lines))
         self.log = (folder / "log").open("wb")
+        self.choose_ports()
         self.start()
+
+    def choose_ports(self) -> None:
+        """Others that the kernel has free, for what is started next."""
+        self.port, self.bus = free_port(), free_port()
+        lines = [
+            "bind 127.0.0.1", f"port {self.port}", f"unixsocket {self.socket}", f"dir {self.folder}",
+            'save ""', "appendonly no", f"cluster-port {self.bus}", *self.settings,
+        ]  # fmt: skip
+        (self.folder / "valkey.conf").write_text("\n".join(lines))
 
     def start(self) -> None:
         command = [str(get_binary_path()), str(self.folder / "valkey.conf")]
@@ -51,7 +56,10 @@ class Server:
         """Until it answers."""
         ends = time.monotonic() + START_S
         while True:
-            assert self.process.poll() is None, (self.folder / "log").read_text()
+            if self.process.poll() is not None:  # somebody was faster to take the port
+                assert time.monotonic() < ends, (self.folder / "log").read_text()
+                self.choose_ports()
+                self.start()
             try:
                 self.ask("PING")
                 return
