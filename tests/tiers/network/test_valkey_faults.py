@@ -492,3 +492,21 @@ def test_a_key_that_is_no_string(running: Server) -> None:
         assert list(backend.list(None, ends())) == []
         assert backend.delete([put.name], ends()) == [Outcome.OK]
         assert backend.write([put], ends()) == [Outcome.OK]
+
+
+def test_no_more_is_asked_for_than_a_server_should_hold() -> None:
+    asked = bytearray()
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(b"+PONG\r\n")
+        while raw := connection.recv(1 << 16):
+            asked.extend(raw)
+
+    big, small = [[wanted(block(bytes([i]), n)) for i in range(40)] for n in (4 * MIB, 1000)]
+    with fake(serve) as made, opened(made.url) as backend:
+        assert backend.read(big, ends(0.2)) == [Outcome.FAILED] * 40
+        assert asked.count(b"GET") == 3
+        asked.clear()
+        assert backend.read(small, ends(0.2)) == [Outcome.FAILED] * 40
+        assert asked.count(b"GET") == 40
