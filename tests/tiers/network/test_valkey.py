@@ -295,3 +295,33 @@ def test_urls_that_are_none(url: str) -> None:
 def test_a_user_without_a_password() -> None:
     with pytest.raises(ConfigError, match=r"network\.password"):
         opened("redis://a", user="me")
+
+
+def test_a_list_by_one_host_has_all_of_a_cluster(three: Cluster) -> None:
+    three.clear()
+    writer, reader = opened(three.url), opened(three.servers[0].url)
+    blocks = [block(bytes([i])) for i in range(30)]
+    assert writer.write(blocks, ends()) == [Outcome.OK] * 30
+    assert {listed.name for listed in reader.list(None, ends())} == {b.name for b in blocks}
+    writer.close()
+    reader.close()
+
+
+def test_what_two_nodes_have_is_listed_once(moving: Cluster) -> None:
+    """As it may be while it goes from one to the other."""
+    moving.clear()
+    source, target = moving.servers[:2]
+    blocks = [block(bytes([i])) for i in range(30)]
+    put = next(b for b in blocks if moving.owner(objects.path(b.name)) is source)
+    key, raw = objects.path(put.name), objects.header(put) + payload(put)
+    with target.client(single_connection_client=True) as client:
+        client.execute_command("ASKING")
+        client.execute_command("SET", key, raw)
+    assert source.ask("CLUSTER", "SETSLOT", moving.slot(key), "STABLE") == b"OK"
+    with source.client() as client:
+        client.set(key, raw)
+    moving.move([moving.slot(key)], 0, 1)
+    backend = opened(moving.url)
+    assert source.ask("DBSIZE") == target.ask("DBSIZE") == 1
+    assert [listed.name for listed in backend.list(None, ends())] == [put.name]
+    backend.close()

@@ -408,9 +408,9 @@ def test_a_server_that_trickles() -> None:
             assert backend.read([got], until) == [Outcome.FAILED]
         before = payload(got)
         time.sleep(0.2)
-        assert payload(got) == before
         with in_time(0.3) as until:
             assert backend.write([put], until) == [Outcome.FAILED]
+        assert payload(got) == before  # also after a later call
 
 
 def test_a_server_that_reads_nothing() -> None:
@@ -510,3 +510,13 @@ def test_no_more_is_asked_for_than_a_server_should_hold() -> None:
         asked.clear()
         assert backend.read(small, ends(0.2)) == [Outcome.FAILED] * 40
         assert asked.count(b"GET") == 40
+
+
+def test_answers_that_come_too_late_are_nobodys(running: Server) -> None:
+    there, absent = block(b"there"), block(b"absent")
+    with opened(running.url) as backend:
+        assert backend.write([there], ends()) == [Outcome.OK]
+        running.signal(signal.SIGSTOP)
+        assert backend.probe([there.name], ends(0.1)) == [Outcome.FAILED]
+        running.signal(signal.SIGCONT)
+        assert backend.probe([absent.name], ends()) == [Outcome.MISSING]
