@@ -398,7 +398,9 @@ def test_a_server_that_trickles() -> None:
 
     def serve(connection: socket.socket) -> None:
         greet(connection)
-        for byte in b"$%d\r\n" % len(value(put)) + value(put):
+        raw = b"$%d\r\n" % len(value(put)) + value(put)
+        connection.sendall(raw[:300])
+        for byte in raw[300:]:
             connection.sendall(bytes([byte]))
             time.sleep(0.02)
 
