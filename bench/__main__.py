@@ -39,6 +39,7 @@ NAMES = (
     "qos",
     "admin",
     "network",
+    "valkey",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""

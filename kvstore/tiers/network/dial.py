@@ -15,6 +15,10 @@ Place: TypeAlias = "tuple[socket.AddressFamily, str | tuple[str | int | bytes, .
 """A family of addresses and one of it, as sockets take it."""
 
 
+class NoAnswer(Exception):
+    """The time is up, or the backend is closed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """A host and its port, or the path of a Unix socket (port 0)."""
@@ -37,7 +41,7 @@ class Resolver:
         self._asked: dict[Address, _LookUp] = {}
 
     def places(self, address: Address, ends: float) -> list[Place]:
-        """Where to connect to, best first. Raises OSError (a TimeoutError by `ends`)."""
+        """Where to connect to, best first. Raises OSError, or NoAnswer by `ends`."""
         if not address.port:
             return [(socket.AF_UNIX, address.host)]
         if place := _numeric(address):
@@ -52,7 +56,7 @@ class Resolver:
         if not asked.ended.wait(max(0.0, ends - time.monotonic())):
             if places:
                 return places
-            raise TimeoutError(f"looking up {address.host} takes too long")
+            raise NoAnswer(f"looking up {address.host} takes too long")
         if asked.places:
             with self._lock:
                 self._known[address] = time.monotonic(), asked.places

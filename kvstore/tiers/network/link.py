@@ -19,7 +19,7 @@ from itertools import islice
 
 from kvstore.errors import RemoteProtocolError
 from kvstore.tiers.network.base import NetworkError, Outcome
-from kvstore.tiers.network.dial import Address, Place
+from kvstore.tiers.network.dial import Address, NoAnswer, Place
 from kvstore.tiers.network.resp import Filling, Reader, Reply
 
 WINDOW_BYTES = 16 << 20
@@ -63,7 +63,7 @@ class Request:
 class Link:
     """One connection, which is made as part of its first exchange. Not for two threads at once.
 
-    `broken` is why it is of no more use; `opened`: it was made; `reused`: it was good in an earlier exchange;
+    `broken` is why it is of no more use; `reused`: it was good in an earlier exchange;
     `heard`: something came over it in this one.
     """
 
@@ -73,7 +73,8 @@ class Link:
         """`hello` goes before everything else, one at a time."""
         self.address = address
         self.broken: Exception | None = None
-        self.opened = self.reused = self.heard = False
+        self.reused = self.heard = False
+        self._hello = tuple(hello)
         self.wants = select.POLLOUT
         self._places = deque(places)
         self._tls = tls
@@ -93,8 +94,13 @@ class Link:
         self._unsent.extend(requests)
         if self._socket is None:
             self._guarded(self._dial)
-        elif self.opened:
+        elif self.reused:
             self.wants = select.POLLIN | select.POLLOUT
+
+    @property
+    def greeted(self) -> bool:
+        """Whether there is a server that lets us in."""
+        return all(request.answered for request in self._hello)
 
     @property
     def busy(self) -> bool:
@@ -127,7 +133,7 @@ class Link:
     def end(self) -> None:
         """An exchange is over: what is unanswered stays so."""
         if self.busy:
-            self.broken = TimeoutError("no answer in time")
+            self.broken = NoAnswer("no answer in time")
         elif self.broken is None and not self._reader.empty:
             self.broken = RemoteProtocolError("more came than was asked for")
         self.reused = True
@@ -184,7 +190,6 @@ class Link:
             self._established()
 
     def _established(self) -> None:
-        self.opened = True
         self._stage = self._talk
         self._talk(0)
 

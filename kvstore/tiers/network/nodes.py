@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstore.tiers.network.base import NetworkError
 from kvstore.tiers.network.cluster import parse_slots, redirection, slot_of
-from kvstore.tiers.network.dial import Address, Resolver
+from kvstore.tiers.network.dial import Address, NoAnswer, Resolver
 from kvstore.tiers.network.link import WINDOW_BYTES, Link, Request, exchange
 from kvstore.tiers.network.refusals import greeted
 from kvstore.tiers.network.resp import Refusal, command
@@ -23,6 +23,7 @@ _FOLLOWED = 4
 """So often in a row a request is sent elsewhere by a cluster."""
 
 _RELEARN_S = 1.0  # a cluster in trouble is not asked for its slots more often
+_UNSETTLED = ("CLUSTERDOWN", "READONLY")  # nodes say so while one takes over from another
 _ASKING = command("ASKING")
 
 
@@ -51,7 +52,8 @@ class Nodes:
         self._learning = threading.Lock()
         self._slots: list[Address | None] | None = None
         self._stale = place.cluster
-        self._learned_at = -_RELEARN_S
+        self._learned_at = 0.0
+        self._silent: set[Address] = set()  # of whom nothing came last
 
     @property
     def closed(self) -> bool:
@@ -88,6 +90,7 @@ class Nodes:
         """The nodes that have keys."""
         with self._turn(ends) as mine:
             if mine:
+                self._stale |= self._slots is None
                 self._learn(ends)
         if self._slots is None:
             return [self._place.seeds[0]]
@@ -118,7 +121,9 @@ class Nodes:
         batches: dict[Address, list[Request]] = {}
         for request in requests:
             node = request.asked_at or self._home(request.key)
-            if node is not None:
+            if node is None:
+                self._stale = True
+            else:
                 batches.setdefault(node, []).append(request)
         return batches
 
@@ -132,6 +137,7 @@ class Nodes:
             return False
         where = redirection(request.reply, node)
         if where is None:
+            self._stale |= request.reply.code in _UNSETTLED
             return False
         for_good, slot, address = where
         if for_good:
@@ -156,7 +162,7 @@ class Nodes:
             for node in batches:
                 try:
                     links[node] = self._link(node, ends, fresh)
-                except OSError as error:
+                except (OSError, NoAnswer) as error:
                     failed[node] = error
             for node, link in links.items():
                 link.ask(_wrapped(batches[node], around))
@@ -164,9 +170,10 @@ class Nodes:
             exchange(list(links.values()), ends, self._closed.is_set)
             for node, link in links.items():
                 self._keep(link)
-                if link.broken is not None and not isinstance(link.broken, TimeoutError):
+                if link.broken is not None:
                     failed[node] = link.broken
-            again = {n for n in failed if n in reused and not links[n].heard and not self.closed}
+            self._silent = self._silent - set(batches) | set(failed)
+            again = {n for n in failed if n in reused and not links[n].heard and not _is_late(failed[n])}
             self._complain({n: error for n, error in failed.items() if n not in again}, links)
             batches = {node: batches[node] for node in again}
             if not batches:
@@ -175,28 +182,28 @@ class Nodes:
     def _complain(self, failed: dict[Address, Exception], links: dict[Address, Link]) -> None:
         """Raises what is wrong with the system as a whole; of one node of a cluster, its blocks tell."""
         for node, error in failed.items():
-            if isinstance(error, NetworkError):
+            self._stale |= self._slots is not None
+            if isinstance(error, NetworkError) and (error.fatal or self._slots is None):
                 raise NetworkError(f"{node}: {error.message}", error.hint, error.fatal) from None
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise NetworkError(
                     f"{node}: {error.verify_message}", "a CA of your own: ?ca=FILE in network.url", fatal=True
                 ) from None
-            if self._slots is not None:
-                self._stale = True
-            elif node not in links or not links[node].opened:
+            strange = node not in links or not links[node].greeted
+            if self._slots is None and strange and not _is_late(error):
                 raise NetworkError(
                     f"{node} can't be connected to: {error}", "is the server up, and network.url right?"
                 ) from None
-            _log.info("%s: %s", node, error)
+            _log.debug("%s: %s", node, error)
 
     def _link(self, node: Address, ends: float, fresh: bool) -> Link:
-        """A connection for the caller alone. Raises OSError."""
+        """A connection for the caller alone. Raises OSError, NoAnswer."""
         with self._lock:
             idle = [] if fresh else self._idle.get(node, [])
             if idle:
                 return idle.pop()
         places = self._resolver.places(node, ends)
-        return Link(node, places, self._place.tls, list(self._hello(node)))
+        return Link(node, places, self._place.tls, list(self._hello()))
 
     def _keep(self, link: Link) -> None:
         if link.broken is None:
@@ -206,32 +213,35 @@ class Nodes:
                     return
         link.close()
 
-    def _hello(self, node: Address) -> Iterator[Request]:
+    def _hello(self) -> Iterator[Request]:
         """What is said first on a connection. So heavy that nothing is sent before it is answered."""
         place = self._place
-        if place.password:
-            who = (place.user,) if place.user else ()
-            yield Request([command("AUTH", *who, place.password)], judge=greeted, weight=WINDOW_BYTES)
+        login = command("AUTH", *([place.user] if place.user else []), place.password)
+        said = [login if place.password else command("PING")]
         if place.database:
-            yield Request([command("SELECT", place.database)], judge=greeted, weight=WINDOW_BYTES)
+            said.append(command("SELECT", place.database))
+        for each in said:
+            yield Request([each], judge=greeted, weight=WINDOW_BYTES)
 
     def _learn(self, ends: float) -> None:
         """Asks a cluster who has what, if that is not known or has changed."""
-        if not self._stale and not (self._place.cluster and self._slots is None):
+        if not self._stale or not self._learning.acquire(timeout=max(0.0, ends - time.monotonic())):
             return
-        with self._learning:
-            if not self._stale or time.monotonic() - self._learned_at < _RELEARN_S:
-                return
-            self._stale, self._learned_at = False, time.monotonic()
-            why = self._learn_of_any(ends)
-            if self._slots is None and why is not None:
-                self._stale, self._learned_at = True, -_RELEARN_S
-                raise why
+        try:
+            if self._stale and (self._slots is None or time.monotonic() - self._learned_at >= _RELEARN_S):
+                self._stale = False
+                why = self._learn_of_any(ends)
+                self._learned_at = time.monotonic()
+                if self._slots is None and why is not None and not self.closed:
+                    self._stale = self._place.cluster
+                    raise why
+        finally:
+            self._learning.release()
 
     def _learn_of_any(self, ends: float) -> NetworkError | None:
         """Asks nodes in turn, each with its share of the time. Why none told, if so."""
         known = dict.fromkeys(node for node in self._slots or () if node is not None)
-        nodes = list(dict.fromkeys([*known, *self._place.seeds]))
+        nodes = sorted(dict.fromkeys([*known, *self._place.seeds]), key=self._silent.__contains__)
         why = NetworkError("no node of the cluster answered in time")
         for i, node in enumerate(nodes):
             request = Request([command("CLUSTER", "SLOTS")])
@@ -245,6 +255,8 @@ class Nodes:
             if slots := parse_slots(request.reply, node):
                 self._slots = slots
                 return None
+            if isinstance(request.reply, Refusal) and not self._place.cluster:
+                return None
             if isinstance(request.reply, Refusal):
                 why = NetworkError(
                     f"{node} tells no slots: {request.reply.text}",
@@ -252,6 +264,10 @@ class Nodes:
                     fatal=True,
                 )
         return why
+
+
+def _is_late(error: Exception) -> bool:
+    return isinstance(error, NoAnswer)
 
 
 def _wrapped(requests: Sequence[Request], around: tuple[bytes, bytes] | None) -> list[Request]:

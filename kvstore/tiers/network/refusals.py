@@ -16,8 +16,12 @@ _HINTS = {"WRONGPASS": "see network.user and network.password", "NOAUTH": "set n
 def greeted(reply: Reply) -> Outcome:
     """Judges an answer to what is said first."""
     if isinstance(reply, Refusal):
+        if reply.code == "NOPERM" and "'ping'" in reply.text:
+            return Outcome.OK
         passing = reply.code in ("LOADING", "BUSY") or "max number of clients" in reply.text
         raise NetworkError(reply.text, _HINTS.get(reply.code, ""), fatal=not passing)
+    if reply not in (b"OK", b"PONG"):
+        raise NetworkError(f"a greeting was answered with {reply!r:.40}", "is it a Valkey or Redis server?")
     return Outcome.OK
 
 

