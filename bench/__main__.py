@@ -38,6 +38,7 @@ NAMES = (
     "seal",
     "qos",
     "admin",
+    "objectstore",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""

@@ -1,7 +1,8 @@
 """A small S3 server with its objects in memory: fast for benches, and as wrong as a test wants it.
 
 It knows GET with ranges, HEAD, PUT, DELETE, DeleteObjects and ListObjectsV2, of one bucket. Signatures are
-not looked at. A thread a connection; `python -m bench.s3server` prints its URL and serves until its input ends.
+not looked at. A thread a connection. `python -m bench.s3server` prints its URL and serves until its input
+ends.
 """
 
 from __future__ import annotations

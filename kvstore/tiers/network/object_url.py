@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.network import Settings
@@ -61,6 +62,12 @@ def store_of(settings: Settings) -> Any:
     except Exception as error:
         told = str(error).partition("\n\nDebug source")[0]
         raise ConfigError(f"network.url: {settings.url!r:.120} can't be used: {told:.300}") from None
+
+
+def behind_proxy(url: str) -> bool:
+    """Whether the environment has a proxy for what an `s3://` URL names."""
+    endpoint = urlsplit(_options(url).get("endpoint", "https://s3.amazonaws.com"))
+    return endpoint.scheme in getproxies() and not proxy_bypass(endpoint.hostname or "")
 
 
 def _options(url: str) -> dict[str, str]:

@@ -1,12 +1,16 @@
 """Blocks as objects of S3, Google Cloud Storage and Azure, through obstore.
 
-Credentials, signatures, retries and errors are obstore's."""
+Credentials, signatures, retries and errors are obstore's. From S3, blocks are read straight into slots
+(`s3_fetch`) by URLs that obstore signs; what does not come that way is asked of obstore.
+"""
 
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -15,7 +19,8 @@ from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.object_errors import is_silence, outcome, reason
 from kvstore.tiers.network.object_loop import Loop
-from kvstore.tiers.network.object_url import store_of
+from kvstore.tiers.network.object_url import behind_proxy, store_of
+from kvstore.tiers.network.s3_fetch import Fetcher, Get
 
 _AT_ONCE = 8
 """Requests of one call that run at the same time."""
@@ -25,7 +30,14 @@ _DELETE_KEYS = 1000
 
 _PAGE = 1000
 
+_RANGE_BYTES = 8 << 20
+"""Larger objects are read in ranges of that size at once. They may be of two puts: the checksum tells whether
+that matters."""
+
+_SIGNED_FOR = timedelta(minutes=15)
+
 _Outcomes: TypeAlias = list[Outcome]
+_Unsure: TypeAlias = list[Outcome | None]
 """In the class below, `list` is a method."""
 
 
@@ -33,7 +45,8 @@ def open_url(settings: Settings) -> ObjectStore:
     """The backend of an `s3://`, `gs://` or `az://` URL. Raises ConfigError."""
     store = store_of(settings)
     url = urlsplit(settings.url)
-    return ObjectStore(store, f"{url.scheme}://{url.netloc}")
+    signs = url.scheme == "s3" and not behind_proxy(settings.url)
+    return ObjectStore(store, f"{url.scheme}://{url.netloc}", signs)
 
 
 class ObjectStore:
@@ -41,13 +54,16 @@ class ObjectStore:
 
     kind = "objectstore"
 
-    def __init__(self, store: Any, where: str) -> None:
-        """`where` names the store to people."""
+    def __init__(self, store: Any, where: str, signs: bool = False) -> None:
+        """`where` names the store to people; `signs`: it is S3, and URLs can be signed for it."""
         import obstore  # noqa: PLC0415  optional, and there if a store is
 
         self._obstore = obstore
         self._store = store
         self._where = where
+        self._signs = signs
+        self._lock = threading.Lock()
+        self._fetcher: Fetcher | None = None
         self._loop = Loop(_AT_ONCE)
 
     def probe(self, names: Sequence[Name], ends: float) -> _Outcomes:
@@ -57,10 +73,13 @@ class ObjectStore:
 
     def read(self, objects: Sequence[Object], ends: float) -> _Outcomes:
         """See `Backend.read`."""
-        outcomes: _Outcomes = []
-        for at in range(0, len(objects), _AT_ONCE):
-            outcomes += self._read(objects[at : at + _AT_ONCE], ends)
-        return outcomes
+        straight = self._fetch(objects, ends)
+        rest = [i for i, known in enumerate(straight) if known is None]
+        for at in range(0, len(rest), _AT_ONCE):
+            some = rest[at : at + _AT_ONCE]
+            for i, known in zip(some, self._read([objects[i] for i in some], ends), strict=True):
+                straight[i] = known
+        return [known for known in straight if known is not None]
 
     def write(self, objects: Sequence[Object], ends: float) -> _Outcomes:
         """See `Backend.write`. One request an object, whatever its size: an upload in parts that is cut off
@@ -104,6 +123,23 @@ class ObjectStore:
     def close(self) -> None:
         """See `Backend.close`."""
         self._loop.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def _fetch(self, things: Sequence[Object], ends: float) -> _Unsure:
+        """Straight into memory, as far as that is possible."""
+        if not self._signs or not things:
+            return [None] * len(things)
+        [urls] = self._loop.each(self._sign, [[objects.path(thing.name) for thing in things]], ends)
+        if isinstance(urls, BaseException):
+            return [None] * len(things)
+        with self._lock:
+            if self._fetcher is None:
+                self._fetcher = Fetcher(urls[0])
+        heads = [bytearray(objects.HEADER_BYTES) for _ in things]
+        parts = [_parts(*one) for one in zip(urls, things, heads, strict=True)]
+        self._fetcher.fetch([get for gets in parts for get in gets], ends)
+        return [_together(*one) for one in zip(parts, things, heads, strict=True)]
 
     def _read(self, things: Sequence[Object], ends: float) -> _Outcomes:
         """Through obstore, and into memory on this thread."""
@@ -147,6 +183,10 @@ class ObjectStore:
         why = "no room" if what is Outcome.FULL else reason(answer)
         raise NetworkError(f"{self._where}: {doing} fails: {why}", "is the service up, and the URL right?")
 
+    async def _sign(self, paths: Sequence[str]) -> Sequence[str]:
+        urls: Sequence[str] = await self._obstore.sign_async(self._store, "GET", paths, _SIGNED_FOR)
+        return urls
+
     async def _head(self, path: str) -> None:
         await self._obstore.head_async(self._store, path)
 
@@ -186,3 +226,25 @@ def _place(thing: Object, data: Any) -> Outcome:
         return Outcome.TORN
     copy(thing.memory[: thing.length], view[objects.HEADER_BYTES :])
     return objects.settle(thing, view[: objects.HEADER_BYTES])
+
+
+def _parts(url: str, thing: Object, head: bytearray) -> list[Get]:
+    """The requests that bring an object: one, or one a range."""
+    ahead = objects.HEADER_BYTES
+    total = ahead + thing.length
+    gets = []
+    for start in range(0, total, _RANGE_BYTES):
+        stop = min(start + _RANGE_BYTES, total)
+        payload = thing.memory[max(0, start - ahead) : max(0, stop - ahead)]
+        into = [payload] if start else [memoryview(head), payload]
+        gets.append(Get(url, start, stop, total, into))
+    return gets
+
+
+def _together(gets: Sequence[Get], thing: Object, head: bytearray) -> Outcome | None:
+    """How an object ended whose parts have been asked for; None if that is still to be found out."""
+    answers = {get.answer for get in gets}
+    for bad in (Outcome.TORN, Outcome.MISSING, None):
+        if bad in answers:
+            return bad
+    return objects.settle(thing, head)
