@@ -1,7 +1,7 @@
 """objectstore: 4 MiB blocks from an S3 server into slots, and back, against one raw connection.
 
-The server is a process of its own with its objects in memory (`bench.s3server`); so is the peer that moves the
-same bytes without any protocol. Every GET is verified, as the daemon does.
+The server is a process of its own with its objects in memory (`bench.s3server`), as is the peer that moves
+the same bytes without any protocol. Every GET is verified, as the daemon does.
 """
 
 from __future__ import annotations

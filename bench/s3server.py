@@ -81,6 +81,7 @@ class S3Server:
         self.objects: dict[str, Stored] = {}
         self.twist: Callable[[Request, Reply], Reply] = lambda _request, reply: reply
         self.requests: list[tuple[str, str]] = []
+        self.accepted = 0
         self._clock = clock
         self._closing = threading.Event()
         self._open: set[socket.socket] = set()
@@ -102,11 +103,6 @@ class S3Server:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def connections(self) -> int:
-        """How many are open."""
-        return len(self._open)
-
     def _accept(self) -> None:
         while True:
             try:
@@ -114,6 +110,7 @@ class S3Server:
             except OSError:
                 return
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.accepted += 1
             self._open.add(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 

@@ -11,12 +11,15 @@ from kvstore.tiers.network.objects import path
 from kvstore.tiers.network.objectstore import ObjectStore
 from tests.tiers.network.contract import Contract
 
-stores = pytest.importorskip("obstore.store")
 obstore = pytest.importorskip("obstore")
+stores = pytest.importorskip("obstore.store")
+
+
+PREFIX = "some/prefix"
 
 
 def opened(server: S3Server, bucket: str = "bucket", more: str = "") -> Backend:
-    url = f"s3://{bucket}/some/prefix?endpoint={server.endpoint}&region=us-east-1&unsigned_payload=1{more}"
+    url = f"s3://{bucket}/{PREFIX}?endpoint={server.endpoint}&region=us-east-1&unsigned_payload=1{more}"
     return open_backend(Settings(url, user="key", password="secret"))
 
 
@@ -61,6 +64,6 @@ class TestS3(Contract):
         self.server = server
 
     def alter(self, backend: Backend, name: Name, change) -> None:
-        key = f"some/prefix/{path(name)}"
+        key = f"{PREFIX}/{path(name)}"
         kept = self.server.objects[key]
         self.server.objects[key] = Stored(change(kept.body), kept.modified_s)
