@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -76,7 +77,7 @@ def error(status: int, code: str, message: str = "as told") -> Reply:
 class S3Server:
     """Serves from when it is made until `close`. `twist` may replace the reply to any request."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, tls: ssl.SSLContext | None = None) -> None:
         """Listens on a port of loopback that is free. `clock`: its own, Unix time."""
         self.objects: dict[str, Stored] = {}
         self.twist: Callable[[Request, Reply], Reply] = lambda _request, reply: reply
@@ -86,7 +87,8 @@ class S3Server:
         self._closing = threading.Event()
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._tls = tls
+        self.endpoint = f"http{'s' if tls else ''}://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -114,14 +116,20 @@ class S3Server:
             self._open.add(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection:
+    def _serve(self, plain: socket.socket) -> None:
+        connection = plain
+        with suppress(OSError):
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(plain, server_side=True)
+                self._open.add(connection)
             while (request := _receive(connection)) is not None:
                 self.requests.append((request.method, request.key))
                 reply = self.twist(request, self._answer(request))
                 if not self._send(connection, request, reply):
                     break
-        self._open.discard(connection)
+        for one in (plain, connection):
+            self._open.discard(one)
+            one.close()
 
     def _send(self, connection: socket.socket, request: Request, reply: Reply) -> bool:
         """Whether the connection is kept."""
@@ -141,6 +149,9 @@ class S3Server:
         if reply.pace:
             connection.sendall(head)
             self._trickle(connection, body, reply.pace)
+        elif self._tls is not None:
+            connection.sendall(head)
+            connection.sendall(body)
         else:
             sent = connection.sendmsg((head, body))
             connection.sendall(head[sent:])
