@@ -86,6 +86,8 @@ class ObjectStore:
         leaves parts behind that are kept, and paid for."""
         outcomes: _Outcomes = []
         for at in range(0, len(objects), _AT_ONCE):
+            if time.monotonic() >= ends:
+                return outcomes + [Outcome.FAILED] * (len(objects) - at)
             bodies = [_body(thing) for thing in objects[at : at + _AT_ONCE]]
             outcomes += self._outcomes(self._loop.each(self._put, bodies, ends))
         return outcomes
@@ -137,9 +139,15 @@ class ObjectStore:
             if self._fetcher is None:
                 self._fetcher = Fetcher(urls[0])
         heads = [bytearray(objects.HEADER_BYTES) for _ in things]
-        parts = [_parts(*one) for one in zip(urls, things, heads, strict=True)]
-        self._fetcher.fetch([get for gets in parts for get in gets], ends)
-        return [_together(*one) for one in zip(parts, things, heads, strict=True)]
+        parts = [_parts(i, *one) for i, one in enumerate(zip(urls, things, heads, strict=True))]
+        left = [len(gets) for gets in parts]
+        outcomes: _Unsure = [None] * len(things)
+        for get in self._fetcher.fetch([get for gets in parts for get in gets], ends):
+            i = get.of
+            left[i] -= 1
+            if not left[i]:
+                outcomes[i] = _together(parts[i], things[i], heads[i])
+        return outcomes
 
     def _read(self, things: Sequence[Object], ends: float) -> _Outcomes:
         """Through obstore, and into memory on this thread."""
@@ -228,7 +236,7 @@ def _place(thing: Object, data: Any) -> Outcome:
     return objects.settle(thing, view[: objects.HEADER_BYTES])
 
 
-def _parts(url: str, thing: Object, head: bytearray) -> list[Get]:
+def _parts(of: int, url: str, thing: Object, head: bytearray) -> list[Get]:
     """The requests that bring an object: one, or one a range."""
     ahead = objects.HEADER_BYTES
     total = ahead + thing.length
@@ -237,7 +245,7 @@ def _parts(url: str, thing: Object, head: bytearray) -> list[Get]:
         stop = min(start + _RANGE_BYTES, total)
         payload = thing.memory[max(0, start - ahead) : max(0, stop - ahead)]
         into = [payload] if start else [memoryview(head), payload]
-        gets.append(Get(url, start, stop, total, into))
+        gets.append(Get(url, start, stop, total, into, of))
     return gets
 
 

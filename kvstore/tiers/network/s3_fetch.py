@@ -42,6 +42,7 @@ _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 @dataclass(slots=True)
 class Get:
     """Bytes `start` to `stop` of an object that has `total`, and the memory that they fill, one by one.
+    `of`: which of the caller's objects that is.
 
     `answer` is OK once they are there, MISSING, TORN if the object has not `total` bytes, or None: nothing
     came that is understood here.
@@ -52,6 +53,7 @@ class Get:
     stop: int
     total: int
     into: Sequence[memoryview]
+    of: int
     answer: Outcome | None = None
 
     def request(self) -> bytes:
@@ -96,23 +98,23 @@ class Fetcher:
         self._used: set[socket.socket] = set()
         self._closed = False
 
-    def fetch(self, gets: Sequence[Get], ends: float) -> None:
-        """Does what it can until then; each `Get` says what came of it."""
+    def fetch(self, gets: Sequence[Get], ends: float) -> Iterator[Get]:
+        """Does what it can until then; yields each whose end has come, with what came of it."""
         addresses = self._addresses.known(ends)
-        if not addresses:
-            return
-        waiting = deque(self._get(get, addresses) for get in gets)
-        under_way: set[Steps[None]] = set()
+        waiting = deque((self._get(get, addresses), get) for get in gets) if addresses else deque()
+        under_way: dict[Steps[None], Get] = {}
         with selectors.DefaultSelector() as selector:
             try:
-                while waiting or under_way:
+                while (waiting or under_way) and (left := ends - time.monotonic()) > 0:
+                    ready: list[tuple[Steps[None], selectors.SelectorKey | None]] = []
                     while waiting and len(under_way) < _AT_ONCE:
-                        _go_on(waiting.popleft(), None, selector, under_way)
-                    left = ends - time.monotonic()
-                    if left <= 0:
-                        break
-                    for key, _ in selector.select(left) if under_way else ():
-                        _go_on(key.data, key, selector, under_way)
+                        steps, get = waiting.popleft()
+                        under_way[steps] = get
+                        ready.append((steps, None))
+                    ready += [(key.data, key) for key, _ in selector.select(0 if ready else left)]
+                    for steps, key in ready:
+                        if _is_done(steps, key, selector):
+                            yield under_way.pop(steps)
             finally:
                 for steps in under_way:
                     steps.close()
@@ -217,23 +219,12 @@ class Fetcher:
         connection.close()
 
 
-def _go_on(
-    steps: Steps[None],
-    key: selectors.SelectorKey | None,
-    selector: selectors.BaseSelector,
-    under_way: set[Steps[None]],
-) -> None:
-    """Lets one go on until it has to wait for something again, or is done."""
-    under_way.add(steps)
-    try:
-        connection, events = next(steps)
-    except StopIteration:
-        under_way.discard(steps)
-        if key is not None:
-            selector.unregister(key.fileobj)
-        return
-    if key is not None:
-        if (key.fileobj, key.events) == (connection, events):
-            return
+def _is_done(steps: Steps[None], key: selectors.SelectorKey | None, selector: selectors.BaseSelector) -> bool:
+    """Lets one go on until it has to wait for something again, unless it has come to its end."""
+    waits = next(steps, None)
+    if key is not None and waits != (key.fileobj, key.events):
         selector.unregister(key.fileobj)
-    selector.register(connection, events, steps)
+        key = None
+    if waits is not None and key is None:
+        selector.register(*waits, steps)
+    return waits is None

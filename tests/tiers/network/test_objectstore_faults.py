@@ -110,6 +110,16 @@ def test_what_hangs_has_failed(server, backend) -> None:
             asking()
 
 
+def test_what_hangs_does_not_keep_the_others(server, backend) -> None:
+    hung, good = [block(bytes([i])) for i in range(7)], [block(bytes([i])) for i in range(7, 30)]
+    backend.write([*hung, *good], ends())
+    keys = {f"{PREFIX}/{path(one.name)}" for one in hung}
+    hangs = altered(hang_s=30.0)
+    server.twist = lambda request, reply: hangs(request, reply) if request.key in keys else reply
+    got = [wanted(one) for one in [*hung, *good]]
+    assert backend.read(got, ends(0.6)) == [Outcome.FAILED] * 7 + [Outcome.OK] * 23
+
+
 @pytest.mark.parametrize("straight", [True, False])
 def test_memory_is_left_alone_afterwards(server, backend, straight) -> None:
     backend._signs = straight
