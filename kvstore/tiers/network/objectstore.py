@@ -77,7 +77,8 @@ class ObjectStore:
         rest = [i for i, known in enumerate(straight) if known is None]
         for at in range(0, len(rest), _AT_ONCE):
             some = rest[at : at + _AT_ONCE]
-            for i, known in zip(some, self._read([objects[i] for i in some], ends), strict=True):
+            heard = any(known is not None for known in straight)
+            for i, known in zip(some, self._read([objects[i] for i in some], ends, heard), strict=True):
                 straight[i] = known
         return [known for known in straight if known is not None]
 
@@ -89,7 +90,7 @@ class ObjectStore:
             if time.monotonic() >= ends:
                 return outcomes + [Outcome.FAILED] * (len(objects) - at)
             bodies = [_body(thing) for thing in objects[at : at + _AT_ONCE]]
-            outcomes += self._outcomes(self._loop.each(self._put, bodies, ends))
+            outcomes += self._outcomes(self._loop.each(self._put, bodies, ends), heard=bool(outcomes))
         return outcomes
 
     def delete(self, names: Sequence[Name], ends: float) -> _Outcomes:
@@ -149,19 +150,25 @@ class ObjectStore:
                 outcomes[i] = _together(parts[i], things[i], heads[i])
         return outcomes
 
-    def _read(self, things: Sequence[Object], ends: float) -> _Outcomes:
+    def _read(self, things: Sequence[Object], ends: float, heard: bool) -> _Outcomes:
         """Through obstore, and into memory on this thread."""
         answers = self._loop.each(self._get, things, ends)
-        outcomes = self._outcomes(answers)
+        outcomes = self._outcomes(answers, heard)
         for i, (thing, answer) in enumerate(zip(things, answers, strict=True)):
             if not isinstance(answer, BaseException):
                 outcomes[i] = _place(thing, answer)
         return outcomes
 
-    def _outcomes(self, answers: Sequence[Any]) -> _Outcomes:
-        """How the objects of a call ended. Raises NetworkError for what is said of the whole store."""
+    def _outcomes(self, answers: Sequence[Any], heard: bool = False) -> _Outcomes:
+        """How the objects of a call ended. Raises NetworkError for what is said of the whole store, and for
+        silence, unless the same call has `heard` of it before."""
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if errors and len(errors) == len(answers) and all(is_silence(error) for error in errors):
+        if (
+            not heard
+            and errors
+            and len(errors) == len(answers)
+            and all(is_silence(error) for error in errors)
+        ):
             raise NetworkError(f"{self._where}: {reason(errors[0])}", "is the service up, and the URL right?")
         return [
             outcome(answer, self._where) if isinstance(answer, BaseException) else Outcome.OK

@@ -326,6 +326,15 @@ def test_nobody_there(server, backend) -> None:
         assert not told.value.fatal
 
 
+def test_one_that_breaks_off_has_failed_and_the_rest_counts(server, backend) -> None:
+    blocks = [block(bytes([i])) for i in range(9)]
+    last = f"{PREFIX}/{path(blocks[8].name)}"
+    assert backend.write(blocks, ends()) == [Outcome.OK] * 9
+    server.twist = lambda request, reply: Reply(200, raw=b"") if request.key == last else reply
+    assert backend.read([wanted(b) for b in blocks], ends()) == [Outcome.OK] * 8 + [Outcome.FAILED]
+    assert backend.write(blocks, ends()) == [Outcome.OK] * 8 + [Outcome.FAILED]
+
+
 def test_one_that_has_come_back_is_used_again(server, backend) -> None:
     put = block(b"k")
     backend.write([put], ends())
