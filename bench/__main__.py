@@ -40,6 +40,7 @@ NAMES = (
     "admin",
     "network",
     "valkey",
+    "objectstore",
 )
 ENGINES = ("vllm-miss", "vllm-ttft")
 """They need a serving engine's environment, gigabytes of it, which they make if it is not there."""

@@ -1,0 +1,131 @@
+"""From a URL to the bucket that it names: `s3://`, `gs://` and `az://`, through obstore."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.network import Settings
+
+_OPTIONS = {
+    "s3": ("endpoint", "region", "unsigned_payload", "profile"),
+    "gs": (),
+    "az": ("account", "endpoint"),
+}
+_RETRY: dict[str, Any] = {
+    "max_retries": 3,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=50),
+        "max_backoff": timedelta(seconds=2),
+        "base": 2,
+    },
+}
+
+
+def store_of(settings: Settings) -> Any:
+    """The obstore store of a URL, whose paths begin behind the URL's prefix. Nothing is asked of it yet.
+
+    Credentials not given are looked for as each cloud's tools do. Raises ConfigError.
+    """
+    try:
+        import obstore.store as stores  # noqa: PLC0415  optional
+    except ImportError as error:
+        raise ConfigError(f"network.url: {error}", "pip install 'kvstore[network]'") from None
+    url = urlsplit(settings.url)
+    options = _options(settings.url)
+    bucket, prefix = url.netloc, url.path.strip("/")
+    if not bucket:
+        raise ConfigError(
+            f"network.url: {settings.url!r:.120} names no bucket", f"{url.scheme}://BUCKET/PREFIX"
+        )
+    client = {
+        "allow_http": options.get("endpoint", "").startswith("http://"),
+        "connect_timeout": "5s",
+        "timeout": "60s",
+    }
+    more: dict[str, Any] = {"prefix": prefix or None, "client_options": client, "retry_config": _RETRY}
+    makers: dict[str, Callable[[], Any]] = {
+        "s3": lambda: stores.S3Store(bucket, **_s3(settings, options), **more),
+        "gs": lambda: stores.GCSStore(bucket, **_gs(settings), **more),
+        "az": lambda: stores.AzureStore(bucket, **_az(settings, options), **more),
+    }
+    try:
+        return makers[url.scheme]()
+    except ConfigError:
+        raise
+    except Exception as error:
+        told = str(error).partition("\n\nDebug source")[0]
+        raise ConfigError(f"network.url: {settings.url!r:.120} can't be used: {told:.300}") from None
+
+
+def behind_proxy(url: str) -> bool:
+    """Whether the environment has a proxy for what an `s3://` URL names."""
+    endpoint = urlsplit(_options(url).get("endpoint", "https://s3.amazonaws.com"))
+    return endpoint.scheme in getproxies() and not proxy_bypass(endpoint.hostname or "")
+
+
+def _options(url: str) -> dict[str, str]:
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    known = _OPTIONS[parts.scheme]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"network.url: {parts.scheme}:// has no option {name!r:.40}",
+                f"one of {', '.join(known)}" if known else "none",
+            )
+    endpoint = options.get("endpoint")
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"network.url: endpoint {endpoint!r:.80}", "http://HOST:PORT or https://HOST:PORT")
+    return options
+
+
+def _s3(settings: Settings, options: dict[str, str]) -> dict[str, Any]:
+    """Over TLS, bodies are not hashed again for the signature."""
+    asked = options.get("unsigned_payload", "")
+    if asked not in ("", "0", "1"):
+        raise ConfigError(f"network.url: unsigned_payload {asked!r:.40}", "0 or 1")
+    tls = not options.get("endpoint", "").startswith("http://")
+    config: dict[str, Any] = {"unsigned_payload": asked == "1" or (tls and asked == "")}
+    for name in ("endpoint", "region"):
+        if name in options:
+            config[name] = options[name]
+    if settings.user or settings.password:
+        config |= {"access_key_id": settings.user, "secret_access_key": settings.password}
+    elif profile := options.get("profile") or os.environ.get("AWS_PROFILE"):
+        config["credential_provider"] = _profile(profile)
+    return config
+
+
+def _profile(name: str) -> Any:
+    """Credentials of a profile in the files of AWS's own tools."""
+    try:
+        import boto3  # noqa: PLC0415  optional
+        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
+    except ImportError:
+        raise ConfigError(f"network.url: profile {name!r:.80} can't be read", "pip install boto3") from None
+    try:
+        return Boto3CredentialProvider(boto3.Session(profile_name=name))
+    except Exception as error:
+        raise ConfigError(f"network.url: profile {name!r:.80}: {error!s:.200}") from None
+
+
+def _gs(settings: Settings) -> dict[str, Any]:
+    if settings.user or settings.password:
+        raise ConfigError("network: gs:// takes no user and password", "set GOOGLE_APPLICATION_CREDENTIALS")
+    return {}
+
+
+def _az(settings: Settings, options: dict[str, str]) -> dict[str, Any]:
+    config = {"account_name": options.get("account") or settings.user}
+    if "endpoint" in options:
+        config["endpoint"] = options["endpoint"]
+    if settings.password:
+        config["account_key"] = settings.password
+    return {name: value for name, value in config.items() if value}

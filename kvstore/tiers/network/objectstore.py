@@ -1,0 +1,265 @@
+"""Blocks as objects of S3, Google Cloud Storage and Azure, through obstore.
+
+Credentials, signatures, retries and errors are obstore's. From S3, blocks are read straight into slots
+(`s3_fetch`) by URLs that obstore signs; what does not come that way is asked of obstore.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from kvstore.arena import copy
+from kvstore.tiers.network import Settings, objects
+from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
+from kvstore.tiers.network.object_errors import is_silence, outcome, reason
+from kvstore.tiers.network.object_loop import Loop
+from kvstore.tiers.network.object_url import behind_proxy, store_of
+from kvstore.tiers.network.s3_fetch import Fetcher, Get
+
+_AT_ONCE = 8
+"""Requests of one call that run at the same time."""
+
+_DELETE_KEYS = 1000
+"""The most that S3 deletes by one request."""
+
+_PAGE = 1000
+
+_RANGE_BYTES = 8 << 20
+"""Larger objects are read in ranges of that size at once. They may be of two puts: the checksum tells whether
+that matters."""
+
+_SIGNED_FOR = timedelta(minutes=15)
+
+_Outcomes: TypeAlias = list[Outcome]
+_Unsure: TypeAlias = list[Outcome | None]
+"""In the class below, `list` is a method."""
+
+
+def open_url(settings: Settings) -> ObjectStore:
+    """The backend of an `s3://`, `gs://` or `az://` URL. Raises ConfigError."""
+    store = store_of(settings)
+    url = urlsplit(settings.url)
+    signs = url.scheme == "s3" and not behind_proxy(settings.url)
+    return ObjectStore(store, f"{url.scheme}://{url.netloc}", signs)
+
+
+class ObjectStore:
+    """A `Backend` over any store of obstore."""
+
+    kind = "objectstore"
+
+    def __init__(self, store: Any, where: str, signs: bool = False) -> None:
+        """`where` names the store to people; `signs`: it is S3, and URLs can be signed for it."""
+        import obstore  # noqa: PLC0415  optional, and there if a store is
+
+        self._obstore = obstore
+        self._store = store
+        self._where = where
+        self._signs = signs
+        self._lock = threading.Lock()
+        self._fetcher: Fetcher | None = None
+        self._loop = Loop(_AT_ONCE)
+
+    def probe(self, names: Sequence[Name], ends: float) -> _Outcomes:
+        """See `Backend.probe`."""
+        answers = self._loop.each(self._head, [objects.path(name) for name in names], ends)
+        return self._outcomes(answers)
+
+    def read(self, objects: Sequence[Object], ends: float) -> _Outcomes:
+        """See `Backend.read`."""
+        straight = self._fetch(objects, ends)
+        rest = [i for i, known in enumerate(straight) if known is None]
+        for at in range(0, len(rest), _AT_ONCE):
+            some = rest[at : at + _AT_ONCE]
+            heard = any(known is not None for known in straight)
+            for i, known in zip(some, self._read([objects[i] for i in some], ends, heard), strict=True):
+                straight[i] = known
+        return [known for known in straight if known is not None]
+
+    def write(self, objects: Sequence[Object], ends: float) -> _Outcomes:
+        """See `Backend.write`. One request an object, whatever its size: an upload in parts that is cut off
+        leaves parts behind that are kept, and paid for."""
+        outcomes: _Outcomes = []
+        for at in range(0, len(objects), _AT_ONCE):
+            if time.monotonic() >= ends:
+                return outcomes + [Outcome.FAILED] * (len(objects) - at)
+            bodies = [_body(thing) for thing in objects[at : at + _AT_ONCE]]
+            outcomes += self._outcomes(self._loop.each(self._put, bodies, ends), heard=bool(outcomes))
+        return outcomes
+
+    def delete(self, names: Sequence[Name], ends: float) -> _Outcomes:
+        """See `Backend.delete`. Many by one request; one by one if that fails, to know which."""
+        outcomes: _Outcomes = []
+        for at in range(0, len(names), _DELETE_KEYS):
+            paths = [objects.path(name) for name in names[at : at + _DELETE_KEYS]]
+            [answer] = self._loop.each(self._remove, [paths], ends)
+            if isinstance(answer, Exception) and len(paths) > 1:
+                answers = self._loop.each(self._remove, [[path] for path in paths], ends)
+            else:
+                answers = [answer] * len(paths)
+            outcomes += [Outcome.OK if o is Outcome.MISSING else o for o in self._outcomes(answers)]
+        return outcomes
+
+    def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
+        """See `Backend.list`. Raises NetworkError if it can't be told in time what there is."""
+        now = self._now(ends)
+        began = time.monotonic()
+        root = objects.ROOT if namespace is None else objects.folder(namespace)
+        stream = self._obstore.list(self._store, root, chunk_size=_PAGE)
+        while page := self._one(_page, stream, ends, "listing"):
+            for found in page:
+                name = objects.name_of(found["path"])
+                if name is not None:
+                    age_s = now - found["last_modified"].timestamp() + time.monotonic() - began
+                    yield Listed(name, found["size"], age_s)
+
+    def health(self, ends: float) -> None:
+        """See `Backend.health`."""
+        self._now(ends)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._loop.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def _fetch(self, things: Sequence[Object], ends: float) -> _Unsure:
+        """Straight into memory, as far as that is possible."""
+        if not self._signs or not things:
+            return [None] * len(things)
+        [urls] = self._loop.each(self._sign, [[objects.path(thing.name) for thing in things]], ends)
+        if isinstance(urls, BaseException):
+            return [None] * len(things)
+        with self._lock:
+            if self._fetcher is None:
+                self._fetcher = Fetcher(urls[0])
+        heads = [bytearray(objects.HEADER_BYTES) for _ in things]
+        parts = [_parts(i, *one) for i, one in enumerate(zip(urls, things, heads, strict=True))]
+        left = [len(gets) for gets in parts]
+        outcomes: _Unsure = [None] * len(things)
+        for get in self._fetcher.fetch([get for gets in parts for get in gets], ends):
+            i = get.of
+            left[i] -= 1
+            if not left[i]:
+                outcomes[i] = _together(parts[i], things[i], heads[i])
+        return outcomes
+
+    def _read(self, things: Sequence[Object], ends: float, heard: bool) -> _Outcomes:
+        """Through obstore, and into memory on this thread."""
+        answers = self._loop.each(self._get, things, ends)
+        outcomes = self._outcomes(answers, heard)
+        for i, (thing, answer) in enumerate(zip(things, answers, strict=True)):
+            if not isinstance(answer, BaseException):
+                outcomes[i] = _place(thing, answer)
+        return outcomes
+
+    def _outcomes(self, answers: Sequence[Any], heard: bool = False) -> _Outcomes:
+        """How the objects of a call ended. Raises NetworkError for what is said of the whole store, and for
+        silence, unless the same call has `heard` of it before."""
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if (
+            not heard
+            and errors
+            and len(errors) == len(answers)
+            and all(is_silence(error) for error in errors)
+        ):
+            raise NetworkError(f"{self._where}: {reason(errors[0])}", "is the service up, and the URL right?")
+        return [
+            outcome(answer, self._where) if isinstance(answer, BaseException) else Outcome.OK
+            for answer in answers
+        ]
+
+    def _now(self, ends: float) -> float:
+        """What the store's clock says (Unix time, s), by an object that is written, read and deleted."""
+        path, body = f"{objects.ROOT}/health-{secrets.token_hex(8)}", secrets.token_bytes(64)
+        self._one(self._put, (path, body), ends, "writing")
+        got = self._one(self._read_back, path, ends, "reading")
+        self._one(self._remove, [path], ends, "deleting")
+        data, modified = got
+        if data != body:
+            raise NetworkError(
+                f"{self._where}: what is read there is not what was written",
+                "does the URL name a store, and is there a cache between?",
+            )
+        return float(modified)
+
+    def _one(self, job: Any, thing: Any, ends: float, doing: str) -> Any:
+        """The result of one request. Raises NetworkError."""
+        [answer] = self._loop.each(job, [thing], ends)
+        if not isinstance(answer, BaseException):
+            return answer
+        what = outcome(answer, self._where)
+        why = "no room" if what is Outcome.FULL else reason(answer)
+        raise NetworkError(f"{self._where}: {doing} fails: {why}", "is the service up, and the URL right?")
+
+    async def _sign(self, paths: Sequence[str]) -> Sequence[str]:
+        urls: Sequence[str] = await self._obstore.sign_async(self._store, "GET", paths, _SIGNED_FOR)
+        return urls
+
+    async def _head(self, path: str) -> None:
+        await self._obstore.head_async(self._store, path)
+
+    async def _get(self, thing: Object) -> Any:
+        """An object's bytes; nothing if it is not as long as it ought to be."""
+        result = await self._obstore.get_async(self._store, objects.path(thing.name))
+        if result.meta["size"] != objects.HEADER_BYTES + thing.length:
+            return b""
+        return await result.bytes_async()
+
+    async def _put(self, thing: tuple[str, bytes]) -> None:
+        path, body = thing
+        await self._obstore.put_async(self._store, path, body, use_multipart=False)
+
+    async def _read_back(self, path: str) -> tuple[bytes, float]:
+        result = await self._obstore.get_async(self._store, path)
+        return bytes(await result.bytes_async()), result.meta["last_modified"].timestamp()
+
+    async def _remove(self, paths: Sequence[str]) -> None:
+        await self._obstore.delete_async(self._store, paths)
+
+
+async def _page(stream: Any) -> Any:
+    """The next objects of a list; nothing at its end."""
+    return await anext(stream, None)
+
+
+def _body(thing: Object) -> tuple[str, bytes]:
+    """Path and bytes to put: a copy, because a request that is given up may go on reading for a moment."""
+    return objects.path(thing.name), b"".join((objects.header(thing), thing.memory[: thing.length]))
+
+
+def _place(thing: Object, data: Any) -> Outcome:
+    """Brings what was read to where it belongs."""
+    view = memoryview(data)
+    if len(view) != objects.HEADER_BYTES + thing.length:
+        return Outcome.TORN
+    copy(thing.memory[: thing.length], view[objects.HEADER_BYTES :])
+    return objects.settle(thing, view[: objects.HEADER_BYTES])
+
+
+def _parts(of: int, url: str, thing: Object, head: bytearray) -> list[Get]:
+    """The requests that bring an object: one, or one a range."""
+    ahead = objects.HEADER_BYTES
+    total = ahead + thing.length
+    gets = []
+    for start in range(0, total, _RANGE_BYTES):
+        stop = min(start + _RANGE_BYTES, total)
+        payload = thing.memory[max(0, start - ahead) : max(0, stop - ahead)]
+        into = [payload] if start else [memoryview(head), payload]
+        gets.append(Get(url, start, stop, total, into, of))
+    return gets
+
+
+def _together(gets: Sequence[Get], thing: Object, head: bytearray) -> Outcome | None:
+    """How an object ended whose parts have been asked for; None if that is still to be found out."""
+    answers = {get.answer for get in gets}
+    for bad in (Outcome.TORN, Outcome.MISSING, None):
+        if bad in answers:
+            return bad
+    return objects.settle(thing, head)

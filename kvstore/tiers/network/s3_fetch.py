@@ -1,0 +1,230 @@
+"""GETs of signed URLs straight into memory, over kept connections that the caller's thread drives itself.
+
+Each request is a generator that yields where it waits, and one `select` waits for all of a call. So a call
+ends in time whatever a server does, and nothing touches its memory afterwards. Only plain answers are
+understood: what else comes (a redirect, an error, no length) is left to who knows more of the protocol.
+"""
+
+from __future__ import annotations
+
+import re
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvstore.tiers.network.addresses import Address, Addresses
+from kvstore.tiers.network.base import Outcome
+from kvstore.tiers.network.http_steps import (
+    HEAD_BYTES,
+    Head,
+    StaleError,
+    Steps,
+    fill,
+    receive_head,
+    send,
+    shake_hands,
+)
+
+_AT_ONCE = 8
+_IDLE, _IDLE_S = 64, 20.0
+"""So many connections are kept, for so long; S3 closes idle ones after some 30 s."""
+
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+
+@dataclass(slots=True)
+class Get:
+    """Bytes `start` to `stop` of an object that has `total`, and the memory that they fill, one by one.
+    `of`: which of the caller's objects that is.
+
+    `answer` is OK once they are there, MISSING, TORN if the object has not `total` bytes, or None: nothing
+    came that is understood here.
+    """
+
+    url: str
+    start: int
+    stop: int
+    total: int
+    into: Sequence[memoryview]
+    of: int
+    answer: Outcome | None = None
+
+    def request(self) -> bytes:
+        """What is sent."""
+        url = urlsplit(self.url)
+        ranged = "" if self._whole else f"Range: bytes={self.start}-{self.stop - 1}\r\n"
+        head = f"GET {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n{ranged}\r\n"
+        return head.encode("ascii")
+
+    def judge(self, head: Head) -> Outcome | None:
+        """OK if the bytes asked for follow a head, else the answer."""
+        if head.length < 0:
+            return None
+        if head.status == 416:
+            return Outcome.TORN
+        if head.status == 200 and self._whole:
+            return Outcome.OK if head.length == self.total else Outcome.TORN
+        found = _RANGE.fullmatch(head.fields.get("content-range", ""))
+        if head.status != 206 or found is None:
+            return None
+        if int(found[3]) != self.total:
+            return Outcome.TORN
+        same = (int(found[1]), int(found[2]) + 1) == (self.start, self.stop)
+        return Outcome.OK if same and head.length == self.stop - self.start else None
+
+    @property
+    def _whole(self) -> bool:
+        return self.start == 0 and self.stop == self.total
+
+
+class Fetcher:
+    """Connections to the host of one service. Any number of threads may fetch at once."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: a URL of the service, http or https. Nothing is asked of it yet."""
+        url = urlsplit(endpoint)
+        self._host = url.hostname or ""
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._addresses = Addresses(self._host, url.port or (443 if self._tls else 80))
+        self._lock = threading.Lock()
+        self._idle: deque[tuple[socket.socket, float]] = deque()
+        self._used: set[socket.socket] = set()
+        self._closed = False
+
+    def fetch(self, gets: Sequence[Get], ends: float) -> Iterator[Get]:
+        """Does what it can until then; yields each whose end has come, with what came of it."""
+        addresses = self._addresses.known(ends)
+        waiting = deque((self._get(get, addresses), get) for get in gets) if addresses else deque()
+        under_way: dict[Steps[None], Get] = {}
+        with selectors.DefaultSelector() as selector:
+            try:
+                while (waiting or under_way) and (left := ends - time.monotonic()) > 0:
+                    ready: list[tuple[Steps[None], selectors.SelectorKey | None]] = []
+                    while waiting and len(under_way) < _AT_ONCE:
+                        steps, get = waiting.popleft()
+                        under_way[steps] = get
+                        ready.append((steps, None))
+                    ready += [(key.data, key) for key, _ in selector.select(0 if ready else left)]
+                    for steps, key in ready:
+                        if _is_done(steps, key, selector):
+                            yield under_way.pop(steps)
+            finally:
+                for steps in under_way:
+                    steps.close()
+
+    def close(self) -> None:
+        """Ends what is under way. Closing twice does nothing."""
+        with self._lock:
+            self._closed = True
+            for connection in self._used:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            idle, self._idle = self._idle, deque()
+        for connection, _ in idle:
+            connection.close()
+
+    def _get(self, get: Get, addresses: Sequence[Address]) -> Steps[None]:
+        """One request, again on a new connection if the server has meanwhile ended a kept one."""
+        with suppress(OSError):
+            for connection in self._kept():
+                try:
+                    yield from self._exchange(get, connection)
+                    return
+                except StaleError:
+                    continue
+            yield from self._exchange(get, (yield from self._connect(addresses)))
+
+    def _exchange(self, get: Get, connection: socket.socket) -> Steps[None]:
+        """Asks, and takes the answer. OSError if the connection fails; it is kept if it may be used again."""
+        keep = False
+        try:
+            yield from send(connection, get.request())
+            head = yield from receive_head(connection)
+            answer = get.judge(head)
+            if answer is Outcome.OK:
+                rest = yield from fill(connection, get.into, head.rest)
+                keep = head.kept and not rest
+            elif head.status == 404 and 0 <= head.length <= HEAD_BYTES:
+                body = memoryview(bytearray(head.length))
+                rest = yield from fill(connection, [body], head.rest)
+                answer = Outcome.MISSING if b"<Code>NoSuchKey</Code>" in bytes(body) else None
+                keep = head.kept and not rest
+            get.answer = answer
+        finally:
+            self._give_back(connection, keep)
+
+    def _connect(self, addresses: Sequence[Address]) -> Steps[socket.socket]:
+        """A new connection. OSError if there can be none."""
+        for family, address in addresses:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            self._use(connection)
+            try:
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.connect_ex(address)
+                yield connection, selectors.EVENT_WRITE
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    connection = self._secure(connection)
+                    yield from shake_hands(connection)
+                    return connection
+            except BaseException:
+                self._give_back(connection, False)
+                raise
+            self._give_back(connection, False)
+        raise OSError("no connection")
+
+    def _secure(self, connection: socket.socket) -> socket.socket:
+        if self._tls is None:
+            return connection
+        with self._lock:
+            self._used.discard(connection)
+        secured = self._tls.wrap_socket(connection, server_hostname=self._host, do_handshake_on_connect=False)
+        self._use(secured)
+        return secured
+
+    def _kept(self) -> Iterator[socket.socket]:
+        """Connections that are kept, as long as there is one."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return
+                connection, since = self._idle.pop()
+            if time.monotonic() - since < _IDLE_S:
+                self._use(connection)
+                yield connection
+            else:
+                connection.close()
+
+    def _use(self, connection: socket.socket) -> None:
+        with self._lock:
+            if not self._closed:
+                self._used.add(connection)
+                return
+        connection.close()
+        raise OSError("closed")
+
+    def _give_back(self, connection: socket.socket, keep: bool) -> None:
+        with self._lock:
+            self._used.discard(connection)
+            if keep and not self._closed and len(self._idle) < _IDLE:
+                self._idle.append((connection, time.monotonic()))
+                return
+        connection.close()
+
+
+def _is_done(steps: Steps[None], key: selectors.SelectorKey | None, selector: selectors.BaseSelector) -> bool:
+    """Lets one go on until it has to wait for something again, unless it has come to its end."""
+    waits = next(steps, None)
+    if key is not None and waits != (key.fileobj, key.events):
+        selector.unregister(key.fileobj)
+        key = None
+    if waits is not None and key is None:
+        selector.register(*waits, steps)
+    return waits is None
