@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 _AGAIN_S = 1.0
 """How long a refusal stands before the master is asked again."""
 
+_CONNECT_S = 5.0
 _GOODBYE_S = 2
 _LOCAL_BYTES = 16 << 20
 """Memory that Mooncake wants for itself; the data of blocks does not go through it."""
@@ -66,9 +67,9 @@ class _Store:
             raise _Refused(f"mooncake can't be imported: {error}", True) from error
         plan, client = self._plan, MooncakeDistributedStore()
         try:
-            host = plan["host"] or _own_address(plan["master"])
+            own = _own_address(plan["master"])
             code = client.setup(
-                host,
+                plan["host"] or own,
                 plan["metadata"],
                 plan["segment"],
                 _LOCAL_BYTES,
@@ -89,14 +90,10 @@ class _Store:
 
 
 def _own_address(master: str) -> str:
-    """The address that this machine has towards the master; nothing is sent for it."""
+    """The address that this machine has towards the master. OSError if that can't be reached."""
     host, _, port = master.rpartition(":")
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
+        return str(connection.getsockname()[0])
 
 
 class _Memory:

@@ -36,6 +36,9 @@ _LOOK_S = 0.05
 
 _LEAVE_S = 3.0
 
+_ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+"""Where Mooncake's own settings say nothing else: it says less, and does not try for minutes."""
+
 
 class Lane:
     """A connection to the helper, and memory. One thread's at a time."""
@@ -86,7 +89,7 @@ class _Helper:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={"GLOG_minloglevel": "2", **os.environ},  # it says much otherwise
+            env={**_ENVIRONMENT, **os.environ},
             pass_fds=[fd for pair in ends for fd in pair],
             start_new_session=True,
         )
