@@ -84,8 +84,8 @@ class _Store:
         return client
 
     def close(self) -> None:
-        """Says goodbye to the master. No call may be under way, and none may follow."""
-        if self._client is not None:
+        """Takes back the memory that was lent. No call may be under way, and none may follow."""
+        if self._client is not None and self._plan["segment"]:
             self._client.close()
 
 

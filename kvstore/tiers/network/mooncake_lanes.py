@@ -1,6 +1,6 @@
 """Calls of Mooncake that end in time, and can't take the daemon with them.
 
-Its client is C++ that waits up to 30 s for a master or a peer that hangs, and that takes its process with it
+Its client is C++ that waits many seconds for a master or a peer that hangs, and that takes its process with it
 when it is closed, or left, with a call under way. So it runs in a process of its own (`mooncake_helper`), and
 is asked over lanes: a connection each, and memory that both sides map. Who asks waits no longer than he wants
 to, and nobody else here touches that memory; a lane whose answer is late is set aside until it comes.
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 
 from kvstore.tiers.network.base import NetworkError
@@ -35,9 +35,17 @@ _LOOK_S = 0.05
 """Late answers are looked for so often while no lane is free."""
 
 _LEAVE_S = 3.0
+_KILLED_S = 0.5
 
-_ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-"""Where Mooncake's own settings say nothing else: it says less, and does not try for minutes."""
+_ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "3",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "5000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+}
+"""Mooncake's own settings where the daemon's environment says nothing else: so lanes are back after 5 s."""
 
 
 class Lane:
@@ -116,7 +124,8 @@ class _Helper:
             self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # whatever holds it in the kernel, holds nobody here
+                self._process.wait(_KILLED_S)
         for lane in [*self.free, *self.late]:
             lane.close()
         self.free, self.late = [], []
