@@ -172,6 +172,18 @@ def test_a_peer_that_hangs_holds_nobody_up(own: Cluster, opened: Callable[..., B
     assert backend.read([wanted(put)], ends()) == [OK]
 
 
+def test_what_somebody_is_writing_is_not_there_yet(own: Cluster, opened: Callable[..., Backend]) -> None:
+    """Mooncake says of it that it is."""
+    backend, put = opened(own.url), block(b"k")
+    assert backend.write([block(b"other")], ends()) == [OK]
+    own.peer.send_signal(signal.SIGSTOP)
+    first = threading.Thread(target=lambda: backend.write([put], ends(3)))
+    first.start()
+    time.sleep(0.3)
+    in_time(lambda by: backend.write([put], by), [FAILED])
+    first.join()
+
+
 def test_a_master_that_hangs_holds_nobody_up(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
@@ -219,7 +231,7 @@ def test_no_master_is_said_so(own: Cluster, opened: Callable[..., Backend]) -> N
     own.master.wait()
     backend, put = opened(own.url), block(b"k")
     with pytest.raises(NetworkError, match=own.address) as raised:
-        backend.write([put], ends(30))
+        backend.write([put], ends(6))  # Mooncake itself would try for longer
     assert not raised.value.fatal
     own.start_master()
     eventually(lambda: backend.write([put], ends()), [OK])
@@ -274,7 +286,8 @@ def test_a_helper_that_is_killed_is_replaced(shared: Cluster, opened: Callable[.
     assert backend.write([put], ends()) == [OK]
     first = _helper(backend)
     os.kill(first, signal.SIGKILL)
-    eventually(lambda: backend.read([wanted(put)], ends()), [OK])
+    ended(first)
+    assert backend.read([wanted(put)], ends()) == [OK]
     assert _helper(backend) != first
 
 
@@ -322,8 +335,13 @@ def test_nothing_is_left_of_it(own: Cluster, killed: bool) -> None:
             print(file=user.stdin, flush=True)
             assert user.stdout.readline() == "FAILED\n"
             assert user.wait(3) == 0
+    ended(helper)
+
+
+def ended(pid: int) -> None:
+    """A process ends within 5 s."""
     until = time.monotonic() + 5
-    while _lives(helper):
+    while _lives(pid):
         assert time.monotonic() < until
         time.sleep(0.05)
 
