@@ -285,10 +285,10 @@ def test_a_helper_that_is_killed_is_replaced(shared: Cluster, opened: Callable[.
     backend, put = opened(shared.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
     first = _helper(backend)
-    os.kill(first, signal.SIGKILL)
-    ended(first)
+    first.kill()
+    first.wait()
     assert backend.read([wanted(put)], ends()) == [OK]
-    assert _helper(backend) != first
+    assert _helper(backend) is not first
 
 
 def test_a_helper_that_hangs_is_replaced(
@@ -298,13 +298,13 @@ def test_a_helper_that_hangs_is_replaced(
     shared.clear()
     backend, put = opened(shared.url, 1), block(b"k")
     assert backend.write([put], ends()) == [OK]
-    os.kill(_helper(backend), signal.SIGSTOP)
+    _helper(backend).send_signal(signal.SIGSTOP)
     in_time(lambda by: backend.read([wanted(put)], by), [FAILED])
     eventually(lambda: backend.read([wanted(put)], ends(5)), [OK])
 
 
-def _helper(backend: Backend) -> int:
-    return backend._lanes._helper._process.pid  # type: ignore[attr-defined]
+def _helper(backend: Backend) -> subprocess.Popen[bytes]:
+    return backend._lanes._helper._process  # type: ignore[attr-defined]
 
 
 LEAVES = """
@@ -335,13 +335,8 @@ def test_nothing_is_left_of_it(own: Cluster, killed: bool) -> None:
             print(file=user.stdin, flush=True)
             assert user.stdout.readline() == "FAILED\n"
             assert user.wait(3) == 0
-    ended(helper)
-
-
-def ended(pid: int) -> None:
-    """A process ends within 5 s."""
     until = time.monotonic() + 5
-    while _lives(pid):
+    while _lives(helper):
         assert time.monotonic() < until
         time.sleep(0.05)
 
