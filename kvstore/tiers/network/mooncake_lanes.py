@@ -3,7 +3,8 @@
 Its client is C++ that waits long for a master or a peer that hangs, and that takes its process with it when
 it is closed, or left, with a call under way. So it runs in a process of its own (`mooncake_helper`), and is
 asked over lanes: a connection each, and memory that both sides map. Who asks waits no longer than he wants
-to, and nobody else here touches that memory; a lane whose answer is late is set aside until it comes.
+to, and nobody else here touches that memory; a lane whose answer is late is set aside until it comes. Other
+nodes, too, reach what its client has registered: lanes, and nothing of the daemon's.
 """
 
 from __future__ import annotations

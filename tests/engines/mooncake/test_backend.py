@@ -261,6 +261,17 @@ def _accept(server: socket.socket, says: bytes) -> None:
             connection.close()
 
 
+def test_memory_that_is_lent_is_taken_back(own: Cluster, opened: Callable[..., Backend]) -> None:
+    own.kill_peer()
+    lender, other = opened(f"{own.url}&segment={64 << 20}"), opened(own.url)
+    lender.probe([block(b"k").name], ends())
+    put = block(b"k")
+    eventually(lambda: other.write([put], ends()), [OK])
+    assert other.read([wanted(put)], ends()) == [OK]
+    lender.close()
+    assert other.read([wanted(put)], ends()) == [MISSING]  # at once, no time for the master to find out
+
+
 def test_no_room(own: Cluster, opened: Callable[..., Backend]) -> None:
     """Mooncake evicts when it is nearly full, in its own time: until then there is no room."""
     backend = opened(own.url)
