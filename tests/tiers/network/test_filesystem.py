@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.network import Settings, objects, open_backend
+from kvstore.tiers.network import Settings, member, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name
 from tests.tiers.network.contract import Contract
 
@@ -32,3 +32,12 @@ class TestFilesystem(Contract):
     def alter(self, backend: Backend, name: Name, change) -> None:
         file = self.folder / objects.path(name)
         file.write_bytes(change(file.read_bytes()))
+
+
+class TestFilesystemUnderALimit(TestFilesystem):
+    @pytest.fixture
+    def backend(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+        monkeypatch.setattr(member, "BEAT_S", 0.05)
+        made = open_backend(Settings(f"file://{folder}", limit_bytes=1 << 30))
+        yield made
+        made.close()
