@@ -29,7 +29,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The janitor's file: the sum of grants by daemon, at most how many bytes there are, if no more may come."""
+    """The janitor's file: at most how many bytes there are, whether that is all, sums of grants by daemon."""
 
     beat: int
     nbytes: int = 0

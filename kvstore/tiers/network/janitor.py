@@ -6,8 +6,8 @@ has either answered under it or lost its folder; so none goes on with what an ea
     bytes there  <=  counted + granted to each, less what it had used when the count began - deleted since
 
 holds at every moment: what was used by then was in place before the count, and whatever comes later was
-granted. Grants are given only as long as the right side stays under the limit. The count may take minutes, and
-what is written meanwhile is in it twice: so more is deleted than need be, never less.
+granted. Grants are given only as long as the right side stays under the limit. What is written during a count
+may be in it twice, as counted and as granted: then more is deleted than need be, never less.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvstore.tiers.network.account import MAX_NOTE_BYTES, Lease, Report, report_
 from kvstore.tiers.network.base import Name, NetworkError
 from kvstore.tiers.network.objects import ROOT, path
 from kvstore.tiers.network.tree import CONTROL, Tree, blocks
+from kvstore.types import ALIGN, MAX_BLOCK_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ LEASE_S = 6.0
 RECOUNT_EVERY_S = 300.0
 LEFTOVER_S = 3600.0
 _STEP_FILES = 256
+_LEAST_BYTES = MAX_BLOCK_BYTES + ALIGN
 _MEMBER = re.compile(r"[A-Za-z0-9-]+-\d+-[0-9a-f]{8}")
 _LEFTOVER = re.compile(r"(clock|health)-.+")
 
@@ -194,10 +196,11 @@ class Janitor:
         return count.nbytes + count.lost + granted
 
     def _grant(self) -> None:
-        """Shares room among those that write, and leaves one share for who comes next."""
+        """Shares room among those that write, and leaves one share for who comes next, if there is enough."""
         asking = [name for name, report in self._reports.items() if report.wants]
-        share = max(0, self._limit_bytes - self.bound()) // (len(asking) + 1)
+        room = max(0, self._limit_bytes - self.bound())
         for name in asking:
+            share = max(room // (len(asking) + 1), min(room // len(asking), _LEAST_BYTES))
             has = self._grants[name] - self._reports[name].used
             self._grants[name] += max(0, share - has)
 
@@ -228,7 +231,7 @@ def sweep(tree: Tree) -> None:
         return
     before = tree.now() - LEFTOVER_S
     with tree.at(CONTROL) as at:
-        for entry in list(tree.entries(CONTROL)):
+        for entry in tree.entries(CONTROL):
             with contextlib.suppress(OSError):
                 old = entry.stat(follow_symlinks=False).st_mtime < before
                 if _MEMBER.fullmatch(entry.name):
@@ -239,7 +242,7 @@ def sweep(tree: Tree) -> None:
 
 def _sweep_member(tree: Tree, at: int, name: str, before: float, old: bool) -> None:
     with tree.at(f"{CONTROL}/{name}") as folder:
-        for entry in list(tree.entries(f"{CONTROL}/{name}")):
+        for entry in tree.entries(f"{CONTROL}/{name}"):
             if entry.stat(follow_symlinks=False).st_mtime < before:
                 os.unlink(entry.name, dir_fd=folder)
     if old:
