@@ -6,8 +6,7 @@ has either answered under it or lost its folder; so none goes on with what an ea
     bytes there  <=  counted + granted to each, less what it had used when the count began - deleted since
 
 holds at every moment: what was used by then was in place before the count, and whatever comes later was
-granted. Grants are given only as long as the right side stays under the limit. What is written during a count
-may be in it twice, as counted and as granted: then more is deleted than need be, never less.
+granted. Grants are given only as long as the right side stays under the limit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from kvstore.tiers.network.account import MAX_NOTE_BYTES, Lease, Report, report_
 from kvstore.tiers.network.base import Name, NetworkError
 from kvstore.tiers.network.objects import ROOT, path
 from kvstore.tiers.network.tree import CONTROL, Tree, blocks
-from kvstore.types import ALIGN, MAX_BLOCK_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ LEASE_S = 6.0
 RECOUNT_EVERY_S = 300.0
 LEFTOVER_S = 3600.0
 _STEP_FILES = 256
-_LEAST_BYTES = MAX_BLOCK_BYTES + ALIGN
+_STEP_S = 0.003
 _MEMBER = re.compile(r"[A-Za-z0-9-]+-\d+-[0-9a-f]{8}")
 _LEFTOVER = re.compile(r"(clock|health)-.+")
 
@@ -113,8 +111,12 @@ class Janitor:
 
     def step(self) -> bool:
         """Does a little of what takes long; False if nothing is to be done now."""
+        ends = time.monotonic() + _STEP_S
         try:
-            return next(self._work)
+            while busy := next(self._work):
+                if time.monotonic() > ends:
+                    break
+            return busy
         except (OSError, NetworkError) as error:
             # A count that is not whole is none.
             _log.warning("%s can't be counted: %s", self._tree.folder, error)
@@ -141,8 +143,12 @@ class Janitor:
             yield from self._evict(count, ages)
 
     def _evict(self, count: _Count, ages: Counter[int]) -> Iterator[bool]:
-        """Deletes what was used least lately, until a tenth of the limit can be granted."""
-        surplus = self._bound(count) - self._limit_bytes * 9 // 10
+        """Deletes what was used least lately, until a tenth of the limit can be granted.
+
+        By what is likely there. The bound has twice what was written during the count: the next one tells.
+        """
+        surplus = count.nbytes - self._limit_bytes * 9 // 10
+        surplus += sum(self._grants[name] - report.used for name, report in self._reports.items())
         if surplus <= 0:
             return
         last = _last_minute(ages, surplus)
@@ -189,18 +195,18 @@ class Janitor:
             report.used - count.base.get(name, 0) for name, report in self._reports.items()
         )
         room = self._limit_bytes - self._bound(count)
-        return room < self._limit_bytes // 10 and used >= self._limit_bytes // 50
+        return room < self._limit_bytes // 20 and used >= self._limit_bytes // 50
 
     def _bound(self, count: _Count) -> int:
         granted = sum(given - count.base.get(name, 0) for name, given in self._grants.items())
         return count.nbytes + count.lost + granted
 
     def _grant(self) -> None:
-        """Shares room among those that write, and leaves one share for who comes next, if there is enough."""
+        """Those that write share a twentieth of the limit, which is filled up as they use it."""
         asking = [name for name, report in self._reports.items() if report.wants]
         room = max(0, self._limit_bytes - self.bound())
         for name in asking:
-            share = max(room // (len(asking) + 1), min(room // len(asking), _LEAST_BYTES))
+            share = min(room, self._limit_bytes // 20) // len(asking)
             has = self._grants[name] - self._reports[name].used
             self._grants[name] += max(0, share - has)
 

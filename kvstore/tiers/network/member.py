@@ -1,8 +1,8 @@
 """A daemon among those that share a folder: it reports, hears what it may write, and is janitor if none is.
 
 Each has a folder of its own for its temporaries and its report. Whoever is silent for `LEASE_S` loses it.
-What is gone can't be renamed into place, so nothing comes of it any more, even if its daemon only slept; that
-joins again under another name. Silence is a file that stays the same while this host's clock runs on: hosts'
+What is gone can't be renamed into place, so nothing comes of it, even if its daemon only slept; that one
+joins again, under another name. Silence is a file that stays the same while this host's clock runs on: hosts'
 clocks are never compared.
 """
 

@@ -24,6 +24,7 @@ def hurry(patch: pytest.MonkeyPatch) -> None:
     """All that daemons do in seconds, in parts of one."""
     patch.setattr(member, "BEAT_S", BEAT_S)
     patch.setattr(member, "LEASE_S", LEASE_S)
+    patch.setattr(member, "IDLE_S", 1.0)
     patch.setattr(janitor, "LEASE_S", LEASE_S)
 
 

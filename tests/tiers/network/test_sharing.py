@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +18,15 @@ import pytest
 
 from kvstore.tiers.network import janitor, objects
 from kvstore.tiers.network.account import Account, Lease, Report, lease_of, report_of, to_note
-from kvstore.tiers.network.base import Outcome
+from kvstore.tiers.network.base import Name, Outcome
 from kvstore.tiers.network.filesystem import Filesystem
-from kvstore.tiers.network.tree import Tree
-from tests.tiers.network.contract import block, ends, wanted
+from kvstore.tiers.network.tree import CONTROL, Tree
+from tests.tiers.network.contract import SPACE, block, ends, wanted
 from tests.tiers.network.sharing import BLOCK_BYTES, LEASE_S, hurry
 
 OK, MISSING, TORN, FULL, FAILED = Outcome
 LIMIT = 4 << 20
+A, B = "a-host-1-00aa00aa", "b-host-2-00bb00bb"
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +193,7 @@ class TestLimit:
     def test_several_daemons_at_once(self, folder: Path, start) -> None:
         daemons = [start("writes") for _ in range(3)]
         until(lambda: all(len(daemon.said) > 3 for daemon in daemons))
-        assert 0 < most(folder, 5) <= LIMIT
+        assert 0 < most(folder, 3) <= LIMIT
         assert sum(len(daemon.said) for daemon in daemons) * BLOCK_BYTES > 1.5 * LIMIT
 
     def test_full_where_nothing_may_be_written(self, folder: Path) -> None:
@@ -221,13 +223,13 @@ class TestJanitor:
         assert members(folder) == [second.process.pid]
 
     def test_all_are_killed_and_start_again(self, folder: Path, start) -> None:
-        for _ in range(3):
+        for _ in range(2):
             daemons = [start("writes") for _ in range(2)]
             until(lambda: all(len(daemon.said) > 3 for daemon in daemons))  # noqa: B023
             for daemon in daemons:
                 daemon.kill()
         last = start("writes")
-        until(lambda: len(last.said) > 20)
+        until(lambda: len(last.said) > 5)
         assert most(folder, 2) <= LIMIT
         assert members(folder) == [last.process.pid]
 
@@ -272,6 +274,85 @@ class TestJanitor:
         assert len(members(folder)) == 1
         assert not report.exists()
         backend.close()
+
+
+class TestCounting:
+    """A janitor, and reports as daemons would write them."""
+
+    @pytest.fixture
+    def tree(self, folder: Path) -> Tree:
+        (folder / "kvstore-1" / "nodes").mkdir(parents=True)
+        return Tree(folder)
+
+    def say(self, tree: Tree, name: str, report: Report) -> None:
+        folder = tree.folder / "kvstore-1" / "nodes" / name
+        folder.mkdir(exist_ok=True)
+        (folder / "report").write_bytes(to_note(report))
+
+    def beat(self, tree: Tree, made: janitor.Janitor) -> Lease:
+        with tree.at(CONTROL) as at:
+            return made.beat(at, [entry.name for entry in tree.entries(CONTROL)], 1)
+
+    def count(self, made: janitor.Janitor) -> None:
+        while made.step():
+            pass
+
+    def put(self, tree: Tree, key: bytes) -> int:
+        file = tree.folder / objects.path(Name(SPACE, key))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(BLOCK_BYTES))
+        return BLOCK_BYTES
+
+    def test_nothing_is_granted_before_all_have_answered(self, tree: Tree) -> None:
+        made = janitor.Janitor(tree, LIMIT, 2)
+        self.say(tree, A, Report(1, 2, 0, True))
+        self.say(tree, B, Report(1, 1, 0, True))
+        self.beat(tree, made)
+        self.count(made)
+        assert self.beat(tree, made).grants == {A: 0}
+        self.say(tree, B, Report(2, 2, 0, True))
+        self.beat(tree, made)
+        self.count(made)
+        assert self.beat(tree, made).grants == {A: LIMIT // 40, B: LIMIT // 40}
+
+    def test_nothing_is_granted_before_who_is_silent_is_out(self, tree: Tree) -> None:
+        made = janitor.Janitor(tree, LIMIT, 2)
+        self.say(tree, B, Report(1, 1, 0, True))
+        for beat in range(1000):
+            self.say(tree, A, Report(beat, 2, 0, True))
+            lease = self.beat(tree, made)
+            self.count(made)
+            if not (tree.folder / CONTROL / B).exists():
+                break
+            assert lease.grants == {A: 0}
+            time.sleep(0.01)
+        assert self.beat(tree, made).grants == {A: LIMIT // 20}
+
+    def test_what_is_granted_counts_until_a_count_has_seen_it(self, tree: Tree) -> None:
+        made = janitor.Janitor(tree, LIMIT, 1)
+        there = self.put(tree, b"there")
+        self.say(tree, A, Report(1, 1, -10, True))
+        self.beat(tree, made)
+        self.count(made)
+        granted = self.beat(tree, made).grants[A]
+        assert made.bound() == there + 10 + granted
+        self.put(tree, b"new")
+        self.say(tree, A, Report(2, 1, BLOCK_BYTES, True))
+        more = self.beat(tree, made).grants[A]
+        assert more == granted + BLOCK_BYTES + 10
+        assert made.bound() == there + 10 + more
+
+    def test_what_the_dead_were_granted_counts_until_the_next_count(self, tree: Tree) -> None:
+        made = janitor.Janitor(tree, LIMIT, 1)
+        for name in (A, B):
+            self.say(tree, name, Report(1, 1, 0, True))
+        self.beat(tree, made)
+        self.count(made)
+        granted = self.beat(tree, made).grants
+        shutil.rmtree(tree.folder / CONTROL / B)
+        self.put(tree, b"of b")
+        self.beat(tree, made)
+        assert made.bound() >= granted[A] + granted[B]
 
 
 class TestLeftovers:
