@@ -103,7 +103,7 @@ class Janitor:
             self._grant()
         bound = self.bound()
         full = self._counted and self._limit_bytes - bound < self._limit_bytes // 100
-        return Lease(beat, bound, full, self._grants)
+        return Lease(beat, bound, full, dict(self._grants))
 
     def bound(self) -> int:
         """At most how many bytes there are, with all that was granted; 0 before the first count."""
