@@ -16,7 +16,7 @@ from kvstore.tiers.network import Settings, janitor, member, open_backend
 from kvstore.tiers.network.base import Outcome
 from tests.tiers.network.contract import block
 
-BEAT_S, LEASE_S = 0.05, 0.8
+BEAT_S, LEASE_S = 0.05, 2.0
 BLOCK_BYTES = 50_000
 
 

@@ -77,7 +77,7 @@ def start(folder: Path) -> Iterator[Callable[[str], Daemon]]:
         daemon.end()
 
 
-def until(what: Callable[[], object], within_s: float = 15.0) -> None:
+def until(what: Callable[[], object], within_s: float = 30.0) -> None:
     ends = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < ends, "it did not come to that"
@@ -192,9 +192,12 @@ class TestLimit:
 
     def test_several_daemons_at_once(self, folder: Path, start) -> None:
         daemons = [start("writes") for _ in range(3)]
-        until(lambda: all(len(daemon.said) > 3 for daemon in daemons))
-        assert 0 < most(folder, 3) <= LIMIT
-        assert sum(len(daemon.said) for daemon in daemons) * BLOCK_BYTES > 1.5 * LIMIT
+        until(lambda: all(len(daemon.said) > 1 for daemon in daemons))
+        seen, ends = 0, time.monotonic() + 40
+        while sum(len(daemon.said) for daemon in daemons) * BLOCK_BYTES < 1.5 * LIMIT:
+            seen = max(seen, nbytes(folder))
+            assert time.monotonic() < ends
+        assert 0 < seen <= LIMIT
 
     def test_full_where_nothing_may_be_written(self, folder: Path) -> None:
         """A janitor that grants nothing."""
@@ -238,7 +241,7 @@ class TestJanitor:
         control.mkdir(parents=True)
         (control / "lease-000000000007").write_bytes(b'{"grants": {"x": "y"}, \xff')
         backend = Filesystem(folder, LIMIT)
-        until(lambda: janitor_of(folder) == 8)
+        until(lambda: janitor_of(folder) >= 8)
         assert backend.write([block(b"k", BLOCK_BYTES)], ends()) == [OK]
         backend.close()
 
