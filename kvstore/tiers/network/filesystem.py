@@ -29,8 +29,9 @@ from kvstore import arena
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.network import objects
+from kvstore.tiers.network.account import Account
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.member import Account, Member
+from kvstore.tiers.network.member import Member
 from kvstore.tiers.network.pool import Call, Pool, Room
 from kvstore.tiers.network.tree import CONTROL, Tree, blocks, is_file, refused
 from kvstore.tiers.nvme.gds import best_engine
@@ -106,7 +107,7 @@ class Filesystem:
         now = self._ask(self._tree.now, ends)
         for space in [objects.folder(namespace)] if namespace else self._folders(objects.ROOT, ends):
             for folder in self._folders(space, ends):
-                for name, found in self._ask(partial(blocks, self._tree, folder), ends):
+                for name, found in self._ask(partial(self._blocks, folder), ends):
                     yield Listed(name, found.st_size, now - found.st_mtime)
 
     def health(self, ends: float) -> None:
@@ -280,6 +281,9 @@ class Filesystem:
                 os.close(fd)
                 os.unlink(name, dir_fd=at)
         return True
+
+    def _blocks(self, folder: str) -> Sequence[tuple[Name, os.stat_result]]:
+        return [*blocks(self._tree, folder)]
 
     def _folders(self, path: str, ends: float) -> Iterator[str]:
         yield from self._ask(lambda: [f"{path}/{entry.name}" for entry in self._tree.entries(path)], ends)

@@ -107,15 +107,16 @@ class Tree:
         return fd
 
 
-def blocks(tree: Tree, folder: str) -> list[tuple[Name, os.stat_result]]:
+def blocks(tree: Tree, folder: str) -> Iterator[tuple[Name, os.stat_result]]:
     """The files in one of the 256 folders of a namespace that have names of blocks, and only these."""
-    found = []
     for entry in tree.entries(folder):
         name = name_of(f"{folder}/{entry.name}")
         if name is not None and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((name, entry.stat(follow_symlinks=False)))
-    return found
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield name, found
 
 
 def refused(what: str, error: OSError, hint: str = "", fatal: bool = False) -> NetworkError:
