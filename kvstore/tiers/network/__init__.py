@@ -48,7 +48,7 @@ def open_backend(settings: Settings) -> Backend:
             f"network.url: {settings.url!r:.120} names no system that is known",
             f"one of {', '.join(f'{known}://' for known in _MODULES)}",
         )
-    module = importlib.import_module(f"kvstore.tiers.network.{_MODULES[scheme]}")
+    module = importlib.import_module(f"kvstore.tiers.network.{_MODULES[scheme]}.backend")
     backend: Backend = module.open_url(settings)
     return backend
 

@@ -12,8 +12,9 @@ import time
 
 import pytest
 
-from kvstore.tiers.network import Settings, janitor, member, open_backend
+from kvstore.tiers.network import Settings, open_backend
 from kvstore.tiers.network.base import Outcome
+from kvstore.tiers.network.filesystem import janitor, member
 from tests.tiers.network.contract import block
 
 BEAT_S, LEASE_S = 0.05, 2.0

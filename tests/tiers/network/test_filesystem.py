@@ -15,7 +15,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.tiers.network import Settings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
-from kvstore.tiers.network.filesystem import HEAD_BYTES, Filesystem
+from kvstore.tiers.network.filesystem.backend import HEAD_BYTES, Filesystem
 from tests.tiers.network.contract import OTHER, SPACE, Contract, block, ends, payload, wanted
 from tests.tiers.network.sharing import hurry
 

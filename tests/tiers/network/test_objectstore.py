@@ -15,7 +15,7 @@ from bench.s3server import S3Server, Stored
 from kvstore.tiers.network import Settings, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import path
-from kvstore.tiers.network.objectstore import ObjectStore
+from kvstore.tiers.network.objectstore.backend import ObjectStore
 from tests.tiers.network.contract import Contract, block, ends, payload, wanted
 
 obstore = pytest.importorskip("obstore")

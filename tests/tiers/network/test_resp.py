@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import RemoteProtocolError
-from kvstore.tiers.network.resp import BUFFER_BYTES, Reader, Refusal, Reply, command, command_around
+from kvstore.tiers.network.valkey.resp import BUFFER_BYTES, Reader, Refusal, Reply, command, command_around
 
 replies = st.recursive(
     st.none()

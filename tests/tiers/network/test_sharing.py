@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.network import janitor, objects
-from kvstore.tiers.network.account import Account, Lease, Report, lease_of, report_of, to_note
+from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Name, Outcome
-from kvstore.tiers.network.filesystem import Filesystem
-from kvstore.tiers.network.tree import CONTROL, Tree
+from kvstore.tiers.network.filesystem import janitor
+from kvstore.tiers.network.filesystem.account import Account, Lease, Report, lease_of, report_of, to_note
+from kvstore.tiers.network.filesystem.backend import Filesystem
+from kvstore.tiers.network.filesystem.tree import CONTROL, Tree
 from tests.tiers.network.contract import SPACE, block, ends, wanted
 from tests.tiers.network.sharing import BLOCK_BYTES, LEASE_S, hurry
 

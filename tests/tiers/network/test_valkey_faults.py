@@ -17,7 +17,7 @@ import pytest
 from kvstore.tiers.network import Settings
 from kvstore.tiers.network.base import Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import HEADER_BYTES, header, path
-from kvstore.tiers.network.valkey import Valkey, open_url
+from kvstore.tiers.network.valkey.backend import Valkey, open_url
 from tests.tiers.network.contract import SPACE, block, ends, memory, payload, wanted
 from tests.tiers.network.valkeys import Server, server
 

@@ -1,4 +1,4 @@
-"""The process that runs Mooncake's client, for `mooncake_lanes`. Run as a module, with a plan in JSON.
+"""The process that runs Mooncake's client, for `lanes`. Run as a module, with a plan in JSON.
 
 It serves each lane on a thread of its own, one request at a time, between Mooncake and the lane's memory. It
 ends when its standard input does, which is when the daemon lets go of it, or is gone.

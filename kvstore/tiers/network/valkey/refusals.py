@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from kvstore.tiers.network.base import NetworkError, Outcome
-from kvstore.tiers.network.resp import Refusal, Reply
+from kvstore.tiers.network.valkey.resp import Refusal, Reply
 
 Judge: TypeAlias = Callable[[Reply], Outcome]
 

@@ -17,10 +17,10 @@ import socket
 import threading
 import time
 
-from kvstore.tiers.network.account import Account, Lease, Report, lease_of, to_note
 from kvstore.tiers.network.base import NetworkError
-from kvstore.tiers.network.janitor import LEASE_S, Janitor, Watch, read_note, remove_member, sweep
-from kvstore.tiers.network.tree import CONTROL, Tree
+from kvstore.tiers.network.filesystem.account import Account, Lease, Report, lease_of, to_note
+from kvstore.tiers.network.filesystem.janitor import LEASE_S, Janitor, Watch, read_note, remove_member, sweep
+from kvstore.tiers.network.filesystem.tree import CONTROL, Tree
 
 _log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvstore.tiers.network.account import MAX_NOTE_BYTES, Lease, Report, report_of
 from kvstore.tiers.network.base import Name, NetworkError
+from kvstore.tiers.network.filesystem.account import MAX_NOTE_BYTES, Lease, Report, report_of
+from kvstore.tiers.network.filesystem.tree import CONTROL, Tree, blocks
 from kvstore.tiers.network.objects import ROOT, path
-from kvstore.tiers.network.tree import CONTROL, Tree, blocks
 
 _log = logging.getLogger(__name__)
 

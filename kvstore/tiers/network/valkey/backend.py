@@ -15,12 +15,12 @@ from functools import partial
 
 from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.dial import Address
-from kvstore.tiers.network.link import SMALL_BYTES, Request
-from kvstore.tiers.network.nodes import Nodes
-from kvstore.tiers.network.refusals import Judge, judged
-from kvstore.tiers.network.resp import Refusal, Reply, command, command_around
-from kvstore.tiers.network.valkey_url import Target, parse
+from kvstore.tiers.network.valkey.dial import Address
+from kvstore.tiers.network.valkey.link import SMALL_BYTES, Request
+from kvstore.tiers.network.valkey.nodes import Nodes
+from kvstore.tiers.network.valkey.refusals import Judge, judged
+from kvstore.tiers.network.valkey.resp import Refusal, Reply, command, command_around
+from kvstore.tiers.network.valkey.url import Target, parse
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _UNTOUCHED = command("CLIENT", "NO-TOUCH", "ON"), command("CLIENT", "NO-TOUCH", 
 
 
 def open_url(settings: Settings) -> Valkey:
-    """The backend of a `redis://`, `rediss://` or `unix://` URL: see `valkey_url`. Raises ConfigError."""
+    """The backend of a `redis://`, `rediss://` or `unix://` URL: see `url`. Raises ConfigError."""
     return Valkey(parse(settings.url, settings.user, settings.password), settings.threads)
 
 

@@ -19,8 +19,8 @@ from itertools import islice
 
 from kvstore.errors import RemoteProtocolError
 from kvstore.tiers.network.base import NetworkError, Outcome
-from kvstore.tiers.network.dial import Address, NoAnswer, Place
-from kvstore.tiers.network.resp import Filling, Reader, Reply
+from kvstore.tiers.network.valkey.dial import Address, NoAnswer, Place
+from kvstore.tiers.network.valkey.resp import Filling, Reader, Reply
 
 WINDOW_BYTES = 16 << 20
 """At most so many bytes of answers are on the way over one connection: a server holds them in memory."""

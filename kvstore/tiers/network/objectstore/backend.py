@@ -1,7 +1,7 @@
 """Blocks as objects of S3, Google Cloud Storage and Azure, through obstore.
 
 Credentials, signatures, retries and errors are obstore's. From S3, blocks are read straight into slots
-(`s3_fetch`) by URLs that obstore signs; what does not come that way is asked of obstore.
+(`s3`) by URLs that obstore signs; what does not come that way is asked of obstore.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from kvstore.arena import copy
 from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.object_errors import is_silence, outcome, reason
-from kvstore.tiers.network.object_loop import Loop
-from kvstore.tiers.network.object_url import behind_proxy, store_of
-from kvstore.tiers.network.s3_fetch import Fetcher, Get
+from kvstore.tiers.network.objectstore.errors import is_silence, outcome, reason
+from kvstore.tiers.network.objectstore.loop import Loop
+from kvstore.tiers.network.objectstore.s3 import Fetcher, Get
+from kvstore.tiers.network.objectstore.url import behind_proxy, store_of
 
 _AT_ONCE = 8
 """Requests of one call that run at the same time."""

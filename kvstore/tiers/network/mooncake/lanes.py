@@ -1,7 +1,7 @@
 """Calls of Mooncake that end in time, and can't take the daemon with them.
 
 Its client is C++ that waits long for a master or a peer that hangs, and that takes its process with it when
-it is closed, or left, with a call under way. So it runs in a process of its own (`mooncake_helper`), and is
+it is closed, or left, with a call under way. So it runs in a process of its own (`helper`), and is
 asked over lanes: a connection each, and memory that both sides map. Who asks waits no longer than he wants
 to, and nobody else here touches that memory; a lane whose answer is late is set aside until it comes. Other
 nodes, too, reach what its client has registered: lanes, and nothing of the daemon's.
@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 
 from kvstore.tiers.network.base import NetworkError
-from kvstore.tiers.network.mooncake_helper import Answer, Request
+from kvstore.tiers.network.mooncake.helper import Answer, Request
 
 LANE_BYTES = 16 << 20
 """What a lane's memory holds at first; it grows to the largest object. Only what was used takes memory."""
@@ -93,7 +93,7 @@ class _Helper:
                 sys.executable,
                 "-P",
                 "-m",
-                f"{__package__}.mooncake_helper",
+                f"{__package__}.helper",
                 json.dumps({**plan, "lanes": ends}),
             ],
             stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvstore.tiers.network.tree import CONTROL
+from kvstore.tiers.network.filesystem.tree import CONTROL
 
 MAX_NOTE_BYTES = 1 << 20
 

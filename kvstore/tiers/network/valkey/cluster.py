@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import binascii
 
-from kvstore.tiers.network.dial import Address
-from kvstore.tiers.network.resp import Refusal, Reply
+from kvstore.tiers.network.valkey.dial import Address
+from kvstore.tiers.network.valkey.resp import Refusal, Reply
 
 SLOTS = 16384
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvstore.tiers.network.addresses import Address, Addresses
 from kvstore.tiers.network.base import Outcome
-from kvstore.tiers.network.http_steps import (
+from kvstore.tiers.network.objectstore.addresses import Address, Addresses
+from kvstore.tiers.network.objectstore.http import (
     HEAD_BYTES,
     Head,
     StaleError,

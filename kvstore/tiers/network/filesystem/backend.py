@@ -29,11 +29,11 @@ from kvstore import arena
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.network import objects
-from kvstore.tiers.network.account import Account
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.member import Member
-from kvstore.tiers.network.pool import Call, Pool, Room
-from kvstore.tiers.network.tree import CONTROL, Tree, blocks, is_file, refused
+from kvstore.tiers.network.filesystem.account import Account
+from kvstore.tiers.network.filesystem.member import Member
+from kvstore.tiers.network.filesystem.pool import Call, Pool, Room
+from kvstore.tiers.network.filesystem.tree import CONTROL, Tree, blocks, is_file, refused
 from kvstore.tiers.nvme.gds import best_engine
 from kvstore.types import ALIGN, slot_bytes
 

@@ -1,0 +1,1 @@
+"""A folder of a filesystem that many nodes mount."""

@@ -1,0 +1,1 @@
+"""A Mooncake store."""

@@ -1,0 +1,1 @@
+"""Valkey or Redis, one server or a cluster."""
