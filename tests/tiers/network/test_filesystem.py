@@ -159,11 +159,13 @@ class TestAFolderThatIsAway:
         folder.with_name("away").rename(folder)
         assert backend.read([wanted(block(b"k"))], ends()) == [OK]
 
-    def test_a_file_in_its_place(self, folder: Path, backend: Filesystem) -> None:
+    def test_a_file_in_its_place(self, folder: Path) -> None:
         folder.write_bytes(b"")
+        backend = Filesystem(folder, threads=4)
         with pytest.raises(NetworkError, match="ENOTDIR") as caught:
             backend.health(ends())
         assert caught.value.fatal
+        backend.close()
 
 
 class TestNoRoom:
