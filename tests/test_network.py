@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -17,12 +18,14 @@ from kvstore import Client, Layout, errors
 from kvstore.lab.served import ServedDaemon
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Name
+from kvstore.wire import messages as m
 from tests.daemons import (
     BLOCK,
     SMALL,
     WITH_NVME,
     eventually,
     got,
+    greeted,
     idle,
     log_of,
     names,
@@ -446,3 +449,94 @@ def test_two_daemons_say_what_they_did(shared: str) -> None:
         assert network(b)["problem"] == ""
         assert "Traceback" not in log_of(b.daemon) + log_of(a.daemon)  # type: ignore[attr-defined]
         assert layout.block_bytes == BLOCK
+
+
+def test_a_read_that_takes_too_long_is_asked_once_more() -> None:
+    layout, keys = new_layout(), names(5)
+    with server() as made, nodes(made.url, hedge_after="100ms", timeout="5s") as (a, b):
+        a.namespace(layout).put(keys, payloads(keys))
+        there(a, 5)
+        ns = b.namespace(layout)
+        assert ns.lookup(keys) == 5
+        with stopped(made):
+            threading.Timer(0.3, lambda: made.signal(signal.SIGCONT)).start()
+            assert got(ns, keys) == 5
+        assert counted(b, "hedged_blocks") == 5
+
+
+def test_nobody_waits_for_too_much_at_once() -> None:
+    with ServedDaemon(SMALL) as daemon:
+        with greeted(daemon) as (peer, number):
+            for i in range(65):
+                peer.send(m.Acquire(100 + i, number, 32, bytes(32), 5.0, 0.0, "", 5.0))
+            denied = peer.receive()
+            assert isinstance(denied, m.Denied)
+            assert denied.id == 164
+        with Client(daemon.url, strict=True) as client:
+            eventually(lambda: client.status()["connections"] == 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_between_two_nodes_nothing_wrong_is_served(folder: Path, seed: int) -> None:
+    """Puts, gets, invalidations, hand-offs and kills, while files are altered, cut, swapped and removed."""
+    dice = random.Random(seed)
+    layout, prompts = new_layout(), [names(12, f"{seed} {i}") for i in range(6)]
+    network_of = {"url": f"file://{folder}", **FAST}
+    with ExitStack() as stack:
+        settings = {**WITH_NVME, "network": network_of}
+        daemons = [stack.enter_context(ServedDaemon(settings)) for _ in range(2)]
+        clients = [stack.enter_context(Client(daemon.url, deadline_s=10)) for daemon in daemons]
+        for client in clients:
+            eventually(lambda client=client: network(client)["usable"])
+        served = 0
+        for _ in range(250):
+            who = dice.randrange(2)
+            ns, keys = clients[who].namespace(layout), dice.choice(prompts)
+            first = dice.randrange(len(keys))
+            match dice.choices(
+                ["put", "get", "lookup", "invalidate", "handoff", "spoil", "kill"], [20, 50, 10, 6, 8, 20, 1]
+            )[0]:
+                case "put":
+                    ns.put(keys, payloads(keys))
+                case "get":
+                    served += got(ns, keys)
+                case "lookup":
+                    assert ns.lookup(keys) <= len(keys)
+                case "invalidate":
+                    # What the other one is just sending may come behind it.
+                    eventually(lambda who=who: not network(clients[1 - who])["going_blocks"])
+                    ns.invalidate(keys[first:])
+                    assert got(ns, keys) <= first
+                case "handoff":
+                    assert ns.handoff(keys, deadline_s=5) <= len(keys)
+                case "spoil":
+                    _spoil(dice, folder)
+                case "kill":
+                    daemons[who].kill()
+                    daemons[who].start()
+        assert served > 100
+        for client in clients:
+            for keys in prompts:
+                got(client.namespace(layout), keys)
+            eventually(lambda client=client: idle(client.status()))
+
+
+def _spoil(dice: random.Random, folder: Path) -> None:
+    files = sorted(folder.glob("kvstore-1/*/*/*"))
+    if len(files) < 2:
+        return
+    file, other = dice.sample(files, 2)
+    try:
+        raw = bytearray(file.read_bytes())
+        how = dice.randrange(4)
+        if how == 0:
+            file.unlink()
+        elif how == 1 and len(raw) > 4096:
+            raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
+            file.write_bytes(raw)
+        elif how == 2:
+            file.write_bytes(other.read_bytes())
+        else:
+            file.write_bytes(raw[: dice.randrange(len(raw) + 1)])
+    except OSError:
+        return  # a daemon has taken it away

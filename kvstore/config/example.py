@@ -42,6 +42,7 @@ user = ""                             # or access key
 # password_file = "/etc/kvstore/network-password"
 timeout = "2s"                        # of one call
 threads = 8                           # calls at once
+hedge_after = 0                       # a read that takes longer, such as "50ms", is asked once more; 0: never
 admission = "always"                  # what goes there: always, twice or reuse, as for nvme
 admission_threshold = 0.2             # for reuse
 

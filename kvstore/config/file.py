@@ -60,6 +60,7 @@ _CHANGEABLE = {
     "hbm.limit",
     "network.admission",
     "network.admission_threshold",
+    "network.hedge_after",
     "network.timeout",
     "nvme.admission",
     "nvme.admission_threshold",

@@ -169,7 +169,8 @@ class Network(Section):
 
     `limit`: bytes that it may hold, kept by the daemons together where the system itself keeps to none; 0: no
     limit. `timeout` (s) bounds each call. `password_file` holds the password, or the secret key, of `user`.
-    `threads`: calls at once. `admission`: see Nvme.
+    `threads`: calls at once. `hedge_after` (s): a read that takes longer is given up and asked once more; 0:
+    none is. `admission`: see Nvme.
     """
 
     url: str | None = None
@@ -178,6 +179,7 @@ class Network(Section):
     password_file: Annotated[Path, BeforeValidator(as_path)] | None = None
     timeout: Annotated[Duration, Field(ge=0.05, le=60)] = 2.0
     threads: Annotated[int, Field(ge=1, le=64)] = 8
+    hedge_after: Annotated[Duration, Field(ge=0, le=60)] = 0.0
     admission: Literal["always", "twice", "reuse"] = "always"
     admission_threshold: Annotated[float, Field(ge=0, le=1)] = 0.2
 

@@ -126,6 +126,13 @@ class Carrier:
         """Runs a call that moves payload, in a turn; none at all if the backend could not be asked."""
         return await self._run(self._payload, call, within_s) or []
 
+    async def try_move(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
+        """The same for a first try: that it takes too long says nothing of the backend."""
+        try:
+            return list(await self._thread(self._payload, call, within_s))
+        except NetworkError:
+            return []
+
     async def ask(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
         """Runs a short call beside those."""
         return await self._run(self._aside, call, within_s) or []

@@ -44,6 +44,7 @@ _BATCH_BYTES = 4 << 20
 _BATCH_BLOCKS = 32
 _PROBE_FIRST, _PROBE_MORE = 4, 8
 _OFFERS_WAITING = 1 << 14
+_FLOWS_OF_ONE = 256
 _LEFT_S = 0.002
 _OBJECTS_AT_ONCE = 1000
 _LIST_WITHIN_S = 60.0
@@ -124,8 +125,11 @@ class Remote:
     def lookup(self, asker: Asker, request: int, event: ev.Lookup, space: Space, until: float) -> None:
         """Like `Shell.ask`; blocks on the network count too, as far as they are known in time."""
 
+        def further() -> bool:
+            return self.serves(space) and self._may_ask(asker)
+
         def more(action: Any) -> None:
-            if isinstance(action, ac.Found) and action.value < event.keys.n and self.serves(space):
+            if isinstance(action, ac.Found) and action.value < event.keys.n and further():
                 self._begin(asker, self._look_further(asker, request, event, space, action, until))
             else:
                 asker.answer(request, action)
@@ -143,7 +147,7 @@ class Remote:
     def acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space) -> None:
         """Like `Shell.ask`; what only the network has is brought here first, as far as there is time."""
         here = self._shell.placement.stored(event.namespace, event.keys)
-        if here < event.keys.n and self.serves(space):
+        if here < event.keys.n and self.serves(space) and self._may_ask(asker):
             self._begin(asker, self._acquire(asker, request, event, space, here))
         else:
             self._shell.ask(asker, request, event)
@@ -204,6 +208,10 @@ class Remote:
         going = self._send(space, [keys[i] for i in range(here)], tenant, DEMAND)
         await self._wait(going, until)
         asker.answer(request, ac.Answer(request, _leading(going)))
+
+    def _may_ask(self, asker: Asker) -> bool:
+        """Whether one asker may have one flow more: who asks for too much gets what is here."""
+        return len(self._tasks_of.get(asker, ())) < _FLOWS_OF_ONE
 
     def leave(self, asker: Asker) -> None:
         """Answers to this asker are no longer wanted; what is on its way for it goes on."""
@@ -340,8 +348,7 @@ class Remote:
             Object(self._name(space, key), space.block_bytes, slot)
             for key, slot in zip(wanted, slots, strict=True)
         ]
-        read = partial(self.carrier.backend.read, objects)
-        outcomes = await self.carrier.move(read, self._config.timeout) or [Outcome.FAILED] * len(wanted)
+        outcomes = await self._read_hedged(objects)
         # What was forgotten meanwhile must not come back.
         written = np.array(
             [o == Outcome.OK and not self._is_banned(t.name) for o, t in zip(outcomes, objects, strict=True)]
@@ -351,6 +358,22 @@ class Remote:
         self._tell("read", objects, outcomes)
         moved = int(written.sum()) * space.block_bytes
         return here | {key for key, ok in zip(wanted, written, strict=True) if ok}, moved
+
+    async def _read_hedged(self, objects: list[Object]) -> list[Outcome]:
+        """Reads objects; those that take too long once more, if that is configured."""
+        backend, timeout_s, first_s = self.carrier.backend, self._config.timeout, self._config.hedge_after
+        if not 0 < first_s < timeout_s:
+            outcomes = await self.carrier.move(partial(backend.read, objects), timeout_s)
+            return outcomes or [Outcome.FAILED] * len(objects)
+        outcomes = await self.carrier.try_move(partial(backend.read, objects), first_s)
+        outcomes = outcomes or [Outcome.FAILED] * len(objects)
+        late = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.FAILED]
+        if late:
+            self.counters["hedged_blocks"] += len(late)
+            again = partial(backend.read, [objects[i] for i in late])
+            for i, outcome in zip(late, await self.carrier.move(again, timeout_s - first_s), strict=False):
+                outcomes[i] = outcome
+        return outcomes
 
     def _tell(self, did: str, objects: Sequence[Object], outcomes: Sequence[Outcome]) -> None:
         """Counts what became of objects, and remembers which are there."""

@@ -25,6 +25,7 @@ from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
 
+_WAITS = 64
 _LOOK_AGAIN_S, _LOOK_AGAIN_AT_LAST_S = 0.004, 0.05
 _ABSENT = "there is no such namespace, or it is not published to this tenant"
 _ABSENT_HINT = "its owner publishes it; then open it again"
@@ -181,7 +182,11 @@ class Requests:
             until, who = self._deadline(q.timeout_s), self._wire.who.tenant
             keys, client = self._keys(q), self._wire.number
             event = ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, self._tier(q))
-            if q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys):
+            if len(self._waits) >= _WAITS and q.wait_s > 0:
+                self._deny(
+                    q.id, f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once"
+                )
+            elif q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys):
                 task = self._shell.loop.create_task(self._acquire_later(q, event, space))
                 self._waits.add(task)
                 task.add_done_callback(self._waits.discard)
