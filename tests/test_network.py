@@ -540,3 +540,18 @@ def _spoil(dice: random.Random, folder: Path) -> None:
             file.write_bytes(raw[: dice.randrange(len(raw) + 1)])
     except OSError:
         return  # a daemon has taken it away
+
+
+def test_what_could_not_be_taken_off_the_network_is_not_served_from_there() -> None:
+    layout, keys = new_layout(), names(10)
+    with server() as made, nodes(made.url, 1) as (a,):
+        ns = a.namespace(layout)
+        ns.put(keys, payloads(keys))
+        there(a, 10)
+        with stopped(made), pytest.raises(errors.DeniedError, match="not on the network"):
+            ns.invalidate(keys[5:])
+        assert network(a)["owed_removals"] == 5
+        assert made.ask("DBSIZE") == 10
+        assert ns.lookup(keys) == got(ns, keys) == 5
+        eventually(lambda: network(a)["owed_removals"] == 0)
+        assert made.ask("DBSIZE") == 5

@@ -92,7 +92,6 @@ class Remote:
         """The backend is well again, or is not."""
         self._shell.chronicle.add("network", detail=problem or "is asked from now on")
         self._presence.clear()
-        self._shared = None
         self._share()
 
     def _share(self) -> None:
