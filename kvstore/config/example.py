@@ -35,6 +35,12 @@ prefetch_blocks = 0                   # most blocks loaded unasked behind those 
 limit = "0B"                          # of GPU memory, on each GPU, for kvstore[cuda]; 0: no such tier
 # gpus = ["GPU-0a1b2c3d-..."]         # on which, by UUID or by number; absent: on all that the daemon sees
 
+[events]                              # what is where, for routers (Dynamo, llm-d); needs kvstore[events]
+# listen = "tcp://127.0.0.1:5557"     # whoever connects reads prompts' tokens: beyond loopback think twice
+# replay = "tcp://127.0.0.1:5558"     # where they ask for what they have missed
+node = ""                             # what routers call this node; empty: its host name
+# tenants = ["team-a"]                # whose blocks; absent: everybody's
+
 [policy]
 eviction = "hazard"                   # who leaves first, or lru, arc, s3fifo, lfuda, gdsf, sieve
 

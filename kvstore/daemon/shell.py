@@ -38,6 +38,7 @@ from kvstore.daemon.chronicle import Chronicle
 from kvstore.daemon.figures import Histogram
 from kvstore.daemon.inherit import restore_dram, restore_nvme
 from kvstore.daemon.recorder import Recorder
+from kvstore.daemon.routing import Routing
 from kvstore.daemon.scrub import Scrubber
 from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.tenants import Identity
@@ -100,6 +101,7 @@ class Shell:
         self.namespaces = self.tenancy.namespaces
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
+        self.routing = Routing(self)
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -111,6 +113,7 @@ class Shell:
             ac.Copy: self._copy,
             ac.Stamp: self._stamp,
             ac.Drop: self._drop,
+            ac.Moved: self.routing.moved,
             ac.Probe: self._probe,
             ac.Format: self._format,
             ac.Renew: self._renew,
@@ -169,6 +172,7 @@ class Shell:
             raise TierError(self.problems[-1])
         self._scrubber.set_rate(self.config.scrub.rate)
         self.chronicle.look(self.placement.residency.tiers)
+        self.routing.start()
         self.chronicle.add("started", detail=f"pid {os.getpid()}")
 
     def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
@@ -220,6 +224,7 @@ class Shell:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self._timer is not None:
             self._timer.cancel()
+        self.routing.close()
         # What still arrives, from a device that has hung perhaps, must start nothing more.
         self._closed = True
         # A device that hangs must not keep the process: its threads end with that.
@@ -565,6 +570,7 @@ class Shell:
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,
             "gpus": {name: pool.gpu.uuid for name, pool in self.pools.items()},
+            "events": self.routing.status(),
             "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),

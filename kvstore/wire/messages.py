@@ -18,7 +18,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 5
+VERSION = 6
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
 LOW, NORMAL, HIGH = range(3)
@@ -126,11 +126,23 @@ class Acquire(_Keyed):
 
 @dataclass(slots=True)
 class Reserve(_Keyed):
-    """Slots for those keys that are not stored yet; answered by Reserved. `device`: see Acquire."""
+    """Slots for those keys that are not stored yet; answered by Reserved. `device`: see Acquire.
+
+    `tokens`: what the blocks were computed from, equally many u32 for each key; empty: not said.
+    """
 
     parent: bytes
     timeout_s: float
     device: str = ""
+    tokens: bytes = b""
+
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for keys that can't be cut, and for tokens that are not so many each."""
+        _check_keys(self.key_bytes, self.keys)
+        if self.tokens and (not self.keys or len(self.tokens) % (4 * (len(self.keys) // self.key_bytes))):
+            raise RemoteProtocolError(
+                f"{len(self.tokens)} bytes of tokens for {len(self.keys) // self.key_bytes} keys"
+            )
 
 
 @dataclass(slots=True)
