@@ -213,7 +213,9 @@ def test_every_setting_either_changes_or_is_named() -> None:
         '[dram]\nlimit = "2MiB"\nhuge_pages = false\n'
         '[nvme]\npath = "/y"\nlimit = "2MiB"\nwrite_policy = "on_evict"\nio_threads = 1\n'
         'prefetch_blocks = 8\nadmission = "twice"\nadmission_threshold = 0.5\nwrite_budget = "1x"\n'
-        '[hbm]\nlimit = "2MiB"\ngpus = ["0"]\n[policy]\neviction = "arc"\n[scrub]\nrate = 0\n'
+        '[hbm]\nlimit = "2MiB"\ngpus = ["0"]\n'
+        '[events]\nlisten = "ipc:///e"\nreplay = "ipc:///r"\nnode = "n"\ntenants = ["t"]\n'
+        '[policy]\neviction = "arc"\n[scrub]\nrate = 0\n'
         "[limits]\nframe_bytes = 1048576\nbatch_keys = 16\nconnections = 1\nleases_per_connection = 1\n"
         "namespaces = 1\nnamespaces_per_tenant = 1\nqueued_requests = 1\n[encryption]\nkey_file = '/z'\n"
         "[admin]\nrequests_per_s = 1\n"  # another process's

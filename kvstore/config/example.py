@@ -38,7 +38,7 @@ limit = "0B"                          # of GPU memory, on each GPU, for kvstore[
 [events]                              # what is where, for routers (Dynamo, llm-d); needs kvstore[events]
 # listen = "tcp://127.0.0.1:5557"     # whoever connects reads prompts' tokens: beyond loopback think twice
 # replay = "tcp://127.0.0.1:5558"     # where they ask for what they have missed
-node = ""                             # what routers call this node; empty: its host name
+# node = "gpu-7"                      # what routers call this node; absent: its host name
 # tenants = ["team-a"]                # whose blocks; absent: everybody's
 
 [policy]

@@ -187,7 +187,7 @@ class Events(Section):
 
     listen: Endpoint | None = None
     replay: Endpoint | None = None
-    node: Annotated[str, AfterValidator(_node)] = ""
+    node: Annotated[str, AfterValidator(_node)] | None = None
     tenants: Annotated[tuple[str, ...], Field(strict=False)] | None = None
 
 

@@ -136,14 +136,6 @@ class Reserve(_Keyed):
     device: str = ""
     tokens: bytes = b""
 
-    def validate(self) -> None:
-        """Raises RemoteProtocolError for keys that can't be cut, and for tokens that are not so many each."""
-        _check_keys(self.key_bytes, self.keys)
-        if self.tokens and (not self.keys or len(self.tokens) % (4 * (len(self.keys) // self.key_bytes))):
-            raise RemoteProtocolError(
-                f"{len(self.tokens)} bytes of tokens for {len(self.keys) // self.key_bytes} keys"
-            )
-
 
 @dataclass(slots=True)
 class Prefetch(_Keyed):
