@@ -94,7 +94,8 @@ class Publisher:
         self._queue: queue.Queue[tuple[str, list[Event]]] = queue.Queue(_MOST_WAITING)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._next = 0
+        # Dynamo takes numbers that it has seen for repeated ones: another life of the daemon starts above.
+        self._next = time.time_ns() // 1000
         self._counts = {"batches": 0, "stored": 0, "removed": 0, "dropped_batches": 0, "replays": 0}
         self._context = zmq.Context()
         self._out = self._bind(zmq.XPUB, "events.listen", listen)
