@@ -190,6 +190,19 @@ def test_without_tokens_neither_a_block_nor_what_hangs_on_it_is_announced() -> N
         assert not router.orphans
 
 
+def test_what_waited_for_its_parent_and_has_gone_is_not_announced_with_it() -> None:
+    with routed(SMALL) as (_, client, ns, router):
+        tokens, keys = prompt(4)
+        ns.put(keys[:2], payloads(keys[:2]))
+        ns.put(keys[2:], payloads(keys[2:]), keys[1], tokens=tokens[2 * TOKENS :])
+        ns.invalidate(keys[3:])
+        ns.put(keys[:2], payloads(keys[:2]), tokens=tokens[: 2 * TOKENS])
+        eventually(lambda: router.has("CPU", keys[:3]))
+        ns.invalidate(keys[2:])
+        eventually(lambda: router.has("CPU", keys[:2]))
+        assert client.status()["events"]["blocks"] == 2
+
+
 def test_what_was_given_up_is_not_announced_and_announced_when_it_comes() -> None:
     with routed(SMALL) as (_, _, ns, router):
         tokens, keys = prompt(2)
