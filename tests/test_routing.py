@@ -191,7 +191,7 @@ def test_without_tokens_neither_a_block_nor_what_hangs_on_it_is_announced() -> N
 
 
 def test_what_waited_for_its_parent_and_has_gone_is_not_announced_with_it() -> None:
-    with routed(SMALL) as (_, client, ns, router):
+    with routed(SMALL) as (daemon, client, ns, router):
         tokens, keys = prompt(4)
         ns.put(keys[:2], payloads(keys[:2]))
         ns.put(keys[2:], payloads(keys[2:]), keys[1], tokens=tokens[2 * TOKENS :])
@@ -201,6 +201,7 @@ def test_what_waited_for_its_parent_and_has_gone_is_not_announced_with_it() -> N
         ns.invalidate(keys[2:])
         eventually(lambda: router.has("CPU", keys[:2]))
         assert client.status()["events"]["blocks"] == 2
+        assert "Traceback" not in log_of(daemon)
 
 
 def test_what_was_given_up_is_not_announced_and_announced_when_it_comes() -> None:
