@@ -135,12 +135,7 @@ def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
     """
     if block_tokens < 1:
         raise MisuseError(f"block_tokens is {block_tokens}", "at least 1 token a block")
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise MisuseError("tokens are not a flat sequence of integers", "pass one prompt's token ids")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32):
-        raise MisuseError("a token id is outside 0 to 2**32 - 1")
-    raw = np.ascontiguousarray(ids, dtype="<u4").data.cast("B") if ids.size else memoryview(b"")
+    raw = as_tokens(tokens)
     parent = blake3(b"kvstore-chain-1" + salt).digest()
     keys = []
     step = 4 * block_tokens
@@ -148,6 +143,16 @@ def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
         parent = blake3(parent + raw[end - step : end]).digest()
         keys.append(parent)
     return keys
+
+
+def as_tokens(tokens: Any) -> bytes:
+    """Token ids as u32, little-endian. Raises MisuseError unless it is a flat sequence of such numbers."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise MisuseError("tokens are not a flat sequence of integers", "pass one prompt's token ids")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32):
+        raise MisuseError("a token id is outside 0 to 2**32 - 1")
+    return ids.astype("<u4").tobytes() if ids.size else b""
 
 
 SLOT_RECORD = np.dtype([("place", "<u8"), ("checksum", "<u8"), ("version", "<u4"), ("tier", "<u4")])

@@ -185,15 +185,18 @@ class PrefixCache:
         self._ends_s = time.monotonic() + self._deadline_s
         with self._guard("store"):
             for row, (tokens, pad, end) in enumerate(zip(rows, pads, ends, strict=True)):
-                self._save_row(past, row, pad, self._keys(tokens[pad : min(end, held)]))
+                self._save_row(past, row, pad, tokens[pad : min(end, held)])
 
-    def _save_row(self, past: DynamicCache, row: int, pad: int, keys: list[Key]) -> None:
+    def _save_row(self, past: DynamicCache, row: int, pad: int, tokens: list[int]) -> None:
+        keys, size = self._keys(tokens), self._shape.block_tokens
         at = 0 if self.last.denied_blocks else self._ns.lookup(keys, self._left_s())
         self.last.present_blocks += at
         while at < len(keys) and not self.last.denied_blocks:
             piece = keys[at : at + self._piece_blocks()]
-            blocks = self._shape.blocks(past, row, pad + at * self._shape.block_tokens, len(piece))
-            result = self._ns.put(piece, blocks, keys[at - 1] if at else None, self._left_s())
+            blocks = self._shape.blocks(past, row, pad + at * size, len(piece))
+            # Under a salt, tokens alone do not say what a block is.
+            said = None if self._salt else tokens[at * size : (at + len(piece)) * size]
+            result = self._ns.put(piece, blocks, keys[at - 1] if at else None, self._left_s(), said)
             self.last.stored_blocks += result.stored
             self.last.present_blocks += result.present
             self.last.denied_blocks += result.denied

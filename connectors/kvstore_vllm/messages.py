@@ -31,12 +31,16 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Store a request's engine blocks `block_ids`, equally many of them under each of `keys`."""
+    """Store a request's engine blocks `block_ids`, equally many of them under each of `keys`.
+
+    `tokens`: the token ids of these blocks; None where there is more to a block than its tokens.
+    """
 
     request_id: str
     keys: list[bytes]
     parent: bytes | None
     block_ids: list[int]
+    tokens: list[int] | None = None
 
 
 @dataclass

@@ -236,4 +236,17 @@ class SchedulerHalf:
             keys[start:],
             keys[start - 1] if start else None,
             list(block_ids[start * self._per_key : stop * self._per_key]),
+            self._tokens(tracked.request, start, stop),
         )
+
+    def _tokens(self, request: Request, start: int, stop: int) -> list[int] | None:
+        """Token ids of stored blocks, for routers; None where these alone do not say what a block is."""
+        if (
+            request.lora_request
+            or request.mm_features
+            or request.cache_salt
+            or request.prompt_embeds is not None
+        ):
+            return None
+        size = self._block_tokens * self._per_key
+        return list(request.all_token_ids[start * size : stop * size])

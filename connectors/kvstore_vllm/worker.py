@@ -191,7 +191,11 @@ class WorkerHalf:
             left_s = ends - time.monotonic()
             if left_s <= 0:
                 break
-            with self._namespace(epoch).reserve(keys, parent, left_s, device=self._pages.device) as room:
+            tokens, size = save.tokens, self.layout.block_tokens
+            if tokens is not None:
+                tokens = tokens[start * size : (start + len(keys)) * size]
+            namespace, device = self._namespace(epoch), self._pages.device
+            with namespace.reserve(keys, parent, left_s, device, tokens) as room:
                 for slot, at in enumerate(room.wanted):
                     first = (start + at) * self._per_key
                     if not self._read(saving, room, slot, save.block_ids[first : first + self._per_key]):

@@ -55,6 +55,7 @@ class _Reading(Collector):
         yield from self._tiers()
         yield from self._devices()
         yield from self._network()
+        yield from self._events()
         yield from self._tenants()
         yield from self._traffic()
         yield from self._counted()
@@ -144,6 +145,17 @@ class _Reading(Collector):
         for what, n in network["counters"].items():
             family.add_metric([what.removesuffix("_blocks")], n)
         yield family
+
+    def _events(self) -> Iterator[Metric]:
+        events = self._status["events"]
+        for key, what in (
+            ("batches", "Batches of KV events that were published."),
+            ("dropped_batches", "Those that were not, because too many waited."),
+            ("stored", "Blocks that were announced."),
+            ("removed", "Blocks that were taken back."),
+        ):
+            if key in events:
+                yield _counter(f"kvstore_events_{key}", what, events[key])
 
     def _tenants(self) -> Iterator[Metric]:
         for key, what in (

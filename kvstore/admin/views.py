@@ -111,6 +111,7 @@ class Status(View):
     policy: str = Field(examples=["hazard"])
     gpus: dict[str, str] = Field(description="UUIDs of GPUs, by the names of their pools.")
     network: NetworkTier | None
+    events: dict[str, int | str] = Field(description="KV events for routers, if they are published.")
     nvme_io: str
     problems: list[str]
     counters: dict[str, int]

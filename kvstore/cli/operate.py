@@ -93,12 +93,14 @@ def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -
         typer.echo(json.dumps(state))
         return
     console = Console()
-    apart = ("tiers", "tenants", "counters", "network")
+    apart = ("tiers", "tenants", "counters", "network", "events")
     console.print(pairs("daemon", {k: v for k, v in state.items() if k not in apart}))
     console.print(tier_table(list(state.get("tiers", ()))))
     if network := state.get("network"):
         counted = network.pop("counters")
         console.print(pairs("network", network | counted))
+    if events := state.get("events"):
+        console.print(pairs("events", events))
     console.print(pairs("counter", state.get("counters", {})))
 
 

@@ -27,6 +27,7 @@ from kvstore.client.checks import (
     check_readers,
     check_speed,
     check_token,
+    check_token_ids,
     check_ttl,
     no_lease,
     no_room,
@@ -357,14 +358,20 @@ class AsyncNamespace:
         )
 
     async def put(
-        self, keys: Sequence[Key], blocks: Buffer, parent: Key | None = None, deadline_s: float | None = None
+        self,
+        keys: Sequence[Key],
+        blocks: Buffer,
+        parent: Key | None = None,
+        deadline_s: float | None = None,
+        tokens: Any = None,
     ) -> PutResult:
         """Stores blocks."""
         check_keys(keys)
         check_parent(parent)
+        said = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         return await self._client.run(
-            lambda c: flows.put(c, self._space, keys, views, parent, gpu),
+            lambda c: flows.put(c, self._space, keys, views, parent, gpu, said),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
@@ -394,10 +401,12 @@ class AsyncNamespace:
         parent: Key | None = None,
         deadline_s: float | None = None,
         device: int | str | None = None,
+        tokens: Any = None,
     ) -> Room:
         """Slots to fill; `await room.commit()` makes them readable."""
         check_keys(keys)
         check_parent(parent)
+        said = check_token_ids(tokens, keys, self.layout)
         gpu = check_device(device)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
@@ -408,7 +417,7 @@ class AsyncNamespace:
             return no_room(self.layout.block_bytes, lost, lost_again, gpu)
 
         return await self._client.run(
-            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu), deadline_s, nothing
+            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu, tokens=said), deadline_s, nothing
         )
 
     async def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:

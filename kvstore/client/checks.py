@@ -13,7 +13,7 @@ from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device import Gpu, resolve, why_not
 from kvstore.cuda.wrap import wrap
 from kvstore.errors import MisuseError
-from kvstore.types import Key, Layout, check_keys, check_tenant
+from kvstore.types import Key, Layout, as_tokens, check_keys, check_tenant
 from kvstore.wire.messages import NORMAL
 
 _MOST_TOKEN_CHARS = 4096
@@ -150,6 +150,18 @@ def _flat(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> mem
     if flat.nbytes != nbytes:
         raise MisuseError(f"{what} has {flat.nbytes} bytes instead of {nbytes}", "see Layout.block_bytes")
     return flat
+
+
+def check_token_ids(tokens: Any, keys: Sequence[Key], layout: Layout) -> bytes:
+    """Token ids of blocks as they are sent, empty for None. MisuseError unless they are all of them."""
+    if tokens is None:
+        return b""
+    raw = as_tokens(tokens)
+    need = len(keys) * layout.block_tokens
+    if len(raw) != 4 * need or not layout.block_tokens:
+        why = f"{len(raw) // 4} tokens for {len(keys)} keys"
+        raise MisuseError(why, f"{layout.block_tokens} a key (Layout.block_tokens), {need} in all")
+    return raw
 
 
 def check_device(device: int | str | None) -> Gpu | None:

@@ -256,17 +256,22 @@ def reserve(
     parent: Key | None,
     keep: bool = True,
     gpu: Gpu | None = None,
+    tokens: bytes = b"",
 ) -> Flow:
     """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends.
 
-    Keys beyond what one reservation takes count as denied. With `gpu` it is a `DeviceRoom`.
+    Keys beyond what one reservation takes count as denied. With `gpu` it is a `DeviceRoom`. `tokens`: of all
+    keys, or empty.
     """
     beyond = max(0, len(keys) - call.session.reserve_keys)
+    tokens = tokens[: 4 * space.layout.block_tokens * call.session.reserve_keys]
     keys = keys[: call.session.reserve_keys]
     joined, size = check_keys(keys)
+    # Without them a block is stored all the same.
+    tokens = tokens if len(tokens) <= call.session.frame_bytes // 2 else b""
     namespace, fingerprint = yield from open_namespace(call, space)
     device = call.session.maps.pool_of(gpu)
-    answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s(), device)
+    answer = yield m.Reserve(0, namespace, size, joined, parent or b"", call.left_s(), device, tokens)
     _check(answer)
     status = answer.status
     wanted = [i for i, s in enumerate(status) if s == GRANTED]
@@ -285,7 +290,7 @@ def reserve(
     except Exception as error:
         yield Post(m.Abort(lease))
         if isinstance(error, KVStoreError) and call.session.maps.leave_pool(gpu, error):
-            return (yield from reserve(call, space, keys, parent, keep, gpu))
+            return (yield from reserve(call, space, keys, parent, keep, gpu, tokens))
         raise
 
     call.kept = keep and bool(lease)
@@ -322,14 +327,15 @@ def put(
     views: Sequence[Buffer],
     parent: Key | None,
     gpu: Gpu | None = None,
+    tokens: bytes = b"",
 ) -> Flow:
     """Stores those blocks that are not stored yet. `views`: bytes of the host, or all of `gpu`."""
     total = PutResult()
-    batch = call.session.reserve_keys
+    batch, size = call.session.reserve_keys, 4 * space.layout.block_tokens
     for at in range(0, len(keys), batch):
         try:
-            some = keys[at : at + batch]
-            result = yield from _put_batch(call, space, some, views[at : at + batch], parent, gpu)
+            some, said = keys[at : at + batch], tokens[at * size : (at + batch) * size]
+            result = yield from _put_batch(call, space, some, views[at : at + batch], parent, gpu, said)
         except DeniedError as error:
             # What was stored before stays, and is worth more than an exception.
             if not at:
@@ -352,8 +358,9 @@ def _put_batch(
     views: Sequence[Buffer],
     parent: Key | None,
     gpu: Gpu | None,
+    tokens: bytes,
 ) -> Flow:
-    room = yield from reserve(call, space, keys, parent, keep=False, gpu=gpu)
+    room = yield from reserve(call, space, keys, parent, keep=False, gpu=gpu, tokens=tokens)
     if not len(room):
         return room.result
     try:

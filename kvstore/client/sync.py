@@ -27,6 +27,7 @@ from kvstore.client.checks import (
     check_readers,
     check_speed,
     check_token,
+    check_token_ids,
     check_ttl,
     no_lease,
     no_room,
@@ -314,20 +315,27 @@ class Namespace:
         )
 
     def put(
-        self, keys: Sequence[Key], blocks: Buffer, parent: Key | None = None, deadline_s: float | None = None
+        self,
+        keys: Sequence[Key],
+        blocks: Buffer,
+        parent: Key | None = None,
+        deadline_s: float | None = None,
+        tokens: Any = None,
     ) -> PutResult:
         """Stores blocks: a sequence of buffers of block_bytes each, or one array (len(keys), block_bytes).
 
         All of them may be device arrays of one GPU; what computes these must be over.
 
         `parent` is the key before keys[0], None for the start of a prompt. Blocks that are there already
-        are not written again.
+        are not written again. `tokens`: the token ids of all blocks, `layout.block_tokens` each, for routers
+        that hear from the daemon what is where; None: they hear nothing of these blocks.
         """
         check_keys(keys)
         check_parent(parent)
+        said = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         return self._client.run(
-            lambda c: flows.put(c, self._space, keys, views, parent, gpu),
+            lambda c: flows.put(c, self._space, keys, views, parent, gpu, said),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
@@ -366,13 +374,16 @@ class Namespace:
         parent: Key | None = None,
         deadline_s: float | None = None,
         device: int | str | None = None,
+        tokens: Any = None,
     ) -> Room:
         """Slots for those keys that are not stored yet, to be filled in place and committed.
 
         With `device`, a `DeviceRoom`: filled from that GPU's memory, in the daemon's pool there if it can be.
+        `tokens`: see put.
         """
         check_keys(keys)
         check_parent(parent)
+        said = check_token_ids(tokens, keys, self.layout)
         gpu = check_device(device)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
@@ -380,7 +391,7 @@ class Namespace:
             return no_room(self.layout.block_bytes, lost, lambda _: lost, gpu)
 
         return self._client.run(
-            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu), deadline_s, nothing
+            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu, tokens=said), deadline_s, nothing
         )
 
     def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:

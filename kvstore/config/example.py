@@ -46,6 +46,12 @@ hedge_after = 0                       # a read that takes longer, such as "50ms"
 admission = "always"                  # what goes there: always, twice or reuse, as for nvme
 admission_threshold = 0.2             # for reuse
 
+[events]                              # what is where, for routers (Dynamo, llm-d); needs kvstore[events]
+# listen = "tcp://127.0.0.1:5557"     # whoever connects reads prompts' tokens: beyond loopback think twice
+# replay = "tcp://127.0.0.1:5558"     # where they ask for what they have missed
+# node = "gpu-7"                      # what routers call this node; absent: its host name
+# tenants = ["team-a"]                # whose blocks; absent: everybody's
+
 [policy]
 eviction = "hazard"                   # who leaves first, or lru, arc, s3fifo, lfuda, gdsf, sieve
 

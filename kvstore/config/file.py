@@ -19,7 +19,18 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from kvstore.config.admin import Admin
 from kvstore.config.patches import Values, difference, merged, read_changes
-from kvstore.config.sections import Daemon, Dram, Hbm, Limits, Network, Nvme, Policy, Scrub, Section
+from kvstore.config.sections import (
+    Daemon,
+    Dram,
+    Events,
+    Hbm,
+    Limits,
+    Network,
+    Nvme,
+    Policy,
+    Scrub,
+    Section,
+)
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
 
@@ -37,6 +48,7 @@ class Config(Section):
     nvme: Nvme = Nvme()
     hbm: Hbm = Hbm()
     network: Network = Network()
+    events: Events = Events()
     policy: Policy = Policy()
     scrub: Scrub = Scrub()
     limits: Limits = Limits()

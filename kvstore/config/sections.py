@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -191,6 +192,33 @@ class Network(Section):
                 "network.url has a password in it", "set network.user and network.password_file"
             )
         return url
+
+
+def _endpoint(value: str) -> str:
+    if not re.fullmatch(r"(tcp://[^/]+:(\d+|\*)|ipc:///.+)", value):
+        raise MisuseError(f"{value!r:.80} is no address", 'such as "tcp://127.0.0.1:5557"')
+    return value
+
+
+def _node(value: str) -> str:
+    if "@" in value:
+        raise MisuseError(f"{value!r:.80} has an @", "which parts the node from the model")
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+
+
+class Events(Section):
+    """KV events for routers: where these connect (None: there are none), where they ask for what they missed.
+
+    `node`: what this one is called, by default its host name; `tenants`: whose blocks, None: everybody's.
+    """
+
+    listen: Endpoint | None = None
+    replay: Endpoint | None = None
+    node: Annotated[str, AfterValidator(_node)] | None = None
+    tenants: Annotated[tuple[str, ...], Field(strict=False)] | None = None
 
 
 class Policy(Section):

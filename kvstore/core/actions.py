@@ -189,6 +189,23 @@ class Drop:
 
 
 @dataclass(slots=True)
+class Moved:
+    """These blocks have `gained` a copy in a tier, or lost it: told only while `Residency.telling`.
+
+    `parents` are those of blocks that gained one, keys of 0 bytes for roots; None for those that lost one.
+    """
+
+    tier: int
+    identity: Identity
+    parents: Identity | None
+
+    @property
+    def gained(self) -> bool:
+        """Whether there is a copy now."""
+        return self.parents is not None
+
+
+@dataclass(slots=True)
 class Probe:
     """Read these slots again and compare with the checksums. Ends with ProbeDone."""
 
@@ -257,6 +274,7 @@ Action = (
     | Stamp
     | Offer
     | Drop
+    | Moved
     | Probe
     | Format
     | Renew

@@ -302,6 +302,14 @@ class Suspect:
 
 
 @dataclass(slots=True)
+class Tell:
+    """Says where blocks are, as Moved, as if they had just come there; nothing while nobody is told."""
+
+    namespace: int
+    keys: Keys
+
+
+@dataclass(slots=True)
 class ClientLost:
     """A connection ended; what it held is free at once."""
 
@@ -433,6 +441,7 @@ Event = (
     | Hint
     | Explain
     | Suspect
+    | Tell
     | ClientLost
     | CopyDone
     | ProbeDone

@@ -105,6 +105,13 @@ class Keeping:
             r.give_up(tier, live[held[tier]])
         return len(live)
 
+    def tell(self, event: ev.Tell, now: float) -> None:
+        r = self._r
+        rows = r.index.find(event.namespace, event.keys)
+        rows = rows[rows >= 0]
+        for tier in range(len(r.tiers)):
+            r.tell(tier, rows[r.blocks.slot[tier, rows] >= 0], gained=True)
+
     # -- publication
 
     def move(self, space: Space, now: float) -> None:

@@ -117,6 +117,7 @@ class Placement:
             ev.Hint: lambda event, now: hint(self.ledger, event, now),
             ev.Explain: lambda event, now: explain(self.ledger, event, now),
             ev.Suspect: keeping.suspect,
+            ev.Tell: keeping.tell,
             ev.ClientLost: self._client_lost,
             ev.CopyDone: self._copy_done,
             ev.ProbeDone: keeping.probe_done,

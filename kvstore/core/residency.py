@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.actions import Action, Drop, Identity, Offer, Stamp, Where
+from kvstore.core.actions import Action, Drop, Identity, Moved, Offer, Stamp, Where
 from kvstore.core.admission import Admission
 from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
 from kvstore.core.decisions import Decisions
@@ -86,6 +86,7 @@ class Residency:
     `copying`: how many copies of each tenant's blocks are queued or under way. `ending`: what is in memory
     may soon be gone, and does not count as a copy. `losing`: devices that are lost, and not forgotten yet.
     `sharing`: what is offered to the network, None: nothing.
+    `telling`: whether it says which blocks come to a tier and leave it, as Moved.
     """
 
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
@@ -100,6 +101,7 @@ class Residency:
         self._seed, self._policies_made = seed, 0
         self.now = 0.0
         self.ending = False
+        self.telling = False
         self.losing: set[int] = set()
         self.sharing: Admission | None = None
         self.spaces: dict[int, Space] = {}
@@ -324,13 +326,23 @@ class Residency:
 
     def stamp(self, tier: int, rows: Rows, slots: Slots) -> None:
         """Has the headers of slots that have become readable written."""
-        b = self.blocks
-        above = b.parent[rows].astype(np.int64)
+        where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
+        parents = self._parents(rows)
+        self.out.append(Stamp(tier, self.identity(rows), parents, where, version, self._lives(rows)))
+
+    def _parents(self, rows: Rows) -> Identity:
+        """Who the parents of these rows are; keys of 0 bytes for roots."""
+        above = self.blocks.parent[rows].astype(np.int64)
         parents = self.identity(above)
         parents.words[above < 0] = 0
         parents.key_bytes[above < 0] = 0
-        where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
-        self.out.append(Stamp(tier, self.identity(rows), parents, where, version, self._lives(rows)))
+        return parents
+
+    def tell(self, tier: int, rows: Rows, gained: bool) -> None:
+        """Says that these rows have a copy in a tier, or have lost it, if anybody wants to know."""
+        if self.telling and len(rows):
+            parents = self._parents(rows) if gained else None
+            self.out.append(Moved(tier, self.identity(rows), parents))
 
     def offer(self, rows: Rows, space: Space) -> None:
         """Offers those of these rows to the network that are worth it, and have not been offered yet."""
@@ -364,11 +376,12 @@ class Residency:
         # A child that arrives after its parent must not look younger, or the parent would be offered first.
         for space, some in self.by_space(rows):
             self.refresh(some, space, tier)
+        self.tell(tier, rows, gained=True)
 
     def give_up(self, tier: int, rows: Rows, retire: bool = False, vanish: bool = True) -> None:
         """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole.
 
-        Not so without `vanish`: the caller is about to place them elsewhere.
+        Not so without `vanish`: the caller is about to place them elsewhere, and nobody is told.
         """
         if not len(rows):
             return
@@ -379,6 +392,8 @@ class Residency:
         for members, some in extents.by_class(slots):
             self.policy(tier, members.pool).remove(extents.owner[some].astype(np.int64))
         (extents.retire if retire else extents.disown)(slots)
+        if vanish:
+            self.tell(tier, rows, gained=False)
         lost = rows[(self.blocks.slot[:, rows] < 0).all(axis=0)]
         if len(lost) and vanish:
             self.counters["dropped_blocks"] += len(lost)

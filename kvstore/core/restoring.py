@@ -49,6 +49,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
             ledger.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
         _link(r, event, taken, namespace)
+    r.tell(event.tier, taken[taken >= 0], gained=True)
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 
 
@@ -79,6 +80,7 @@ def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
         held = rows[r.blocks.slot[tier, rows] >= 0]
         if tier != event.tier and len(held):
             r.give_up(tier, held, vanish=False)
+            r.tell(tier, held, gained=False)
 
 
 def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:

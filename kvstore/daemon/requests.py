@@ -261,9 +261,15 @@ class Requests:
             raise RemoteProtocolError(f"a parent key of {len(q.parent)} bytes")
         space = self._space(q, own=True)
         if space is not None:
+            keys = self._keys(q)
+            if q.tokens and not self._shell.routing.hear(space, keys, q.tokens):
+                self._deny(
+                    q.id, f"{len(q.tokens) // 4} tokens for {keys.n} blocks", "see Layout.block_tokens"
+                )
+                return
             until, client = self._deadline(q.timeout_s), self._wire.number
             at = self._tier(q)
-            self._ask(q, ev.Reserve(0, client, space.number, self._keys(q), q.parent, until, at))
+            self._ask(q, ev.Reserve(0, client, space.number, keys, q.parent, until, at))
 
     def _commit(self, q: m.Commit) -> None:
         sums = np.frombuffer(q.checksums, "<u8")

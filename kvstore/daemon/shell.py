@@ -41,6 +41,7 @@ from kvstore.daemon.inherit import restore_dram, restore_nvme
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.recorder import Recorder
 from kvstore.daemon.remote import Remote
+from kvstore.daemon.routing import Routing
 from kvstore.daemon.scrub import Scrubber
 from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.tenants import Identity
@@ -106,6 +107,7 @@ class Shell:
         self.namespaces = self.tenancy.namespaces
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
+        self.routing = Routing(self)
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +120,7 @@ class Shell:
             ac.Stamp: self._stamp,
             ac.Offer: self._offer,
             ac.Drop: self._drop,
+            ac.Moved: self.routing.moved,
             ac.Probe: self._probe,
             ac.Format: self._format,
             ac.Renew: self._renew,
@@ -178,6 +181,7 @@ class Shell:
         self.chronicle.look(self.placement.residency.tiers)
         if self.remote is not None:
             self.remote.start()
+        self.routing.start()
         self.chronicle.add("started", detail=f"pid {os.getpid()}")
 
     def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
@@ -231,6 +235,7 @@ class Shell:
             await self.remote.close(_CLOSE_WITHIN_S)
         if self._timer is not None:
             self._timer.cancel()
+        self.routing.close()
         # What still arrives, from a device that has hung perhaps, must start nothing more.
         self._closed = True
         # A device that hangs must not keep the process: its threads end with that.
@@ -596,6 +601,7 @@ class Shell:
             "policy": self.placement.switch.name,
             "gpus": {name: pool.gpu.uuid for name, pool in self.pools.items()},
             "network": self.remote.status() if self.remote is not None else None,
+            "events": self.routing.status(),
             "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
             "counters": dict(self.placement.counters),
             "problems": list(self.problems),

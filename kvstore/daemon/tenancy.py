@@ -334,6 +334,7 @@ class Tenancy:
 
     def _gone(self, tenant: int, numbers: Sequence[int]) -> None:
         self._going[tenant] -= len(numbers)
+        self._shell.routing.forgotten(numbers)
         for number in numbers:
             self.namespaces.forgotten(number)
             for device in self._shell.devices.values():

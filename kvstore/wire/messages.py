@@ -128,11 +128,15 @@ class Acquire(_Keyed):
 
 @dataclass(slots=True)
 class Reserve(_Keyed):
-    """Slots for those keys that are not stored yet; answered by Reserved. `device`: see Acquire."""
+    """Slots for those keys that are not stored yet; answered by Reserved. `device`: see Acquire.
+
+    `tokens`: what the blocks were computed from, equally many u32 for each key; empty: not said.
+    """
 
     parent: bytes
     timeout_s: float
     device: str = ""
+    tokens: bytes = b""
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.types import ALIGN, HBM_EXTENTS, HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, Tier
 
 Place = tuple[int, int, int]
+_TOLD_EVERY = 20
 
 
 def payload(namespace: int, key: bytes, salt: int = 0) -> bytes:
@@ -153,6 +154,9 @@ class World:
             limits=self._limits,
         )
         self.p.switch.rows_at_once = 3
+        self.p.residency.telling = True
+        self.told: set[tuple[int, int, bytes]] = set()
+        self._events = 0
         self.copies: dict[int, ac.Copy] = {}
         self.unwanted: set[Place] = set()
         self.probes: dict[int, ac.Probe] = {}
@@ -277,10 +281,21 @@ class World:
             self._run(action)
         self.p.check()
         self.check_records()
+        self._check_told()
         if not isinstance(event, ev.SetTenant | ev.ForgetTenant | ev.ExtentLost):
             for tier, held in enumerate(before):
                 self._check_floors(tier, held)
         return self.actions
+
+    def _check_told(self) -> None:
+        """Who has only been told what moved knows what is where."""
+        blocks = self.p.residency.blocks
+        held = blocks.slot[:, : blocks.rows_touched] >= 0
+        assert len(self.told) == np.count_nonzero(held)
+        self._events += 1
+        if self._events % _TOLD_EVERY == 0:
+            pairs = np.argwhere(held).tolist()
+            assert self.told == {(t, int(blocks.namespace[row]), blocks.key(row)) for t, row in pairs}
 
     def _check_floors(self, tier: int, before: list[int]) -> None:
         """Nobody has become poorer than its floor."""
@@ -307,6 +322,10 @@ class World:
                 self.answers[action.request] = action
             if isinstance(action, ac.Grant | ac.Room) and action.lease:
                 self._check_mapping(self.asked[action.request], action)
+        elif isinstance(action, ac.Moved):
+            who = action.identity
+            moved = {(action.tier, int(n), who.key(i)) for i, n in enumerate(who.namespace)}
+            (self.told.update if action.gained else self.told.difference_update)(moved)
         elif isinstance(action, ac.Make):
             self.wanted.append(action)
         elif isinstance(action, ac.Renew | ac.Remove):

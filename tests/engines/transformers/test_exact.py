@@ -163,9 +163,9 @@ def test_blocks_that_take_many_pieces(cached: Make, monkeypatch: pytest.MonkeyPa
     cache = cached(model)
     real, puts = cache._ns.put, []
 
-    def put(keys: Any, blocks: Any, parent: Any, deadline_s: Any) -> Any:
+    def put(keys: Any, blocks: Any, parent: Any, *more: Any) -> Any:
         puts.append((parent, *keys))
-        return real(keys, blocks, parent, deadline_s)
+        return real(keys, blocks, parent, *more)
 
     monkeypatch.setattr(cache._ns, "put", put)
     generated(cache, tokens(104))

@@ -40,6 +40,13 @@ class FakeRequest:
     num_preemptions: int = 0
     lora_request: Any = None
     blocks: list[int] = field(default_factory=list)
+    mm_features: list[Any] = field(default_factory=list)
+    cache_salt: str | None = None
+    prompt_embeds: Any = None
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(range(self.num_tokens))
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +96,23 @@ def test_a_block_is_saved_only_after_its_step_has_come_back(client: Client, layo
         (names(4)[2:], names(4)[1], [12, 13])
     ]
     assert last.held == ["r"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"mm_features": ["image"]}, {"cache_salt": "s"}, {"prompt_embeds": [0.5]}], ids=str
+)
+def test_tokens_are_said_where_they_alone_make_a_block(
+    client: Client, layout: Layout, more: dict[str, Any]
+) -> None:
+    made = half(client, layout)
+    requests = [FakeRequest("r", names(4), blocks=[1, 2, 3, 4]), FakeRequest("s", names(4, "s"), **more)]
+    for request in requests:
+        assert made.matched(request, 0) == 0
+        made.admit(request, request, 0)
+    step(made, *requests)
+    for request in requests:
+        request.num_computed_tokens = 3 * BLOCK_TOKENS
+    assert [save.tokens for save in step(made, *requests).saves] == [list(range(3 * BLOCK_TOKENS)), None]
 
 
 def test_nothing_behind_a_failed_load_is_saved_before_it_is_computed(client: Client, layout: Layout) -> None:
