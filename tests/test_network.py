@@ -548,14 +548,14 @@ def test_what_could_not_be_taken_off_the_network_is_not_served_from_there() -> N
         ns = a.namespace(layout)
         ns.put(keys, payloads(keys))
         there(a, 10)
-        made.ask("ACL", "SETUSER", "default", "-unlink")
+        made.ask("ACL", "SETUSER", "default", "resetkeys", "%R~*", "~*health*")
         with pytest.raises(errors.DeniedError, match="not on the network"):
             ns.invalidate(keys[5:])
         assert network(a)["owed_removals"] == 5
         eventually(lambda: network(a)["usable"])
         assert ns.lookup(keys) == got(ns, keys) == 5
         assert made.ask("DBSIZE") == 10
-        made.ask("ACL", "SETUSER", "default", "+unlink")
+        made.ask("ACL", "SETUSER", "default", "allkeys")
         eventually(lambda: network(a)["owed_removals"] == 0, 20)
         assert made.ask("DBSIZE") == 5
         ns.put(keys[5:], payloads(keys[5:]), parent=keys[4])
