@@ -1,11 +1,12 @@
-"""network: daemons that share a Valkey and nothing else, over TCP on the loopback.
+"""network: daemons that share a system over the loopback, and nothing else.
 
-`network/reuse`: prefixes put on one node, served on another, against the same from its own memory; every
-block compared. `network/handoff`: a prompt of 32,768 tokens (2,048 blocks; 64 KiB each, a 32nd of those of an
-8B model) written by one node while another reads: when its first block is there, in parts of the time until
-the last is written. `network/FAULT`: p99 of local hits while the backend is away, hangs, answers garbage, is
-full or slow (1 MB/s), and others ask for what only it has; against the same with the backend well. Faults are
-put in between by a proxy of our own; being full is the server's own.
+`network/reuse-SYSTEM`: prefixes put on one node, served on another, against the same from its own memory;
+every block compared. Over Valkey by TCP, a folder of this file system, S3 (the server of `objectstore`).
+`network/handoff`: a prompt of 32,768 tokens (2,048 blocks; 64 KiB each, a 32nd of those of an 8B model)
+written by one node while another reads, over Valkey: when its first block is there, in parts of the time
+until the last is written. `network/FAULT`: p99 of local hits while the backend is away, hangs, answers
+garbage, is full or slow (1 MB/s), and others ask for what only it has; against the same with the backend
+well. Faults are put in between by a proxy of our own; being full is the server's own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from blake3 import blake3
 
 from bench.harness import KIB, MIB, Bench, Result, Target, Unable, quantile
+from bench.objectstore import started
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
 from kvstore.lab.served import ServedDaemon
@@ -42,10 +44,18 @@ _PIECE = 64 * KIB
 
 def run(bench: Bench) -> Iterator[Result]:
     """Reuse, hand-off, then each fault."""
-    with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as port:
-        with nodes(port, 2, 512 * MIB) as (a, b):
-            yield _reuse(bench, a, b)
+    with tempfile.TemporaryDirectory() as name, valkey(Path(name)) as port:
+        with nodes(redis(port), 2) as (a, b):
+            yield _reuse(bench, "valkey", a, b)
             yield _hand_off(bench, a, b)
+        with bench.scratch() as folder, nodes(f"file://{folder}/shared", 2) as (a, b):
+            yield _reuse(bench, "folder", a, b)
+        secret = Path(name) / "secret"
+        secret.write_text("bench")
+        with started("-m", "bench.s3server") as endpoint:
+            url = f"s3://bucket/bench?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
+            with nodes(url, 2, user="bench", password_file=str(secret)) as (a, b):
+                yield _reuse(bench, "s3", a, b)
         for fault in FAULTS:
             yield _fault(bench, port, fault)
 
@@ -86,11 +96,16 @@ def ask(port: int, *words: str) -> bytes:
         return sock.recv(4096)
 
 
+def redis(port: int) -> str:
+    """The URL of a server on this machine."""
+    return f"redis://127.0.0.1:{port}"
+
+
 @contextmanager
-def nodes(port: int, n: int, dram_bytes: int, **more: Any) -> Iterator[list[Client]]:
-    """So many daemons on one Valkey, and a client of each."""
-    network = {"url": f"redis://127.0.0.1:{port}", "timeout": "1s", **more}
-    settings = {"dram": {"limit": dram_bytes}, "policy": {"eviction": "lru"}, "network": network}
+def nodes(url: str, n: int, **more: Any) -> Iterator[list[Client]]:
+    """So many daemons on one system, and a client of each."""
+    network = {"url": url, "timeout": "1s", **more}
+    settings = {"dram": {"limit": 512 * MIB}, "policy": {"eviction": "lru"}, "network": network}
     with ExitStack() as stack:
         clients = []
         for _ in range(n):
@@ -114,8 +129,8 @@ def payload(keys: list[bytes]) -> np.ndarray[Any, Any]:
 # -- two nodes
 
 
-def _reuse(bench: Bench, a: Client, b: Client) -> Result:
-    layout = Layout(model="bench-reuse", block_bytes=BLOCK_BYTES)
+def _reuse(bench: Bench, system: str, a: Client, b: Client) -> Result:
+    layout = Layout(model=f"bench-{system}", block_bytes=BLOCK_BYTES)
     here, there = a.namespace(layout), b.namespace(layout)
     good = asked = 0
 
@@ -144,8 +159,8 @@ def _reuse(bench: Bench, a: Client, b: Client) -> Result:
         assert here.get(keys, out) == len(keys)
         return len(keys) * BLOCK_BYTES / (time.perf_counter() - start) / 2**30
 
-    rounds = bench.interleave("reuse", (served, local), 0.5)
-    return rounds.result("network/reuse", "GiB/s", None, asked_blocks=asked, identical_blocks=good)
+    rounds = bench.interleave(f"reuse, {system}", (served, local), 0.4)
+    return rounds.result(f"network/reuse-{system}", "GiB/s", None, asked_blocks=asked, identical_blocks=good)
 
 
 def _hand_off(bench: Bench, a: Client, b: Client) -> Result:
@@ -216,7 +231,7 @@ def _fault(bench: Bench, port: int, fault: str) -> Result:
         while not ready.value:
             time.sleep(0.01)
         ask(port, "FLUSHALL")
-        with nodes(ready.value, 1, 512 * MIB) as [client], nodes(port, 1, 512 * MIB) as [other]:
+        with nodes(redis(ready.value), 1) as [client], nodes(redis(port), 1) as [other]:
             return _hits(bench, port, fault, client, other, mode)
     finally:
         ask(port, "CONFIG", "SET", "maxmemory", "0")

@@ -33,7 +33,7 @@ def run(bench: Bench) -> Iterator[Result]:
     """Two lines: GET and PUT, each against one raw connection."""
     bench.doing("filling")
     things = _things()
-    with _started("-m", "bench.s3server") as endpoint, _started("-c", _RAW) as raw_port:
+    with started("-m", "bench.s3server") as endpoint, started("-c", _RAW) as raw_port:
         url = f"s3://bucket/bench?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
         backend = open_backend(Settings(url, user="bench", password="bench"))
         raw = socket.create_connection(("127.0.0.1", int(raw_port)))
@@ -119,7 +119,7 @@ def _rate(start: float) -> float:
 
 
 @contextmanager
-def _started(*arguments: str) -> Iterator[str]:
+def started(*arguments: str) -> Iterator[str]:
     """A Python process; yields the line that it prints first."""
     process: Any = subprocess.Popen(
         [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -43,8 +43,9 @@ from tests.tenants import ATTACKER, VICTIM, Member, TenantDaemon, as_user, needs
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**WITH_NVME, "admin": settings()}) as served:
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedDaemon]:
+    network = {"url": f"file://{tmp_path_factory.mktemp('network')}/shared"}
+    with ServedDaemon({**WITH_NVME, "admin": settings(), "network": network}) as served:
         yield served
 
 

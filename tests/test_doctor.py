@@ -242,3 +242,20 @@ def test_whether_there_can_be_a_pool_of_gpu_memory(
 def test_without_cupy_doctor_says_what_to_install() -> None:
     [line] = doctor.hbm(configuration.parse('[hbm]\nlimit = "1GiB"'))
     told(line, WARN, "there is no package cupy", "pip install 'kvstore[cuda]'")
+
+
+@pytest.mark.parametrize(
+    ("url", "level", "said"),
+    [
+        (None, OK, "no network.url"),
+        ("file://{}/shared", OK, "filesystem: can be written and read"),
+        ("file://{}/absent/shared", FAIL, "mounted"),
+        ("gopher://host", FAIL, "names no system"),
+        ("redis://127.0.0.1:1", FAIL, "127.0.0.1:1"),
+    ],
+)
+def test_the_network_tier_is_tried(url: str | None, level: str, said: str, tmp_path: Path) -> None:
+    text = "" if url is None else f'[network]\nurl = "{url.format(tmp_path)}"'
+    line = doctor.network(configuration.parse(text))
+    assert (line.name, line.level) == ("network", level)
+    assert said in f"{line.found} {line.advice}"

@@ -189,6 +189,10 @@ class Placement:
         self.limits.leases_per_client = leases_per_client
         self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
 
+    def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
+        """Whether all of these are in a tier of memory, if that is told in the short way; see Residency."""
+        return self.residency.resident_run(namespace, keys, tier) is not None
+
     def stored(self, namespace: int, keys: Keys) -> int:
         """How many leading keys can be read on this node; it is no use of them."""
         return len(self.residency.prefix(namespace, keys)) if namespace in self.residency.spaces else 0

@@ -10,16 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.core.devices import Device
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome
 from kvstore.tiers.network.hands import Hands
+from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CLIENT = -1
+"""Whom the core takes the network tier for: no connection has this number."""
+
+_BATCH_BYTES = 4 << 20
+_BATCH_BLOCKS = 32
 
 FAILURES = 3
 """Calls in a row that fail before a backend is left alone."""
@@ -27,8 +34,13 @@ FAILURES = 3
 LOOK_EVERY_S = 5.0
 """How often its health is looked at then."""
 
-_ASIDE_THREADS = 4
+_ASIDE_THREADS = 8
 _HEALTH_WITHIN_S = 5.0
+
+
+def batch_blocks(block_bytes: int) -> int:
+    """Blocks in a batch: enough to be worth a call, few enough that the first ones arrive soon."""
+    return min(_BATCH_BLOCKS, max(1, _BATCH_BYTES // slot_bytes(block_bytes)))
 
 
 class Carrier:
@@ -87,21 +99,27 @@ class Carrier:
 
     # -- turns
 
-    async def turn(self, tenant: int, kind: int, nbytes: int) -> bool:
-        """Waits for a turn to move so many bytes; False if too much waits. Each turn ends with `done`."""
+    async def in_turn(
+        self, tenant: int, kind: int, nbytes: int, work: Callable[[], Awaitable[tuple[T, int]]]
+    ) -> T | None:
+        """Does work that moves so many bytes when its turn comes, and says how many it did; None: never.
+
+        That is when too much waits already.
+        """
         self._last += 1
-        number = self._last
+        number, turn = self._last, self._loop.create_future()
         if not self.device.put(self._loop.time(), tenant, kind, nbytes, number):
-            return False
-        turn = self._turns[number] = self._loop.create_future()
+            return None
+        self._turns[number] = turn
         self._go_on()
         await turn
-        return True
-
-    def done(self, kind: int, nbytes: int, moved_bytes: int) -> None:
-        """A turn is over, and so many bytes went through."""
-        self.device.ended(self._loop.time(), kind, nbytes, moved_bytes)
-        self._go_on()
+        moved = 0
+        try:
+            value, moved = await work()
+        finally:
+            self.device.ended(self._loop.time(), kind, nbytes, moved)
+            self._go_on()
+        return value
 
     def _go_on(self) -> None:
         now, device = self._loop.time(), self.device

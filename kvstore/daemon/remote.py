@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore import arena
 from kvstore.config import Network
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.admission import Rule
-from kvstore.core.devices import DEMAND, PREFETCH, WRITE_BACK
+from kvstore.core.devices import DEMAND, PREFETCH
 from kvstore.core.keys import Keys
+from kvstore.daemon.arrivals import Arrivals
 from kvstore.daemon.carrier import LOOK_EVERY_S, Carrier
+from kvstore.daemon.departures import Departures
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.presence import Presence
-from kvstore.tiers.network.base import Backend, Name, Object, Outcome
+from kvstore.tiers.network.base import Backend, Name, Outcome
 from kvstore.types import slot_bytes
 
 if TYPE_CHECKING:
@@ -37,13 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CLIENT = -1
-"""Who the core takes this for: no connection has this number."""
-
-_BATCH_BYTES = 4 << 20
-_BATCH_BLOCKS = 32
 _PROBE_FIRST, _PROBE_MORE = 4, 8
-_OFFERS_WAITING = 1 << 14
 _FLOWS_OF_ONE = 256
 _LEFT_S = 0.002
 _OBJECTS_AT_ONCE = 1000
@@ -58,11 +53,11 @@ class Remote:
     def __init__(self, shell: Shell, backend: Backend, config: Network) -> None:
         self.counters: Counter[str] = Counter()
         self.carrier = Carrier(shell.loop, backend, config.threads, self._changed)
-        self._shell = shell
-        self._config = config
-        self._presence = Presence(shell.now)
-        self._coming: dict[Name, Coming] = {}
-        self._going: dict[Name, Coming] = {}
+        self.shell = shell
+        self.config = config
+        self.presence = Presence(shell.now)
+        self.arrivals = Arrivals(self)
+        self.departures = Departures(self)
         self._banned: Counter[Name | bytes] = Counter()
         self._owed: set[Name | bytes] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,7 +76,7 @@ class Remote:
 
     def reconfigure(self, config: Network) -> None:
         """Takes over what can change at run time."""
-        self._config = config
+        self.config = config
         self._share()
 
     def set_tenant(self, event: ev.SetTenant) -> None:
@@ -90,34 +85,31 @@ class Remote:
 
     def _changed(self, problem: str) -> None:
         """The backend is well again, or is not."""
-        self._shell.chronicle.add("network", detail=problem or "is asked from now on")
-        self._presence.clear()
+        self.shell.chronicle.add("network", detail=problem or "is asked from now on")
+        self.presence.clear()
         self._share()
 
     def _share(self) -> None:
         """Has the core offer blocks; after a time without, all that are used from now on."""
-        config = self._config
+        config = self.config
         rule = Rule(config.admission, config.admission_threshold) if self.carrier.usable else None
         if rule != self._shared:
             self._shared = rule
-            self._shell.handle(ev.SetSharing(rule))
+            self.shell.handle(ev.SetSharing(rule))
 
     # -- whether
 
     def serves(self, space: Space) -> bool:
         """Whether blocks of a namespace go to the network, and come from there."""
         usable = self.carrier.usable and space.number > 0
-        return usable and not self._is_banned(space.fingerprint) and self._shares(space)
+        return usable and not self.is_banned(space.fingerprint) and self._shares(space)
 
     def _shares(self, space: Space) -> bool:
-        return not space.ttl_s and not self._shell.tenancy.encrypts(space.tenant)
+        return not space.ttl_s and not self.shell.tenancy.encrypts(space.tenant)
 
-    def _is_banned(self, what: Name | bytes) -> bool:
+    def is_banned(self, what: Name | bytes) -> bool:
         """Whether an object, or all of a namespace, is being forgotten, or could not be yet."""
         return self._banned[what] > 0 or what in self._owed
-
-    def _name(self, space: Space, key: bytes) -> Name:
-        return Name(space.fingerprint, key)
 
     # -- requests
 
@@ -133,7 +125,7 @@ class Remote:
             else:
                 asker.answer(request, action)
 
-        self._shell.ask(_Then(more), request, event)
+        self.shell.ask(_Then(more), request, event)
 
     async def _look_further(
         self, asker: Asker, request: int, event: ev.Lookup, space: Space, found: ac.Found, until: float
@@ -145,11 +137,14 @@ class Remote:
 
     def acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space) -> None:
         """Like `Shell.ask`; what only the network has is brought here first, as far as there is time."""
-        here = self._shell.placement.stored(event.namespace, event.keys)
-        if here < event.keys.n and self.serves(space) and self._may_ask(asker):
-            self._begin(asker, self._acquire(asker, request, event, space, here))
-        else:
-            self._shell.ask(asker, request, event)
+        placement, keys = self.shell.placement, event.keys
+        # Of what is all in memory nothing more need be known.
+        if not placement.in_memory(event.namespace, keys, event.at):
+            here = placement.stored(event.namespace, keys)
+            if here < keys.n and self.serves(space) and self._may_ask(asker):
+                self._begin(asker, self._acquire(asker, request, event, space, here))
+                return
+        self.shell.ask(asker, request, event)
 
     async def _acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space, here: int) -> None:
         keys, until = event.keys, event.deadline
@@ -157,16 +152,16 @@ class Remote:
         n = await self._find(space, wanted, until)
         n = self._worth(space, n, event.tenant, until, event.recompute_s)
         before = keys[here - 1] if here else b""
-        coming = self._fetch(space, wanted[:n], before, event.tenant, DEMAND, until)
+        coming = self.arrivals.fetch(space, wanted[:n], before, event.tenant, DEMAND, until)
         await self._wait(coming, until)
         self.counters["hit_blocks"] += _leading(coming)
-        self._shell.ask(asker, request, event)
+        self.shell.ask(asker, request, event)
 
     async def has(self, space: Space, key: bytes, until: float) -> bool:
         """Whether the network has a block by now, that it perhaps had not a moment ago."""
         if not self.serves(space):
             return False
-        [there] = await self._probe([self._name(space, key)], until, fresh=True)
+        [there] = await self.probe([Name(space.fingerprint, key)], until, fresh=True)
         return there
 
     def prefetch(self, asker: Asker, request: int, event: ev.Prefetch, space: Space) -> None:
@@ -178,15 +173,15 @@ class Remote:
             else:
                 asker.answer(request, action)
 
-        self._shell.ask(_Then(more), request, event)
+        self.shell.ask(_Then(more), request, event)
 
     async def _prefetch(
         self, asker: Asker, request: int, event: ev.Prefetch, space: Space, here: int
     ) -> None:
         keys = [event.keys[i] for i in range(here, event.keys.n)]
-        n = await self._find(space, keys, self._shell.now() + self._config.timeout)
+        n = await self._find(space, keys, self.shell.now() + self.config.timeout)
         before = event.keys[here - 1] if here else b""
-        self._fetch(space, keys[:n], before, event.tenant, PREFETCH, 0.0)
+        self.arrivals.fetch(space, keys[:n], before, event.tenant, PREFETCH, 0.0)
         asker.answer(request, ac.Answer(request, here + n))
 
     def hand_off(
@@ -203,8 +198,8 @@ class Remote:
     async def _hand_off(
         self, asker: Asker, request: int, space: Space, keys: Keys, tenant: int, until: float
     ) -> None:
-        here = self._shell.placement.stored(space.number, keys)
-        going = self._send(space, [keys[i] for i in range(here)], tenant, DEMAND)
+        here = self.shell.placement.stored(space.number, keys)
+        going = self.departures.send(space, [keys[i] for i in range(here)], tenant, DEMAND)
         await self._wait(going, until)
         asker.answer(request, ac.Answer(request, _leading(going)))
 
@@ -217,8 +212,12 @@ class Remote:
         for task in self._tasks_of.pop(asker, ()):
             task.cancel()
 
+    def begin(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Lets something go on by itself."""
+        self._begin(None, flow)
+
     def _begin(self, asker: Asker | None, flow: Coroutine[Any, Any, None]) -> None:
-        task = self._shell.loop.create_task(flow)
+        task = self.shell.loop.create_task(flow)
         self._tasks.add(task)
         if asker is not None:
             self._tasks_of.setdefault(asker, set()).add(task)
@@ -233,14 +232,14 @@ class Remote:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request to the network tier failed", exc_info=error)
 
-    async def _ask(self, event: Any) -> Any:
+    async def core(self, event: Any) -> Any:
         """The core's answer to an event of one's own."""
-        answer: asyncio.Future[Any] = self._shell.loop.create_future()
-        self._shell.ask(_Then(answer.set_result), 0, event)
+        answer: asyncio.Future[Any] = self.shell.loop.create_future()
+        self.shell.ask(_Then(answer.set_result), 0, event)
         return await answer
 
     async def _wait(self, coming: Sequence[Coming], until: float) -> None:
-        left = until - _LEFT_S - self._shell.now()
+        left = until - _LEFT_S - self.shell.now()
         if coming and left > 0:
             await asyncio.wait(set(coming), timeout=left)
 
@@ -250,29 +249,29 @@ class Remote:
         """How many leading blocks the network seems to have: a few are asked, then more, then many."""
         n, step = 0, _PROBE_FIRST
         while n < len(keys):
-            some = [self._name(space, key) for key in keys[n : n + step]]
-            there = await self._probe(some, until)
+            some = [Name(space.fingerprint, key) for key in keys[n : n + step]]
+            there = await self.probe(some, until)
             n += there.index(False) if False in there else len(there)
             if False in there:
                 break
             step *= _PROBE_MORE
         return n
 
-    async def _probe(self, names: Sequence[Name], until: float, fresh: bool = False) -> list[bool]:
+    async def probe(self, names: Sequence[Name], until: float, fresh: bool = False) -> list[bool]:
         """Which of these seem to be there. `fresh`: what was not there a moment ago may be now."""
         known = (True,) if fresh else (True, False)
-        unknown = [name for name in names if self._presence.of(name) not in known]
-        within_s = min(until - _LEFT_S - self._shell.now(), self._config.timeout)
+        unknown = [name for name in names if self.presence.of(name) not in known]
+        within_s = min(until - _LEFT_S - self.shell.now(), self.config.timeout)
         if unknown and within_s > 0 and self.carrier.usable:
             outcomes = await self.carrier.ask(partial(self.carrier.backend.probe, unknown), within_s)
             for name, outcome in zip(unknown, outcomes, strict=False):
                 if outcome in (Outcome.OK, Outcome.MISSING):
-                    self._presence.note(name, outcome == Outcome.OK)
-        return [bool(self._presence.of(name)) and not self._is_banned(name) for name in names]
+                    self.presence.note(name, outcome == Outcome.OK)
+        return [bool(self.presence.of(name)) and not self.is_banned(name) for name in names]
 
     def _worth(self, space: Space, n: int, tenant: int, until: float, recompute_s: float) -> int:
         """How many of so many blocks are worth loading: in time, and sooner than they are computed."""
-        now, device = self._shell.now(), self.carrier.device
+        now, device = self.shell.now(), self.carrier.device
         one_s = slot_bytes(space.block_bytes) / device.share_of(now, tenant)
         numbers = np.arange(1, n + 1)
         load_s = device.wait_s(now, tenant, 0) + numbers * one_s
@@ -281,223 +280,6 @@ class Remote:
             good &= load_s <= numbers * recompute_s
         last = np.flatnonzero(good)
         return int(last[-1]) + 1 if len(last) else 0
-
-    # -- coming in
-
-    def _fetch(
-        self, space: Space, keys: Sequence[bytes], before: bytes, tenant: int, kind: int, until: float
-    ) -> list[Coming]:
-        """Starts to bring a chain here, behind the key `before`; those on their way are joined."""
-        coming: list[Coming] = []
-        batch: list[bytes] = []
-        most = _most(space)
-        for i, key in enumerate(keys):
-            known = self._coming.get(self._name(space, key))
-            if known is None:
-                known = self._coming[self._name(space, key)] = self._shell.loop.create_future()
-                batch.append(key)
-            coming.append(known)
-            ends = i + 1 == len(keys) or self._name(space, keys[i + 1]) in self._coming or len(batch) == most
-            if batch and ends:
-                first = i + 1 - len(batch)
-                parent = keys[first - 1] if first else before
-                self._begin(None, self._load(space, space.number, batch, parent, tenant, kind, until))
-                batch = []
-        return coming
-
-    async def _load(
-        self,
-        space: Space,
-        number: int,
-        keys: list[bytes],
-        parent: bytes,
-        tenant: int,
-        kind: int,
-        until: float,
-    ) -> None:
-        """Brings one batch here, when it is its turn."""
-        nbytes, good = len(keys) * slot_bytes(space.block_bytes), set[bytes]()
-        try:
-            if await self.carrier.turn(tenant, kind, nbytes):
-                moved = 0
-                try:
-                    good, moved = await self._read(space, number, keys, parent, until)
-                finally:
-                    self.carrier.done(kind, nbytes, moved)
-        finally:
-            for key in keys:
-                _settle(self._coming.pop(self._name(space, key)), key in good)
-
-    async def _read(
-        self, space: Space, number: int, keys: list[bytes], parent: bytes, until: float
-    ) -> tuple[set[bytes], int]:
-        """Which blocks of a batch are here, and how many bytes came."""
-        if space.number != number or not self.serves(space):
-            return set(), 0
-        joined = Keys(b"".join(keys), len(keys[0]))
-        room = await self._ask(ev.Reserve(0, CLIENT, number, joined, parent, until, loading=True))
-        if isinstance(room, ac.Deny):
-            return set(), 0
-        here = {key for key, status in zip(keys, room.status, strict=True) if status == ac.PRESENT}
-        if not room.lease:
-            return here, 0
-        wanted = [key for key, status in zip(keys, room.status, strict=True) if status == ac.GRANTED]
-        slots = self._shell.dram.slots(room.where)
-        objects = [
-            Object(self._name(space, key), space.block_bytes, slot)
-            for key, slot in zip(wanted, slots, strict=True)
-        ]
-        outcomes = await self._read_hedged(objects)
-        # What was forgotten meanwhile must not come back.
-        written = np.array(
-            [o == Outcome.OK and not self._is_banned(t.name) for o, t in zip(outcomes, objects, strict=True)]
-        )
-        sums = np.array([thing.checksum for thing in objects], np.uint64)
-        await self._ask(ev.Commit(0, CLIENT, room.lease, sums, written))
-        self._tell("read", objects, outcomes)
-        moved = int(written.sum()) * space.block_bytes
-        return here | {key for key, ok in zip(wanted, written, strict=True) if ok}, moved
-
-    async def _read_hedged(self, objects: list[Object]) -> list[Outcome]:
-        """Reads objects; those that take too long once more, if that is configured."""
-        backend, timeout_s, first_s = self.carrier.backend, self._config.timeout, self._config.hedge_after
-        if not 0 < first_s < timeout_s:
-            outcomes = await self.carrier.move(partial(backend.read, objects), timeout_s)
-            return outcomes or [Outcome.FAILED] * len(objects)
-        outcomes = await self.carrier.try_move(partial(backend.read, objects), first_s)
-        outcomes = outcomes or [Outcome.FAILED] * len(objects)
-        late = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.FAILED]
-        if late:
-            self.counters["hedged_blocks"] += len(late)
-            again = partial(backend.read, [objects[i] for i in late])
-            for i, outcome in zip(late, await self.carrier.move(again, timeout_s - first_s), strict=False):
-                outcomes[i] = outcome
-        return outcomes
-
-    def _tell(self, did: str, objects: Sequence[Object], outcomes: Sequence[Outcome]) -> None:
-        """Counts what became of objects, and remembers which are there."""
-        for thing, outcome in zip(objects, outcomes, strict=True):
-            self.counters[f"{did}_{outcome.name.lower()}_blocks"] += 1
-            if outcome != Outcome.FAILED:
-                self._presence.note(thing.name, outcome == Outcome.OK)
-        torn = [t.name for t, outcome in zip(objects, outcomes, strict=True) if outcome == Outcome.TORN]
-        if torn:
-            _log.warning("%d objects on the network are not what their names say: taken away", len(torn))
-            self._begin(None, self._take_away(torn))
-
-    async def _take_away(self, names: Sequence[Name]) -> None:
-        await self.carrier.ask(partial(self.carrier.backend.delete, names), self._config.timeout)
-
-    # -- going out
-
-    def offer(self, action: ac.Offer) -> None:
-        """Blocks that other nodes may want: sent when nothing else is to do."""
-        identity = action.identity
-        for number in np.unique(identity.namespace).tolist():
-            space = self._shell.namespaces.at(number)
-            if space is None or not self.serves(space):
-                continue
-            keys = [identity.key(i) for i in np.flatnonzero(identity.namespace == number).tolist()]
-            if len(self._going) + len(keys) > _OFFERS_WAITING:
-                self.counters["dropped_offers"] += len(keys)
-                continue
-            for length in {len(key) for key in keys}:
-                self._send(space, [key for key in keys if len(key) == length], space.tenant, WRITE_BACK)
-
-    def _send(self, space: Space, keys: Sequence[bytes], tenant: int, kind: int) -> list[Coming]:
-        """Starts to send blocks; those on their way are joined, unless they wait and this is urgent."""
-        going: list[Coming] = []
-        batch: list[bytes] = []
-        for key in keys:
-            known = self._going.get(self._name(space, key))
-            if known is None or kind == DEMAND:
-                known = self._going[self._name(space, key)] = self._shell.loop.create_future()
-                batch.append(key)
-            going.append(known)
-        most = _most(space)
-        for at in range(0, len(batch), most):
-            some = batch[at : at + most]
-            futures = [self._going[self._name(space, key)] for key in some]
-            self._begin(None, self._store(space, space.number, some, futures, tenant, kind))
-        return going
-
-    async def _store(
-        self,
-        space: Space,
-        number: int,
-        keys: list[bytes],
-        futures: list[Coming],
-        tenant: int,
-        kind: int,
-    ) -> None:
-        """Sends one batch, when it is its turn."""
-        nbytes, good = len(keys) * slot_bytes(space.block_bytes), set[bytes]()
-        try:
-            if await self.carrier.turn(tenant, kind, nbytes):
-                moved = 0
-                try:
-                    good, moved = await self._write(space, number, keys, kind)
-                finally:
-                    self.carrier.done(kind, nbytes, moved)
-        finally:
-            for key, future in zip(keys, futures, strict=True):
-                if self._going.get(name := self._name(space, key)) is future:
-                    del self._going[name]
-                _settle(future, key in good)
-
-    async def _write(self, space: Space, number: int, keys: list[bytes], kind: int) -> tuple[set[bytes], int]:
-        """Which blocks of a batch the network has, and how many bytes went there."""
-        if space.number != number or not self.serves(space):
-            return set(), 0
-        until = self._shell.now() + self._config.timeout
-        known = await self._probe([self._name(space, key) for key in keys], until)
-        there = {key for key, seen in zip(keys, known, strict=True) if seen}
-        moved, left = 0, [key for key in keys if key not in there]
-        while left:
-            sent, outcomes = await self._write_run(space, number, left, kind, until)
-            good = {t.name.key for t, o in zip(sent, outcomes, strict=True) if o == Outcome.OK}
-            there |= good
-            moved += len(good) * space.block_bytes
-            # What has gone from memory meanwhile is left out.
-            left = left[max(1, len(sent)) :]
-            if sent and not good:
-                break
-        return there, moved
-
-    async def _write_run(
-        self, space: Space, number: int, keys: list[bytes], kind: int, until: float
-    ) -> tuple[list[Object], list[Outcome]]:
-        """Sends the leading blocks that are in memory, or for somebody who waits, anywhere on this node."""
-        deadline = until if kind == DEMAND else 0.0
-        joined = Keys(b"".join(keys), len(keys[0]))
-        event = ev.Acquire(0, CLIENT, number, joined, deadline, space.tenant, quiet=True)
-        grant = await self._ask(event)
-        if isinstance(grant, ac.Deny) or not grant.lease:
-            return [], []
-        try:
-            n = len(grant.slots)
-            sums = grant.checksum.tolist()
-            parents = self._shell.placement.parents(number, joined)
-            slots = self._shell.dram.slots(grant.where)
-            names = [self._name(space, key) for key in keys[:n]]
-            objects = [
-                Object(names[i], space.block_bytes, slots[i], sums[i], parents[i])
-                for i in range(n)
-                if not self._is_banned(names[i])
-            ]
-            write = partial(_write_verified, self.carrier.backend, objects)
-            outcomes = await self.carrier.move(write, self._config.timeout) or [Outcome.FAILED] * n
-        finally:
-            self._shell.handle(ev.Release(CLIENT, grant.lease))
-        bad = [t.name.key for t, o in zip(objects, outcomes, strict=False) if o == Outcome.TORN]
-        if bad:
-            self._shell.handle(ev.Suspect(0, number, Keys(b"".join(bad), len(bad[0]))))
-        outcomes = outcomes[: len(objects)]
-        for thing, outcome in zip(objects, outcomes, strict=True):
-            self.counters[f"written_{outcome.name.lower()}_blocks"] += 1
-            if outcome == Outcome.OK:
-                self._presence.note(thing.name, there=True)
-        return objects, outcomes
 
     # -- forgetting
 
@@ -519,18 +301,17 @@ class Remote:
             return
         banned: list[Name | bytes] = [space.fingerprint for space in shared]
         if keys is not None:
-            banned = [self._name(shared[0], key) for key in keys]
+            banned = [Name(shared[0].fingerprint, key) for key in keys]
         self._banned.update(banned)
         # What is on its way there now must be there before it is taken away.
-        whole = set(banned)
-        going = [f for name, f in self._going.items() if name in whole or name.namespace in whole]
+        going = self.departures.of(set(banned))
 
         def then(action: Any) -> None:
             if isinstance(action, ac.Deny):
                 self._banned -= Counter(banned)
                 asker.answer(request, action)
             else:
-                self._begin(None, self._forget(asker, request, action, banned, going))
+                self.begin(self._forget(asker, request, action, banned, going))
 
         here(_Then(then))
 
@@ -551,7 +332,7 @@ class Remote:
     def _owe(self, what: Sequence[Name | bytes]) -> None:
         """Takes away later what could not be when it was forgotten."""
         if not self._owed:
-            self._begin(None, self._make_good())
+            self.begin(self._make_good())
         self._owed.update(what)
 
     async def _make_good(self) -> None:
@@ -573,13 +354,11 @@ class Remote:
         """Whether none of these is there any more."""
         for at in range(0, len(names), _OBJECTS_AT_ONCE):
             some = names[at : at + _OBJECTS_AT_ONCE]
-            outcomes = await self.carrier.ask(
-                partial(self.carrier.backend.delete, some), self._config.timeout
-            )
+            outcomes = await self.carrier.ask(partial(self.carrier.backend.delete, some), self.config.timeout)
             if list(outcomes) != [Outcome.OK] * len(some):
                 return False
             for name in some:
-                self._presence.note(name, there=False)
+                self.presence.note(name, there=False)
         return True
 
     async def _empty(self, fingerprint: bytes) -> bool:
@@ -604,9 +383,9 @@ class Remote:
             "kind": carrier.backend.kind,
             "usable": carrier.usable,
             "problem": carrier.problem,
-            "bandwidth_bytes_per_s": round(carrier.device.bandwidth(self._shell.now())),
-            "coming_blocks": len(self._coming),
-            "going_blocks": len(self._going),
+            "bandwidth_bytes_per_s": round(carrier.device.bandwidth(self.shell.now())),
+            "coming_blocks": len(self.arrivals),
+            "going_blocks": len(self.departures),
             "owed_removals": len(self._owed),
             "counters": dict(self.counters),
         }
@@ -623,11 +402,6 @@ class _Then:
         self._then(action)
 
 
-def _most(space: Space) -> int:
-    """Blocks in a batch: enough to be worth a call, few enough that the first ones arrive soon."""
-    return min(_BATCH_BLOCKS, max(1, _BATCH_BYTES // slot_bytes(space.block_bytes)))
-
-
 def _leading(coming: Sequence[Coming]) -> int:
     n = 0
     for each in coming:
@@ -635,20 +409,3 @@ def _leading(coming: Sequence[Coming]) -> int:
             break
         n += 1
     return n
-
-
-def _settle(future: Coming, good: bool) -> None:
-    if not future.done():
-        future.set_result(good)
-
-
-def _write_verified(backend: Backend, objects: Sequence[Object], ends: float) -> list[Outcome]:
-    """Writes those whose bytes are what they should be; the others are TORN."""
-    good = []
-    for thing in objects:
-        name = thing.name
-        seed = arena.seed(name.namespace, name.key, thing.length)
-        good.append(arena.checksum(thing.memory[: thing.length], seed) == thing.checksum)
-    some = [thing for thing, ok in zip(objects, good, strict=True) if ok]
-    outcomes = iter(backend.write(some, ends) if some else [])
-    return [next(outcomes) if ok else Outcome.TORN for ok in good]

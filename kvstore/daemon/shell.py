@@ -454,7 +454,7 @@ class Shell:
 
     def _offer(self, offer: ac.Offer) -> None:
         if self.remote is not None:
-            self.remote.offer(offer)
+            self.remote.departures.offer(offer)
 
     def _drop(self, drop: ac.Drop) -> None:
         if drop.tier == DRAM:

@@ -194,8 +194,11 @@ class Life:
         pools: dict[str, Any] = {"hbm0": self.pool} if self.pool is not None else {}
         self.devices_at_start = len(devices) + len(pools)
         self.shell = Shell(
-            config, self.process, self.dram, devices, (), pools, dice.getrandbits, lambda: disk.loop.now
+            config, self.process, self.dram, devices, (), pools, None, dice.getrandbits, lambda: disk.loop.now
         )
+        if len(pools) == 0:
+            # Nobody takes what is offered; who counts as shared must be right all the same.
+            self.shell.handle(ev.SetSharing(Rule("twice")))
         # So that much happens while one policy follows another.
         self.shell.placement.switch.rows_at_once = 4
         self.tenants_forgotten = 0

@@ -85,19 +85,20 @@ class Tree:
                 os.unlink(name, dir_fd=folder)
 
     def _open(self) -> int:
+        seen = self._seen  # by then: another thread may be making it
         try:
             try:
                 fd = os.open(self.folder, _FOLDER)
             except FileNotFoundError:
                 # Only at first: under a mount that went away, blocks would fill this node's own disk.
-                if self._seen:
+                if seen:
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.folder, 0o700)
                 fd = os.open(self.folder, _FOLDER)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENOTCONN):
-                hint = f"is {self.folder.parent if not self._seen else self.folder} mounted?"
+                hint = f"is {self.folder if seen else self.folder.parent} mounted?"
                 raise refused(f"no folder {self.folder}", error, hint) from None
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP):
                 hint = "name a folder that the daemon's user may write"
