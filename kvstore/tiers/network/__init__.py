@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvstore.config import Network
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.network.base import Backend
+
+if TYPE_CHECKING:
+    from kvstore.config import Network
 
 _MODULES = {
     "file": "filesystem",
