@@ -178,6 +178,9 @@ def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine
     spread = farthest(expected, [said(plain.fresh([each]))[0] for each in asked])
     with plain.instead(max_num_batched_tokens=512):
         spread = max(spread, farthest(expected, said(plain.fresh(asked))))
+    with plain.instead(max_num_batched_tokens=1472):
+        # As after a hit, the last 28 tokens are a chunk of their own, which another kernel may compute.
+        spread = max(spread, farthest(expected, [said(plain.fresh([each]))[0] for each in asked]))
     assert spread < 1e-4
     with (
         ServedDaemon({"dram": {"limit": "8MiB", "huge_pages": False}}) as daemon,
