@@ -49,15 +49,17 @@ class Carrier:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        soon: Callable[..., None],
         backend: Backend,
         threads: int,
         told: Callable[[str], None],
     ) -> None:
-        """`told` hears of a change of `problem`."""
+        """`soon` has something called on the loop, from any thread; `told` hears of a change of `problem`."""
         self.backend = backend
         self.device = Device()
         self.problem = "not asked yet"
         self._loop = loop
+        self._soon = soon
         self._told = told
         self._threads = threads
         self._turns: dict[int, asyncio.Future[None]] = {}
@@ -192,12 +194,6 @@ class Carrier:
         hands.submit(work)
         # A call is never given up half way: until it is over, memory may be written to.
         return await asyncio.shield(future)
-
-    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            return  # the loop has ended, and nobody waits
 
     # -- health
 

@@ -100,8 +100,9 @@ class Departures:
         """Which blocks of a batch the network has, and how many bytes went there."""
         remote, keys = self._remote, []
         for key, going in batch:
-            # Somebody who needs it sooner may have taken it over.
-            if self._going.get(Name(space.fingerprint, key)) is going:
+            name = Name(space.fingerprint, key)
+            # Somebody who needs it sooner may have taken it over; what is being forgotten is not sent.
+            if self._going.get(name) is going and not remote.is_banned(name):
                 going.started = True
                 keys.append(key)
         if not keys or space.number != number or not remote.serves(space):
@@ -132,11 +133,8 @@ class Departures:
         if isinstance(grant, ac.Deny) or not grant.lease:
             return [], []
         try:
-            n, sums, parents = (
-                len(grant.slots),
-                grant.checksum.tolist(),
-                self._shell.placement.parents(number, joined),
-            )
+            n, sums = len(grant.slots), grant.checksum.tolist()
+            parents = self._shell.placement.parents(number, joined)
             slots = self._shell.dram.slots(grant.where)
             names = [Name(space.fingerprint, key) for key in keys[:n]]
             objects = [Object(names[i], space.block_bytes, slots[i], sums[i], parents[i]) for i in range(n)]

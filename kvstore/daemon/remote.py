@@ -25,7 +25,7 @@ from kvstore.core import events as ev
 from kvstore.core.admission import Rule
 from kvstore.core.devices import DEMAND, PREFETCH
 from kvstore.core.keys import Keys
-from kvstore.daemon.arrivals import Arrivals
+from kvstore.daemon.arrivals import Arrivals, Coming
 from kvstore.daemon.carrier import LOOK_EVERY_S, Carrier
 from kvstore.daemon.departures import Departures
 from kvstore.daemon.namespaces import Space
@@ -44,15 +44,13 @@ _LEFT_S = 0.002
 _OBJECTS_AT_ONCE = 1000
 _LIST_WITHIN_S = 60.0
 
-Coming = asyncio.Future[bool]
-
 
 class Remote:
     """What one daemon has to do with its network tier."""
 
     def __init__(self, shell: Shell, backend: Backend, config: Network) -> None:
         self.counters: Counter[str] = Counter()
-        self.carrier = Carrier(shell.loop, backend, config.threads, self._changed)
+        self.carrier = Carrier(shell.loop, shell.soon, backend, config.threads, self._changed)
         self.shell = shell
         self.config = config
         self.presence = Presence(shell.now)

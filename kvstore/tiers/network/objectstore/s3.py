@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvstore.tiers.network.base import Outcome
-from kvstore.tiers.network.objectstore.addresses import Address, Addresses
+from kvstore.tiers.network.dial import Address, NoAnswer, Place, Resolver
 from kvstore.tiers.network.objectstore.http import (
     HEAD_BYTES,
     Head,
@@ -92,7 +92,8 @@ class Fetcher:
         url = urlsplit(endpoint)
         self._host = url.hostname or ""
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
-        self._addresses = Addresses(self._host, url.port or (443 if self._tls else 80))
+        self._address = Address(self._host, url.port or (443 if self._tls else 80))
+        self._resolver = Resolver()
         self._lock = threading.Lock()
         self._idle: deque[tuple[socket.socket, float]] = deque()
         self._used: set[socket.socket] = set()
@@ -100,8 +101,11 @@ class Fetcher:
 
     def fetch(self, gets: Sequence[Get], ends: float) -> Iterator[Get]:
         """Does what it can until then; yields each whose end has come, with what came of it."""
-        addresses = self._addresses.known(ends)
-        waiting = deque((self._get(get, addresses), get) for get in gets) if addresses else deque()
+        try:
+            places = self._resolver.places(self._address, ends)
+        except (OSError, NoAnswer):
+            return  # obstore says what is wrong
+        waiting = deque((self._get(get, places), get) for get in gets)
         under_way: dict[Steps[None], Get] = {}
         with selectors.DefaultSelector() as selector:
             try:
@@ -130,7 +134,7 @@ class Fetcher:
         for connection, _ in idle:
             connection.close()
 
-    def _get(self, get: Get, addresses: Sequence[Address]) -> Steps[None]:
+    def _get(self, get: Get, places: Sequence[Place]) -> Steps[None]:
         """One request, again on a new connection if the server has meanwhile ended a kept one."""
         with suppress(OSError):
             for connection in self._kept():
@@ -139,7 +143,7 @@ class Fetcher:
                     return
                 except StaleError:
                     continue
-            yield from self._exchange(get, (yield from self._connect(addresses)))
+            yield from self._exchange(get, (yield from self._connect(places)))
 
     def _exchange(self, get: Get, connection: socket.socket) -> Steps[None]:
         """Asks, and takes the answer. OSError if the connection fails; it is kept if it may be used again."""
@@ -160,9 +164,9 @@ class Fetcher:
         finally:
             self._give_back(connection, keep)
 
-    def _connect(self, addresses: Sequence[Address]) -> Steps[socket.socket]:
+    def _connect(self, places: Sequence[Place]) -> Steps[socket.socket]:
         """A new connection. OSError if there can be none."""
-        for family, address in addresses:
+        for family, address in places:
             connection = socket.socket(family, socket.SOCK_STREAM)
             self._use(connection)
             try:

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.valkey.dial import Address
+from kvstore.tiers.network.dial import Address
 from kvstore.tiers.network.valkey.link import SMALL_BYTES, Request
 from kvstore.tiers.network.valkey.nodes import Nodes
 from kvstore.tiers.network.valkey.refusals import Judge, judged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import binascii
 
-from kvstore.tiers.network.valkey.dial import Address
+from kvstore.tiers.network.dial import Address
 from kvstore.tiers.network.valkey.resp import Refusal, Reply
 
 SLOTS = 16384

@@ -19,7 +19,7 @@ from itertools import islice
 
 from kvstore.errors import RemoteProtocolError
 from kvstore.tiers.network.base import NetworkError, Outcome
-from kvstore.tiers.network.valkey.dial import Address, NoAnswer, Place
+from kvstore.tiers.network.dial import Address, NoAnswer, Place
 from kvstore.tiers.network.valkey.resp import Filling, Reader, Reply
 
 WINDOW_BYTES = 16 << 20

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvstore.tiers.network.base import NetworkError
+from kvstore.tiers.network.dial import Address, NoAnswer, Resolver
 from kvstore.tiers.network.valkey.cluster import parse_slots, redirection, slot_of
-from kvstore.tiers.network.valkey.dial import Address, NoAnswer, Resolver
 from kvstore.tiers.network.valkey.link import WINDOW_BYTES, Link, Request, exchange
 from kvstore.tiers.network.valkey.refusals import greeted
 from kvstore.tiers.network.valkey.resp import Refusal, command

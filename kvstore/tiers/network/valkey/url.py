@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network.valkey.dial import Address
+from kvstore.tiers.network.dial import Address
 from kvstore.tiers.network.valkey.nodes import Place
 
 _PORT = 6379
