@@ -45,5 +45,5 @@ def test_who_is_unknown_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(OSError, match="looking up a-host.*no such name"):
+    with pytest.raises(OSError, match=r"looking up a-host.*no such name"):
         Resolver().places(HERE, ends())
