@@ -3,15 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 RUNS ?= 200
+# Byte code is kept, or each of the tests' processes would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test simulate crash test-engines test-gpu check format bench install uninstall deb clean
+.PHONY: demo test test-all simulate crash test-engines test-gpu check format bench install uninstall deb clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
 
-# Two at a time: most of a test is a process that starts. A file's tests share what they have started.
+# A file's tests share what they have started. The last lines say what was not tested, and why.
+PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
 test: $(READY)
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(PYTEST) -m "not long" --hypothesis-profile=quick
+
+# What takes long by its nature too: proofs by simulation, thousands of its seeds, daemons that are killed.
+test-all: $(READY)
+	$(PYTEST)
+	$(MAKE) --no-print-directory simulate SEEDS=1500 FIRST=1000
+	$(MAKE) --no-print-directory crash RUNS=30
 
 # Whole runs over a simulated clock, network and device, one a seed. SEEDS=n FIRST=n: how many, from which on.
 SEEDS ?= 1000
@@ -40,6 +49,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m bench check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

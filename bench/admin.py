@@ -13,23 +13,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
 
-from bench.harness import MIB, Bench, Result, Target, quantile
+from bench.harness import KIB, MIB, PROCESSES, Bench, NotDone, Result, Target, expect, quantile
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.served import ServedDaemon, Settings
 
 BLOCKS, CHAINS = 32, 8
-CALLS, PACE_S = 2000, 0.0005
+PACE_S = 0.0005
 REQUESTS_A_S = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a block and of DRAM; acquires a sample; how busy the interface must have been."""
+
+    block_bytes: int = MIB
+    dram_bytes: int = 512 * MIB
+    calls: int = 2000
+    least_answers_a_s: float = REQUESTS_A_S / 2
+
+
+SMOKE = Sizes(16 * KIB, 16 * MIB, 100, 0.0)
+Served = Callable[[Settings], AbstractContextManager[ServedDaemon]]
 PATHS = ("/metrics", "/v1/status", "/v1/tiers", "/v1/tenants", "/v1/namespaces")
-SETTINGS = {"dram": {"limit": 512 * MIB}, "admin": {"requests_per_s": 10 * REQUESTS_A_S}}
 
 
 def run(bench: Bench) -> Iterator[Result]:
@@ -38,55 +52,68 @@ def run(bench: Bench) -> Iterator[Result]:
     yield from _measured(bench, "thread", _with_thread, None)
 
 
-def _measured(bench: Bench, name: str, served: object, target: Target | None) -> Iterator[Result]:
+def _measured(bench: Bench, name: str, served: Served, target: Target | None) -> Iterator[Result]:
     bench.doing(f"admin/{name}: filling")
-    with served() as daemon, Client(daemon.url, deadline_s=30.0, strict=True) as client:  # type: ignore[operator]
+    z = bench.pick(Sizes(), SMOKE)
+    settings: Settings = {
+        "dram": {"limit": z.dram_bytes},
+        "admin": {"requests_per_s": 10 * REQUESTS_A_S},
+    }
+    with served(settings) as daemon, Client(daemon.url, deadline_s=30.0, strict=True) as client:
         wait_until(client, complete)
-        space = client.namespace(Layout(model="bench", block_bytes=MIB))
+        space = client.namespace(Layout(model="bench", block_bytes=z.block_bytes))
         chains = [[os.urandom(32) for _ in range(BLOCKS)] for _ in range(CHAINS)]
         for keys in chains:
-            assert space.put(keys, np.zeros((BLOCKS, MIB), np.uint8)).stored == BLOCKS
+            stored = space.put(keys, np.zeros((BLOCKS, z.block_bytes), np.uint8)).stored
+            expect(stored, BLOCKS, "blocks stored")
 
         def acquire_us(n: int) -> float:
             start = time.perf_counter()
             lease = space.acquire(chains[n % CHAINS])
             took = time.perf_counter() - start
+            expect(len(lease), BLOCKS, "blocks leased")
             lease.release()
             return 1e6 * took
 
         def sample(_: int) -> float:
             took, due = [], time.perf_counter()
-            for n in range(CALLS):
+            for n in range(z.calls):
                 due += PACE_S
                 time.sleep(max(0.0, due - time.perf_counter()))
                 took.append(acquire_us(n))
             return quantile(took, 0.99)
 
         with _asking(daemon.folder / "admin.sock") as (asks, answers):
+            asked_s, first = 0.0, answers.value
 
             def busy(number: int) -> float:
+                nonlocal asked_s
+                before, start = answers.value, time.monotonic()
                 asks.set()
                 try:
                     return sample(number)
                 finally:
+                    _wait_until(lambda: answers.value > before, "no answer from the interface")
                     asks.clear()
+                    asked_s += time.monotonic() - start
 
-            before = answers.value
             rounds = bench.interleave(f"admin/{name}", (busy, sample), 0.5)
-            asked_s = (len(rounds.figures) + rounds.discarded + 1) * CALLS * PACE_S
-            yield rounds.result(
-                f"admin/{name}", "µs p99", target, requests_a_s=(answers.value - before) / asked_s
-            )
+            rate = (answers.value - first) / asked_s
+            if rate < z.least_answers_a_s:
+                raise NotDone(f"{rate:.0f} answers a second from the interface, not {REQUESTS_A_S}")
+            yield rounds.result(f"admin/{name}", "µs p99", target, requests_a_s=rate)
 
 
 @contextmanager
 def _asking(path: Path) -> Iterator[tuple[Event, multiprocessing.sharedctypes.Synchronized[int]]]:
     """A process that asks while the event is set; and how many answers it has had."""
-    context = multiprocessing.get_context("spawn")
-    asks, answers = context.Event(), context.Value("q", 0)
-    process = context.Process(target=_ask, args=(path, asks, answers), daemon=True)
+    asks, answers = PROCESSES.Event(), PROCESSES.Value("q", 0)
+    process = PROCESSES.Process(target=_ask, args=(path, asks, answers), daemon=True)
     process.start()
     try:
+        asks.set()
+        _wait_until(lambda: answers.value > 0, "no answer from the interface")
+        asks.clear()
         yield asks, answers
     finally:
         process.kill()
@@ -114,8 +141,8 @@ def _ask(path: Path, asks: Event, answers: object) -> None:
 
 
 @contextmanager
-def _with_process() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SETTINGS) as daemon:
+def _with_process(settings: Settings) -> Iterator[ServedDaemon]:
+    with ServedDaemon(settings) as daemon:
         command = [sys.executable, "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
@@ -127,20 +154,26 @@ def _with_process() -> Iterator[ServedDaemon]:
 
 
 @contextmanager
-def _with_thread() -> Iterator[ServedDaemon]:
-    with _InThread(SETTINGS) as daemon:
+def _with_thread(settings: Settings) -> Iterator[ServedDaemon]:
+    with _InThread(settings) as daemon:
         _wait_for(daemon.folder / "admin.sock")
         yield daemon
 
 
 def _wait_for(path: Path) -> None:
-    ends = time.monotonic() + 30
-    while True:
+    def answers() -> bool:
         with socket.socket(socket.AF_UNIX) as sock:
-            if sock.connect_ex(str(path)) == 0:
-                return
-        assert time.monotonic() < ends, "the interface did not start"
-        time.sleep(0.05)
+            return sock.connect_ex(str(path)) == 0
+
+    _wait_until(answers, "the interface did not start")
+
+
+def _wait_until(done: Callable[[], bool], why: str) -> None:
+    ends = time.monotonic() + 30
+    while not done():
+        if time.monotonic() > ends:
+            raise NotDone(why)
+        time.sleep(0.02)
 
 
 class _InThread(ServedDaemon):

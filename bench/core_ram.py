@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from bench.harness import Bench, Result, Target
+from bench.harness import Bench, Result, Target, expect
 from bench.node import Node
 from kvstore.core.keys import Keys
 
-BLOCKS, CHAIN = 1_000_000, 250
+BLOCKS, SMOKE, CHAIN = 1_000_000, 10_000, 250
 DRAM_SHARE = 10
 BOUND_BYTES = 200.0
 
@@ -24,10 +24,11 @@ BOUND_BYTES = 200.0
 def run(bench: Bench) -> Iterator[Result]:
     """Two lines: blocks read back at a start, and blocks put one chain after another."""
     context = mp.get_context("spawn")
+    n = bench.pick(BLOCKS, SMOKE)
     for way in ("restored", "put"):
-        bench.doing(f"1 M blocks, {way}")
+        bench.doing(f"{n} blocks, {way}")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_fill, args=(way, theirs), daemon=True)
+        process = context.Process(target=_fill, args=(way, n, theirs), daemon=True)
         process.start()
         theirs.close()
         try:
@@ -35,6 +36,7 @@ def run(bench: Bench) -> Iterator[Result]:
         finally:
             process.kill()
             process.join()
+        expect(blocks, n, "blocks that are there")
         yield Result(
             f"core-ram/{way}",
             measured,
@@ -47,21 +49,21 @@ def run(bench: Bench) -> Iterator[Result]:
         )
 
 
-def _fill(way: str, pipe: Connection) -> None:
+def _fill(way: str, n: int, pipe: Connection) -> None:
     """Runs in a process of its own."""
     warm = Node(CHAIN, CHAIN, 1 << 16)  # what the first use of numpy takes is none of the core's
     warm.put(Keys(os.urandom(32 * CHAIN), 32), b"")
     before = _resident_bytes()
-    node = Node(BLOCKS // DRAM_SHARE, BLOCKS, 4 * BLOCKS)
-    for start in range(0, BLOCKS, CHAIN):
+    node = Node(n // DRAM_SHARE, n, 4 * n)
+    for start in range(0, n, CHAIN):
         chain = Keys(os.urandom(32 * CHAIN), 32)
         if way == "put":
-            assert node.put(chain, b"") == CHAIN
+            expect(node.put(chain, b""), CHAIN, "blocks stored")
         else:
             node.restore([chain], start)
             if (start // CHAIN) % DRAM_SHARE == 0:
                 lease, found = node.acquire(chain)
-                assert found == CHAIN
+                expect(found, CHAIN, "blocks found")
                 node.release(lease)
     gc.collect()
     residency = node.placement.residency

@@ -12,11 +12,13 @@ import random
 import time
 from collections.abc import Iterator
 
-from bench.harness import Bench, Result, Target, quantile
+from bench.harness import Bench, Result, Target, expect, quantile
 from bench.node import Node, Steps
 from kvstore.core.keys import Keys
 
-DRAM_BLOCKS, NVME_BLOCKS = 100_000, 1_000_000
+SIZES, SMOKE = (100_000, 1_000_000), (4096, 16_384)
+"""Blocks of DRAM and NVMe."""
+
 CHAIN = 2048
 BOUND_MS = 1.0
 BATCHES = (1, 32, 256, 2048)
@@ -25,7 +27,8 @@ BOUND_UP_TO = 256
 
 def run(bench: Bench) -> Iterator[Result]:
     """A line for each size of batch, and one for filling the node, the index growing meanwhile."""
-    node = Node(DRAM_BLOCKS, NVME_BLOCKS, 2 * NVME_BLOCKS)
+    dram_blocks, nvme_blocks = bench.pick(SIZES, SMOKE)
+    node = Node(dram_blocks, nvme_blocks, 2 * nvme_blocks)
     raw: list[bytes] = []
     gc.collect()
     gc.freeze()  # as the daemon does
@@ -47,24 +50,26 @@ def _put_chain(node: Node, batch: int) -> bytes:
     keys = os.urandom(32 * CHAIN)
     for start in range(0, CHAIN, batch):
         parent = keys[32 * (start - 1) : 32 * start] if start else b""
-        assert node.put(Keys(keys[32 * start : 32 * (start + batch)], 32), parent) == batch
+        expect(node.put(Keys(keys[32 * start : 32 * (start + batch)], 32), parent), batch, "blocks stored")
     return keys
 
 
 def _load(bench: Bench, node: Node, raw: list[bytes], batch: int) -> None:
     """A quarter of the seconds of all kinds of requests with batches of one size."""
     rng = random.Random(batch)
-    started = time.monotonic()
-    while (passed := time.monotonic() - started) < bench.seconds / len(BATCHES):
+    started, found = time.monotonic(), 0
+    while (passed := time.monotonic() - started) < bench.seconds / len(BATCHES) or not found:
         bench.doing(f"batches of {batch}", passed * len(BATCHES) / bench.seconds)
         for _ in range(max(1, 256 // batch)):
             keys = raw[rng.randrange(len(raw))]
             # The longest prefixes end with a full batch; shorter ones start further up the chain.
             start = rng.randrange(0, CHAIN, batch)
             some = Keys(keys[32 * start : 32 * (start + batch)], 32)
-            node.lookup(some)
+            there = node.lookup(some)
             node.prefetch(some)
-            lease, _ = node.acquire(some)
+            lease, came = node.acquire(some)
+            expect(came, there, "blocks acquired of those found")
+            found += came
             if lease:
                 node.release(lease)
             cold = Keys(raw[rng.randrange(len(raw))][: 32 * batch], 32)
@@ -72,9 +77,9 @@ def _load(bench: Bench, node: Node, raw: list[bytes], batch: int) -> None:
             if lease:
                 node.release(lease)
             fresh = Keys(os.urandom(32 * batch), 32)
-            node.put(fresh, b"")
+            expect(node.put(fresh, b""), batch, "blocks stored")
             if rng.random() < 0.1:
-                node.invalidate(fresh)
+                expect(node.invalidate(fresh), batch, "blocks invalidated")
             node.tick()
 
 

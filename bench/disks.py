@@ -1,9 +1,9 @@
-"""What the disk gives without us: direct I/O of 4 MiB blocks at random places of a file written once before.
+"""What the disk gives without us: direct I/O of whole blocks at random places of a file written once before.
 
 Which memory the bytes come from or go to decides up to a third of the speed, so there are three references:
 
-    fio              libaio, four blocks at a time, as anybody would run it: 16 MiB of small pages
-    fio-huge-pages   the same with huge pages; 16 MiB stay in the processor's cache, as no store's slots do
+    fio              libaio, four blocks at a time, as anybody would run it: small pages
+    fio-huge-pages   the same with huge pages; so few stay in the processor's cache, as no store's slots do
     same-memory      preadv and pwritev by four threads, over as many huge pages as our DRAM tier has
 
 Without fio only the last one is there.
@@ -24,12 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from bench.harness import GIB, MIB, Bench, Result, Sample, Target
+from bench.harness import GIB, MIB, Bench, NotDone, Result, Sample, Target
 from kvstore.arena import Extent
 from kvstore.errors import TierError
 
-BLOCK_BYTES, DEPTH = 4 * MIB, 4
-SAMPLE_BYTES = 768 * MIB
+DEPTH = 4
 
 
 class Disk(Protocol):
@@ -42,32 +41,40 @@ class Disk(Protocol):
 
 
 def compare(
-    bench: Bench, name: str, ours: Sample, disks: Sequence[Disk], write: bool, targets: dict[str, Target]
+    bench: Bench,
+    name: str,
+    ours: Sample,
+    disks: Sequence[Disk],
+    sample_bytes: int,
+    write: bool,
+    targets: dict[str, Target],
 ) -> Iterator[Result]:
     """A line for each reference, all from the same rounds."""
-    samples = [lambda _, disk=disk: disk.move(SAMPLE_BYTES, write) for disk in disks]
+    samples = [lambda _, disk=disk: disk.move(sample_bytes, write) for disk in disks]
     rounds = bench.interleave(name, (ours, *samples))
     for i, disk in enumerate(disks, 1):
         yield rounds.result(f"{name}/{disk.name}", "GiB/s", targets.get(disk.name), i)
 
 
 @contextmanager
-def reference_disks(folder: Path, file_bytes: int, memory_bytes: int) -> Iterator[list[Disk]]:
+def reference_disks(
+    folder: Path, block_bytes: int, file_bytes: int, memory_bytes: int
+) -> Iterator[list[Disk]]:
     """The references on a file of their own, which is written in full first."""
     path = folder / "reference"
     memory = _memory(memory_bytes)
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, file_bytes)
-        raw = _Raw(path, file_bytes, memory)
+        raw = _Raw(path, block_bytes, file_bytes, memory)
         raw.fill()
         disks: list[Disk] = [raw]
         if shutil.which("fio"):
             # fio shortens the file that it maps.
             small = _memory(64 * MIB)
             huge = f"--mem=mmapshared:/proc/{os.getpid()}/fd/{small.fd}"
-            fios = [_Fio("fio", path, file_bytes, "--mem=malloc")]
-            fios.append(_Fio("fio-huge-pages", path, file_bytes, huge))
+            fios = [_Fio("fio", path, block_bytes, file_bytes, "--mem=malloc")]
+            fios.append(_Fio("fio-huge-pages", path, block_bytes, file_bytes, huge))
             disks = [*(fio for fio in fios if fio.works()), raw]
         yield disks
     finally:
@@ -84,14 +91,15 @@ def _memory(nbytes: int) -> Extent:
 
 
 class _Fio:
-    def __init__(self, name: str, path: Path, file_bytes: int, memory: str) -> None:
+    def __init__(self, name: str, path: Path, block_bytes: int, file_bytes: int, memory: str) -> None:
         self.name = name
+        self._block_bytes = block_bytes
         self._command = [
             "fio",
             "--name=reference",
             f"--filename={path}",
             f"--size={file_bytes}",
-            f"--bs={BLOCK_BYTES}",
+            f"--bs={block_bytes}",
             "--ioengine=libaio",
             f"--iodepth={DEPTH}",
             "--direct=1",
@@ -107,7 +115,7 @@ class _Fio:
     def works(self) -> bool:
         """Whether this fio has the engine and takes the memory."""
         try:
-            self.move(16 * BLOCK_BYTES, write=False)
+            self.move(16 * self._block_bytes, write=False)
         except TierError:
             return False
         return True
@@ -121,17 +129,21 @@ class _Fio:
             raise TierError(f"fio failed: {(done.stderr or done.stdout)[-500:]}")
         # Notes of fio's may come before the JSON.
         report = json.loads(done.stdout[done.stdout.index("{") :])
-        return float(report["jobs"][0][kind]["bw_bytes"]) / GIB
+        job = report["jobs"][0][kind]
+        if job["io_bytes"] < nbytes:
+            raise NotDone(f"fio moved {job['io_bytes']} bytes of {nbytes}")
+        return float(job["bw_bytes"]) / GIB
 
 
 class _Raw:
     name = "same-memory"
 
-    def __init__(self, path: Path, file_bytes: int, memory: Extent) -> None:
+    def __init__(self, path: Path, block_bytes: int, file_bytes: int, memory: Extent) -> None:
         self._path = path
-        self._blocks = file_bytes // BLOCK_BYTES
-        slots = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
-        self._slots = itertools.cycle([memory.view[at : at + BLOCK_BYTES] for at in slots])
+        self._block_bytes = block_bytes
+        self._blocks = file_bytes // block_bytes
+        slots = range(0, memory.nbytes - block_bytes + 1, block_bytes)
+        self._slots = itertools.cycle([memory.view[at : at + block_bytes] for at in slots])
 
     def fill(self) -> None:
         """Writes every block once, so that no write ever meets an unwritten extent of the file system."""
@@ -139,18 +151,19 @@ class _Raw:
 
     def move(self, nbytes: int, write: bool) -> float:
         """See Disk."""
-        return self._move(random.choices(range(self._blocks), k=nbytes // BLOCK_BYTES), write)
+        return self._move(random.choices(range(self._blocks), k=nbytes // self._block_bytes), write)
 
     def _move(self, blocks: list[int], write: bool) -> float:
         fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         call: Callable[..., int] = os.pwritev if write else os.preadv
+        size = self._block_bytes
         todo = zip(blocks, self._slots, strict=False)
         errors: list[Exception] = []
 
         def work() -> None:
             try:
                 for block, slot in todo:
-                    if call(fd, (slot,), block * BLOCK_BYTES) != BLOCK_BYTES:
+                    if call(fd, (slot,), block * size) != size:
                         raise TierError(f"block {block} of {self._path} did not move whole")
             except Exception as error:
                 errors.append(error)
@@ -166,4 +179,4 @@ class _Raw:
             os.close(fd)
         if errors:
             raise errors[0]
-        return len(blocks) * BLOCK_BYTES / (time.perf_counter() - start) / GIB
+        return len(blocks) * size / (time.perf_counter() - start) / GIB

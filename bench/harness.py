@@ -7,6 +7,7 @@ more than a tenth of a core is discarded and counted.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import sys
@@ -16,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -29,12 +30,32 @@ OTHERS_SHARE = 0.10
 MIN_ROUNDS = 5
 _PATIENCE = 2.0  # times the seconds asked for, if too many rounds were spoilt
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Makes processes that have numpy and the client loaded already: they start at once, and alike."""
+PROCESSES.set_forkserver_preload(["numpy", "kvstore", "bench.harness"])
+
 Sample = Callable[[int], float]
 """Takes one sample in the round of that number and returns its figure, in the unit of the bench."""
 
 
+_Sizes = TypeVar("_Sizes")
+
+Doing = Callable[[str, float | None], None]
+"""Shows what goes on, and how much of it is done."""
+
+
 class Unable(Exception):
     """This machine lacks what a bench measures; says what."""
+
+
+class NotDone(Exception):
+    """The work that a bench timed did not happen, so its figure would be a lie."""
+
+
+def expect(got: object, wanted: object, what: str) -> None:
+    """Raises NotDone unless `got` equals `wanted`."""
+    if got != wanted:
+        raise NotDone(f"{what}: {got}, not {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +158,26 @@ class Rounds:
 
 
 class Bench:
-    """What one bench is given: time, a folder on the disk to measure, and a progress display."""
+    """What one bench is given: time, a folder on the disk to measure, and a progress display.
 
-    def __init__(self, seconds: float, folder: Path, progress: Progress, task: TaskID) -> None:
+    In a smoke run sizes are the smallest, one round is enough, and no figure means anything.
+    """
+
+    def __init__(
+        self, seconds: float, folder: Path, show: Doing = lambda what, share: None, smoke: bool = False
+    ) -> None:
         self.seconds = seconds
         self.folder = folder
-        self._progress = progress
-        self._task = task
+        self.smoke = smoke
+        self._show = show
+
+    def pick(self, full: _Sizes, smoke: _Sizes) -> _Sizes:
+        """The sizes of this run."""
+        return smoke if self.smoke else full
 
     def doing(self, what: str, share: float | None = None) -> None:
         """Shows what goes on, and how much of it is done (None: nobody knows)."""
-        self._progress.update(
-            self._task, what=what, total=None if share is None else 1.0, completed=share or 0.0
-        )
+        self._show(what, share)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -161,7 +189,7 @@ class Bench:
         """Samples all contestants in turn, for `share` of the seconds, ours (the first) before the others
         in even rounds and behind them in odd ones. A first round only warms up.
         """
-        seconds = self.seconds * share
+        seconds, least = self.seconds * share, self.pick(MIN_ROUNDS, 1)
         for sample in contestants:
             sample(0)
         neighbours = Neighbours()
@@ -171,7 +199,7 @@ class Bench:
         number = 0
         while True:
             passed = time.monotonic() - started
-            if passed >= seconds and (len(kept) >= MIN_ROUNDS or passed >= _PATIENCE * seconds):
+            if number and passed >= seconds and (len(kept) >= least or passed >= _PATIENCE * seconds):
                 break
             self.doing(what, min(1.0, passed / seconds))
             number += 1
@@ -180,7 +208,7 @@ class Bench:
             figures = {i: contestants[i](number) for i in order}
             row = tuple(figures[i] for i in range(len(contestants)))
             (spoilt if neighbours.disturbed() else kept).append(row)
-        if len(kept) < MIN_ROUNDS:
+        if len(kept) < least:
             # Better a figure that says so itself than none.
             return Rounds(kept + spoilt, 0, noisy=True)
         return Rounds(kept, len(spoilt), noisy=False)
@@ -266,8 +294,8 @@ def like_the_daemon() -> Iterator[None]:
 
 
 @contextmanager
-def progress_display() -> Iterator[Progress]:
-    """A line on stderr, if that is a terminal."""
+def progress_display(what: str) -> Iterator[Doing]:
+    """A line about a bench on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -277,4 +305,10 @@ def progress_display() -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
+        task = progress.add_task(what, total=None, what="starting")
+
+        def show(what: str, share: float | None) -> None:
+            total = None if share is None else 1.0
+            progress.update(task, what=what, total=total, completed=share or 0.0)
+
+        yield show

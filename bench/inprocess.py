@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import like_the_daemon
+from bench.harness import expect, like_the_daemon
 from bench.served import serve, wait_until
 from kvstore import Layout
+from kvstore.arena import checksum, seed
 from kvstore.config import parse
+from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.daemon.main import open_tiers
-from kvstore.daemon.shell import DRAM, NVME, Shell
+from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, Role
 
 _CLIENT = 1
@@ -38,27 +40,42 @@ class InProcess:
         space, _ = shell.tenancy.open(Identity(0, "default", Role.ADMIN, operator=True), layout)
         assert space is not None
         self.namespace = space.number
+        self._fingerprint = space.fingerprint
+        self._block_bytes = layout.block_bytes
 
     def answer(self, request: int, action: Any) -> None:
         """See Asker."""
         self._waiting.pop(request).set_result(action)
 
-    async def acquire(self, keys: list[bytes]) -> tuple[int, np.ndarray[Any, Any]]:
-        """(lease, tiers in which the blocks were found)."""
+    async def acquire(self, keys: list[bytes]) -> ac.Grant:
+        """A lease on slots of DRAM, and the tiers in which the blocks were found."""
         until = self._loop.time() + _WITHIN_S
         grant = await self._ask(ev.Acquire(0, _CLIENT, self.namespace, _joined(keys), until))
-        return grant.lease, grant.tiers
+        assert isinstance(grant, ac.Grant), grant
+        return grant
+
+    def slots(self, given: ac.Grant | ac.Room) -> list[memoryview]:
+        """The memory that a lease or a reservation is on."""
+        return self._shell.dram.slots(given.where)
 
     def release(self, lease: int) -> None:
         """Ends a lease."""
         self._shell.handle(ev.Release(_CLIENT, lease))
 
-    async def put(self, keys: list[bytes]) -> int:
-        """Reserves and commits whatever bytes the slots have; how many blocks were stored."""
+    async def put(self, keys: list[bytes], data: np.ndarray[Any, Any] | None = None) -> int:
+        """Reserves and commits; how many blocks were stored.
+
+        Without `data` whatever bytes the slots have, under checksums that are wrong: nobody reads them.
+        """
         until = self._loop.time() + _WITHIN_S
         room = await self._ask(ev.Reserve(0, _CLIENT, self.namespace, _joined(keys), b"", until))
+        assert isinstance(room, ac.Room), room
         n = len(room.where)
         sums, written = np.zeros(n, np.uint64), np.ones(n, np.bool_)
+        if data is not None:
+            for i, (key, slot) in enumerate(zip(keys, self.slots(room), strict=True)):
+                slot[: self._block_bytes] = data[i].data
+                sums[i] = checksum(data[i].data, seed(self._fingerprint, key, self._block_bytes))
         stored = await self._ask(ev.Commit(0, _CLIENT, room.lease, sums, written))
         return int(stored.value)
 
@@ -87,6 +104,7 @@ def in_process(
 ) -> Iterator[tuple[InProcess, asyncio.Runner]]:
     """A started shell on a folder, and the loop that it runs on."""
     text = f"[dram]\nlimit = {dram_bytes}\n[nvme]\nlimit = {nvme_bytes}\npath = {json.dumps(str(folder))}\n"
+    text += '[policy]\neviction = "lru"\n'  # which refuses no block
     text += "[scrub]\nrate = 0\n"  # checksums are made up here
     config = parse(text, "the bench's settings")
     with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -94,7 +112,7 @@ def in_process(
         async def start() -> tuple[Shell, InProcess]:
             shell = Shell(config, asyncio.get_running_loop(), *open_tiers(config, {}))
             await shell.start()
-            growing = [shell.placement.residency.tiers[tier] for tier in (DRAM, NVME)]
+            growing = shell.placement.residency.tiers
             ends = time.monotonic() + _WITHIN_S
             while any(tier.growing for tier in growing) and time.monotonic() < ends:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -107,15 +125,21 @@ def in_process(
             runner.run(shell.stop(10.0))
 
 
-def written_folder(folder: Path, nvme_bytes: int, layout: Layout, chain: int) -> list[list[bytes]]:
-    """Lets a daemon fill a new folder to its limit and stop; the keys of the chains that it holds then."""
-    data = np.random.default_rng(1).integers(0, 256, (chain, layout.block_bytes), np.uint8)
-    with serve(512 << 20, (folder, nvme_bytes)) as (client, _):
-        room = client.status()["tiers"][NVME]["capacity_bytes"] // layout.block_bytes
+def written_folder(
+    folder: Path, nvme_bytes: int, layout: Layout, data: np.ndarray[Any, Any]
+) -> list[list[bytes]]:
+    """Lets a daemon fill a new folder to its limit and stop; the keys of the chains that it holds then.
+
+    Every chain has the blocks of `data`.
+    """
+    chain = len(data)
+    with serve(nvme_bytes // 4, (folder, nvme_bytes)) as (client, _):
+        [nvme] = [tier for tier in client.status()["tiers"] if tier["name"] == "nvme"]
+        room = nvme["capacity_bytes"] // layout.block_bytes
         chains = [[os.urandom(32) for _ in range(chain)] for _ in range(room // chain)]
         space = client.namespace(layout)
         for keys in chains:
-            assert space.put(keys, data).stored == chain
+            expect(space.put(keys, data).stored, chain, "blocks stored")
         wait_until(client, lambda s: s["counters"].get("written_blocks", 0) >= len(chains) * chain)
     return chains
 

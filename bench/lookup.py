@@ -1,7 +1,8 @@
 """lookup: prefixes of 1 to 8192 keys where 1 M blocks are stored, against an empty round trip.
 
 The daemon starts on a folder made for the purpose: records of 1 M blocks in chains, over slab files without
-bytes. Of each prompt that is asked for, a prefix of random length is stored, of every second one all of it.
+bytes; its scrubber is off, which would find them out. Of each prompt that is asked for, a prefix of random
+length is stored, of every second one all of it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import KIB, MIB, Bench, Result, Target
+from bench.harness import KIB, MIB, Bench, Result, Target, expect
 from bench.latency import Timed, compare
 from bench.served import serve
 from kvstore import Layout
@@ -21,10 +23,22 @@ from kvstore.tiers.nvme.records import ID, RecordBatch
 from kvstore.tiers.nvme.store import NUMBER, Namespace, RecordStore
 from kvstore.types import extent_bytes
 
-BLOCKS, CHAIN = 1_000_000, 8192
 BLOCK_BYTES = 64 * KIB
-LIMIT_BYTES = (1 << 20) * BLOCK_BYTES
 PROMPTS = 64
+LENGTHS = (1, 64, 1024, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`blocks` in chains of `chain`, each as long as the longest prompt; slots for them."""
+
+    blocks: int = 1_000_000
+    slots: int = 1 << 20
+    dram_bytes: int = 64 * MIB
+
+
+SMOKE = Sizes(3 * LENGTHS[-1], 1 << 15, 16 * MIB)
+CHAIN = LENGTHS[-1]
 LAYOUT = Layout(model="bench", block_bytes=BLOCK_BYTES)
 
 Chain = list[bytes]
@@ -32,17 +46,18 @@ Chain = list[bytes]
 
 def run(bench: Bench) -> Iterator[Result]:
     """A line for each number of keys."""
+    z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
-        bench.doing("recording 1 M blocks")
-        chains = _fabricate(folder)
-        bench.doing("starting on 1 M blocks")
+        bench.doing(f"recording {z.blocks} blocks")
+        chains = _fabricate(folder, z)
+        bench.doing(f"starting on {z.blocks} blocks")
         started = time.monotonic()
-        with serve(64 * MIB, (folder, LIMIT_BYTES)) as (client, _):
+        with serve(z.dram_bytes, (folder, z.slots * BLOCK_BYTES), scrub={"rate": 0}) as (client, _):
             restore_s = time.monotonic() - started
             blocks = client.status()["blocks"]
-            assert blocks == BLOCKS, f"{blocks} blocks were restored"
+            expect(blocks, z.blocks, "blocks restored")
             space = client.namespace(LAYOUT)
-            for keys in (1, 64, 1024, 8192):
+            for keys in LENGTHS:
                 prompts = _prompts(chains, keys)
                 timed = Timed(_Asker(space, prompts))
                 target = Target("<=", 6.0) if keys == 8192 else None
@@ -60,9 +75,7 @@ class _Asker:
 
     def __call__(self, n: int) -> None:
         keys, stored = self._prompts[n % len(self._prompts)]
-        found = self._space.lookup(keys)
-        if found != stored:
-            raise AssertionError(f"{found} blocks found, {stored} are stored")
+        expect(self._space.lookup(keys), stored, "blocks found")
 
 
 def _prompts(chains: list[Chain], keys: int) -> list[tuple[Chain, int]]:
@@ -76,27 +89,27 @@ def _prompts(chains: list[Chain], keys: int) -> list[tuple[Chain, int]]:
     return prompts
 
 
-def _fabricate(folder: Path) -> list[Chain]:
+def _fabricate(folder: Path, z: Sizes) -> list[Chain]:
     """A folder as a daemon leaves it that has stored so many blocks; returns their keys."""
-    keys = [os.urandom(32) for _ in range(BLOCKS)]
-    extent = extent_bytes(LIMIT_BYTES)
+    keys = [os.urandom(32) for _ in range(z.blocks)]
+    extent = extent_bytes(z.slots * BLOCK_BYTES)
     slots = extent // BLOCK_BYTES
-    extents = LIMIT_BYTES // extent
+    extents = z.slots // slots
     (folder / "slabs").mkdir()
     for number in range(extents):
         with (folder / "slabs" / f"{number:06d}.slab").open("wb") as slab:
             slab.truncate(extent)
     now = time.time()
     records = RecordBatch(
-        [1] * BLOCKS,
+        [1] * z.blocks,
         keys,
-        [b"" if i % CHAIN == 0 else keys[i - 1] for i in range(BLOCKS)],
-        [i // slots for i in range(BLOCKS)],
-        [i % slots for i in range(BLOCKS)],
-        [1] * BLOCKS,
-        [BLOCK_BYTES] * BLOCKS,
-        [0] * BLOCKS,
-        [now - 1e-6 * i for i in range(BLOCKS)],
+        [b"" if i % CHAIN == 0 else keys[i - 1] for i in range(z.blocks)],
+        [i // slots for i in range(z.blocks)],
+        [i % slots for i in range(z.blocks)],
+        [1] * z.blocks,
+        [BLOCK_BYTES] * z.blocks,
+        [0] * z.blocks,
+        [now - 1e-6 * i for i in range(z.blocks)],
     )
     store = RecordStore(folder, extent, 1 << 30)
     try:
@@ -110,4 +123,4 @@ def _fabricate(folder: Path) -> list[Chain]:
         )
     finally:
         store.close()
-    return [keys[i : i + CHAIN] for i in range(0, BLOCKS, CHAIN)]
+    return [keys[i : i + CHAIN] for i in range(0, z.blocks, CHAIN)]

@@ -3,33 +3,47 @@ verified ones against unverified ones.
 
 The reference copies out of slots of the same daemon (leased beforehand) into the same memory of the client,
 and walks through the same 2 GiB half a round ahead, so that neither side finds the other's blocks in a cache.
+Every block differs from all others, and after each sample the client looks whether it has the right ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing as mp
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import numpy as np
 
-from bench.harness import GIB, MIB, Bench, Result, Target
+from bench.harness import GIB, KIB, MIB, PROCESSES, Bench, Result, Target, expect
 from bench.served import serve
 from kvstore import Client, Layout
 
-BLOCK_BYTES, BATCH, CHAINS = 2 * MIB, 128, 8
-BATCH_BYTES = BLOCK_BYTES * BATCH
-CALLS = 1
-"""Calls a sample, of 256 MiB: the KV of 2,048 tokens of an 8B model."""
+CHAINS = 8
+_EVERY_BYTES = 4096  # where blocks are looked at
 
-LAYOUT = Layout(model="bench", block_bytes=BLOCK_BYTES)
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A sample is a call, of 256 MiB: the KV of 2,048 tokens of an 8B model."""
+
+    block_bytes: int = 2 * MIB
+    batch: int = 128
+    dram_bytes: int = 2304 * MIB
+
+    @property
+    def layout(self) -> Layout:
+        """What the blocks are."""
+        return Layout(model="bench", block_bytes=self.block_bytes)
+
+
+SMOKE = Sizes(64 * KIB, 16, 16 * MIB)
 VERIFIED = Target(">=", 0.82)
 TARGETS = {(1, False): 0.92, (2, False): 0.85, (1, True): 0.78, (2, True): 0.72}
 
@@ -40,14 +54,16 @@ _AHEAD: dict[Way, int] = {"verified": 0, "unverified": CHAINS // 4, "memcpy": CH
 def run(bench: Bench) -> Iterator[Result]:
     """Six lines: one and two processes, unverified, verified, and the one against the other."""
     bench.doing("filling")
-    chains = [[os.urandom(32) for _ in range(BATCH)] for _ in range(CHAINS)]
-    with serve(2304 * MIB) as (client, daemon):
-        data = np.random.default_rng(1).integers(0, 256, (BATCH, BLOCK_BYTES), np.uint8)
-        for keys in chains:
-            assert client.namespace(LAYOUT).put(keys, data).stored == BATCH
+    z = bench.pick(Sizes(), SMOKE)
+    chains = [[os.urandom(32) for _ in range(z.batch)] for _ in range(CHAINS)]
+    with serve(z.dram_bytes) as (client, daemon):
+        data = np.random.default_rng(1).integers(0, 256, (z.batch, z.block_bytes), np.uint8)
+        for chain, keys in enumerate(chains):
+            _samples(data)[:] = _stamps(z, chain)
+            expect(client.namespace(z.layout).put(keys, data).stored, z.batch, "blocks stored")
         huge = client.status()["huge_pages"]
         for clients in (1, 2):
-            with _crew(daemon.url, chains, clients) as copy:
+            with _crew(z, daemon.url, chains, clients) as copy:
                 for verify in (False, True):
                     way: Way = "verified" if verify else "unverified"
                     rounds = bench.interleave(
@@ -62,16 +78,16 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 @contextmanager
-def _crew(url: str, chains: list[list[bytes]], size: int) -> Iterator[Callable[[Way, int], float]]:
+def _crew(z: Sizes, url: str, chains: list[list[bytes]], size: int) -> Iterator[Callable[[Way, int], float]]:
     """So many client processes that copy at the same time; yields how to make them, in GiB/s of all."""
-    context = mp.get_context("spawn")
-    barrier = context.Barrier(size)
+    barrier = PROCESSES.Barrier(size)
     pipes, processes = [], []
     try:
         for i in range(size):
-            ours, theirs = context.Pipe()
-            first = i * CHAINS // 4 + i * CALLS
-            process = context.Process(target=_work, args=(url, chains, first, barrier, theirs), daemon=True)
+            ours, theirs = PROCESSES.Pipe()
+            first = i * CHAINS // 4 + i
+            arguments = (z, url, chains, first, barrier, theirs)
+            process = PROCESSES.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -82,9 +98,10 @@ def _crew(url: str, chains: list[list[bytes]], size: int) -> Iterator[Callable[[
         def copy(way: Way, n: int) -> float:
             for pipe in pipes:
                 pipe.send((way, n))
-            times: list[tuple[float, float]] = [pipe.recv() for pipe in pipes]
-            seconds = max(end for _, end in times) - min(start for start, _ in times)
-            return size * CALLS * BATCH_BYTES / seconds / GIB
+            times: list[tuple[float, float, bool]] = [pipe.recv() for pipe in pipes]
+            expect([right for _, _, right in times], [True] * size, "clients that have the right bytes")
+            seconds = max(end for _, end, _ in times) - min(start for start, _, _ in times)
+            return size * z.batch * z.block_bytes / seconds / GIB
 
         yield copy
     finally:
@@ -95,14 +112,14 @@ def _crew(url: str, chains: list[list[bytes]], size: int) -> Iterator[Callable[[
             process.kill()
 
 
-def _work(url: str, chains: list[list[bytes]], first: int, barrier: Any, pipe: Connection) -> None:
+def _work(z: Sizes, url: str, chains: list[list[bytes]], first: int, barrier: Any, pipe: Connection) -> None:
     """One client process: copies when told to, until the other end of the pipe is closed."""
-    out = np.ones((BATCH, BLOCK_BYTES), np.uint8)
+    out = np.ones((z.batch, z.block_bytes), np.uint8)
     with (
         Client(url, deadline_s=30.0, strict=True) as client,
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
     ):
-        space = client.namespace(LAYOUT)
+        space = client.namespace(z.layout)
         leases = [space.acquire(keys) for keys in chains]
         blocks = [[np.frombuffer(view, np.uint8) for view in lease.blocks] for lease in leases]
         for chain in blocks:
@@ -112,19 +129,29 @@ def _work(url: str, chains: list[list[bytes]], first: int, barrier: Any, pipe: C
         pipe.send(None)
         while True:
             way, n = pipe.recv()
-            at = first + n * CALLS + _AHEAD[way]
-            numbers = [(at + i) % CHAINS for i in range(CALLS)]
+            number, came = (first + n + _AHEAD[way]) % CHAINS, z.batch
             barrier.wait(30.0)
             start = time.monotonic()
             if way == "memcpy":
-                for number in numbers:
-                    _memcpy(out.ctypes.data, sources[number])
+                _memcpy(out.ctypes.data, sources[number], z.block_bytes)
             else:
-                for number in numbers:
-                    assert space.get(chains[number], out, verify=way == "verified") == BATCH
-            pipe.send((start, time.monotonic()))
+                came = space.get(chains[number], out, verify=way == "verified")
+            end = time.monotonic()
+            right = came == z.batch and np.array_equal(_samples(out), _stamps(z, number))
+            pipe.send((start, end, right))
 
 
-def _memcpy(out: int, sources: Sequence[int]) -> None:
+def _memcpy(out: int, sources: Sequence[int], nbytes: int) -> None:
     for i, source in enumerate(sources):
-        ctypes.memmove(out + i * BLOCK_BYTES, source, BLOCK_BYTES)
+        ctypes.memmove(out + i * nbytes, source, nbytes)
+
+
+def _samples(blocks: np.ndarray) -> np.ndarray:
+    """Eight bytes of each page of each block: a view."""
+    return blocks.view(np.uint64)[:, :: _EVERY_BYTES // 8]
+
+
+def _stamps(z: Sizes, chain: int) -> np.ndarray:
+    """What is at those places of a chain's blocks."""
+    pages = z.block_bytes // _EVERY_BYTES
+    return np.arange(z.batch * pages, dtype=np.uint64).reshape(z.batch, pages) + np.uint64(chain << 32)

@@ -1,6 +1,7 @@
 """memcpy-put: new 2 MiB blocks into a full DRAM tier, checksums taken, against memcpy of the same bytes.
 
-The reference writes to the same kind of memory: slots of the same daemon that are reserved for it.
+The reference writes to the same kind of memory: slots of the same daemon that are reserved for it. Each new
+block evicts the least recently used one, and the last blocks are read back.
 """
 
 from __future__ import annotations
@@ -9,53 +10,68 @@ import ctypes
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 
-from bench.harness import GIB, MIB, Bench, Result, Target
+from bench.harness import GIB, KIB, MIB, Bench, Result, Target, expect
 from bench.served import serve
 from kvstore import Layout
 
-BLOCK_BYTES, BATCH = 2 * MIB, 128
-BATCH_BYTES = BLOCK_BYTES * BATCH
-SOURCES = ROOMS = 4
-"""Batches: 1 GiB of source bytes, and 1 GiB of slots on either side, more than caches hold."""
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`batches` of source bytes and of slots on either side: 1 GiB each, more than caches hold."""
+
+    block_bytes: int = 2 * MIB
+    batch: int = 128
+    batches: int = 4
+    dram_bytes: int = 2304 * MIB
+
+
+SMOKE = Sizes(64 * KIB, 16, 2, 16 * MIB)
 
 
 def run(bench: Bench) -> Iterator[Result]:
     """One line."""
     bench.doing("filling")
-    source = np.random.default_rng(1).integers(0, 256, (SOURCES, BATCH, BLOCK_BYTES), np.uint8)
-    with serve(2304 * MIB) as (client, _):
-        space = client.namespace(Layout(model="bench", block_bytes=BLOCK_BYTES))
-        rooms = [space.reserve([os.urandom(32) for _ in range(BATCH)]) for _ in range(ROOMS)]
-        assert all(len(room) == BATCH for room in rooms)
+    z = bench.pick(Sizes(), SMOKE)
+    batch_bytes = z.block_bytes * z.batch
+    source = np.random.default_rng(1).integers(0, 256, (z.batches, z.batch, z.block_bytes), np.uint8)
+    with serve(z.dram_bytes) as (client, _), ExitStack() as stack:
+        space = client.namespace(Layout(model="bench", block_bytes=z.block_bytes))
+        rooms = [
+            stack.enter_context(space.reserve([os.urandom(32) for _ in range(z.batch)]))
+            for _ in range(z.batches)
+        ]
+        expect([len(room) for room in rooms], [z.batch] * z.batches, "slots reserved")
         targets = [[np.frombuffer(block, np.uint8).ctypes.data for block in room.blocks] for room in rooms]
-        stored = asked = 0
+        last: list[bytes] = []
 
         def put(n: int) -> float:
-            nonlocal stored, asked
-            keys, blocks = [os.urandom(32) for _ in range(BATCH)], source[n % SOURCES]
+            nonlocal last
+            last, blocks = [os.urandom(32) for _ in range(z.batch)], source[n % z.batches]
             start = time.perf_counter()
-            result = space.put(keys, blocks)
-            rate = BATCH_BYTES / (time.perf_counter() - start) / GIB
-            stored, asked = stored + result.stored, asked + BATCH
+            result = space.put(last, blocks)
+            rate = batch_bytes / (time.perf_counter() - start) / GIB
+            expect(result.stored, z.batch, "blocks stored")
             return rate
 
         def memcpy(n: int) -> float:
-            block = source[(n + SOURCES // 2) % SOURCES].ctypes.data
+            block = source[(n + z.batches // 2) % z.batches].ctypes.data
             start = time.perf_counter()
-            for i, target in enumerate(targets[n % ROOMS]):
-                ctypes.memmove(target, block + i * BLOCK_BYTES, BLOCK_BYTES)
-            return BATCH_BYTES / (time.perf_counter() - start) / GIB
+            for i, target in enumerate(targets[n % z.batches]):
+                ctypes.memmove(target, block + i * z.block_bytes, z.block_bytes)
+            return batch_bytes / (time.perf_counter() - start) / GIB
 
-        for n in range(SOURCES + 4):  # every slot and every source page has been touched
+        for n in range(z.dram_bytes // batch_bytes):  # every slot and every source page has been touched
             put(n)
             memcpy(n)
         rounds = bench.interleave("memcpy-put", (put, memcpy))
+        put(0)
+        out = np.zeros_like(source[0])
+        expect(space.get(last, out), z.batch, "blocks read back")
+        expect(bool((out == source[0]).all()), True, "what was read back is what was put")
         huge = client.status()["huge_pages"]
-        for room in rooms:
-            room.abort()
-    yield rounds.result(
-        "memcpy-put", "GiB/s", Target(">=", 0.72), stored_fraction=stored / asked, huge_pages=huge
-    )
+    yield rounds.result("memcpy-put", "GiB/s", Target(">=", 0.72), huge_pages=huge)

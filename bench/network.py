@@ -6,12 +6,12 @@ every block compared. Over Valkey by TCP, a folder of this file system, S3 (the 
 written by one node while another reads, over Valkey: when its first block is there, in parts of the time
 until the last is written. `network/FAULT`: p99 of local hits while the backend is away, hangs, answers
 garbage, is full or slow (1 MB/s), and others ask for what only it has; against the same with the backend
-well. Faults are put in between by a proxy of our own; being full is the server's own.
+well. Faults are put in between by a proxy of our own; being full is the server's own. A wrong or missing
+block in any of them is an error, and no figure.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import selectors
 import socket
@@ -21,20 +21,37 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from bench.harness import KIB, MIB, Bench, Result, Target, Unable, quantile
+from bench.harness import KIB, MIB, MIN_ROUNDS, PROCESSES, Bench, Result, Target, Unable, expect, quantile
 from bench.objectstore import started
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
 from kvstore.lab.served import ServedDaemon
 
-PROMPT_BLOCKS, BLOCK_BYTES, STEP = 2048, 64 * KIB, 64
-HIT_BLOCKS, CALLS, PACE_S = 32, 1000, 0.001
+HIT_BLOCKS, PACE_S = 32, 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Blocks of a prefix, and of a prompt that is handed off in steps; hits a sample; deadline of a call."""
+
+    block_bytes: int = 64 * KIB
+    prefix: int = 512
+    prompt: int = 2048
+    step: int = 64
+    calls: int = 1000
+    elsewhere: int = 250
+    dram_bytes: int = 512 * MIB
+    timeout: str = "1s"
+
+
+SMOKE = Sizes(4 * KIB, 32, 64, 16, 50, 4, 16 * MIB, "5s")
 FAULTS = ("killed", "hung", "garbage", "slow", "full")
 WELL = "well"
 _MODES = (WELL, *FAULTS)
@@ -43,21 +60,23 @@ _PIECE = 64 * KIB
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Reuse, hand-off, then each fault."""
+    """Over Valkey: reuse, hand-off, each fault; then reuse over the others."""
+    z = bench.pick(Sizes(), SMOKE)
     with tempfile.TemporaryDirectory() as name, valkey(Path(name)) as port:
-        with nodes(redis(port), 2) as (a, b):
-            yield _reuse(bench, "valkey", a, b)
-            yield _hand_off(bench, a, b)
-        with bench.scratch() as folder, nodes(f"file://{folder}/shared", 2) as (a, b):
-            yield _reuse(bench, "folder", a, b)
+        with nodes(z, redis(port), 2) as (a, b):
+            yield _reuse(bench, z, "valkey", a, b)
+            yield _hand_off(bench, z, a, b)
+            with _proxied(port) as (proxy, mode), nodes(z, redis(proxy), 1) as [client]:
+                for fault in FAULTS:
+                    yield _hits(bench, z, port, fault, client, a, mode)
+        with bench.scratch() as folder, nodes(z, f"file://{folder}/shared", 2) as (a, b):
+            yield _reuse(bench, z, "folder", a, b)
         secret = Path(name) / "secret"
         secret.write_text("bench")
         with started("-m", "bench.s3server") as endpoint:
             url = f"s3://bucket/bench?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
-            with nodes(url, 2, user="bench", password_file=str(secret)) as (a, b):
-                yield _reuse(bench, "s3", a, b)
-        for fault in FAULTS:
-            yield _fault(bench, port, fault)
+            with nodes(z, url, 2, user="bench", password_file=str(secret)) as (a, b):
+                yield _reuse(bench, z, "s3", a, b)
 
 
 # -- what is run
@@ -102,10 +121,10 @@ def redis(port: int) -> str:
 
 
 @contextmanager
-def nodes(url: str, n: int, **more: Any) -> Iterator[list[Client]]:
+def nodes(z: Sizes, url: str, n: int, **more: Any) -> Iterator[list[Client]]:
     """So many daemons on one system, and a client of each."""
-    network = {"url": url, "timeout": "1s", **more}
-    settings = {"dram": {"limit": 512 * MIB}, "policy": {"eviction": "lru"}, "network": network}
+    network = {"url": url, "timeout": z.timeout, **more}
+    settings = {"dram": {"limit": z.dram_bytes}, "policy": {"eviction": "lru"}, "network": network}
     with ExitStack() as stack:
         clients = []
         for _ in range(n):
@@ -120,59 +139,65 @@ def chain(what: str, n: int) -> list[bytes]:
     return [blake3(f"{what}/{i}".encode()).digest() for i in range(n)]
 
 
-def payload(keys: list[bytes]) -> np.ndarray[Any, Any]:
-    """The bytes that belong to keys: (n, BLOCK_BYTES)."""
-    raw = b"".join(blake3(key).digest(length=BLOCK_BYTES) for key in keys)
-    return np.frombuffer(raw, np.uint8).reshape(len(keys), BLOCK_BYTES)
+def payload(keys: list[bytes], block_bytes: int) -> np.ndarray[Any, Any]:
+    """The bytes that belong to keys: (n, block_bytes)."""
+    raw = b"".join(blake3(key).digest(length=block_bytes) for key in keys)
+    return np.frombuffer(raw, np.uint8).reshape(len(keys), block_bytes)
 
 
 # -- two nodes
 
 
-def _reuse(bench: Bench, system: str, a: Client, b: Client) -> Result:
-    layout = Layout(model=f"bench-{system}", block_bytes=BLOCK_BYTES)
+def _reuse(bench: Bench, z: Sizes, system: str, a: Client, b: Client) -> Result:
+    layout = Layout(model=f"bench-{system}", block_bytes=z.block_bytes)
     here, there = a.namespace(layout), b.namespace(layout)
-    good = asked = 0
+    asked = 0
 
     def stored(n: int) -> tuple[list[bytes], Any]:
-        keys = chain(f"reuse {n}", 512)
-        blocks = payload(keys)
+        keys = chain(f"reuse {n}", z.prefix)
+        blocks = payload(keys, z.block_bytes)
         here.put(keys, blocks)
-        assert here.handoff(keys) == len(keys)
+        expect(here.handoff(keys), len(keys), "blocks on the other system")
         return keys, blocks
 
+    def identical(keys: list[bytes], blocks: Any, out: Any, came: int) -> None:
+        expect(came, len(keys), "blocks that came")
+        expect(int((out == blocks).all(axis=1).sum()), len(keys), "blocks that are identical")
+
     def served(n: int) -> float:
-        nonlocal good, asked
+        nonlocal asked
         keys, blocks = stored(n)
         out = np.zeros_like(blocks)
         start = time.perf_counter()
         came = there.get(keys, out)
         took = time.perf_counter() - start
         asked += len(keys)
-        good += int((out[:came] == blocks[:came]).all(axis=1).sum())
-        return len(keys) * BLOCK_BYTES / took / 2**30
+        identical(keys, blocks, out, came)
+        return len(keys) * z.block_bytes / took / 2**30
 
     def local(n: int) -> float:
         keys, blocks = stored(n)
         out = np.zeros_like(blocks)
         start = time.perf_counter()
-        assert here.get(keys, out) == len(keys)
-        return len(keys) * BLOCK_BYTES / (time.perf_counter() - start) / 2**30
+        came = here.get(keys, out)
+        took = time.perf_counter() - start
+        identical(keys, blocks, out, came)
+        return len(keys) * z.block_bytes / took / 2**30
 
     rounds = bench.interleave(f"reuse, {system}", (served, local), 0.4)
-    return rounds.result(f"network/reuse-{system}", "GiB/s", None, asked_blocks=asked, identical_blocks=good)
+    return rounds.result(f"network/reuse-{system}", "GiB/s", None, identical_blocks=asked)
 
 
-def _hand_off(bench: Bench, a: Client, b: Client) -> Result:
-    layout = Layout(model="bench-handoff", block_bytes=BLOCK_BYTES, block_tokens=16)
+def _hand_off(bench: Bench, z: Sizes, a: Client, b: Client) -> Result:
+    layout = Layout(model="bench-handoff", block_bytes=z.block_bytes, block_tokens=16)
     here, there = a.namespace(layout), b.namespace(layout)
     wrong = 0
 
     def once(n: int) -> tuple[float, float]:
         """When the first block could be read, and when the last was, after the start (s), by the writer's."""
         nonlocal wrong
-        keys = chain(f"handoff {n}", PROMPT_BLOCKS)
-        blocks = payload(keys)
+        keys = chain(f"handoff {n}", z.prompt)
+        blocks = payload(keys, z.block_bytes)
         times: list[float] = []
 
         def decode() -> None:
@@ -188,20 +213,21 @@ def _hand_off(bench: Bench, a: Client, b: Client) -> Result:
         reader = threading.Thread(target=decode)
         start = time.perf_counter()
         reader.start()
-        for at in range(0, len(keys), STEP):
-            some = keys[at : at + STEP]
-            here.put(some, blocks[at : at + STEP], parent=keys[at - 1] if at else None)
+        for at in range(0, len(keys), z.step):
+            some = keys[at : at + z.step]
+            here.put(some, blocks[at : at + z.step], parent=keys[at - 1] if at else None)
             here.handoff(some)
         written = time.perf_counter() - start
         reader.join()
+        expect(wrong, 0, "wrong blocks")
         last.append((times[-1] - start) / written)
         return times[0] - start, written
 
     last: list[float] = []
     firsts = []
     began = time.monotonic()
-    while len(firsts) < 5 or time.monotonic() - began < bench.seconds / 2:
-        bench.doing("handoff", len(firsts) / 5)
+    while len(firsts) < bench.pick(MIN_ROUNDS, 1) or time.monotonic() - began < bench.seconds / 2:
+        bench.doing("handoff")
         firsts.append(once(len(firsts)))
     ratios = sorted(first / written for first, written in firsts)
     middle = sorted(firsts)[len(firsts) // 2]
@@ -214,45 +240,44 @@ def _hand_off(bench: Bench, a: Client, b: Client) -> Result:
         ratios[len(ratios) // 2],
         len(firsts),
         target=Target("<=", 1.0),
-        extra={"last_read_ratio": ends, "wrong_blocks": wrong, "blocks": PROMPT_BLOCKS},
+        extra={"last_read_ratio": ends, "blocks": z.prompt},
     )
 
 
 # -- faults
 
 
-def _fault(bench: Bench, port: int, fault: str) -> Result:
-    """Local hits beside others who ask for what is elsewhere, put and prefetch."""
-    context = mp.get_context("spawn")
-    mode, ready = context.Value("i", 0), context.Value("i", 0)
-    proxy = context.Process(target=_proxy, args=(port, mode, ready), daemon=True)
+@contextmanager
+def _proxied(port: int) -> Iterator[tuple[int, Any]]:
+    """A proxy in front of the server: its port, and the mode that it is in."""
+    mode, ready = PROCESSES.Value("i", 0), PROCESSES.Value("i", 0)
+    proxy = PROCESSES.Process(target=_proxy, args=(port, mode, ready), daemon=True)
     proxy.start()
     try:
         while not ready.value:
             time.sleep(0.01)
-        ask(port, "FLUSHALL")
-        with nodes(redis(ready.value), 1) as [client], nodes(redis(port), 1) as [other]:
-            return _hits(bench, port, fault, client, other, mode)
+        yield ready.value, mode
     finally:
-        ask(port, "CONFIG", "SET", "maxmemory", "0")
         proxy.kill()
         proxy.join()
 
 
-def _hits(bench: Bench, port: int, fault: str, client: Client, other: Client, mode: Any) -> Result:
-    layout = Layout(model=f"bench-{fault}", block_bytes=BLOCK_BYTES)
+def _hits(bench: Bench, z: Sizes, port: int, fault: str, client: Client, other: Client, mode: Any) -> Result:
+    """Local hits beside others who ask for what is elsewhere, put and prefetch."""
+    ask(port, "FLUSHALL")
+    layout = Layout(model=f"bench-{fault}", block_bytes=z.block_bytes)
     space, keys = client.namespace(layout), chain("hit", HIT_BLOCKS)
-    space.put(keys, payload(keys))
-    elsewhere = [chain(f"elsewhere {i}", 16) for i in range(400)]
+    expect(space.put(keys, payload(keys, z.block_bytes)).stored, HIT_BLOCKS, "blocks stored")
+    elsewhere = [chain(f"elsewhere {i}", 16) for i in range(z.elsewhere)]
     for some in elsewhere:
-        other.namespace(layout).put(some, payload(some))
-        other.namespace(layout).handoff(some)
+        other.namespace(layout).put(some, payload(some, z.block_bytes))
+        expect(other.namespace(layout).handoff(some), len(some), "blocks on the other system")
     wrong, recovered, stop = [0], list[float](), threading.Event()
     loader = threading.Thread(target=_load, args=(client, layout, elsewhere, wrong, stop))
 
     def p99(_: int) -> float:
         took, due = [], time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(z.calls):
             due += PACE_S
             time.sleep(max(0.0, due - time.perf_counter()))
             start = time.perf_counter()
@@ -280,9 +305,8 @@ def _hits(bench: Bench, port: int, fault: str, client: Client, other: Client, mo
     finally:
         stop.set()
         loader.join()
-    return rounds.result(
-        f"network/{fault}", "µs p99", Target("<=", 1.2), wrong_blocks=wrong[0], recovered_s=max(recovered)
-    )
+    expect(wrong[0], 0, "wrong or missing blocks")
+    return rounds.result(f"network/{fault}", "µs p99", Target("<=", 1.2), recovered_s=max(recovered))
 
 
 def _load(
@@ -290,13 +314,14 @@ def _load(
 ) -> None:
     """Ten times a second: asks for what is only elsewhere, and puts something new."""
     space, n = client.namespace(layout), 0
-    out = np.zeros((16, BLOCK_BYTES), np.uint8)
+    block_bytes = layout.block_bytes
+    out = np.zeros((16, block_bytes), np.uint8)
     while not stop.wait(0.1):
         some = elsewhere[n % len(elsewhere)]
         came = space.get(some, out, deadline_s=0.5)
-        wrong[0] += int((out[:came] != payload(some[:came])).any(axis=1).sum()) if came else 0
-        new = chain(f"new {os.getpid()} {n}", 8)
-        space.put(new, payload(new))
+        wrong[0] += int((out[:came] != payload(some[:came], block_bytes)).any(axis=1).sum()) if came else 0
+        new = chain(f"new {layout.model} {n}", 8)
+        space.put(new, payload(new, block_bytes))
         n += 1
 
 

@@ -31,9 +31,9 @@ class Node:
     With `steps` set to a dictionary, the CPU time of every event is noted there.
     """
 
-    def __init__(self, dram_blocks: int, nvme_blocks: int, max_blocks: int) -> None:
+    def __init__(self, dram_blocks: int, nvme_blocks: int, max_blocks: int, policy: str = "lru") -> None:
         specs = [_spec(Tier.DRAM, dram_blocks), _spec(Tier.NVME, nvme_blocks)]
-        self.placement = Placement(specs, max_blocks=max_blocks, seed=1)
+        self.placement = Placement(specs, max_blocks=max_blocks, seed=1, policy=policy)
         self.steps: Steps | None = None
         self._now = 0.0
         self._request = 0

@@ -1,7 +1,8 @@
 """objectstore: 4 MiB blocks from an S3 server into slots, and back, against one raw connection.
 
 The server is a process of its own with its objects in memory (`bench.s3server`), as is the peer that moves
-the same bytes without any protocol. Every GET is verified, as the daemon does.
+the same bytes without any protocol. Every GET is verified, as the daemon does, and into memory that lacked
+some of the bytes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from bench.harness import GIB, MIB, Bench, Result, Target
+from bench.harness import GIB, KIB, MIB, Bench, Result, Target, expect
 from kvstore.arena import checksum, seed
 from kvstore.tiers.network import Settings, open_backend
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
 
-BLOCK_BYTES, BLOCKS = 4 * MIB, 32
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A sample moves so many blocks."""
+
+    block_bytes: int = 4 * MIB
+    blocks: int = 32
+
+
+SMOKE = Sizes(64 * KIB, 4)
 SPACE = bytes(16)
 GET = Target(">=", 0.7)
 
@@ -32,58 +43,72 @@ GET = Target(">=", 0.7)
 def run(bench: Bench) -> Iterator[Result]:
     """Two lines: GET and PUT, each against one raw connection."""
     bench.doing("filling")
-    things = _things()
-    with started("-m", "bench.s3server") as endpoint, started("-c", _RAW) as raw_port:
+    z = bench.pick(Sizes(), SMOKE)
+    things, others = _things(z), _things(z)
+    peer = _RAW % (z.blocks * z.block_bytes)
+    with started("-m", "bench.s3server") as endpoint, started("-c", peer) as raw_port:
         url = f"s3://bucket/bench?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
         backend = open_backend(Settings(url, user="bench", password="bench"))
         raw = socket.create_connection(("127.0.0.1", int(raw_port)))
         try:
             _put(backend, things, 0)
             get = bench.interleave(
-                "GET", (partial(_get, backend, things), partial(_raw_get, raw, things)), 0.5
+                "GET", (partial(_get, backend, things), partial(_raw_get, raw, others)), 0.5
             )
             yield get.result("objectstore/get", "GiB/s", GET)
             put = bench.interleave(
-                "PUT", (partial(_put, backend, things), partial(_raw_put, raw, things)), 0.5
+                "PUT", (partial(_put, backend, things), partial(_raw_put, raw, others)), 0.5
             )
+            _get(backend, things, 0)
             yield put.result("objectstore/put", "GiB/s")
         finally:
             raw.close()
             backend.close()
 
 
-def _things() -> list[Object]:
-    room = memoryview(mmap.mmap(-1, BLOCKS * BLOCK_BYTES))
+def _things(z: Sizes) -> list[Object]:
+    room = memoryview(mmap.mmap(-1, z.blocks * z.block_bytes))
     np.frombuffer(room, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, len(room), np.uint8)
     things = []
-    for i in range(BLOCKS):
-        memory, key = room[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES], os.urandom(32)
+    for i in range(z.blocks):
+        memory, key = room[i * z.block_bytes : (i + 1) * z.block_bytes], os.urandom(32)
         things.append(
-            Object(Name(SPACE, key), BLOCK_BYTES, memory, checksum(memory, seed(SPACE, key, BLOCK_BYTES)))
+            Object(Name(SPACE, key), z.block_bytes, memory, checksum(memory, seed(SPACE, key, z.block_bytes)))
         )
     return things
 
 
+def spoil(things: Sequence[Object]) -> None:
+    """Alters some bytes of each block: it verifies again only when it has really been read."""
+    for thing in things:
+        np.frombuffer(thing.memory, np.uint8)[::4096] = 0
+
+
 def _get(backend: Backend, things: list[Object], _: int) -> float:
+    spoil(things)
     start = time.monotonic()
-    assert backend.read(things, start + 60) == [Outcome.OK] * BLOCKS
-    return _rate(start)
+    outcomes = backend.read(things, start + 60)
+    rate = _rate(things, start)
+    expect(outcomes, [Outcome.OK] * len(things), "outcomes")
+    return rate
 
 
 def _put(backend: Backend, things: list[Object], _: int) -> float:
     start = time.monotonic()
-    assert backend.write(things, start + 60) == [Outcome.OK] * BLOCKS
-    return _rate(start)
+    outcomes = backend.write(things, start + 60)
+    rate = _rate(things, start)
+    expect(outcomes, [Outcome.OK] * len(things), "outcomes")
+    return rate
 
 
 # A peer that takes a byte and so many blocks in turn: "p" and their bytes, answered with "p"; "g", answered
 # with what came last.
-_RAW = f"""
+_RAW = """
 import socket, numpy
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 connection, _ = listener.accept()
-blocks = memoryview(numpy.ones({BLOCKS * BLOCK_BYTES}, numpy.uint8))
+blocks = memoryview(numpy.ones(%d, numpy.uint8))
 while what := connection.recv(1):
     if what == b"g":
         connection.sendall(blocks)
@@ -100,9 +125,9 @@ def _raw_get(raw: socket.socket, things: list[Object], _: int) -> float:
     raw.sendall(b"g")
     for thing in things:
         have = 0
-        while have < BLOCK_BYTES:
+        while have < len(thing.memory):
             have += raw.recv_into(thing.memory[have:])
-    return _rate(start)
+    return _rate(things, start)
 
 
 def _raw_put(raw: socket.socket, things: list[Object], _: int) -> float:
@@ -110,12 +135,13 @@ def _raw_put(raw: socket.socket, things: list[Object], _: int) -> float:
     raw.sendall(b"p")
     for thing in things:
         raw.sendall(thing.memory)
-    assert raw.recv(1) == b"p"
-    return _rate(start)
+    expect(raw.recv(1), b"p", "the peer's answer")
+    return _rate(things, start)
 
 
-def _rate(start: float) -> float:
-    return BLOCKS * BLOCK_BYTES / (time.monotonic() - start) / GIB
+def _rate(things: list[Object], start: float) -> float:
+    nbytes = sum(len(thing.memory) for thing in things)
+    return nbytes / (time.monotonic() - start) / GIB
 
 
 @contextmanager

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.harness import GIB, MIB, Bench, Result, Sample, like_the_daemon
+from bench.harness import GIB, KIB, MIB, Bench, Result, Sample, expect, like_the_daemon
 from kvstore import arena
 from kvstore.core.actions import Copy, Identity, Where
 from kvstore.core.events import OK
@@ -29,62 +30,84 @@ from kvstore.tiers.nvme.seal import Seal
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SEAL_BYTES, Layout, slot_bytes
 
-BLOCK_BYTES, BLOCKS = 4 * MIB, 32
-LAYOUT = Layout(model="bench", block_bytes=BLOCK_BYTES)
-LIMIT_BYTES, EXTENT_BYTES = 512 * MIB, 256 * MIB
+BLOCKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a block, and of the one extent that holds them all; how long gaps are looked for."""
+
+    block_bytes: int = 4 * MIB
+    extent_bytes: int = 256 * MIB
+    gaps_s: float = 0.5
+
+    @property
+    def layout(self) -> Layout:
+        """What the blocks are."""
+        return Layout(model="bench", block_bytes=self.block_bytes)
+
+
+SMOKE = Sizes(64 * KIB, 4 * MIB, 0.01)
 _GAP_S = 20e-6  # what is shorter is the clock's own
 
 
 def run(bench: Bench) -> Iterator[Result]:
     """The cipher, then the tier, each way."""
     with like_the_daemon(), bench.scratch() as folder, ExitStack() as stack:
-        memory = arena.Extent.create("kvstore-bench", (BLOCKS + 2) * BLOCK_BYTES)
+        z = bench.pick(Sizes(), SMOKE)
+        memory = arena.Extent.create("kvstore-bench", (BLOCKS + 2) * z.block_bytes)
         stack.callback(memory.close)
         memory.populate(huge=True)
         memory.view[:] = np.random.default_rng(0).integers(0, 256, memory.nbytes, np.uint8).data
-        yield from _cipher(bench, memory)
+        yield from _cipher(bench, memory, z)
         bench.doing("making slabs")
-        tiers = [_Tier(folder / name, memory, name == "sealed", stack) for name in ("sealed", "plain")]
+        tiers = [_Tier(z, folder / name, memory, name == "sealed", stack) for name in ("sealed", "plain")]
         writes = bench.interleave("seal-write", [tier.write for tier in tiers], 0.3)
-        yield writes.result("seal-write/plain", "GiB/s")
         reads = bench.interleave("seal-read", [tier.read for tier in tiers], 0.3)
+        for tier in tiers:
+            tier.check()
+        yield writes.result("seal-write/plain", "GiB/s")
         yield reads.result("seal-read/plain", "GiB/s")
 
 
-def _cipher(bench: Bench, memory: arena.Extent) -> Iterator[Result]:
-    seal = Seal(os.urandom(32), bytes(16), BLOCK_BYTES)
-    size = slot_bytes(BLOCK_BYTES + SEAL_BYTES)
-    payload, slot = memory.view[:BLOCK_BYTES], memory.view[BLOCK_BYTES : BLOCK_BYTES + size]
+def _cipher(bench: Bench, memory: arena.Extent, z: Sizes) -> Iterator[Result]:
+    block_bytes = z.block_bytes
+    seal = Seal(os.urandom(32), bytes(16), block_bytes)
+    size = slot_bytes(block_bytes + SEAL_BYTES)
+    payload, slot = memory.view[:block_bytes], memory.view[block_bytes : block_bytes + size]
     seal.seal(b"key", payload, slot)
 
-    into = memory.view[-BLOCK_BYTES:]
+    into = memory.view[-block_bytes:]
 
     def sealing() -> None:
         seal.seal(b"key", payload, slot)
 
     def opening() -> None:
-        assert seal.open(b"key", slot, into)
+        expect(seal.open(b"key", slot, into), True, "a block opened")
 
     def copying() -> None:
         into[:] = payload
 
+    into[:] = bytes(block_bytes)
+    opening()
+    expect(into == payload, True, "what was opened is what was sealed")
     for name, work in (("seal-cipher", sealing), ("open-cipher", opening)):
-        rounds = bench.interleave(name, [_rate(work), _rate(copying)], 0.15)
-        gaps_us = {"loop_gap_us": 1e6 * _gap_s(work), "loop_gap_idle_us": 1e6 * _gap_s(None)}
+        rounds = bench.interleave(name, [_rate(work, block_bytes), _rate(copying, block_bytes)], 0.15)
+        gaps_us = {"loop_gap_us": 1e6 * _gap_s(work, z), "loop_gap_idle_us": 1e6 * _gap_s(None, z)}
         yield rounds.result(f"{name}/memcpy", "GiB/s", **gaps_us)
 
 
-def _rate(work: Callable[[], None]) -> Sample:
+def _rate(work: Callable[[], None], nbytes: int) -> Sample:
     def sample(_: int) -> float:
         start = time.perf_counter()
         for _ in range(BLOCKS):
             work()
-        return BLOCKS * BLOCK_BYTES / (time.perf_counter() - start) / GIB
+        return BLOCKS * nbytes / (time.perf_counter() - start) / GIB
 
     return sample
 
 
-def _gap_s(work: Callable[[], None] | None) -> float:
+def _gap_s(work: Callable[[], None] | None, z: Sizes) -> float:
     """How long a thread waits for its next look at the clock when it has to, while another one works."""
     stop = threading.Event()
 
@@ -94,7 +117,7 @@ def _gap_s(work: Callable[[], None] | None) -> float:
 
     thread = threading.Thread(target=working)
     thread.start()
-    gaps, last, ends = [], time.perf_counter(), time.perf_counter() + 0.5
+    gaps, last, ends = [], time.perf_counter(), time.perf_counter() + z.gaps_s
     while last < ends:
         now = time.perf_counter()
         if now - last > _GAP_S:
@@ -108,20 +131,23 @@ def _gap_s(work: Callable[[], None] | None) -> float:
 class _Tier:
     """An NVMe tier whose tenant is encrypted or not, and batches of blocks to move."""
 
-    def __init__(self, folder: Path, memory: arena.Extent, sealed: bool, stack: ExitStack) -> None:
+    def __init__(self, z: Sizes, folder: Path, memory: arena.Extent, sealed: bool, stack: ExitStack) -> None:
         master = MasterKey("the bench", os.urandom(32))
-        tier = NvmeTier.open(folder, LIMIT_BYTES, EXTENT_BYTES, PosixEngine(), master, {"bench": sealed})
+        tier = NvmeTier.open(
+            folder, 2 * z.extent_bytes, z.extent_bytes, PosixEngine(), master, {"bench": sealed}
+        )
+        self._nbytes = BLOCKS * z.block_bytes
         stack.callback(tier.close)
         tier.load()
         tier.allocate(lambda _: None, lambda _: None)
-        size = slot_bytes(BLOCK_BYTES + SEAL_BYTES * sealed)
+        size = slot_bytes(z.block_bytes + SEAL_BYTES * sealed)
         tier.format(0, size, "bench")
-        fingerprint = LAYOUT.fingerprint("bench")
-        tier.put_namespace(1, Namespace("bench", LAYOUT.to_map(), fingerprint))
+        fingerprint = z.layout.fingerprint("bench")
+        tier.put_namespace(1, Namespace("bench", z.layout.to_map(), fingerprint))
         self._tier = tier
-        self._slots = [memory.view[i * BLOCK_BYTES :][:BLOCK_BYTES] for i in range(BLOCKS)]
+        self._slots = [memory.view[i * z.block_bytes :][: z.block_bytes] for i in range(BLOCKS)]
         keys = [b"%064d" % i for i in range(BLOCKS)]
-        seeds = [arena.seed(fingerprint, key, BLOCK_BYTES) for key in keys]
+        seeds = [arena.seed(fingerprint, key, z.block_bytes) for key in keys]
         sums = [arena.checksum(slot, seed) for slot, seed in zip(self._slots, seeds, strict=True)]
         words = np.frombuffer(b"".join(keys), np.uint64).reshape(BLOCKS, 8)
         ones = np.ones(BLOCKS, np.uint16)
@@ -129,7 +155,7 @@ class _Tier:
         where = Where(np.arange(BLOCKS, dtype=np.uint64))
         version = np.ones(BLOCKS, np.uint32)
         self._copy = Copy(1, 0, 1, identity, [b""] * BLOCKS, where, where, version, False, None)
-        self._fingerprints, self._lengths = {1: fingerprint}, {1: BLOCK_BYTES}
+        self._fingerprints, self._lengths = {1: fingerprint}, {1: z.block_bytes}
 
     def write(self, _: int) -> float:
         """GiB/s down."""
@@ -141,6 +167,14 @@ class _Tier:
             lambda done: self._tier.read(self._copy, self._slots, self._fingerprints, self._lengths, done)
         )
 
+    def check(self) -> None:
+        """Raises unless what was written comes back, into memory that is clear."""
+        before = [bytes(slot) for slot in self._slots]
+        for slot in self._slots:
+            slot[:] = bytes(len(slot))
+        self.read(0)
+        expect([bytes(slot) for slot in self._slots] == before, True, "what was read is what was written")
+
     def _timed(self, start: Callable[[Callable[[np.ndarray], None]], None]) -> float:
         ended, outcomes = threading.Event(), []
 
@@ -151,5 +185,6 @@ class _Tier:
         began = time.perf_counter()
         start(done)
         ended.wait()
-        assert outcomes == [OK] * BLOCKS
-        return BLOCKS * BLOCK_BYTES / (time.perf_counter() - began) / GIB
+        took_s = time.perf_counter() - began
+        expect(outcomes, [OK] * BLOCKS, "outcomes")
+        return self._nbytes / took_s / GIB

@@ -17,10 +17,21 @@ _WITHIN_S = 60.0
 
 @contextmanager
 def serve(
-    dram_bytes: int, nvme: tuple[Path, int] | None = None, hbm_bytes: int = 0
+    dram_bytes: int,
+    nvme: tuple[Path, int] | None = None,
+    hbm_bytes: int = 0,
+    **more: dict[str, object],
 ) -> Iterator[tuple[Client, ServedDaemon]]:
-    """A strict client and its daemon; `nvme` is folder and limit in bytes, `hbm_bytes` a pool a GPU."""
-    settings: dict[str, dict[str, object]] = {"dram": {"limit": dram_bytes}, "hbm": {"limit": hbm_bytes}}
+    """A strict client and its daemon; `nvme` is folder and limit in bytes, `hbm_bytes` a pool a GPU.
+
+    `more`: further sections of the settings. The eviction policy is `lru`, which refuses no block.
+    """
+    settings: dict[str, dict[str, object]] = {
+        "dram": {"limit": dram_bytes},
+        "hbm": {"limit": hbm_bytes},
+        "policy": {"eviction": "lru"},
+        **more,
+    }
     if nvme is not None:
         settings["nvme"] = {"path": nvme[0], "limit": nvme[1]}
     with (

@@ -6,43 +6,58 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.harness import GIB, MIB, Bench, Result, Target
+from bench.harness import GIB, MIB, MIN_ROUNDS, Bench, Result, Target, expect
 from kvstore import Client, Layout
 from kvstore.lab.served import ServedDaemon
 from kvstore.tiers.nvme.journal import Journal, Namespace, RecordBatch
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import extent_bytes
 
-BLOCKS, CHAIN = 1_000_000, 250
+CHAIN = 250
+TENANT = "default"
 LAYOUT = Layout(model="bench", block_bytes=16 << 10)
-LIMIT_BYTES = 16 * GIB
 BOUND_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Blocks on record, the slabs that have room for them, and DRAM."""
+
+    blocks: int = 1_000_000
+    nvme_bytes: int = 16 * GIB
+    dram_bytes: int = 256 * MIB
+
+
+SMOKE = Sizes(2000, 64 * MIB, 16 * MIB)
 
 
 def run(bench: Bench) -> Iterator[Result]:
     """One line: the median of a few starts."""
+    z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
-        keys = _fill(bench, folder)
+        keys = _fill(bench, folder, z)
         settings = {
-            "dram": {"limit": 256 * MIB, "huge_pages": False},
-            "nvme": {"path": folder, "limit": LIMIT_BYTES},
+            "dram": {"limit": z.dram_bytes, "huge_pages": False},
+            "nvme": {"path": folder, "limit": z.nvme_bytes},
+            "scrub": {"rate": 0},  # the blocks have no bytes
         }
         seconds: list[float] = []
         with ServedDaemon(settings) as daemon:
             daemon.stop()
-            while sum(seconds) < bench.seconds or len(seconds) < 5:
+            while sum(seconds) < bench.seconds or len(seconds) < bench.pick(MIN_ROUNDS, 1):
                 bench.doing("starting", min(1.0, sum(seconds) / bench.seconds))
                 begun = time.monotonic()
                 daemon.start()
                 seconds.append(time.monotonic() - begun)
                 with Client(daemon.url, deadline_s=10.0) as client:
-                    assert client.namespace(LAYOUT).lookup(keys) == len(keys)
+                    expect(client.namespace(LAYOUT).lookup(keys), len(keys), "blocks found")
                     restored = client.status()["counters"]["restored_blocks_nvme"]
-                assert restored == BLOCKS
+                expect(restored, z.blocks, "blocks restored")
                 daemon.stop()
     value = statistics.median(seconds)
     yield Result(
@@ -56,19 +71,19 @@ def run(bench: Bench) -> Iterator[Result]:
     )
 
 
-def _fill(bench: Bench, folder: Path) -> list[bytes]:
+def _fill(bench: Bench, folder: Path, z: Sizes) -> list[bytes]:
     """Puts chains of blocks on record, in slabs of which no byte was ever written; the last chain's keys."""
-    size = extent_bytes(LIMIT_BYTES)
+    size = extent_bytes(z.nvme_bytes)
     journal, slabs = Journal.open(folder, size), Slabs(folder, size)
     each = size // LAYOUT.block_bytes
-    journal.put_namespace(1, Namespace("default", LAYOUT.to_map(), LAYOUT.fingerprint()))
-    for extent in range(LIMIT_BYTES // size):
+    journal.put_namespace(1, Namespace(TENANT, LAYOUT.to_map(), LAYOUT.fingerprint()))
+    for extent in range(z.nvme_bytes // size):
         slabs.allocate(extent)
-        journal.put_extent(extent, LAYOUT.block_bytes)
+        journal.put_extent(extent, LAYOUT.block_bytes, TENANT)
     dice = np.random.default_rng(1)
     keys: list[bytes] = []
-    for start in range(0, BLOCKS, CHAIN):
-        bench.doing("recording", start / BLOCKS)
+    for start in range(0, z.blocks, CHAIN):
+        bench.doing("recording", start / z.blocks)
         keys = [os.urandom(32) for _ in range(CHAIN)]
         places = [divmod(start + i, each) for i in range(CHAIN)]
         journal.put(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import random
 import socket
@@ -18,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness import PROCESSES, expect
 from kvstore import Client, Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
 
-_SPAWN = multiprocessing.get_context("spawn")
 _READY_WITHIN_S = 60.0
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -37,17 +36,37 @@ class Site:
 
 
 Load = Callable[..., list[float]]
-"""load(stop, *arguments): runs until `stop` is set, and returns figures of its own."""
+"""load(cue, *arguments): runs until the cue says so, and returns figures of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cue:
+    """When a load ends, and what it says when it is at work."""
+
+    stop: Any
+    begun: Any
+
+    def is_set(self) -> bool:
+        """Whether it is over."""
+        return bool(self.stop.is_set())
+
+    def begin(self) -> None:
+        """The load has had its first answer."""
+        if not self.begun.is_set():
+            self.begun.set()
 
 
 @contextmanager
 def running(load: Load, *arguments: Any) -> Iterator[Callable[[], list[float]]]:
-    """A load in a process while the block lasts; calling what is yielded ends it and gives its figures."""
-    stop, ready, figures = _SPAWN.Event(), _SPAWN.Event(), _SPAWN.Queue()
-    process = _SPAWN.Process(target=_run, args=(load, stop, ready, figures, arguments), daemon=True)
+    """A load in a process while the block lasts; calling what is yielded ends it and gives its figures.
+
+    The block begins when the load is at work.
+    """
+    stop, begun, figures = PROCESSES.Event(), PROCESSES.Event(), PROCESSES.Queue()
+    process = PROCESSES.Process(target=_run, args=(load, Cue(stop, begun), figures, arguments), daemon=True)
     process.start()
     try:
-        if not ready.wait(_READY_WITHIN_S):
+        if not begun.wait(_READY_WITHIN_S):
             raise TimeoutError(f"{load.__name__} did not start")
 
         def end() -> list[float]:
@@ -64,25 +83,24 @@ def running(load: Load, *arguments: Any) -> Iterator[Callable[[], list[float]]]:
         process.kill()
 
 
-def _run(load: Load, stop: Any, ready: Any, figures: Any, arguments: Sequence[Any]) -> None:
+def _run(load: Load, cue: Cue, figures: Any, arguments: Sequence[Any]) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    ready.set()
     try:
-        figures.put(load(stop, *arguments))
+        figures.put(load(cue, *arguments))
     except Exception as error:
         figures.put(error)
+        cue.begin()
 
 
-def burn(stop: Any) -> list[float]:
+def burn(cue: Cue) -> list[float]:
     """Uses a core, and asks the daemon for nothing."""
-    while not stop.is_set():
+    cue.begin()
+    while not cue.is_set():
         sum(range(10_000))
     return []
 
 
-def paced(
-    stop: Any, site: Site, chains: list[list[bytes]], interval_s: float, askers: int = 1
-) -> list[float]:
+def paced(cue: Cue, site: Site, chains: list[list[bytes]], interval_s: float, askers: int = 1) -> list[float]:
     """Acquires and releases a chain every so often, up to `askers` at a time, however long each takes.
 
     Seconds from when each was due to when it had come; not a number where less than the chain came.
@@ -92,10 +110,11 @@ def paced(
     with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
         space = client.namespace(site.layout)
         space.acquire(chains[-1]).release()  # connects, and maps what it will look at
+        cue.begin()
         due = [time.perf_counter()]
 
         def ask() -> None:
-            while not stop.is_set():
+            while not (took and cue.is_set()):
                 with lock:
                     due[0] += interval_s
                     mine, keys = due[0], next(turn)
@@ -107,7 +126,7 @@ def paced(
     return took
 
 
-def closed(stop: Any, site: Site, chains: list[list[bytes]], readers: int) -> list[float]:
+def closed(cue: Cue, site: Site, chains: list[list[bytes]], readers: int) -> list[float]:
     """Acquires chain after chain with so many threads. When each ended, in seconds of the monotonic clock."""
     ended: list[float] = []
     turn, lock = cycle(chains), threading.Lock()
@@ -115,18 +134,19 @@ def closed(stop: Any, site: Site, chains: list[list[bytes]], readers: int) -> li
         space = client.namespace(site.layout)
 
         def read() -> None:
-            while not stop.is_set():
+            while not cue.is_set():
                 with lock:
                     keys = next(turn)
                 with space.acquire(keys) as lease:
                     if len(lease) == len(keys):
                         ended.append(time.monotonic())
+                cue.begin()
 
         _in_threads(read, readers)
     return ended
 
 
-def puts(stop: Any, site: Site, chain: int, writers: int) -> list[float]:
+def puts(cue: Cue, site: Site, chain: int, writers: int) -> list[float]:
     """Stores new chains with so many threads. When each was stored."""
     ended: list[float] = []
     data = np.zeros((chain, site.layout.block_bytes), np.uint8)
@@ -134,15 +154,16 @@ def puts(stop: Any, site: Site, chain: int, writers: int) -> list[float]:
         space = client.namespace(site.layout)
 
         def write() -> None:
-            while not stop.is_set():
+            while not cue.is_set():
                 if space.put([os.urandom(32) for _ in range(chain)], data).stored == chain:
                     ended.append(time.monotonic())
+                cue.begin()
 
         _in_threads(write, writers)
     return ended
 
 
-def flood(stop: Any, site: Site, keys: list[bytes], depth: int) -> list[float]:
+def flood(cue: Cue, site: Site, keys: list[bytes], depth: int) -> list[float]:
     """Asks without waiting for answers, `depth` look-ups and acquires ahead. The number of answers."""
     answers = 0
     joined, size = b"".join(keys), len(keys[0])
@@ -153,7 +174,7 @@ def flood(stop: Any, site: Site, keys: list[bytes], depth: int) -> list[float]:
         sock.sendall(pack(m.Hello(m.MAGIC, m.VERSION, site.token)))
         sock.sendall(pack(m.Open(1, asdict(site.layout), "", 0.0)))
         space = 0
-        while not stop.is_set():
+        while not cue.is_set():
             out = []
             for message in frames.feed(sock.recv(1 << 18)):
                 if isinstance(message, m.Opened):
@@ -162,6 +183,7 @@ def flood(stop: Any, site: Site, keys: list[bytes], depth: int) -> list[float]:
                 elif not isinstance(message, m.Welcome):
                     assert not isinstance(message, m.Failure), message
                     answers += 1
+                    cue.begin()
                     if isinstance(message, m.Granted) and message.lease:
                         out.append(pack(m.Release(message.lease)))
                     out.append(_question(answers, space, size, joined))
@@ -175,7 +197,7 @@ def _question(n: int, space: int, size: int, keys: bytes) -> bytes:
     return pack(m.Acquire(2 + n, space, size, keys[: 32 * size], 1.0, 0.0))
 
 
-def late(stop: Any, site: Site, chains: list[list[bytes]], calls: int, threads: int) -> list[float]:
+def late(cue: Cue, site: Site, chains: list[list[bytes]], calls: int, threads: int) -> list[float]:
     """Calls of all kinds with deadlines of 5 to 200 ms. By how many seconds each ended after its deadline."""
     over: list[float] = []
     dice = random.Random(1)
@@ -184,9 +206,10 @@ def late(stop: Any, site: Site, chains: list[list[bytes]], calls: int, threads: 
     lock = threading.Lock()
     with Client(site.url, site.token) as client:
         space = client.namespace(site.layout)
+        cue.begin()
 
         def call() -> None:
-            while not stop.is_set():
+            while not cue.is_set():
                 with lock:
                     n, deadline_s, keys = next(left, -1), dice.uniform(0.005, 0.2), dice.choice(chains)
                 if n < 0:
@@ -233,4 +256,4 @@ def fill(site: Site, chains: list[list[bytes]]) -> None:
         space = client.namespace(site.layout)
         data = np.random.default_rng(1).integers(0, 256, (len(chains[0]), site.layout.block_bytes), np.uint8)
         for keys in chains:
-            assert space.put(keys, data).stored == len(keys)
+            expect(space.put(keys, data).stored, len(keys), "blocks stored")

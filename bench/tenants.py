@@ -14,12 +14,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.harness import Bench, Result, Target
+from bench.harness import Bench, NotDone, Result, Target, expect
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.devices import TierSpec
@@ -28,7 +29,18 @@ from kvstore.core.placement import Placement
 from kvstore.core.tenants import Quota
 from kvstore.types import Tier
 
-TENANTS = 1000
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Virtual seconds until shares are looked at, and from then on."""
+
+    tenants: int = 1000
+    settle_s: float = 110.0
+    measure_s: float = 10.0
+    look_every: int = 500
+
+
+SMOKE = Sizes(10, 0.2, 0.2, 50)
 BLOCK_BYTES = 64 << 10
 CHAIN = 8
 _COPY_S = 0.002
@@ -37,8 +49,9 @@ _RENEWAL_S = 0.005
 
 def run(bench: Bench) -> Iterator[Result]:
     """Two lines."""
-    yield _fair(bench)
-    yield _admission(bench)
+    z = bench.pick(Sizes(), SMOKE)
+    yield _fair(bench, z)
+    yield _admission(bench, z)
 
 
 # -- fairness
@@ -46,33 +59,35 @@ def run(bench: Bench) -> Iterator[Result]:
 
 REQUEST_S = 0.002
 """Virtual time between two requests."""
-SETTLE_S, MEASURE_S = 110.0, 10.0
 FLOOR, LIMIT, EACH, CHAINS = (1, 1), (6, 6), (3, 4), 12
 """Extents of a chain each, in DRAM and on NVMe; what there is for each tenant; chains that each wants."""
 
 
-def _fair(bench: Bench) -> Result:
+def _fair(bench: Bench, z: Sizes) -> Result:
     rng = np.random.default_rng(1)
-    weights = 1.0 / np.arange(1, TENANTS + 1)
+    weights = 1.0 / np.arange(1, z.tenants + 1)
     quotas = [(FLOOR[tier] * _extent(tier, CHAIN), LIMIT[tier] * _extent(tier, CHAIN)) for tier in (0, 1)]
-    crowd = Crowd(TENANTS, [n * TENANTS for n in EACH], CHAIN, quotas)
+    crowd = Crowd(z.tenants, [n * z.tenants for n in EACH], CHAIN, quotas)
     crowd.watch = Watch(crowd)
-    chains = [[os.urandom(32 * CHAIN) for _ in range(CHAINS)] for _ in range(TENANTS)]
-    asked = np.zeros((TENANTS, CHAINS), np.bool_)
-    requests = int((SETTLE_S + MEASURE_S) / REQUEST_S)
-    who = rng.choice(TENANTS, requests, p=weights / weights.sum())
+    chains = [[os.urandom(32 * CHAIN) for _ in range(CHAINS)] for _ in range(z.tenants)]
+    asked = np.zeros((z.tenants, CHAINS), np.bool_)
+    requests = int((z.settle_s + z.measure_s) / REQUEST_S)
+    who = rng.choice(z.tenants, requests, p=weights / weights.sum())
     what = rng.integers(0, CHAINS, requests)
     indexes: list[float] = []
     for n, (tenant, chain) in enumerate(zip(who.tolist(), what.tolist(), strict=True)):
         crowd.pass_time(REQUEST_S)
         asked[tenant, chain] = True
         crowd.serve(tenant, Keys(chains[tenant][chain], 32))
-        if n % 500 == 0:
+        if n % z.look_every == 0:
             bench.doing("sharing", n / requests)
-            if crowd.now > SETTLE_S:
+            if crowd.now > z.settle_s:
                 wanted = asked.sum(axis=1)
                 indexes.append(min(crowd.jain(tier, wanted, FLOOR[tier], LIMIT[tier]) for tier in (0, 1)))
     watch = crowd.watch
+    expect(watch.violations, 0, "floors and limits that did not hold")
+    if not crowd.found or not crowd.stored:
+        raise NotDone(f"{crowd.found} blocks found, {crowd.stored} stored")
     return Result(
         "tenants/fair",
         float(np.mean(indexes)),
@@ -84,6 +99,7 @@ def _fair(bench: Bench) -> Result:
         extra={
             "events": watch.events,
             "violations": watch.violations,
+            "hit_ratio": crowd.found / (CHAIN * requests),
             "moved_extents": crowd.placement.counters["renewed_extents"],
             "virtual_s": crowd.now,
         },
@@ -118,15 +134,15 @@ FILL, FILL_CHAIN = 1.5, 128
 SAMPLE = 64
 
 
-def _admission(bench: Bench) -> Result:
+def _admission(bench: Bench, z: Sizes) -> Result:
     bench.doing("filling")
-    many, one = _full(TENANTS), _full(1)
+    many, one = _full(z.tenants, z.tenants), _full(1, z.tenants)
     rng = np.random.default_rng(2)
 
     def timed(crowd: Crowd) -> float:
         crowd.admission_s = 0.0
         for tenant in rng.integers(0, crowd.tenants, SAMPLE).tolist():
-            assert crowd.put(tenant, Keys(os.urandom(32 * CHAIN), 32), b"") == CHAIN
+            expect(crowd.put(tenant, Keys(os.urandom(32 * CHAIN), 32), b""), CHAIN, "blocks stored")
             crowd.pass_time(REQUEST_S)
         return crowd.admission_s / SAMPLE * 1e6
 
@@ -134,11 +150,11 @@ def _admission(bench: Bench) -> Result:
     return rounds.result("tenants/admission", "us", Target("<=", 1.3))
 
 
-def _full(tenants: int) -> Crowd:
-    """Everything is full, and evenly held."""
-    quotas = [(n * TENANTS // tenants * _extent(t, SLOTS), 1 << 62) for t, n in enumerate(HELD)]
-    crowd = Crowd(tenants, [n * TENANTS for n in HELD], SLOTS, quotas)
-    for n in range(int(FILL * TENANTS * SLOTS) // FILL_CHAIN):
+def _full(tenants: int, extents: int) -> Crowd:
+    """So many extents, times HELD, are full and evenly held."""
+    quotas = [(n * extents // tenants * _extent(t, SLOTS), 1 << 62) for t, n in enumerate(HELD)]
+    crowd = Crowd(tenants, [n * extents for n in HELD], SLOTS, quotas)
+    for n in range(int(FILL * extents * SLOTS) // FILL_CHAIN):
         crowd.put(n % tenants, Keys(os.urandom(32 * FILL_CHAIN), 32), b"")
         crowd.pass_time(REQUEST_S)
     return crowd
@@ -160,6 +176,7 @@ class Crowd:
         self.now = 0.0
         self.watch: Watch | None = None
         self.admission_s = 0.0
+        self.found = self.stored = 0
         self._request = 0
         self._sequence = 0
         self._coming: list[tuple[float, int, Any]] = []
@@ -176,6 +193,7 @@ class Crowd:
         """Gets what is stored of a chain, as far as it is there at once, and puts the rest."""
         grant = self._ask(ev.Acquire(0, 1, tenant, keys, self.now, tenant))
         found = len(grant.where)
+        self.found += found
         if found < keys.n:
             self.put(tenant, keys.take(found, keys.n), keys[found - 1] if found else b"")
         if grant.lease:
@@ -191,6 +209,7 @@ class Crowd:
             commit = ev.Commit(0, 1, room.lease, np.zeros(n, np.uint64), np.ones(n, np.bool_))
             stored = int(self._ask(commit).value)
         self.admission_s += time.perf_counter() - start
+        self.stored += stored
         return stored
 
     def pass_time(self, seconds: float) -> None:

@@ -7,7 +7,6 @@ alone. All three have one connection, and batches of the same size.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import random
 import socket
 import subprocess
@@ -15,17 +14,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.harness import GIB, MIB, Bench, Result, Target, Unable, like_the_daemon
+from bench.harness import GIB, KIB, MIB, PROCESSES, Bench, Result, Target, Unable, expect, like_the_daemon
+from bench.objectstore import spoil
 from kvstore.arena import checksum, seed
 from kvstore.tiers.network import Settings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
 
-BLOCK_BYTES, BATCH = 4 * MIB, 32
-BATCH_BYTES = BLOCK_BYTES * BATCH
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A sample moves a batch of so many blocks."""
+
+    block_bytes: int = 4 * MIB
+    batch: int = 32
+
+
+SMOKE = Sizes(64 * KIB, 4)
 TARGET = Target(">=", 0.7)
 _WAIT_S = 60.0
 
@@ -36,45 +45,49 @@ Way = Callable[[str], None]
 def run(bench: Bench) -> Iterator[Result]:
     """Get and put, each beside the raw connection, and beside redis-py if that is installed."""
     bench.doing("filling")
-    with bench.scratch() as folder, _server(folder) as url, _peer() as peer, like_the_daemon():
+    z = bench.pick(Sizes(), SMOKE)
+    with bench.scratch() as folder, _server(folder) as url, _peer(z) as peer, like_the_daemon():
         backend = open_backend(Settings(url, threads=1))
-        blocks = _blocks()
-        ways: list[Way] = [partial(_ours, backend, blocks), partial(_raw, peer, blocks)]
+        blocks = _blocks(z)
+        ways: list[Way] = [partial(_ours, backend, blocks), partial(_raw, peer, _blocks(z))]
         if (other := _redis(url, blocks)) is not None:
             ways.append(other)
         for way in ways:
             way("put")
         for what in ("put", "get"):
-            rounds = bench.interleave(what, [partial(_timed, way, what) for way in ways], 1 / 2)
+            rounds = bench.interleave(what, [partial(_timed, way, what, blocks) for way in ways], 1 / 2)
+            spoil(blocks)
+            _ours(backend, blocks, "get")
             yield rounds.result(f"valkey/{what}/tcp", "GiB/s", TARGET)
             if other is not None:
                 yield rounds.result(f"valkey/{what}/redis-py", "GiB/s", None, 2)
         backend.close()
 
 
-def _timed(way: Way, what: str, n: int) -> float:
+def _timed(way: Way, what: str, blocks: Sequence[Object], n: int) -> float:
+    if what == "get":
+        spoil(blocks)
     start = time.monotonic()
     way(what)
-    return BATCH_BYTES / (time.monotonic() - start) / GIB
+    return sum(len(block.memory) for block in blocks) / (time.monotonic() - start) / GIB
 
 
-def _blocks() -> list[Object]:
+def _blocks(z: Sizes) -> list[Object]:
     """Blocks in memory that is theirs alone, as slots are."""
-    room = memoryview(bytearray(BATCH_BYTES + 4096))
+    size = z.block_bytes
+    room = memoryview(bytearray(z.batch * size + 4096))
     blocks = []
-    for i in range(BATCH):
+    for i in range(z.batch):
         name = Name(b"bench" + bytes(11), i.to_bytes(32, "big"))
-        slot = room[i * BLOCK_BYTES :][:BLOCK_BYTES]
-        slot[:] = random.Random(i).randbytes(BLOCK_BYTES)
-        blocks.append(
-            Object(name, BLOCK_BYTES, slot, checksum(slot, seed(name.namespace, name.key, BLOCK_BYTES)))
-        )
+        slot = room[i * size :][:size]
+        slot[:] = random.Random(i).randbytes(size)
+        blocks.append(Object(name, size, slot, checksum(slot, seed(name.namespace, name.key, size))))
     return blocks
 
 
 def _ours(backend: Backend, blocks: Sequence[Object], what: str) -> None:
     call = backend.read if what == "get" else backend.write
-    assert call(blocks, time.monotonic() + _WAIT_S) == [Outcome.OK] * len(blocks)
+    expect(call(blocks, time.monotonic() + _WAIT_S), [Outcome.OK] * len(blocks), "outcomes")
 
 
 def _raw(peer: socket.socket, blocks: Sequence[Object], what: str) -> None:
@@ -166,12 +179,11 @@ def _await(url: str) -> None:
 
 
 @contextmanager
-def _peer() -> Iterator[socket.socket]:
+def _peer(z: Sizes) -> Iterator[socket.socket]:
     """A connection to a process that does as `_raw` asks."""
-    context = mp.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        process = context.Process(target=_serve, args=(port,), daemon=True)
+        process = PROCESSES.Process(target=_serve, args=(port, z.block_bytes), daemon=True)
         process.start()
         peer, _ = listening.accept()
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -183,9 +195,9 @@ def _peer() -> Iterator[socket.socket]:
         process.kill()
 
 
-def _serve(port: int) -> None:
+def _serve(port: int, block_bytes: int) -> None:
     """The other process: sends a block for each g, receives one behind each p and says so."""
-    block = memoryview(bytearray(random.Random(0).randbytes(BLOCK_BYTES)))
+    block = memoryview(bytearray(random.Random(0).randbytes(block_bytes)))
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while verb := sock.recv(1):

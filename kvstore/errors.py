@@ -32,7 +32,7 @@ class RemoteProtocolError(KVStoreError):
 
 
 class UnavailableError(KVStoreError):
-    """No daemon answered in time. Raised only under `strict=True`."""
+    """No daemon answered in time. Raised only under `strict=True`, and by a lease without connection."""
 
 
 class DeniedError(KVStoreError):

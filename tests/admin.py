@@ -24,6 +24,7 @@ from cryptography.x509.oid import NameOID
 from kvstore.daemon.tenants import hash_of, new_token
 from kvstore.lab.served import ServedDaemon
 from tests.daemons import eventually
+from tests.spawner import spawn
 
 VIEW, OPERATE, EXPIRED = (new_token(bytes([n]) * 32) for n in (1, 2, 3))
 
@@ -95,7 +96,7 @@ class ServedAdmin:
     def start(self) -> None:
         command = [*self.command, "admin", "-c", str(self.daemon.folder / "kvstore.toml")]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = spawn(command, stdout=log, stderr=log, start_new_session=True)
         eventually(self._answers, within_s=30)
 
     def _answers(self) -> bool:

@@ -15,6 +15,7 @@ from selenium.webdriver.chrome.service import Service
 
 from kvstore.lab.served import ServedDaemon
 from tests.admin import ServedAdmin
+from tests.programs import need
 
 _FLAGS = (
     "--headless=new",
@@ -33,10 +34,9 @@ _FLAGS = (
 
 @contextmanager
 def browser(width: int = 1360, height: int = 900) -> Iterator[webdriver.Chrome]:
-    """A Chromium with a profile of its own; fails, with what to do, where there is none."""
+    """A Chromium with a profile of its own; the test is skipped where there is none."""
+    need("chromium", "chromedriver")
     paths = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    missing = [name for name, path in paths.items() if path is None]
-    assert not missing, f"no {' and no '.join(missing)}: apt-get install chromium chromium-driver"
     options = Options()
     options.binary_location = str(paths["chromium"])
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from kvstore.lab.served import ServedDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
+from tests.spawner import spawn
 
 BLOCK = 16 << 10
 SMALL = {"dram": {"limit": "16MiB", "huge_pages": False}, "scrub": {"rate": 0}}
@@ -104,7 +106,16 @@ def cli(
         command += ["-c", str(file)]
     # As wide as into a pipe, whatever runs the tests.
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | env
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = spawn(command, stdout=out, stderr=err, env=environment)
+        try:
+            code = process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 class Peer:

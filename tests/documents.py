@@ -14,6 +14,8 @@ from kvstore import Client, Layout
 from kvstore.errors import UnavailableError
 from tests.daemons import BLOCK, eventually, names, payloads
 from tests.lab.small import chats
+from tests.programs import need
+from tests.spawner import spawn
 
 ROOT = Path(__file__).parent.parent
 SHOWN = ("kvstore", "curl", "make")
@@ -106,7 +108,7 @@ class Site:
             if name not in self._running or self._running[name].poll() is not None:
                 line = [sys.executable, "-m", "kvstore", command, "-c", config]
                 with (self.folder / f"{name}.log").open("ab") as log:
-                    self._running[name] = subprocess.Popen(line, stdout=log, stderr=log)
+                    self._running[name] = spawn(line, stdout=log, stderr=log)
         (self.folder / "pid").write_text(str(self._running["daemon"].pid))
         eventually(self._stored, 30)
         eventually((self.folder / "run/admin.sock").exists, 30)
@@ -122,6 +124,8 @@ class Site:
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
         """Runs a line as pasted into a shell; a command that serves is told to end once it does."""
+        if "curl" in line:
+            need("curl")
         self.ready()
         line = self.placed(line)
         if re.match(r"kvstore (serve|supervise|admin)\b", line):

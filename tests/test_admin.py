@@ -77,31 +77,37 @@ def readings(admin: ServedAdmin) -> dict[tuple[str, tuple[tuple[str, str], ...]]
 STATE = "/v1/devices/{name}/state"
 
 
+# Beside a device that is fenced nothing is ready, and that is a 503.
+ALL = ("--exclude-path", STATE)
+# A state that somebody else has changed meanwhile is refused, however valid the new one is.
+STATES = ("--include-path", STATE, "--exclude-checks", "positive_data_acceptance")
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "examples"),
     [
-        # Beside a device that is fenced nothing is ready, and that is a 503.
-        ("--exclude-path", STATE),
-        # A state that somebody else has changed meanwhile is refused, however valid the new one is.
-        ("--include-path", STATE, "--exclude-checks", "positive_data_acceptance"),
+        pytest.param(ALL, 5, id="all, a few examples"),
+        pytest.param(ALL, 40, id="all", marks=pytest.mark.long),
+        pytest.param(STATES, 10, id="states of devices"),
     ],
-    ids=["all", "states of devices"],
 )
-def test_what_openapi_promises_is_what_is_answered(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_what_openapi_promises_is_what_is_answered(
+    tmp_path: Path, options: tuple[str, ...], examples: int
+) -> None:
     # It changes settings and tokens too, so this is a daemon of its own.
     settled = {**WITH_NVME, "admin": settings()}
     with ServedDaemon(settled) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
         ns, keys = client.namespace(new_layout()), names(40)
         ns.put(keys, payloads(keys))
-        _schemathesis(admin, tmp_path, options)
+        _schemathesis(admin, tmp_path, examples, options)
         assert admin.get("/v1/tiers", OPERATE, over_tcp=True).status == 200, "it was nobody's meanwhile"
 
 
-def _schemathesis(admin: ServedAdmin, tmp_path: Path, options: tuple[str, ...]) -> None:
+def _schemathesis(admin: ServedAdmin, tmp_path: Path, examples: int, options: tuple[str, ...]) -> None:
     port = admin.connection(over_tcp=True).port
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"),
-        *("--header", f"Authorization: Bearer {OPERATE}", "--max-examples", "40", "--seed", "1"),
+        *("--header", f"Authorization: Bearer {OPERATE}", "--max-examples", str(examples), "--seed", "1"),
         *("--checks", "all", "--no-color", *options),
     ]
     # An ETag that somebody made up is answered by 412, as is documented.

@@ -777,10 +777,13 @@ def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
         ns.put(keys, payloads(keys))
         eventually(lambda: idle(client.status()))
         with ns.acquire(keys) as lease:
+            views = lease.blocks
+            assert not lease.ended
             daemon.kill()
             assert got(ns, keys) == 0
             assert ns.put(keys, payloads(keys)).stored == 0
-            assert [bytes(v) for v in lease.blocks] == [payload(k) for k in keys]
+            assert [bytes(v) for v in views] == [payload(k) for k in keys]
+            assert lease.ended
         daemon.start()
         assert eventually(lambda: got(ns, keys), 5) == 20
         daemon.restart()
@@ -989,7 +992,13 @@ def session_of(batch_keys: int = 16) -> Session:
 
 def call_on(session: Session) -> flows.Call:
     return flows.Call(
-        session, time.monotonic() + 10, lambda _: None, lambda *_: None, lambda: None, lambda v: v
+        session,
+        time.monotonic() + 10,
+        lambda _: None,
+        lambda *_: None,
+        lambda: None,
+        lambda v: v,
+        lambda: False,
     )
 
 

@@ -352,11 +352,13 @@ def test_a_stop_does_not_wait_for_clients_that_stay() -> None:
         keys = names(4)
         ns.put(keys, payloads(keys))
         lease = ns.acquire(keys)
+        blocks = lease.blocks
         room = ns.reserve(names(2, "never"))
         started = time.monotonic()
         daemon.stop()
         assert time.monotonic() - started < 5
-        assert [bytes(view) for view in lease.blocks] == [payload(k) for k in keys]
+        assert lease.ended
+        assert [bytes(view) for view in blocks] == [payload(k) for k in keys]
         lease.release()
         room.abort()
 

@@ -35,6 +35,7 @@ BOUNDS = [0.001, 0.002, 0.004]
 def said(
     served: int = 0,
     missed: int = 0,
+    late: int = 0,
     written: int = 0,
     counts: tuple[int, ...] = (0, 0, 0, 0),
     evicted: int = 0,
@@ -52,9 +53,15 @@ def said(
         },
         {
             "bounds_s": BOUNDS,
-            "traffic": [
-                {"tenant": "a", "tier": "nvme", **dict.fromkeys(units, served)},
-                {"tenant": "a", "tier": "", **dict.fromkeys(units, missed)},
+            "hits": [
+                {"tenant": "a", "what": what, "tier": tier, **dict.fromkeys(units, n)}
+                for what, tier, n in (
+                    ("requested", "", served + late + missed),
+                    ("found", "nvme", served + late),
+                    ("missed", "", missed),
+                    ("delivered", "nvme", served),
+                    ("too_late", "", late),
+                )
             ],
             "calls": [{"call": "acquire", "waited": w, "counts": list(counts)} for w in (False, True)],
             "decisions": [{"what": "evicted", "tier": "nvme", "blocks": evicted}],
@@ -66,13 +73,15 @@ def said(
 def test_an_hour_says_what_happened_between_two_points() -> None:
     hour = Hour()
     hour.add(1000.0, *said(served=10, missed=5, written=100))
-    hour.add(1010.0, *said(served=40, missed=15, written=350, counts=(0, 5, 0, 0), evicted=3))
+    hour.add(1010.0, *said(served=40, missed=15, late=10, written=350, counts=(0, 5, 0, 0), evicted=3))
     c = hour.columns()
     assert c["at_s"] == [1000.0, 1010.0]
+    assert (c["requested_blocks"], c["too_late_blocks"]) == ([None, 50], [None, 10])
+    assert (c["hit_ratio"], c["delivered_ratio"]) == ([None, 0.8], [None, 0.6])
     assert c["seconds"] == [None, 10.0]
-    assert c["hit_ratio"] == [None, 0.75]
     assert c["missed_blocks"] == [None, 10]
     [tier] = c["tiers"]
+    assert tier["found_blocks"] == [None, 40]
     assert tier["served_bytes"] == [None, 30]
     assert tier["written_bytes"] == [None, 250]
     assert (tier["used_bytes"], tier["limit_bytes"]) == ([7, 7], [9, 9])
@@ -195,8 +204,9 @@ def test_the_history_is_what_the_daemon_counted(admin: QuickAdmin, daemon: Serve
 
     seen = eventually(history)
     for tier in seen["tiers"]:
-        counted = sum(row["blocks"] for row in figures["traffic"] if row["tier"] == tier["name"])
-        assert sum(n or 0 for n in tier["served_blocks"]) == counted > 0, tier["name"]
+        counted = {row["what"]: row["blocks"] for row in figures["hits"] if row["tier"] == tier["name"]}
+        assert sum(n or 0 for n in tier["served_blocks"]) == counted["delivered"] > 0, tier["name"]
+        assert sum(n or 0 for n in tier["found_blocks"]) == counted["found"], tier["name"]
     [nvme] = [device for device in seen["devices"] if device["tier"] == "nvme"]
     [device] = [device for device in figures["devices"] if device["tier"] == "nvme"]
     assert nvme["written_today_bytes"] == device["admission"]["written_bytes"] > 0

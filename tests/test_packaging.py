@@ -25,10 +25,10 @@ from kvstore.config import GIB, MIB
 from kvstore.errors import UnavailableError
 from tests.daemons import eventually, got, idle, names, new_layout, payloads, tier
 from tests.machine import Machine, can_be_made
+from tests.programs import need, need_debian_python
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("Makefile", "README.md", "connectors", "docs", "kvstore", "packaging", "pyproject.toml", "systemd")
-DEBIAN_PYTHON = "/usr/bin/python3"
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
@@ -123,6 +123,7 @@ def site(folder: Path, **daemon: str) -> tuple[Path, str]:
     return file, f"unix://{folder}/kvstore.sock"
 
 
+@pytest.mark.long
 def test_the_wheel_serves_from_a_clean_environment(
     image: Path, clean: dict[str, str], tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_the_image_runs_as_nobody_else_and_copies_what_is_there() -> None:
     assert RECIPE.of(RECIPE.final, "ENV")[0].startswith("PATH=/opt/kvstore/bin:")
 
 
+@pytest.mark.long
 def test_pipx_installs_the_wheel(image: Path, tmp_path: Path) -> None:
     [wheel] = (image / "dist").glob("kvstore-*.whl")
     run(sys.executable, "-m", "venv", str(tmp_path / "pipx"))
@@ -274,8 +276,7 @@ def test_the_pod_of_an_engine_reaches_the_socket() -> None:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Each page as it is read, and that nothing in it makes groff complain."""
-    if shutil.which("groff") is None:
-        pytest.skip("groff is not installed")
+    need("groff")
     folder = tmp_path_factory.mktemp("man")
     run(sys.executable, str(ROOT / "packaging/man.py"), str(folder))
     shown = {}
@@ -320,9 +321,8 @@ def test_the_manual_has_the_whole_configuration(pages: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The package, and the same as the next version of itself."""
-    lacks = [tool for tool in ("make", "dpkg-deb") if shutil.which(tool) is None]
-    if lacks or subprocess.run([DEBIAN_PYTHON, "-c", "import venv, ensurepip"], check=False).returncode:
-        pytest.skip(f"a package needs make, dpkg-deb, and {DEBIAN_PYTHON} with python3-venv")
+    need("dpkg-deb")
+    need_debian_python()
     folder = tmp_path_factory.mktemp("deb")
     source = copy_of_sources(folder / "source-of-it")
     traces = folder / "made-in-here"
@@ -339,6 +339,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return built, folder / "next.deb"
 
 
+@pytest.mark.long
 def test_the_package_names_nothing_of_where_it_was_made(packages: tuple[Path, Path]) -> None:
     tree = packages[1].parent / "tree"
     for file in tree.rglob("*"):
@@ -351,6 +352,7 @@ def test_the_package_names_nothing_of_where_it_was_made(packages: tuple[Path, Pa
     assert "home = /usr/bin\n" in (tree / "usr/lib/kvstore/pyvenv.cfg").read_text()
 
 
+@pytest.mark.long
 def test_the_package_has_completion_for_shells(packages: tuple[Path, Path]) -> None:
     share = packages[1].parent / "tree" / "usr/share"
     script = f"source {share}/bash-completion/completions/kvstore; complete -p kvstore"
@@ -359,6 +361,7 @@ def test_the_package_has_completion_for_shells(packages: tuple[Path, Path]) -> N
     assert "--command kvstore" in (share / "fish/vendor_completions.d/kvstore.fish").read_text()
 
 
+@pytest.mark.long
 def test_the_package_depends_on_what_it_links(packages: tuple[Path, Path]) -> None:
     [depends] = re.findall(r"^ Depends: (.*)$", run("dpkg-deb", "--info", str(packages[0])), re.MULTILINE)
     named = {part.split()[0] for part in re.split(r"[,|]", depends)}
@@ -394,6 +397,7 @@ def machine(tmp_path: Path) -> Iterator[Callable[[Path], Machine]]:
         made.close()
 
 
+@pytest.mark.long
 def test_an_upgrade_keeps_the_cache_and_only_a_purge_takes_it(
     machine: Callable[[Path], Machine], packages: tuple[Path, Path]
 ) -> None:

@@ -127,14 +127,13 @@ def test_a_prompt_gets_what_is_there_and_puts_the_rest() -> None:
 
 def test_long_prompts_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "BUFFER_BYTES", 4 * BLOCK)
-    monkeypatch.setattr(replay, "LOOKUP_KEYS", 3)
     store = Store()
     player = engine(store)
     player.prompt(KEYS)
     assert store.parents == [None, KEYS[3], KEYS[7]]
     assert player.prompt(KEYS).served == 10
     assert store.acquired == [4, 4, 2]
-    assert [len(keys) for keys in store.asked] == [3, 3, 3, 3, 1]
+    assert [len(keys) for keys in store.asked] == [10, 10]
 
 
 def test_a_store_that_lies_is_caught() -> None:

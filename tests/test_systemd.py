@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import config
+from tests.programs import need
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,11 +21,6 @@ UNITS = (
     *("kvstore@.service", "kvstore@.socket", "kvstore-admin@.service"),
 )
 PRESERVE = ("kvstore.service.d/preserve.conf", "kvstore@.service.d/preserve.conf")
-
-
-def need(tool: str) -> None:
-    if shutil.which(tool) is None:
-        pytest.skip(f"{tool} is not installed")
 
 
 def make(target: str, dest: Path, prefix: Path | str, **variables: object) -> None:
@@ -42,7 +37,6 @@ def files(folder: Path) -> set[str]:
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """The folder of units. Its prefix is real, so that the executable that they name can be there."""
-    need("make")
     prefix = tmp_path / "usr"
     make("install", Path("/"), prefix, SYSTEMD_VERSION=252, SYSCONFDIR=tmp_path / "etc")
     command = prefix / "lib" / "kvstore" / "bin" / "kvstore"
@@ -60,7 +54,6 @@ def analyze(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_everything_is_below_destdir_and_names_what_will_be_there(tmp_path: Path) -> None:
-    need("make")
     make("install", tmp_path, "/opt/kv", SYSTEMD_VERSION=254)
     units = {f"opt/kv/lib/systemd/system/{name}" for name in (*UNITS, *PRESERVE)}
     others = {"opt/kv/lib/sysusers.d/kvstore.conf", "opt/kv/lib/tmpfiles.d/kvstore.conf"}
@@ -76,7 +69,6 @@ def test_everything_is_below_destdir_and_names_what_will_be_there(tmp_path: Path
 
 
 def test_a_configuration_that_is_there_stays(tmp_path: Path) -> None:
-    need("make")
     mine = tmp_path / "etc" / "kvstore" / "kvstore.toml"
     mine.parent.mkdir(parents=True)
     mine.write_text("# mine\n")
@@ -86,14 +78,12 @@ def test_a_configuration_that_is_there_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("version", "there"), [(253, False), (254, True), (258, True), ("", False)])
 def test_descriptors_are_preserved_where_systemd_can(tmp_path: Path, version: object, there: bool) -> None:
-    need("make")
     make("install", tmp_path, "/usr", SYSTEMD_VERSION=version)
     for name in PRESERVE:
         assert (tmp_path / "usr/lib/systemd/system" / name).exists() == there
 
 
 def test_the_configuration_fits_the_units(tmp_path: Path) -> None:
-    need("make")
     make("install", tmp_path, "/usr")
     text = (tmp_path / "usr/lib/systemd/system/kvstore.service").read_text()
     listens = (tmp_path / "usr/lib/systemd/system/kvstore.socket").read_text()
@@ -157,7 +147,6 @@ def test_every_restriction_has_its_reason(unit: str) -> None:
 
 
 def test_user_and_folders_are_made(tmp_path: Path) -> None:
-    need("make")
     need("systemd-sysusers")
     need("systemd-tmpfiles")
     make("install", tmp_path, "/usr")

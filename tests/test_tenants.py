@@ -426,13 +426,12 @@ def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
     ):
         layouts = [new_layout() for _ in range(4)]
         for layout in layouts[:3]:
-            one.namespace(layout).lookup([b"k"])
+            one.namespace(layout).put([b"k"], payloads([b"k"]))
         with pytest.raises(DeniedError, match=r"3 namespaces .*limits\.namespaces_per_tenant"):
             one.namespace(layouts[3]).lookup([b"k"])
-        assert one.namespace(layouts[2]).lookup([b"k"]) == 0
+        assert one.namespace(layouts[2]).lookup([b"k"]) == 1
         assert two.namespace(layouts[3]).publish(["one"])
-        with pytest.raises(DeniedError, match="3 namespaces are open on this connection"):
-            one.namespace(layouts[3], owner="two").lookup([b"k"])
+        assert one.namespace(layouts[3], owner="two").lookup([b"k"]) == 0
         with client_of(served, "a") as fresh:
             assert fresh.namespace(layouts[3], owner="two").lookup([b"k"]) == 0
 

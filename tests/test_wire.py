@@ -236,7 +236,7 @@ def test_columns_of_a_commit_have_one_length() -> None:
 
 
 def test_whole_numbers_do_for_seconds() -> None:
-    assert m.decode(raw(tag(m.Acquire), 1, 1, 1, b"a", 2, 0, "", 0)).timeout_s == 2
+    assert m.decode(raw(tag(m.Acquire), 1, 1, 1, b"a", 2, 0, "", 0, 0, 0)).timeout_s == 2
 
 
 def test_what_cannot_be_sent_is_our_own_fault() -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import MisuseError
 from kvstore_transformers.tails import eos_ids
+
+_SERVED_ROPES = {"default", "linear", "llama3", "proportional", "yarn"}
+"""Rotary embeddings in which a token's key depends on its position alone."""
+
+_SHARDED = {"_tp_size": "tensor parallelism", "_fsdp_size": "FSDP", "_device_mesh": "a device mesh"}
+"""Marks that transformers leaves on a model of which a process has a part."""
 
 _INSTEAD = "call model.generate for it"
 
@@ -43,21 +51,41 @@ def check_model(model: Any, revision: str | None) -> None:
         raise MisuseError(f"{name} is an encoder-decoder", "only decoders can be served")
     if config.get_text_config(decoder=True) is not config:
         raise MisuseError(f"{name} takes more than text", "pass its language model alone")
+    check_not_sharded(model)
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        raise MisuseError(f"{name} has bidirectional attention", "a prefix's keys depend on what follows")
     takes = inspect.signature(model.forward).parameters
     for argument in ("past_key_values", "attention_mask", "position_ids"):
         if argument not in takes:
             raise MisuseError(f"{name} takes no {argument}", "only models with a DynamicCache can be served")
     check_layers(DynamicCache(config=config))
-    for rope in _rope_types(getattr(config, "rope_parameters", None)):
-        if rope in ("dynamic", "longrope"):
+    for rope in sorted(_all_rope_types(model)):
+        if rope not in _SERVED_ROPES:
             raise MisuseError(
                 f"{name} has {rope} position embeddings",
-                "its keys depend on what follows: no prefix can be kept",
+                f"keys may depend on the sequence's length: served are {', '.join(sorted(_SERVED_ROPES))}",
             )
     if getattr(model, "is_quantized", False) and revision is None:
         raise MisuseError(
             f"the weights of {name} are quantized", "not all of them can be read: name them with revision="
         )
+
+
+def check_not_sharded(model: Any) -> None:
+    """Refuses a model of which each rank of a process group has a part: ranks' blocks would have one name."""
+    hint = "load it whole in each process, or on several GPUs of one process with device_map"
+    for attribute, how in _SHARDED.items():
+        if getattr(model, attribute, None) not in (None, 0, 1):
+            raise MisuseError(f"{type(model).__name__} is sharded over ranks by {how}", hint)
+    for path, module in model.named_modules():
+        wrapped = "FullyShardedDataParallel" in {base.__name__ for base in type(module).__mro__}
+        if wrapped or getattr(module, "_is_fsdp_managed_module", False):
+            raise MisuseError(f"{path or type(model).__name__} is sharded over ranks by FSDP", hint)
+    for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if isinstance(weight, DTensor):
+            raise MisuseError(f"weight {name} is a DTensor on {weight.device_mesh}", hint)
+        if hasattr(weight, "ds_id"):
+            raise MisuseError(f"weight {name} is sharded over ranks by DeepSpeed", hint)
 
 
 def check_layers(past: Any) -> None:
@@ -71,17 +99,18 @@ def check_layers(past: Any) -> None:
             )
 
 
-def check_call(model: Any, home: tuple[Any, Any]) -> None:
-    """Refuses a model that is not as it was when its PrefixCache was made, on device and in dtype `home`."""
+def check_call(model: Any, settings: dict[str, str], then: dict[str, str]) -> None:
+    """Refuses a model whose `settings` are not those from `then`, when its PrefixCache was made."""
     if model.training:
         raise MisuseError(
             f"{type(model).__name__} is in training mode", "dropout changes keys and values: model.eval()"
         )
-    if (model.device, model.dtype) != home:
-        raise MisuseError(
-            f"{type(model).__name__} went from {home} to {(model.device, model.dtype)}",
-            "make a new PrefixCache after moving or converting a model",
-        )
+    for name, value in settings.items():
+        if value != then[name]:
+            raise MisuseError(
+                f"{name} of {type(model).__name__} went from {then[name]} to {value}",
+                "make a new PrefixCache after changing a model or torch's settings",
+            )
 
 
 def check_settings(model: Any, options: dict[str, Any]) -> Any:
@@ -134,6 +163,17 @@ def check_pads(input_ids: Any, attention_mask: Any, settings: Any = None) -> lis
     if bool((pads == input_ids.shape[1]).any()):
         raise MisuseError("attention_mask has a row without tokens", "leave the row out")
     return [int(pad) for pad in pads]
+
+
+def _all_rope_types(model: Any) -> set[str]:
+    """What the configuration says, and what its modules do."""
+    config, found = model.config, set()
+    for parameters in ("rope_parameters", "rope_scaling"):
+        found |= _rope_types(getattr(config, parameters, None))
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        found |= {kind} if isinstance(kind, str) else set(kind.values()) if isinstance(kind, dict) else set()
+    return found
 
 
 def _rope_types(parameters: Any) -> set[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import platform
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import transformers
 from blake3 import blake3
 
 from kvstore import Layout
@@ -16,19 +19,67 @@ from kvstore_transformers.blocks import BlockShape
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Fields of a configuration that differ between copies of one model."""
 
+_SWITCHES: dict[str, Callable[[], Any]] = {
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.backends.fp32_precision": lambda: torch.backends.fp32_precision,
+    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
+    "torch.backends.mkldnn.fp32_precision": lambda: torch.backends.mkldnn.fp32_precision,
+    "torch.backends.mkldnn.matmul.fp32_precision": lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    "torch.backends.cuda.matmul.fp32_precision": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": lambda: (
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": lambda: (
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "torch.backends.cudnn.fp32_precision": lambda: torch.backends.cudnn.fp32_precision,
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+}
+"""Settings of torch that choose kernels or their precision."""
+
 
 def layout_of(model: Any, shape: BlockShape, revision: str | None) -> Layout:
     """The namespace of a model's blocks. `revision` stands for the weights; None: they are read."""
     weights = weights_digest(model) if revision is None else revision
+    said = [settings_of(model), _kinds(model), _rotations(model), _tensors(_not_weights(model))]
+    settings = blake3(json.dumps(said).encode()).hexdigest(16)
+    # Kernels decide the last bits, and with them whether a hit changes an answer.
+    runs_on = f"{model.config._attn_implementation} on {model.device.type}"
     return Layout(
         model=model.config._name_or_path or type(model).__name__,
         revision=f"{weights} config {config_digest(model.config)}",
         dtype=str(shape.dtype).removeprefix("torch."),
         block_tokens=shape.block_tokens,
         block_bytes=shape.block_bytes,
-        # Kernels decide the last bits, and with them whether a hit changes an answer.
-        kv_layout=f"layer, kv, head, token, dim; {model.config._attn_implementation} on {model.device.type}",
+        kv_layout=f"layer, kv, head, token, dim; {runs_on}; settings {settings}",
     )
+
+
+def settings_of(model: Any) -> dict[str, str]:
+    """By name, all but the weights from which keys and values can depend: how the model is configured, what
+    it runs on, versions, torch's switches, and the state of its adapters. Cheap: each call looks at it."""
+    kind = model.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off"
+    settings = {
+        "class": type(model).__qualname__,
+        "configuration": config_digest(model.config),
+        "attention implementation": model.config._attn_implementation,
+        "experts implementation": getattr(model.config, "_experts_implementation", None),
+        "dtype": model.dtype,
+        "device": kind,
+        "processor": _processor(model.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "autocast": autocast,
+        "adapters": _adapters(model),
+    }
+    return {name: str(value) for name, value in settings.items()} | {
+        name: _read(switch) for name, switch in _SWITCHES.items()
+    }
 
 
 def weights_digest(model: Any) -> str:
@@ -36,17 +87,77 @@ def weights_digest(model: Any) -> str:
 
     Raises MisuseError for a weight that is not in memory.
     """
-    digest = blake3(max_threads=blake3.AUTO)
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise MisuseError(f"weight {name} is not in memory", "name the weights yourself with revision=")
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(raw.numpy())
-    return f"blake3:{digest.hexdigest()}"
+    return f"blake3:{_tensors(itertools.chain(model.named_parameters(), model.named_buffers()))}"
 
 
 def config_digest(config: Any) -> str:
     """blake3 of what a configuration says, wherever it was loaded from."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _SAYS_NOTHING}
     return blake3(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _tensors(named: Iterable[tuple[str, Any]]) -> str:
+    digest = blake3(max_threads=blake3.AUTO)
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise MisuseError(f"weight {name} is not in memory", "name the weights yourself with revision=")
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy())
+    hexadecimal: str = digest.hexdigest()
+    return hexadecimal
+
+
+def _kinds(model: Any) -> list[str]:
+    """Name, dtype and shape of every weight, which a named revision does not say: one may be quantized."""
+    return [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_parameters()]
+
+
+def _not_weights(model: Any) -> Iterable[tuple[str, Any]]:
+    """What a revision of the weights does not say: buffers, among them rotary frequencies, and adapters."""
+    yield from ((name, tensor) for name, tensor in model.named_buffers() if not tensor.is_meta)
+    for path, module in _tuned(model):
+        for name, tensor in module.named_parameters():
+            if "base_layer" not in name.split("."):
+                yield f"{path}.{name}", tensor
+
+
+def _rotations(model: Any) -> list[str]:
+    """What modules with rotary frequencies know besides them."""
+    return [
+        f"{path} {getattr(module, 'rope_type', '')} {getattr(module, 'attention_scaling', '')}"
+        for path, module in model.named_modules()
+        if hasattr(module, "inv_freq")
+    ]
+
+
+def _tuned(model: Any) -> list[tuple[str, Any]]:
+    """Modules that PEFT put in place of others."""
+    return [
+        (path, module) for path, module in model.named_modules() if hasattr(module, "adapter_layer_names")
+    ]
+
+
+def _adapters(model: Any) -> str:
+    """Which adapters change what the model computes: active, merged, and by how much. Empty without any."""
+    parts = [
+        f"{path} {module.active_adapters} {module.disable_adapters} {module.merged_adapters}"
+        f" {getattr(module, 'scaling', '')}"
+        for path, module in _tuned(model)
+    ]
+    return blake3("\n".join(parts).encode()).hexdigest(16) if parts else ""
+
+
+def _processor(device: Any) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} {major}.{minor} CUDA {torch.version.cuda}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _read(switch: Callable[[], Any]) -> str:
+    try:
+        return str(switch())
+    except (AttributeError, RuntimeError):
+        # Not in this version of torch, or set through both of its interfaces.
+        return "unknown"

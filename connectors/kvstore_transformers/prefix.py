@@ -23,8 +23,9 @@ from transformers import DynamicCache
 from kvstore import Client, Guard, Key, chain_keys
 from kvstore_transformers.blocks import BlockShape, Columns
 from kvstore_transformers.checks import check_call, check_layers, check_model, check_pads, check_settings
-from kvstore_transformers.identity import layout_of
+from kvstore_transformers.identity import layout_of, settings_of
 from kvstore_transformers.tails import row_ends
+from kvstore_transformers.trial import try_prefix
 
 _logger = logging.getLogger(__name__)
 
@@ -56,10 +57,12 @@ class Figures:
 class PrefixCache:
     """Stored prefixes for one model, one call at a time; `last` has the figures of the latest call.
 
-    Construction runs the model on one token, to see what its cache looks like, and reads every weight once
-    for a digest: models with other weights share nothing. `revision` names the weights instead, for whoever
-    knows better. Weights that change later, by training or by another PEFT adapter, need a new PrefixCache,
-    or a `salt` for each adapter. Blocks of `block_tokens` tokens; prompts under other salts share nothing.
+    Construction runs the model on a few tokens, to see what its cache looks like and that a prefix of it is
+    enough to go on, and reads every weight once for a digest: models with other weights share nothing.
+    `revision` names the weights instead, for whoever knows better. The namespace also names configuration,
+    adapters, versions, processor and torch's settings; a call after any of these has changed is refused.
+    Weights that change later, by training for instance, need a new PrefixCache. Blocks of `block_tokens`
+    tokens; prompts under other salts share nothing.
 
     Raises MisuseError for models and calls that it can't serve. Failures of the store are misses: they are
     counted in `failures` by what failed, and in `Figures.denied_blocks`. A call spends at most one of the
@@ -81,9 +84,10 @@ class PrefixCache:
         self._deadline_s = client.deadline_s
         self._ends_s = 0.0
         self._shape = BlockShape(model, block_tokens)
+        try_prefix(model)
         self._ns = client.namespace(layout_of(model, self._shape, revision))
         self._guard = Guard(_logger)
-        self._home = (model.device, model.dtype)
+        self._settings = settings_of(model)
 
     @property
     def failures(self) -> Counter[str]:
@@ -130,7 +134,7 @@ class PrefixCache:
         self._save(past, sequences.tolist(), pads, [sequences.shape[1]] * len(pads))
 
     def _check_model_is_as_it_was(self) -> None:
-        check_call(self._model, self._home)
+        check_call(self._model, settings_of(self._model), self._settings)
 
     # -- restore
 
@@ -150,10 +154,9 @@ class PrefixCache:
         """How many leading columns are padding or stored in every row, in whole groups, and not all."""
         known = width - _GROUP
         for chain, pad in zip(keys, pads, strict=True):
-            if known < _GROUP:
-                return 0
-            known = min(known, pad + self._shape.block_tokens * self._ns.lookup(chain, self._left_s()))
-        return known // _GROUP * _GROUP
+            stored = self._ns.lookup(chain, self._left_s(), prompt=len(chain))
+            known = min(known, pad + self._shape.block_tokens * stored)
+        return max(0, known) // _GROUP * _GROUP
 
     def _fetch(self, keys: list[list[Key]], pads: list[int], width: int) -> Columns:
         """The first `width` columns, or as many of them as arrive for every row."""
@@ -170,7 +173,7 @@ class PrefixCache:
         blocks = np.empty((min(step, len(keys)), self._shape.block_bytes), np.uint8)
         for at in range(0, len(keys), step):
             piece = keys[at : at + step]
-            n = self._ns.get(piece, blocks[: len(piece)], deadline_s=self._left_s())
+            n = self._ns.get(piece, blocks[: len(piece)], deadline_s=self._left_s(), prompt=0)
             columns.fill(row, pad + at * self._shape.block_tokens, blocks[:n])
             if n < len(piece):
                 return at + n
@@ -189,7 +192,7 @@ class PrefixCache:
 
     def _save_row(self, past: DynamicCache, row: int, pad: int, tokens: list[int]) -> None:
         keys, size = self._keys(tokens), self._shape.block_tokens
-        at = 0 if self.last.denied_blocks else self._ns.lookup(keys, self._left_s())
+        at = 0 if self.last.denied_blocks else self._ns.lookup(keys, self._left_s(), prompt=0)
         self.last.present_blocks += at
         while at < len(keys) and not self.last.denied_blocks:
             piece = keys[at : at + self._piece_blocks()]

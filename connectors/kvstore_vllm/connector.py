@@ -11,21 +11,24 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstore import Client, Guard, Layout
+from kvstore.errors import ConfigError
 from kvstore_vllm import identity
-from kvstore_vllm.messages import Figures, Handshake, Step
+from kvstore_vllm.messages import Figures, Handshake, Progress, Step
 from kvstore_vllm.pages import pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
-from kvstore_vllm.settings import Settings, check_engine
-from kvstore_vllm.worker import WorkerHalf
+from kvstore_vllm.settings import Settings, check_engine, check_model, why_off
+from kvstore_vllm.worker import NULL_BLOCK, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,9 +49,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config, settings)
+        self._off = why_off(vllm_config, settings)
         self._asynchronous = settings.load == "async"
+        self._may_sleep = vllm_config.model_config.enable_sleep_mode
         self._guard = Guard(logger)
         self._failures_told = 0
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
@@ -66,9 +71,18 @@ class KVStoreConnector(KVConnectorBase_V1):
                 self._asynchronous,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
+                whole_inputs=vllm_config.model_config.is_mm_prefix_lm,
             )
+            if reason := settings.without_prefix_caching:
+                logger.warning("serves although prefix caching may be off: %s", reason)
         else:
             self._revision = identity.weights_revision(vllm_config, settings.weights_revision)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: any layout is served. ConfigError for models that are not, before vLLM lays out their KV."""
+        check_model(vllm_config.model_config)
+        return None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -82,13 +96,17 @@ class KVStoreConnector(KVConnectorBase_V1):
     ) -> None:
         """The workers tell what their blocks look like, once, before the first request."""
         with self._guard("handshake"):
-            self._half().meet(
-                [each.layout for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]
-            )
+            told = [each for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]
+            if off := next((each.off for each in told if each.off), self._off):
+                logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
+            else:
+                self._half().meet([each.layout for each in told])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """See the base class."""
+        """See the base class. ConfigError if vLLM has another null block than workers know."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        if (null := kv_cache_manager.block_pool.null_block.block_id) != NULL_BLOCK:
+            raise ConfigError(f"vLLM's null block is {null}, not {NULL_BLOCK}", "use vLLM 0.32")
         self._half().kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(
@@ -127,8 +145,16 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Makes all that was stored a miss for this engine, as an update of its weights in place must."""
         with self._guard("reset_cache"):
             self._half().forget()
+            # vLLM may unmap its memory before the next step, which would tell workers elsewhere.
+            beside = get_kv_transfer_group() if has_kv_transfer_group() else None
+            if isinstance(beside, KVStoreConnector) and beside._worker:
+                beside._worker.stop()
             return True
         return False
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps an engine that may unmap its memory from falling asleep while blocks are moved."""
+        return self._may_sleep and self._half().moving()
 
     # -- beside the model
 
@@ -144,24 +170,31 @@ class KVStoreConnector(KVConnectorBase_V1):
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
             block_tokens=self._block_tokens * self._per_key,
             shard=f"tp {tp.rank_in_group}/{tp.world_size}, pp {pp.rank_in_group}/{pp.world_size}",
-            kv_layout=identity.kv_layout(config, kv_caches),
+            kv_layout=identity.kv_layout(
+                config, self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, kv_caches
+            ),
         )
-        self._worker = WorkerHalf(self._client, self._guard, pages, layout, self._asynchronous)
+        # Layers may have turned it off while they were made, and tell this process alone.
+        self._off = why_off(config, self._settings)
+        self._worker = WorkerHalf(
+            self._client, self._guard, pages, layout, self._asynchronous, self._kv_cache_config.num_blocks
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this worker's blocks look like."""
-        return Handshake(self._worker.layout) if self._worker else None
+        return Handshake(self._worker.layout, self._off) if self._worker else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before anything of the step is written."""
-        if self._worker and isinstance(kv_connector_metadata, Step):
-            self._worker.revoke(kv_connector_metadata.revoked)
+        with self._guard("handle_preemptions"):
+            if self._worker and isinstance(kv_connector_metadata, Step):
+                self._worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts the step's loads; returns when they are over if they are synchronous."""
         with self._guard("start_load_kv"):
             if self._worker:
-                self._worker.load(self._orders(), idle=forward_context.attn_metadata is None)
+                self._worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: synchronous loads are over before the first layer."""
@@ -185,6 +218,10 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Engine blocks that have to be computed after all."""
         return self._worker.bad_blocks() if self._worker else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """How far transfers are, where the scheduler waits for them."""
+        return Progress(self._worker.moved()) if self._worker and self._may_sleep else None
 
     # -- in both
 

@@ -5,6 +5,7 @@ Where in doubt a difference counts: a namespace too many is a miss, one too few 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import vllm
 from blake3 import blake3
+from vllm import envs
+from vllm.config.utils import get_hash_factors, hash_factors, normalize_value
 
 from kvstore import Layout
 from kvstore.errors import ConfigError
@@ -57,24 +60,109 @@ def files_revision(path: Path) -> str:
     return f"files:{digest.hexdigest(16)}"
 
 
-def kv_layout(config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
-    """What else decides the bytes: the model's configuration as it is run, engine and version, attention
-    backend, each layer's shape and strides and, on a CPU, the instruction set, since its kernels pack keys
-    and values as that likes them.
+def kv_layout(config: Any, spec: Any, kv_caches: dict[str, torch.Tensor]) -> str:
+    """What else decides the bytes: the engine's configuration as it runs (see `configured`), the kind and
+    options of its KV cache, engine and version, attention backend, each layer's shape, strides and scales
+    and, on a CPU, the instruction set, since its kernels pack keys and values as that likes them.
     """
-    model = config.model_config
     layers = config.compilation_config.static_forward_context
-    kernels = set()
-    for name in kv_caches:
-        backend = getattr(layers.get(name), "attn_backend", None)
-        isa = getattr(layers.get(name), "isa", "")
-        kernels.add(f"{backend.get_name() if backend else 'unknown'} {isa}".strip())
+    kernels, scales = set(), []
+    for name in sorted(kv_caches):
+        layer = layers.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        kernels.add(f"{backend.get_name() if backend else 'unknown'} {getattr(layer, 'isa', '')}".strip())
+        scales.append([getattr(layer, f"_{which}_scale_float", None) for which in "qkv"])
     shapes = [(name, str(t.dtype), t.shape[1:], t.stride()[1:]) for name, t in sorted(kv_caches.items())]
-    settings = sorted(model.hf_config.to_dict().items(), key=lambda item: item[0])
-    algorithm = config.cache_config.prefix_caching_hash_algo
-    digest = blake3(repr((settings, str(model.quantization), algorithm, shapes)).encode()).hexdigest(16)
+    facts = (configured(config), environment(), repr(spec), shapes, scales)
+    digest = blake3(repr(facts).encode()).hexdigest(16)
     if next(iter(kv_caches.values())).device.type == "cuda":
         machine = f"compute capability {torch.cuda.get_device_capability()}"
     else:
         machine = torch.backends.cpu.get_cpu_capability()
-    return f"vllm {vllm.__version__}; {', '.join(sorted(kernels))}; {machine}; {digest}"
+    kind = type(spec).__name__
+    return f"vllm {vllm.__version__}; {kind}; {', '.join(sorted(kernels))}; {machine}; {digest}"
+
+
+_LEFT_OUT = {
+    # Which steps run together changes no more than the rounding that each step's batch has anyway.
+    "compilation_config": {
+        "cudagraph_capture_sizes", "max_cudagraph_capture_size", "compile_ranges_endpoints", "compile_sizes",
+        "decoder_replay_cudagraph_capture_sizes",
+        # Where compiled code lies, and what was counted while it was made.
+        "debug_dump_path", "cache_dir", "local_cache_dir", "traced_files", "compilation_time",
+        "encoder_compilation_time", "enabled_custom_ops", "disabled_custom_ops", "static_forward_context",
+        "static_all_moe_layers",
+        # Named by their own digests.
+        "pass_config", "dynamic_shapes_config",
+    },
+    # How much of its inputs an engine keeps, and how they come to it.
+    "multimodal_config": {
+        "limit_per_prompt", "mm_processor_cache_gb", "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb", "skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb",
+    },
+}  # fmt: skip
+
+
+def configured(config: Any) -> list[object]:
+    """Digests of all parts of an engine's configuration on which its KV may depend, the same ones in each
+    process of each engine that is configured alike.
+
+    Left out are what vLLM's own digests leave out (memory, ports, ranks, paths), the scheduler's limits,
+    n-gram drafting and offloading: they decide when and where a token is computed, not what. ConfigError
+    where vLLM cannot digest an option.
+    """
+    model = config.model_config
+    try:
+        facts = [
+            (name, part.compute_hash() if (part := getattr(config, name, None)) else None)
+            for name in (
+                "model_config", "cache_config", "parallel_config", "attention_config", "kernel_config",
+                "lora_config", "engram_config",
+            )
+        ]  # fmt: skip
+        for name, part in (
+            ("compilation_config", config.compilation_config),
+            ("multimodal_config", model.multimodal_config),
+        ):
+            facts.append((name, hash_factors(get_hash_factors(part, _LEFT_OUT[name])) if part else None))
+        compiled = config.compilation_config
+        facts.append(("pass_config", compiled.pass_config.compute_hash()))
+        facts.append(("dynamic_shapes_config", compiled.dynamic_shapes_config.compute_hash()))
+        more = config.additional_config
+        facts.append(
+            ("additional_config", normalize_value(more) if isinstance(more, dict) else more.compute_hash())
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"vLLM cannot digest its configuration, so nothing tells whose KV this engine's is: {error}",
+            "leave out the option that it names",
+        ) from error
+    quantization = f"{model.quantization} {type(config.quant_config).__qualname__}"
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    return [*facts, str(model.dtype), model.max_model_len, quantization, algorithm]
+
+
+_PLACES = {
+    # Environment variables in which engines that are configured alike differ: addresses, ranks, cores.
+    "MOONCAKE_PREFERRED_SEGMENT", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_CPU_NUM_OF_RESERVED_CPU",
+    "VLLM_CPU_OMP_THREADS_BIND", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_EC_SIDE_CHANNEL_HOST",
+    "VLLM_EC_SIDE_CHANNEL_PORT", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_GPU_NIC_PCIE_MAPPING",
+    "VLLM_LOOPBACK_IP", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_NIC_SELECTION_VARS",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_P2P_SIDE_CHANNEL_HOST", "VLLM_P2P_SIDE_CHANNEL_PORT",
+    "VLLM_PROCESS_NAME_PREFIX", "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_DP_PLACEMENT_NODE_IPS",
+    "VLLM_SYSTEM_START_DATE", "VLLM_USAGE_SOURCE",
+}  # fmt: skip
+_KERNELS = ("ONEDNN_", "DNNL_", "MKL_", "CUBLAS_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TRITON_F32_")
+"""How variables of libraries start that choose kernels or their precision, and that vLLM does not know."""
+
+
+def environment() -> list[tuple[str, object]]:
+    """The environment variables that may choose kernels: vLLM's own, but for `_PLACES`, and libraries'."""
+    known = [(name, value) for name, value in envs.compile_factors().items() if name not in _PLACES]
+    others = [
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_KERNELS) and not name.endswith(("_NUM_THREADS", "_VERBOSE"))
+    ]
+    precision = [("torch", torch.__version__), ("float32", torch.get_float32_matmul_precision())]
+    return sorted(known) + sorted(others) + precision

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
@@ -48,10 +49,15 @@ class Step(KVConnectorMetadata):
     """One step's orders. `epoch` names the weights since the last reset, empty before the first.
 
     `held` requests have finished and keep their engine blocks until all their saves are over. Engine blocks
-    of `revoked` ones may be overwritten from this step on: their saves must not read them any more.
+    of `revoked` ones may be overwritten from this step on: their saves must not read them any more. So must
+    none of the engine blocks `given`, which a request got for this step. `number` counts the steps that had
+    loads or saves; `idle`: the step computes nothing.
     """
 
     epoch: str = ""
+    number: int = 0
+    idle: bool = False
+    given: list[int] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
@@ -60,9 +66,22 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker's stored blocks look like: known once its KV memory is."""
+    """What a worker's stored blocks look like: known once its KV memory is. `off`: why nothing is served."""
 
     layout: Layout
+    off: str = ""
+
+
+@dataclass
+class Progress(KVConnectorWorkerMetadata):
+    """All transfers of the steps up to this number are over."""
+
+    number: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
+        """That of the slower worker."""
+        assert isinstance(other, Progress)
+        return Progress(min(self.number, other.number))
 
 
 @dataclass

@@ -11,14 +11,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
 from kvstore import Client, Guard, Layout
-from kvstore_vllm.identity import files_revision, in_epoch
-from kvstore_vllm.messages import Load, Save, Step
+from kvstore_vllm.adapters import Adapters
+from kvstore_vllm.identity import in_epoch
+from kvstore_vllm.messages import Load, Progress, Save, Step
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -37,19 +35,24 @@ class Tracked:
 
     `block_ids`: those that it had then. `hit_tokens`: computed before its first step (None: no step yet).
     `stored`: leading blocks that are stored, or that were handed to the workers (_NEVER: none may be any
-    more). `loading`: the engine blocks of its load.
+    more). `loading`: the engine blocks of its load. `salt`: what its keys end with.
     """
 
     request: Request
     block_ids: list[int]
     stored: int
     loading: list[int]
+    salt: bytes = b""
     hit_tokens: int | None = None
     saving: bool = False
 
 
 class SchedulerHalf:
-    """Called by the scheduler between steps. `blocks_per_key` engine blocks make a stored block."""
+    """Called by the scheduler between steps. `blocks_per_key` engine blocks make a stored block.
+
+    `whole_inputs`: images and the like attend to themselves in both directions, so a prompt with some must
+    be computed as a whole.
+    """
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class SchedulerHalf:
         asynchronous: bool,
         loads: bool,
         saves: bool,
+        whole_inputs: bool = False,
     ) -> None:
         self._client = client
         self._guard = guard
@@ -68,13 +72,16 @@ class SchedulerHalf:
         self._asynchronous = asynchronous
         self._may_load = loads
         self._may_save = saves
+        self._whole_inputs = whole_inputs
         self._layouts: list[Layout] = []
         self._namespaces: list[Any] = []
         self._tracked: dict[str, Tracked] = {}
-        self._matched: dict[str, tuple[int, int]] = {}
+        self._matched: dict[str, tuple[int, int, bytes]] = {}
         self._tried: dict[str, int] = {}
-        self._adapters: dict[tuple[str, str], bytes] = {}
+        self._adapters = Adapters()
         self._next = Step()
+        self._number = 0
+        self._moved = 0
         self.kv_cache_manager: Any = None
 
     # -- before a request has engine blocks
@@ -86,8 +93,13 @@ class SchedulerHalf:
 
     def matched(self, request: Request, computed_tokens: int) -> int:
         """How many tokens behind the first `computed_tokens` can be loaded; one at least is left."""
-        stored = self._look_up(self._keys(request))
-        self._matched[request.request_id] = (stored, computed_tokens)
+        salt = self._salt(request)
+        # vLLM says of some requests that they must be computed from their first token on.
+        asked = salt is not None and not request.skip_reading_prefix_cache
+        keys = self._keys(request, salt or b"") if asked else []
+        # Polls, and admissions after a preemption, ask for the same prompt.
+        stored = self._look_up(keys, 0 if request.request_id in self._matched else len(keys))
+        self._matched[request.request_id] = (stored, computed_tokens, salt or b"")
         # One try an admission: whoever loads again what failed would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
@@ -111,13 +123,13 @@ class SchedulerHalf:
 
     def _track(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         request_id = request.request_id
-        stored, computed_tokens = self._matched.get(request_id, (0, 0))
+        stored, computed_tokens, salt = self._matched.get(request_id, (0, 0, b""))
         first = computed_tokens // self._block_tokens
         loading = block_ids[first : first + external_tokens // self._block_tokens]
-        self._tracked[request_id] = Tracked(request, block_ids, stored, loading)
+        self._tracked[request_id] = Tracked(request, block_ids, stored, loading, salt)
         if loading:
             start, stop = first // self._per_key, -(-(first + len(loading)) // self._per_key)
-            keys = self._keys(request)[start:stop]
+            keys = self._keys(request, salt)[start:stop]
             self._next.loads.append(Load(request_id, keys, loading, first - start * self._per_key))
 
     # -- every step
@@ -126,6 +138,9 @@ class SchedulerHalf:
         """The orders of the step that was just scheduled."""
         orders, self._next = self._next, Step(self._next.epoch)
         orders.revoked += output.preempted_req_ids or ()
+        orders.idle = not output.num_scheduled_tokens
+        orders.given = [block_id for load in orders.loads for block_id in load.block_ids]
+        orders.given += self._given(output)
         with self._guard("save"):
             for request_id in orders.revoked:
                 tracked = self._tracked.get(request_id)
@@ -140,7 +155,10 @@ class SchedulerHalf:
                     tracked.hit_tokens = tracked.request.num_computed_tokens
                 elif (stop := self._confirmed_blocks(tracked)) > tracked.stored:
                     [block_ids] = output.kv_connector_block_state.resolve_block_ids(request_id)
-                    orders.saves.append(self._save(tracked, stop, block_ids))
+                    self._save(orders, tracked, stop, block_ids)
+        if orders.loads or orders.saves:
+            self._number += 1
+        orders.number = self._number
         return orders
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> bool:
@@ -152,7 +170,7 @@ class SchedulerHalf:
         if tracked is None or tracked.hit_tokens is None:
             return False
         if (stop := self._confirmed_blocks(tracked)) > tracked.stored:
-            self._next.saves.append(self._save(tracked, stop, block_ids))
+            self._save(self._next, tracked, stop, block_ids)
         if tracked.saving:
             self._next.held.append(request_id)
         return tracked.saving
@@ -163,6 +181,8 @@ class SchedulerHalf:
 
     def hear(self, output: KVConnectorOutput) -> None:
         """What the workers report: engine blocks that could not be loaded are computed by their request."""
+        if isinstance(output.kv_connector_worker_meta, Progress):
+            self._moved = output.kv_connector_worker_meta.number
         invalid = output.invalid_block_ids
         if not invalid:
             return
@@ -174,6 +194,10 @@ class SchedulerHalf:
                 # Until it is computed again nobody else may take it for computed.
                 if not self._asynchronous and self.kv_cache_manager is not None:
                     self.kv_cache_manager.evict_blocks(set(tracked.block_ids[bad[0] :]))
+
+    def moving(self) -> bool:
+        """Whether transfers of a step may still be under way."""
+        return self._moved < self._number
 
     def forget(self) -> None:
         """From here on nothing that was stored before is found: the weights may be others now."""
@@ -190,53 +214,70 @@ class SchedulerHalf:
             self._client.namespace(in_epoch(layout, self._next.epoch)) for layout in self._layouts
         ]
 
-    def _look_up(self, keys: list[bytes]) -> int:
-        """How many leading blocks every worker can load."""
+    def _look_up(self, keys: list[bytes], prompt: int) -> int:
+        """How many leading blocks every worker can load. `prompt`: see `Namespace.lookup`."""
         if not self._namespaces:
             return 0
         count = len(keys)
         for namespace in self._namespaces:
-            count = namespace.lookup(keys[:count], LOOKUP_DEADLINE_S) if count else 0
+            # What is asked for counts in every shard's namespace, so that ratios are those of one.
+            if count or prompt:
+                count = namespace.lookup(keys[:count], LOOKUP_DEADLINE_S, prompt=prompt)
         return count
 
-    def _keys(self, request: Request) -> list[bytes]:
-        """Keys of a request's full blocks: vLLM's own hashes, which cover salt, images, an adapter's name."""
-        keys = request.block_hashes[self._per_key - 1 :: self._per_key]
-        if request.lora_request is None:
-            return list(keys)
-        adapter = self._adapter(request.lora_request)
-        return [key + adapter for key in keys]
+    def _given(self, output: SchedulerOutput) -> list[int]:
+        """Engine blocks that a request got for this step, without those that hold what it begins with."""
+        given: list[int] = []
+        for new in output.scheduled_new_reqs:
+            given += new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
+        cached = output.scheduled_cached_reqs
+        for request_id, groups, computed_tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if groups:
+                resumed = request_id in cached.resumed_req_ids
+                given += groups[0][computed_tokens // self._block_tokens if resumed else 0 :]
+        return given
 
-    def _adapter(self, lora: Any) -> bytes:
-        """16 bytes for an adapter as it was when it was first used: its name alone may name others later."""
-        known = self._adapters.get((lora.lora_name, lora.lora_path))
-        if known is None:
-            path = Path(lora.lora_path)
-            revision = files_revision(path) if path.exists() else lora.lora_path
-            known = self._adapters[lora.lora_name, lora.lora_path] = blake3(revision.encode()).digest(16)
-        return known
+    def _salt(self, request: Request) -> bytes | None:
+        """What the keys of a request end with; None if its blocks may be neither loaded nor stored."""
+        if self._whole_inputs and request.mm_features:
+            return None
+        return self._adapters.salt(request.lora_request) if request.lora_request else b""
+
+    def _keys(self, request: Request, salt: bytes = b"") -> list[bytes]:
+        """Keys of a request's full blocks: vLLM's own hashes, which cover salt, images, an adapter's name."""
+        return [key + salt for key in request.block_hashes[self._per_key - 1 :: self._per_key]]
+
+    def _saves(self) -> bool:
+        return self._may_save and bool(self._layouts)
 
     def _confirmed_blocks(self, tracked: Tracked) -> int:
         """Leading blocks whose computation has come back; 0 until the request's first own step has."""
         request = tracked.request
         confirmed: int = request.num_computed_tokens - request.num_in_flight_tokens
-        if not self._may_save or tracked.hit_tokens is None or confirmed <= tracked.hit_tokens:
+        if not self._saves() or tracked.hit_tokens is None or confirmed <= tracked.hit_tokens:
             return 0
         return min(
             confirmed // (self._block_tokens * self._per_key), len(request.block_hashes) // self._per_key
         )
 
-    def _save(self, tracked: Tracked, stop: int, block_ids: Sequence[int]) -> Save:
-        """The order to save what is not stored of the first `stop` blocks."""
-        start = tracked.stored
-        keys = self._keys(tracked.request)[:stop]
+    def _save(self, orders: Step, tracked: Tracked, stop: int, block_ids: Sequence[int]) -> None:
+        """Orders the save of what is not stored of the first `stop` blocks."""
+        request, start = tracked.request, tracked.stored
+        if self._salt(request) != tracked.salt:
+            tracked.stored = _NEVER  # its adapter's files have changed since: nothing tells with which it ran
+            return
+        keys = self._keys(request, tracked.salt)[:stop]
         tracked.stored, tracked.saving = stop, True
-        return Save(
-            tracked.request.request_id,
-            keys[start:],
-            keys[start - 1] if start else None,
-            list(block_ids[start * self._per_key : stop * self._per_key]),
-            self._tokens(tracked.request, start, stop),
+        orders.saves.append(
+            Save(
+                request.request_id,
+                keys[start:],
+                keys[start - 1] if start else None,
+                list(block_ids[start * self._per_key : stop * self._per_key]),
+                self._tokens(request, start, stop),
+            )
         )
 
     def _tokens(self, request: Request, start: int, stop: int) -> list[int] | None:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 from kvstore.errors import ConfigError
+
+SERVED_OPTIONS = {"non_causal": False, "tokens_per_state": 1}
+"""Of FullAttentionSpec, the one kind of KV cache that is served: vLLM keeps its engine blocks until their
+request ends, also where layers with a window or with chunks are kept whole beside others."""
+HINTS = {
+    "SlidingWindowSpec": "vLLM frees blocks outside a sliding window while a request runs; "
+    "only FullAttentionSpec is served: leave out the connector",
+    "MLAAttentionSpec": "latent attention is not served; "
+    "VLLM_MLA_DISABLE=1 runs the model with full attention",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`url` of the daemon (empty: KVSTORE_SOCKET, or the default path); `deadline_s` bounds every transfer;
     `load` is "async" (requests wait for their blocks while others run) or "sync" (the step waits);
-    `block_tokens` a stored block holds (0: as many as the engine's own); `weights_revision` names the weights
-    where files cannot, or across machines.
+    `block_tokens` a stored block holds (0: as many as the engine's own); `weights_revision` names the
+    weights where files cannot, or across machines; `without_prefix_caching` says why blocks may be loaded
+    although the engine has its own prefix cache off (empty: they may not).
     """
 
     url: str = ""
@@ -23,6 +37,7 @@ class Settings:
     load: str = "async"
     block_tokens: int = 0
     weights_revision: str = ""
+    without_prefix_caching: str = ""
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> Settings:
@@ -56,9 +71,26 @@ class Settings:
         return count
 
 
+def check_model(model: Any) -> None:
+    """Raises ConfigError for a model that keeps more than keys and values, or that is not to write text."""
+    if model.is_hybrid:
+        why = "layers that keep a state of the whole prompt (Mamba, linear attention, convolutions)"
+    elif model.is_encoder_decoder:
+        why = "an encoder, and attention to what it says"
+    elif model.runner_type == "pooling":
+        why = "a pooler, which may want every token of a prompt computed"
+    else:
+        return
+    raise ConfigError(
+        f"the model {model.model!r} has {why}",
+        "only models that write text, by attention alone, are served: leave out the connector",
+    )
+
+
 def check_engine(config: Any, kv_cache_config: Any, settings: Settings) -> None:
     """Raises ConfigError for an engine whose blocks we could not name, find again or restore."""
     cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
+    check_model(config.model_config)
     algorithm = cache.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         raise ConfigError(
@@ -72,17 +104,9 @@ def check_engine(config: Any, kv_cache_config: Any, settings: Settings) -> None:
             "its request",
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
         )
-    if settings.load == "sync" and config.scheduler_config.long_prefill_token_threshold > 0:
-        raise ConfigError(
-            "load is 'sync' with --long-prefill-token-threshold: while a lost block is computed again in "
-            "pieces, requests that share it would read it half done",
-            "use async loads, or no threshold",
-        )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model's KV cache has {len(groups)} groups of layers", "only one kind of attention is served"
-        )
+    if settings.load == "sync":
+        _check_sync(config)
+    _check_groups(kv_cache_config.kv_cache_groups)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
@@ -97,3 +121,51 @@ def check_engine(config: Any, kv_cache_config: Any, settings: Settings) -> None:
             f"speculative decoding by {speculative.method!r} keeps a draft's KV beside the model's",
             "only n-gram drafting is served",
         )
+
+
+def _check_sync(config: Any) -> None:
+    """Raises ConfigError where a step could read what a failed synchronous load has left."""
+    scheduler, stages = config.scheduler_config, config.parallel_config.pipeline_parallel_size
+    if scheduler.long_prefill_token_threshold > 0:
+        raise ConfigError(
+            "load is 'sync' with --long-prefill-token-threshold: while a lost block is computed again in "
+            "pieces, requests that share it would read it half done",
+            "use async loads, or no threshold",
+        )
+    if scheduler.async_scheduling or stages > 1:
+        beside = "async scheduling" if scheduler.async_scheduling else f"{stages} pipeline stages"
+        raise ConfigError(
+            f"load is 'sync' with {beside}: the next step starts on a block before its failed load is known",
+            "use async loads, or --no-async-scheduling and one pipeline stage",
+        )
+
+
+def _check_groups(groups: Sequence[Any]) -> None:
+    """Raises ConfigError for a KV cache of another kind than those that are shown to come back the same."""
+    if not groups:
+        raise ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise ConfigError(
+            f"the model's KV cache has {len(groups)} groups of layers ({kinds})",
+            "only one group of full attention is served",
+        )
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if type(spec) is not FullAttentionSpec:  # not what derives from it
+        raise ConfigError(
+            f"the model's KV cache is of kind {kind}", HINTS.get(kind, "only FullAttentionSpec is served")
+        )
+    for name, served in SERVED_OPTIONS.items():
+        if (value := getattr(spec, name, served)) != served:
+            raise ConfigError(f"the model's KV cache has {name} {value!r}", f"only {served!r} is served")
+
+
+def why_off(config: Any, settings: Settings) -> str:
+    """Why nothing may be loaded or stored, as a clause; empty if it may.
+
+    An engine whose prefix cache is off may be one that cannot begin in the middle of a prompt.
+    """
+    if config.cache_config.enable_prefix_caching or settings.without_prefix_caching:
+        return ""
+    return "the engine's prefix caching is off (by --no-enable-prefix-caching, or by vLLM for this model)"

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.admin.snapshots import Snapshots
+from kvstore.core.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import KVStoreError
 
 EVERY_S = 10.0
@@ -22,7 +23,7 @@ _UNITS = ("blocks", "tokens", "bytes")
 _CALL = "acquire"
 
 Sums = Counter[tuple[str, ...]]
-"""What is counted, by name: ("served_bytes", "dram"), ("acquire", "3"), ("decided", "evicted", "nvme")."""
+"""What is counted, by name: ("delivered_bytes", "dram"), ("acquire", "3"), ("decided", "evicted", "nvme")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,13 @@ class Hour:
         def counted(*name: str) -> list[int | None]:
             return [None if p.more is None else p.more[name] for p in points]
 
+        def ratio(what: str) -> list[float | None]:
+            return [None if p.more is None else _ratio(p.more, what) for p in points]
+
         tiers = list(dict.fromkeys(name for p in points for name in p.limit_bytes))
-        served = {tier: {unit: counted(f"served_{unit}", tier) for unit in _UNITS} for tier in tiers}
-        missed = {unit: counted(f"missed_{unit}") for unit in _UNITS}
+        # The network has hits, and no limit here.
+        found = (name for p in points for name in p.more or () if name[0] == f"{FOUND}_blocks")
+        tiers += [tier for _, tier in dict.fromkeys(found) if tier not in tiers]
         decided = sorted(
             {name for p in points for name, n in (p.more or {}).items() if name[0] == "decided" and n}
         )
@@ -117,17 +122,20 @@ class Hour:
             "every_s": EVERY_S,
             "at_s": [p.at_s for p in points],
             "seconds": [p.seconds for p in points],
-            "hit_ratio": _ratios([served[tier]["blocks"] for tier in tiers], missed["blocks"]),
+            "hit_ratio": ratio(FOUND),
+            "delivered_ratio": ratio(DELIVERED),
+            **{f"{what}_blocks": counted(f"{what}_blocks", "") for what in (REQUESTED, *REASONS)},
             "acquires": [_calls(p) for p in points],
             "acquire_p50_s": [p.p50_s for p in points],
             "acquire_p99_s": [p.p99_s for p in points],
-            **{f"missed_{unit}": missed[unit] for unit in _UNITS},
+            **{f"missed_{unit}": counted(f"{MISSED}_{unit}", "") for unit in _UNITS},
             "tiers": [
                 {
                     "name": tier,
                     "used_bytes": [p.used_bytes.get(tier) for p in points],
                     "limit_bytes": [p.limit_bytes.get(tier) for p in points],
-                    **{f"served_{unit}": served[tier][unit] for unit in _UNITS},
+                    "found_blocks": counted(f"{FOUND}_blocks", tier),
+                    **{f"served_{unit}": counted(f"{DELIVERED}_{unit}", tier) for unit in _UNITS},
                     "written_bytes": counted("written_bytes", tier),
                 }
                 for tier in tiers
@@ -168,10 +176,9 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 def _sums(figures: Mapping[str, Any]) -> Sums:
     """All that only grows, of all tenants together."""
     sums: Sums = Counter()
-    for row in figures["traffic"]:
+    for row in figures["hits"]:
         for unit in _UNITS:
-            name = (f"served_{unit}", row["tier"]) if row["tier"] else (f"missed_{unit}",)
-            sums[name] += row[unit]
+            sums[f"{row['what']}_{unit}", row["tier"]] += row[unit]
     for row in figures["calls"]:
         if row["call"] == _CALL:
             for n, count in enumerate(row["counts"]):
@@ -187,11 +194,9 @@ def _calls(point: Point) -> int | None:
     return None if point.more is None else sum(n for name, n in point.more.items() if name[0] == _CALL)
 
 
-def _ratios(served: Iterable[list[int | None]], missed: list[int | None]) -> list[float | None]:
-    """Blocks served of those asked for, point by point; None where none was, and in gaps."""
-    ratios = []
-    for lost, *hits in zip(missed, *served, strict=True):
-        had = sum(n or 0 for n in hits)
-        asked = had + (lost or 0)
-        ratios.append(had / asked if asked else None)
-    return ratios
+def _ratio(more: Sums, what: str) -> float | None:
+    """Blocks found, or delivered, of those requested; None where none was."""
+    requested = more[f"{REQUESTED}_blocks", ""]
+    return (
+        sum(n for name, n in more.items() if name[0] == f"{what}_blocks") / requested if requested else None
+    )

@@ -14,6 +14,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvstore.core import hit_counters as hits
+
 OTHER = "(other)"
 """Stands for all tenants that have no label of their own; none can be called so."""
 
@@ -32,14 +34,32 @@ _COUNTERS = {
     "expired_blocks": "Blocks whose time was over.",
     "quarantined_blocks": "Blocks whose checksum did not match.",
     "failed_blocks": "Blocks whose copy between tiers failed.",
-    "late_blocks": "Blocks that were not loaded within the deadline.",
-    "not_worth_loading_blocks": "Blocks left out because computing them again is faster.",
+    "late_blocks": "Blocks that were not loaded within the deadline, in all acquires.",
+    "not_worth_loading_blocks": "Blocks left out because computing them again is faster, in all requests.",
     "unwritten_blocks": "Blocks not written down because the device took no more.",
     "busy_requests": "Requests told to come again later.",
     "tier_fenced": "Times a device was fenced because nothing came back from it.",
     "tier_closed": "Times a device was left alone after it only failed.",
     "renewed_extents": "Extents made anew for another tenant.",
 }
+
+_HITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "requested": (
+        (),
+        (hits.REQUESTED,),
+        "In whole blocks of prompts that were asked for, each counted once, at its first question. "
+        "The hit ratio is hit / requested, the delivered ratio delivered / requested.",
+    ),
+    "hit": (("tier",), (hits.FOUND,), "Found: requested and stored then, by tier, delivered or not."),
+    "missed": ((), (hits.MISSED,), "Requested and not stored then."),
+    "delivered": (("tier",), (hits.DELIVERED,), "Got by an engine, by the tier in which it was found."),
+    "undelivered": (
+        ("reason",),
+        hits.REASONS,
+        "Found and not delivered; the engine had the rest, or asked for less.",
+    ),
+}
+"""Counters of prompts: their labels, what they sum, and what they say."""
 
 
 class _Reading(Collector):
@@ -57,7 +77,7 @@ class _Reading(Collector):
         yield from self._network()
         yield from self._events()
         yield from self._tenants()
-        yield from self._traffic()
+        yield from self._hits()
         yield from self._counted()
         yield from self._durations()
 
@@ -169,22 +189,17 @@ class _Reading(Collector):
                     family.add_metric([row["tenant"] or OTHER, row["tier"]], row[key])
             yield family
 
-    def _traffic(self) -> Iterator[Metric]:
-        for unit in ("blocks", "tokens", "bytes"):
-            hits = CounterMetricFamily(
-                f"kvstore_hit_{unit}", "Asked for and served, by tier.", labels=["tenant", "tier"]
-            )
-            misses = CounterMetricFamily(
-                f"kvstore_missed_{unit}", "Asked for and not there.", labels=["tenant"]
-            )
-            for row in self._figures["traffic"]:
-                tenant = row["tenant"] or OTHER
-                if row["tier"]:
-                    hits.add_metric([tenant, row["tier"]], row[unit])
-                else:
-                    misses.add_metric([tenant], row[unit])
-            yield hits
-            yield misses
+    def _hits(self) -> Iterator[Metric]:
+        """See `core.hit_counters`."""
+        for name, (labels, kinds, what) in _HITS.items():
+            for unit in ("blocks", "tokens", "bytes"):
+                family = CounterMetricFamily(f"kvstore_{name}_{unit}", what, labels=["tenant", *labels])
+                for row in self._figures["hits"]:
+                    if row["what"] in kinds:
+                        said = {"tier": row["tier"], "reason": row["what"]}
+                        values = [row["tenant"] or OTHER, *(said[label] for label in labels)]
+                        family.add_metric(values, row[unit])
+                yield family
 
     def _counted(self) -> Iterator[Metric]:
         counters = self._status["counters"]

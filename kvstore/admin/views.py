@@ -118,12 +118,13 @@ class Status(View):
 
 
 class TierHistory(View):
-    """One tier, point by point: what it held, and what it served and was written since the point before."""
+    """One tier, point by point: what it held; what was found, served and written since the point before."""
 
     name: str = Field(examples=["dram"])
     used_bytes: list[int | None]
     limit_bytes: list[int | None]
-    served_blocks: list[int | None]
+    found_blocks: list[int | None] = Field(description="Of prompts, when they were asked for.")
+    served_blocks: list[int | None] = Field(description="Delivered to engines.")
     served_tokens: list[int | None]
     served_bytes: list[int | None]
     written_bytes: list[int | None]
@@ -168,7 +169,12 @@ class History(View):
     every_s: float
     at_s: list[float]
     seconds: list[float | None]
-    hit_ratio: list[float | None]
+    hit_ratio: list[float | None] = Field(description="Found / requested.")
+    delivered_ratio: list[float | None] = Field(description="Delivered / requested.")
+    requested_blocks: list[int | None] = Field(description="Whole blocks of prompts, each counted once.")
+    not_worth_loading_blocks: list[int | None] = Field(description="Found: computing them again is faster.")
+    too_late_blocks: list[int | None] = Field(description="Found: not loaded by the deadline.")
+    corrupt_blocks: list[int | None] = Field(description="Found: wrong bytes.")
     acquires: list[int | None]
     acquire_p50_s: list[float | None]
     acquire_p99_s: list[float | None]
@@ -261,8 +267,21 @@ class Tenants(View):
     next: str | None
 
 
+class Prompts(View):
+    """Blocks of a namespace's prompts, since the daemon began or the namespace was opened, whoever asked."""
+
+    requested_blocks: int
+    found_blocks: dict[str, int] = Field(description="By tier.", examples=[{"dram": 12, "nvme": 3}])
+    delivered_blocks: dict[str, int] = Field(description="By tier.")
+    not_worth_loading_blocks: int
+    too_late_blocks: int
+    corrupt_blocks: int
+    hit_ratio: float | None = Field(description="Found / requested.")
+    delivered_ratio: float | None
+
+
 class Namespace(View):
-    """A namespace: whose it is, what its blocks are."""
+    """A namespace: whose it is, what its blocks are, what its prompts found."""
 
     number: int
     id: str = Field(description="Names it for good; its number may change.")
@@ -271,6 +290,7 @@ class Namespace(View):
     block_bytes: int
     published_to: list[str]
     ttl_s: float
+    prompts: Prompts
 
 
 class Namespaces(View):

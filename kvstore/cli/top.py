@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +20,7 @@ from kvstore import Client
 from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
 from kvstore.cli.tables import tier_table
 from kvstore.config import format_size, parse_duration
+from kvstore.core.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import MisuseError
 
 app = typer.Typer()
@@ -39,7 +40,8 @@ def top(
 ) -> None:
     """Watch a running daemon: tiers, hits, calls and tenants, since the look before. For operators.
 
-    With --json, an object a line.
+    Hits are of prompts, each counted once: blocks found, and blocks delivered, of those requested. With
+    --json, an object a line.
 
     Example: kvstore top --every 5s
     """
@@ -76,9 +78,9 @@ def between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     Raises KeyError if one of them is none. After a restart of the daemon all counts begin anew.
     """
     if before["instance"] != now["instance"]:
-        before = {**now, "at": before["at"], "calls": [], "traffic": [], "decisions": [], "devices": []}
+        before = {**now, "at": before["at"], "calls": [], "hits": [], "decisions": [], "devices": []}
     seconds = max(now["at"] - before["at"], 1e-9)
-    traffic = _more(before["traffic"], now["traffic"], ("tenant", "tier"), "tokens", "blocks", "bytes")
+    prompts = _more(before["hits"], now["hits"], ("tenant", "what", "tier"), "blocks", "bytes")
     return {
         "seconds": seconds,
         "uptime_s": now["uptime_s"],
@@ -86,11 +88,13 @@ def between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
         "connections": now["connections"],
         "queued_requests": now["queued_requests"],
         "problems": now["problems"],
-        "tiers": [_tier(tier, before, now, traffic, seconds) for tier in now["tiers"]],
-        "hit_ratio": _ratio(traffic),
-        "missed_blocks_per_s": sum(row["blocks"] for row in traffic if not row["tier"]) / seconds,
+        "tiers": [_tier(tier, before, now, prompts, seconds) for tier in now["tiers"]],
+        **_ratios(prompts),
+        "requested_blocks_per_s": _sum(prompts, REQUESTED) / seconds,
+        "missed_blocks_per_s": _sum(prompts, MISSED) / seconds,
+        **{f"{reason}_blocks_per_s": _sum(prompts, reason) / seconds for reason in REASONS},
         "calls": _calls(before, now, seconds),
-        "tenants": _tenants(now, traffic, seconds),
+        "tenants": _tenants(now, prompts, seconds),
         "decisions": [
             {"what": row["what"], "tier": row["tier"], "blocks_per_s": row["blocks"] / seconds}
             for row in _more(before["decisions"], now["decisions"], ("what", "tier"), "blocks")
@@ -114,7 +118,7 @@ def _tier(
     tier: Mapping[str, Any],
     before: Mapping[str, Any],
     now: Mapping[str, Any],
-    traffic: list[dict[str, Any]],
+    prompts: list[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
     name = tier["name"]
@@ -122,24 +126,29 @@ def _tier(
     def written(look: Mapping[str, Any]) -> int:
         return sum(d["admission"]["written_bytes"] for d in look["devices"] if d["tier"] == name)
 
-    hits = [row for row in traffic if row["tier"] == name]
+    mine = [row for row in prompts if row["tier"] == name]
     return {
         "name": name,
         "used_bytes": tier["used_bytes"],
         "limit_bytes": tier["limit_bytes"],
-        "hit_blocks_per_s": sum(row["blocks"] for row in hits) / seconds,
-        "served_bytes_per_s": sum(row["bytes"] for row in hits) / seconds,
+        "hit_blocks_per_s": _sum(mine, FOUND) / seconds,
+        "served_bytes_per_s": _sum(mine, DELIVERED, "bytes") / seconds,
         "written_bytes_per_s": (written(now) - written(before)) / seconds,
         "state": "hangs" if tier["fenced"] else "ok" if tier["readable"] and tier["writable"] else "fails",
     }
 
 
-def _ratio(traffic: Iterable[Mapping[str, Any]]) -> float | None:
-    """Of the blocks that were asked for, how many were there; None if none was."""
-    sums: Counter[bool] = Counter()
-    for row in traffic:
-        sums[bool(row["tier"])] += row["blocks"]
-    return sums[True] / sums.total() if sums.total() else None
+def _sum(prompts: Iterable[Mapping[str, Any]], what: str, unit: str = "blocks") -> int:
+    return sum(row[unit] for row in prompts if row["what"] == what)
+
+
+def _ratios(prompts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Of the blocks that were requested, how many were found, and how many delivered; None if none was."""
+    requested = _sum(prompts, REQUESTED)
+    return {
+        name: _sum(prompts, what) / requested if requested else None
+        for name, what in (("hit_ratio", FOUND), ("delivered_ratio", DELIVERED))
+    }
 
 
 def _calls(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
@@ -171,16 +180,15 @@ def _quantile(bounds: list[float], counts: list[int], share: float) -> float | N
     return None
 
 
-def _tenants(now: Mapping[str, Any], traffic: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+def _tenants(now: Mapping[str, Any], prompts: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
     used: Counter[str] = Counter()
     for row in now["holdings"]:
         used[row["tenant"]] += row["used_bytes"]
     rows = []
     for tenant, nbytes in used.items():
-        mine = [row for row in traffic if row["tenant"] == tenant]
-        asked = sum(row["blocks"] for row in mine) / seconds
-        of_it = {"asked_blocks_per_s": asked, "hit_ratio": _ratio(mine)}
-        rows.append({"tenant": tenant, "used_bytes": nbytes, **of_it})
+        mine = [row for row in prompts if row["tenant"] == tenant]
+        asked = {"asked_blocks_per_s": _sum(mine, REQUESTED) / seconds}
+        rows.append({"tenant": tenant, "used_bytes": nbytes, **asked, **_ratios(mine)})
     return sorted(rows, key=lambda row: (-row["asked_blocks_per_s"], -row["used_bytes"]))
 
 
@@ -188,7 +196,9 @@ def _tenants(now: Mapping[str, Any], traffic: list[dict[str, Any]], seconds: flo
 
 
 def _drawn(seen: Mapping[str, Any]) -> Group:
-    ratio = "nothing asked for" if seen["hit_ratio"] is None else f"{100 * seen['hit_ratio']:.1f} % hits"
+    ratio = "nothing asked for"
+    if seen["hit_ratio"] is not None:
+        ratio = f"{_percent(seen['hit_ratio'])} found, {_percent(seen['delivered_ratio'])} delivered"
     line = (
         f"kvstore, up {seen['uptime_s']:.0f} s: {seen['blocks']} blocks, {seen['connections']} clients, "
         f"{seen['queued_requests']} requests waiting; {ratio}, {seen['missed_blocks_per_s']:.0f} missed/s"
@@ -196,15 +206,19 @@ def _drawn(seen: Mapping[str, Any]) -> Group:
     calls = Table("call", "a second", "half within", "99 of 100 within", box=box.SIMPLE_HEAD)
     for call in seen["calls"]:
         calls.add_row(call["call"], f"{call['per_s']:.0f}", _time(call["p50_s"]), _time(call["p99_s"]))
-    tenants = Table("tenant", "has", "asked for, blocks/s", "hits", box=box.SIMPLE_HEAD)
+    tenants = Table("tenant", "has", "asked for, blocks/s", "found", "delivered", box=box.SIMPLE_HEAD)
     for tenant in seen["tenants"][:_SHOWN_TENANTS]:
-        hits = "-" if tenant["hit_ratio"] is None else f"{100 * tenant['hit_ratio']:.1f} %"
+        ratios = _percent(tenant["hit_ratio"]), _percent(tenant["delivered_ratio"])
         asked = f"{tenant['asked_blocks_per_s']:.0f}"
-        tenants.add_row(tenant["tenant"] or "(others)", format_size(tenant["used_bytes"]), asked, hits)
+        tenants.add_row(tenant["tenant"] or "(others)", format_size(tenant["used_bytes"]), asked, *ratios)
     decided = Table("decided", "tier", "blocks/s", box=box.SIMPLE_HEAD)
     for row in seen["decisions"]:
         decided.add_row(row["what"], row["tier"] or "all", f"{row['blocks_per_s']:.0f}")
     return Group(line, *seen["problems"], tier_table(list(seen["tiers"])), calls, tenants, decided)
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def _time(seconds: float | None) -> str:

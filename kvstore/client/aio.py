@@ -37,8 +37,9 @@ from kvstore.client.checks import (
 )
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
-from kvstore.client.link import Backoff
-from kvstore.client.session import Maps, Session
+from kvstore.client.link import Backoff, BaseLink
+from kvstore.client.prompts import Prompts
+from kvstore.client.session import POST_WAIT_S, Maps
 from kvstore.errors import (
     DeniedError,
     KVStoreError,
@@ -53,14 +54,17 @@ from kvstore.wire import messages as m
 T = TypeVar("T")
 
 _RECEIVE_BYTES = 256 << 10
+_IDLE_LINKS = 64
+_WATCH_EVERY_S = 0.1
 
 
-class AsyncLink:
+class AsyncLink(BaseLink):
     """One connection on the running loop."""
 
     def __init__(self, token: str, maps: Maps) -> None:
-        self.session = Session(token, maps)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        super().__init__(token, maps, socket.SOCK_NONBLOCK)
+        self._loop = asyncio.get_running_loop()
+        self._watched = False
 
     async def connect(self, path: str) -> None:
         """Connects and shakes hands."""
@@ -71,23 +75,33 @@ class AsyncLink:
         self.session.welcome(await self._receive())
 
     async def call(self, message: Any) -> Any:
-        """Sends a request, returns its answer."""
-        await asyncio.get_running_loop().sock_sendall(self._sock, self.session.send(message))
-        return await self._receive()
+        """Sends a request, returns its answer. Any exception, and being cancelled, closes the connection."""
+        self._check_usable()
+        try:
+            self._send(self.session.send(message))
+            return await self._receive()
+        except BaseException:
+            self.close()
+            raise
 
     async def fetch(self, message: Any) -> tuple[Any, int]:
         """Like `call`, for an answer that brings a descriptor; -1 if it brought none."""
-        await asyncio.get_running_loop().sock_sendall(self._sock, self.session.send(message))
-        got = -1
-        while True:
-            await self._readable()
-            data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            got = fds[0] if fds else got
-            if not data:
-                raise ConnectionResetError("the daemon closed the connection")
-            answer = self.session.receive(data)
-            if answer is not None:
-                return answer, got
+        self._check_usable()
+        try:
+            self._send(self.session.send(message))
+            got = -1
+            while True:
+                await self._readable()
+                data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                got = fds[0] if fds else got
+                if not data:
+                    raise ConnectionResetError("the daemon closed the connection")
+                answer = self.session.receive(data)
+                if answer is not None:
+                    return answer, got
+        except BaseException:
+            self.close()
+            raise
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
@@ -98,14 +112,52 @@ class AsyncLink:
         finally:
             loop.remove_reader(self._sock.fileno())
 
-    def post(self, message: Any) -> None:
-        """Sends a short message that needs no answer; nothing happens if the link is gone."""
-        with contextlib.suppress(OSError):
-            self._sock.send(self.session.post(message))
-
     def close(self) -> None:
-        """Closes the connection."""
-        self._sock.close()
+        """Closes the connection. To be called in its loop."""
+        if self._watched:
+            self._unwatch()
+        super().close()
+
+    def _send(self, frame: bytes) -> None:
+        """Sends a frame behind what waits, as the daemon reads: its answer can't come before that."""
+        self._outbox.add(frame)
+        self._flush()
+
+    def _watch(self) -> None:
+        if self._watched:
+            return
+        self._watched = True
+        try:
+            self._loop.call_soon_threadsafe(self._add_writer)
+        except RuntimeError:
+            # The loop is closed: nobody is left who could send.
+            self._give_up()
+
+    def _add_writer(self) -> None:
+        if self._watched:
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+            self._loop.call_later(POST_WAIT_S, self._end_if_late)
+
+    def _unwatch(self) -> None:
+        self._watched = False
+        if not self._loop.is_closed():
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _writable(self) -> None:
+        if self._sending.acquire(blocking=False):
+            try:
+                done = self._push()
+            finally:
+                self._sending.release()
+            if done:
+                self._unwatch()
+                self._flush()
+
+    def _end_if_late(self) -> None:
+        if self._watched and self._is_late():
+            self._give_up()
+        elif self._watched:
+            self._loop.call_later(_WATCH_EVERY_S, self._end_if_late)
 
     async def _receive(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -134,13 +186,19 @@ class AsyncClient:
         self.strict = strict
         self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
         self._token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
         self._idle: list[AsyncLink] = []
         self._maps = Maps()
+        self._prompts = Prompts()
         self._backoff = Backoff()
+        self._closed = False
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> AsyncNamespace:
         """The blocks of one layout. Needs no daemon yet."""
-        return AsyncNamespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s)))
+        return AsyncNamespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
 
     async def invalidate(self, model: str = "", revision: str = "") -> int:
         """Deletes the tenant's namespaces of this model and revision."""
@@ -175,8 +233,13 @@ class AsyncClient:
         )
         return answer
 
+    async def ping(self) -> None:
+        """An empty round trip. Raises UnavailableError if the daemon does not answer."""
+        await self._attempt(flows.ping, self.deadline_s)
+
     async def close(self) -> None:
-        """Closes all idle connections."""
+        """Closes all connections; later calls miss."""
+        self._closed = True
         links, self._idle = self._idle, []
         for link in links:
             link.close()
@@ -205,8 +268,7 @@ class AsyncClient:
 
     async def _attempt(self, start: Callable[[Call], Flow], deadline_s: float) -> Any:
         ends = time.monotonic() + deadline_s
-        reused = bool(self._idle)
-        link = self._idle.pop() if reused else await self._connect(ends)
+        link, reused = await self._borrow(ends)
         try:
             return await self._drive(link, start, ends)
         except (ConnectionError, RemoteProtocolError) as error:
@@ -223,6 +285,28 @@ class AsyncClient:
         if isinstance(error, RemoteProtocolError):
             return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
+
+    async def _borrow(self, ends: float) -> tuple[AsyncLink, bool]:
+        if os.getpid() != self._pid:
+            self._reset()
+        if self._closed:
+            raise UnavailableError("the client is closed")
+        while self._idle:
+            link = self._idle.pop()
+            if not link.closed:
+                return link, True
+            link.close()
+        return await self._connect(ends), False
+
+    def _give_back(self, link: AsyncLink) -> None:
+        if link.pid != os.getpid():
+            return
+        # A connection that closes takes its leases with it.
+        full = len(self._idle) >= _IDLE_LINKS and not link.session.holds
+        if self._closed or link.closed or full:
+            link.close()
+        else:
+            self._idle.append(link)
 
     async def _connect(self, ends: float) -> AsyncLink:
         self._backoff.check()
@@ -243,14 +327,15 @@ class AsyncClient:
             ends,
             link.post,
             lambda flow, miss: self._resume(link, flow, miss),
-            lambda: self._idle.append(link),
+            lambda: self._give_back(link),
             _answered,
+            link.ended,
         )
         try:
             async with asyncio.timeout(max(ends - time.monotonic(), 0.001)):
                 result = await _pump(link, start(call))
         except (MisuseError, DeniedError, TierError):
-            self._idle.append(link)
+            self._give_back(link)
             raise
         except (ConnectionError, RemoteProtocolError):
             link.close()
@@ -262,7 +347,7 @@ class AsyncClient:
             link.close()
             raise
         if not call.kept:
-            self._idle.append(link)
+            self._give_back(link)
         self._backoff.succeeded()
         return result
 
@@ -273,7 +358,7 @@ class AsyncClient:
         except (OSError, RemoteProtocolError, DeniedError) as error:
             link.close()
             return self._missed(UnavailableError(str(error)), miss)
-        self._idle.append(link)
+        self._give_back(link)
         return result
 
 
@@ -333,11 +418,14 @@ class AsyncNamespace:
         keys: Sequence[Key],
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        prompt: int | None = None,
     ) -> int:
         """How many leading keys are stored."""
         check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
         anew_s = self._anew_s(recompute_tokens_per_s)
-        return await self._client.run(lambda c: flows.lookup(c, self._space, keys, anew_s), deadline_s, int)
+        return await self._client.run(
+            lambda c: flows.lookup(c, self._space, keys, anew_s, prompt), deadline_s, int
+        )
 
     async def get(
         self,
@@ -346,13 +434,14 @@ class AsyncNamespace:
         verify: bool = True,
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        prompt: int | None = None,
     ) -> int:
         """Copies the longest stored prefix into `out`; the number of good blocks."""
         joined, size = check_keys(keys)
         flat, gpu = check_out(keys, out, self.layout.block_bytes)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu),
+            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu, prompt),
             deadline_s,
             int,
         )
@@ -383,6 +472,7 @@ class AsyncNamespace:
         recompute_tokens_per_s: float | None = None,
         device: int | str | None = None,
         wait_s: float = 0.0,
+        prompt: int | None = None,
     ) -> Lease:
         """A lease on the longest prefix that is ready in time; `wait_s`: see `Namespace.acquire`."""
         joined, size = check_keys(keys)
@@ -390,7 +480,7 @@ class AsyncNamespace:
         until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s),
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s, prompt),
             until_s,
             lambda: no_lease(self.layout.block_bytes, gpu),
         )

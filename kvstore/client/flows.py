@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.client.gpu import DeviceLease, DeviceRoom, open_extent
 from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.prompts import Prompts, Question
 from kvstore.client.session import Session
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, KVStoreError, TierError
@@ -58,7 +59,7 @@ class Call:
     `post` sends a message that needs no answer. A call whose result needs the connection again sets `kept`:
     nobody else gets the connection then until `run` has driven one more flow on it (answering its second
     argument if that fails) or `done` is called. `answer` makes of a value what callers get: itself, or
-    something to await.
+    something to await. `ended` tells whether the connection has ended, and its leases with it.
     """
 
     session: Session
@@ -67,6 +68,7 @@ class Call:
     run: Callable[[Flow, Any], Any]
     done: Callable[[], None]
     answer: Callable[[Any], Any]
+    ended: Callable[[], bool]
     kept: bool = False
 
     def left_s(self) -> float:
@@ -78,12 +80,18 @@ class Call:
 class Space:
     """The namespace that calls are about: a layout's, of a tenant ("": one's own), and for how long (s).
 
-    `ttl_s` 0: for as long as the tenant's configuration says.
+    `ttl_s` 0: for as long as the tenant's configuration says. `prompts`: those that its client asks for.
     """
 
     layout: Layout
     owner: str = ""
     ttl_s: float = 0.0
+    prompts: Prompts = field(default_factory=Prompts, compare=False, repr=False)
+
+    @property
+    def name(self) -> object:
+        """What tells it apart from others."""
+        return self.layout, self.owner
 
 
 def open_namespace(call: Call, space: Space) -> Flow:
@@ -91,11 +99,11 @@ def open_namespace(call: Call, space: Space) -> Flow:
     layout = space.layout
     # By identity, since hashing a layout's seven fields costs more than the rest of the step.
     name = id(layout), space.owner, space.ttl_s
-    known = call.session.namespaces.get(name)
+    known = call.session.namespace(name)
     if known is None:
         answer = yield m.Open(0, layout.to_map(), space.owner, space.ttl_s)
         _check(answer)
-        known = call.session.namespaces[name] = (answer.namespace, answer.fingerprint, layout)
+        known = call.session.opened(name, (answer.namespace, answer.fingerprint, layout))
     return known[:2]
 
 
@@ -110,8 +118,12 @@ def count(call: Call, space: Space, make: Callable[..., Any], keys: Sequence[Key
     return total
 
 
-def lookup(call: Call, space: Space, keys: Sequence[Key], recompute_s: float = 0.0) -> Flow:
+def lookup(
+    call: Call, space: Space, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
+) -> Flow:
     """Length of the stored prefix; with `recompute_s`, of that which is worth loading before the call ends.
+
+    `prompt`: how many blocks the prompt has whose first question this is, 0 for none; None: see `prompts`.
 
     A stored block's parent is stored, so of a long prompt every k-th key is asked first, then the keys
     between the last one found and the next: two short requests instead of a long one. Where parents may be
@@ -119,24 +131,35 @@ def lookup(call: Call, space: Space, keys: Sequence[Key], recompute_s: float = 0
     """
     namespace, _ = yield from open_namespace(call, space)
 
-    def ask(some: Sequence[Key]) -> m.Lookup:
-        joined, size = check_keys(some)
-        return m.Lookup(0, namespace, size, joined, call.left_s(), recompute_s)
+    question = space.prompts.looking(space.name, keys, prompt)
 
+    def ask(some: Sequence[Key], known: int, step: int = 1) -> m.Lookup:
+        joined, size = check_keys(some)
+        left_s = call.left_s()
+        return m.Lookup(0, namespace, size, joined, left_s, recompute_s, "", question.asks, known, step)
+
+    def part(at: int, some: Sequence[Key]) -> Flow:
+        answer = yield ask(some, question.known(at))
+        _hear(question, at, answer)
+        return _value(answer)
+
+    if not keys and question.asks:
+        return (yield from part(0, keys))
     batch = call.session.batch_keys
     step = int(len(keys) ** 0.5)
     if len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
-        answer = yield ask(keys[step - 1 :: step])
+        answer = yield ask(keys[step - 1 :: step], -(-question.known() // step), step)
         start = _value(answer) * step
+        question.hear(0, 0 if answer.gaps else start)
         if not answer.gaps:
             rest = keys[start : start + step - 1]
-            return start + (_value((yield ask(rest))) if rest else 0)
+            return start + ((yield from part(start, rest)) if rest else 0)
     total = 0
     for at in range(0, len(keys), batch):
-        part = keys[at : at + batch]
-        found = _value((yield ask(part)))
+        some = keys[at : at + batch]
+        found = yield from part(at, some)
         total += found
-        if found < len(part):
+        if found < len(some):
             break
     return total
 
@@ -150,8 +173,30 @@ def acquire(
     recompute_s: float = 0.0,
     gpu: Gpu | None = None,
     wait_s: float = 0.0,
+    prompt: int | None = None,
+) -> Flow:
+    """A lease on the longest prefix that is ready in time. `prompt`: see lookup. Otherwise like `lease`."""
+    question = space.prompts.taking(space.name, keys, prompt)
+    taken = yield from lease(call, space, keys, joined, size, question, 0, recompute_s, gpu, wait_s)
+    space.prompts.taken(question)
+    return taken
+
+
+def lease(
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    joined: bytes,
+    size: int,
+    question: Question,
+    at: int,
+    recompute_s: float = 0.0,
+    gpu: Gpu | None = None,
+    wait_s: float = 0.0,
 ) -> Flow:
     """A lease on the longest prefix that is ready in time. `joined`: all keys, `size` bytes each.
+
+    They are asked for as part of `question`, from its position `at` on.
 
     Blocks that take longer to load than `recompute_s` each are left out; 0: none is. With `gpu` (a
     `kvstore.cuda.device.Gpu`) it is a `DeviceLease`. While there is not even the first block, the daemon
@@ -161,35 +206,45 @@ def acquire(
         joined = joined[: call.session.batch_keys * size]
     namespace, fingerprint = yield from open_namespace(call, space)
     device = call.session.maps.pool_of(gpu)
-    left_s = call.left_s()
-    answer = yield m.Acquire(0, namespace, size, joined, left_s, recompute_s, device, min(wait_s, left_s))
+    left_s, asks, known = call.left_s(), question.asks, question.known(at)
+    answer = yield m.Acquire(
+        0, namespace, size, joined, left_s, recompute_s, device, min(wait_s, left_s), asks, known
+    )
+    _hear(question, at, answer)
     _check(answer)
-    lease = answer.lease
+    number, granted = answer.lease, len(answer.slots) // SLOT_RECORD.itemsize
+    question.deliver(at, granted)
+    corrupt: set[Key] = set()
 
     holds = call.session.holds
-    if lease:
-        holds.add(lease)
+    if number:
+        holds.add(number)
 
     def end() -> None:
-        holds.discard(lease)
-        call.post(m.Release(lease))
+        holds.discard(number)
+        good = next((i for i in range(granted) if keys[i] in corrupt), granted) if corrupt else granted
+        call.post(m.Release(number, granted - good, len(corrupt)))
 
     try:
         slots = yield from _slots(call, answer, space.layout, writable=False)
     except Exception as error:
-        holds.discard(lease)
-        yield Post(m.Release(lease))
+        holds.discard(number)
+        yield Post(m.Release(number, unused=granted))
         if isinstance(error, KVStoreError) and call.session.maps.leave_pool(gpu, error):
-            return (yield from acquire(call, space, keys, joined, size, recompute_s, gpu, wait_s))
+            again = lease(call, space, keys, joined, size, question, at, recompute_s, gpu, wait_s)
+            return (yield from again)
         raise
 
     def suspect(key: Key) -> None:
+        corrupt.add(key)
         call.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
 
-    over = end if lease else _nothing
+    over = end if number else _nothing
     if gpu is None:
-        return Lease(slots, keys, fingerprint, over, suspect)
-    return DeviceLease(slots, keys, fingerprint, over, suspect, gpu)
+        made = Lease(slots, keys, fingerprint, over, suspect)
+    else:
+        made = DeviceLease(slots, keys, fingerprint, over, suspect, gpu)
+    return made.held_over(call.ended) if number else made
 
 
 def hand_off(call: Call, space: Space, keys: Sequence[Key]) -> Flow:
@@ -215,34 +270,55 @@ def get(
     verify: bool,
     recompute_s: float = 0.0,
     gpu: Gpu | None = None,
+    prompt: int | None = None,
 ) -> Flow:
     """Copies the longest prefix into `out`, bytes of the host or of `gpu`; the number of good blocks.
 
     A block whose bytes are wrong is asked for once more, when the daemon has put the bad copy out of the way:
     another tier may have a good one.
     """
+    question = space.prompts.taking(space.name, keys, prompt)
+    at = yield from _copy(call, space, keys, joined, size, question, out, verify, recompute_s, gpu)
+    question.deliver(at, 0)
+    space.prompts.taken(question)
+    return at
+
+
+def _copy(
+    call: Call,
+    space: Space,
+    keys: Sequence[Key],
+    joined: bytes,
+    size: int,
+    question: Question,
+    out: Any,
+    verify: bool,
+    recompute_s: float,
+    gpu: Gpu | None,
+) -> Flow:
+    """What `get` does, as a part of `question`."""
     batch, block_bytes = call.session.batch_keys, space.layout.block_bytes
     at, bad = 0, -1
     while at < len(keys):
         part = keys[at : at + batch] if len(keys) > batch or at else keys
         some = joined[at * size : (at + len(part)) * size]
         try:
-            lease = yield from acquire(call, space, part, some, size, recompute_s, gpu)
+            held = yield from lease(call, space, part, some, size, question, at, recompute_s, gpu)
         except DeniedError:
             if not at:
                 raise
             return at
-        n = granted = len(lease)
-        with lease:
+        n = granted = len(held)
+        with held:
             if granted:
-                n = yield Work(partial(lease.copy_into, out[at * block_bytes :], verify))
+                n = yield Work(partial(held.copy_into, out[at * block_bytes :], verify))
         at += n
         if n < granted:
             if at == bad:
                 return at
             bad = at
             namespace, _ = yield from open_namespace(call, space)
-            device = gpu.uuid if gpu is not None and lease.in_hbm else ""
+            device = gpu.uuid if gpu is not None and held.in_hbm else ""
             yield m.Suspect(0, namespace, size, keys[at], device)
         elif n < len(part):
             return at
@@ -267,6 +343,7 @@ def reserve(
     tokens = tokens[: 4 * space.layout.block_tokens * call.session.reserve_keys]
     keys = keys[: call.session.reserve_keys]
     joined, size = check_keys(keys)
+    space.prompts.storing(space.name, keys)
     # Without them a block is stored all the same.
     tokens = tokens if len(tokens) <= call.session.frame_bytes // 2 else b""
     namespace, fingerprint = yield from open_namespace(call, space)
@@ -447,6 +524,12 @@ def _slots(call: Call, answer: Any, layout: Layout, writable: bool) -> Flow:
             known = yield Work(partial(open_extent, maps, extent, reply))
         mapped[extent] = known
     return Slots(mapped, answer.slots, answer.slot_bytes, layout.block_bytes)
+
+
+def _hear(question: Question, at: int, answer: Any) -> None:
+    """Takes in what an answer says of a prompt; a daemon that is busy has not heard the question."""
+    if not isinstance(answer, m.Busy):
+        question.hear(at, getattr(answer, "stored", 0))
 
 
 def _check(answer: Any) -> None:

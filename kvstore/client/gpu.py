@@ -107,9 +107,9 @@ class DeviceLease(Lease):
 
         In a pool they are the slots themselves: not to be written, and unverified (see `verify`). Blocks of
         DRAM are brought, all of them, which takes as much device memory: CudaError if there is not so much.
-        Whatever reads them must be over before the lease is.
+        Whatever reads them must be over before the lease is. UnavailableError if its connection has ended.
         """
-        self._check_open()
+        self._check_held()
         if not self._slots.in_hbm and self._piece is None and len(self):
             self._piece = _staging.take(self.gpu, len(self) * self._step)
             self._bring(self._piece, 0, len(self))
@@ -117,9 +117,13 @@ class DeviceLease(Lease):
         return self._here(0, len(self))
 
     def verify(self) -> int:
-        """How many leading blocks match their checksums. The first bad one is reported to the daemon."""
+        """How many leading blocks match their checksums, 0 if the connection of the lease has ended.
+
+        The first bad one is reported to the daemon.
+        """
         self._check_open()
-        return self._in_groups(len(self), 0, lambda blocks, _, check: check(blocks))
+        good = self._in_groups(len(self), 0, lambda blocks, _, check: check(blocks))
+        return 0 if self._lost() else good
 
     def copy_into(self, out: Buffer, verify: bool = True) -> int:
         """Copies the blocks into `out`, an array of this GPU or a writable host buffer, one after another.
@@ -150,13 +154,14 @@ class DeviceLease(Lease):
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
         """Copies a byte range of block i, from `offset`, into all of `out`, an array of either kind.
 
-        Unverified. CudaError if the GPU fails.
+        Unverified. CudaError if the GPU fails, UnavailableError if the connection of the lease has ended.
         """
         target = wrap(out) if is_on_device(out) else memoryview(out).cast("B")
         source = self._range(i, offset, target.nbytes)
         stream = self.gpu.thread_stream()
         stream.copy(target, source)
         stream.wait()
+        self._check_held()
 
     def release(self) -> None:
         """Gives the slots back, and the memory that the blocks were brought into; may be called again."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from xxhash import xxh3_64
 
 from kvstore import arena
 from kvstore.cuda.device import Gpu
-from kvstore.errors import MisuseError
+from kvstore.errors import MisuseError, UnavailableError
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key
 
 Buffer = Any
@@ -101,6 +101,10 @@ def _nothing(*_: Any) -> None:
     """The end of a hold on nothing."""
 
 
+def _never() -> bool:
+    return False
+
+
 class _Hold:
     """What leases and rooms share: views, and an end that happens once."""
 
@@ -147,11 +151,25 @@ class Lease(_Hold):
         self._keys = keys
         self._namespace = namespace
         self._suspect = suspect
+        self._lost: Callable[[], bool] = _never
 
     @classmethod
     def on_nothing(cls, block_bytes: int) -> Lease:
         """What a miss gets."""
         return cls(_no_slots(block_bytes), (), b"", _nothing, _nothing)
+
+    def held_over(self, lost: Callable[[], bool]) -> Self:
+        """Says how to find out whether the lease's connection has ended."""
+        self._lost = lost
+        return self
+
+    @property
+    def ended(self) -> bool:
+        """Whether the lease is over: it was released, or its connection has ended.
+
+        Readers of `blocks` look at it when they have read: if it is true, they may have read other bytes.
+        """
+        return self._end is None or self._lost()
 
     @property
     def in_hbm(self) -> bool:
@@ -165,13 +183,20 @@ class Lease(_Hold):
 
     @property
     def blocks(self) -> list[memoryview]:
-        """Zero-copy read-only views, one a block. Unverified: call `verify` where that matters."""
-        self._check_open()
+        """Zero-copy read-only views, one a block. Unverified: call `verify` where that matters.
+
+        Raises UnavailableError if the connection of the lease has ended. See also `ended`.
+        """
+        self._check_held()
         return [self._slots.view(i) for i in range(len(self))]
 
     def verify(self) -> int:
-        """How many leading blocks match their checksums. A bad one is reported to the daemon."""
-        return self._verified(lambda i, seed: arena.checksum(self._slots.view(i), seed))
+        """How many leading blocks match their checksums, 0 if the connection of the lease has ended.
+
+        A bad one is reported to the daemon.
+        """
+        good = self._verified(lambda i, seed: arena.checksum(self._slots.view(i), seed))
+        return 0 if self._lost() else good
 
     def copy_into(self, out: Buffer, verify: bool = True) -> int:
         """Copies the blocks into `out`, block after block; returns how many leading ones are good.
@@ -218,13 +243,22 @@ class Lease(_Hold):
         return len(parts)
 
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
-        """Copies a byte range of block i, from `offset`, into all of `out`. Unverified."""
+        """Copies a byte range of block i, from `offset`, into all of `out`. Unverified.
+
+        Raises UnavailableError if the connection of the lease has ended: then `out` is undefined.
+        """
         target = memoryview(out).cast("B")
         arena.copy(target, self._range(i, offset, target.nbytes))
+        self._check_held()
 
     def release(self) -> None:
         """Gives the slots back; may be called again."""
         self._finish()
+
+    def _check_held(self) -> None:
+        self._check_open()
+        if self._lost():
+            raise UnavailableError("the connection of the lease has ended", "acquire the blocks again")
 
     def _verified(self, digest: Callable[[int, int], int]) -> int:
         """Counts leading blocks whose digest is right and whose slot was theirs until after it."""

@@ -1,4 +1,5 @@
-"""One connection's conversation, without the connection: ids, handshake, what the daemon said so far.
+"""One connection's conversation, without the connection: ids, handshake, frames to be sent, what the daemon
+said so far.
 
 `Maps` keeps the extents that were mapped, for all connections of one client to one run of the daemon.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -138,19 +141,103 @@ class Maps:
         return True
 
 
+_Name = tuple[int, str, float]
+"""A namespace as callers name it: its layout's id, its owner, its TTL (s)."""
+
+_Opened = tuple[int, bytes, Layout]
+"""Its number on the connection, its fingerprint, and the layout, so that its id stays its own."""
+
+
+POST_WAIT_S = 5.0
+"""Longest that a post waits for the daemon to read it."""
+
+POST_BYTES = 256 << 10
+"""Most bytes of posts that wait on one connection."""
+
+
+class Outbox:
+    """Frames on their way to the daemon: they leave in order, each whole before the next one begins.
+
+    A *post* is a message without an answer. Posts may wait `POST_WAIT_S` and take `POST_BYTES` together;
+    beyond that the connection has to be closed, which makes the daemon end its leases. Thread-safe, except
+    that one thread at a time may be between `head` and `sent`.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: a lease may be released by a finalizer that runs while its thread is in here.
+        self._lock = threading.RLock()
+        self._frames: deque[tuple[memoryview, float | None]] = deque()
+        self._post_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def add(self, frame: bytes) -> None:
+        """A request's frame, behind what waits."""
+        self._frames.append((memoryview(frame), None))
+
+    def post(self, frame: bytes, now_s: float) -> bool:
+        """A post's frame, behind what waits. False if that is too much."""
+        with self._lock:
+            self._post_bytes += len(frame)
+            self._frames.append((memoryview(frame), now_s))
+            return self._post_bytes <= POST_BYTES
+
+    def head(self) -> memoryview | None:
+        """The bytes to send next, None if nothing waits."""
+        with self._lock:
+            return self._frames[0][0] if self._frames else None
+
+    def sent(self, nbytes: int) -> None:
+        """The first `nbytes` of the head are sent."""
+        with self._lock:
+            if not self._frames:
+                return
+            frame, posted_s = self._frames[0]
+            self._post_bytes -= 0 if posted_s is None else nbytes
+            if nbytes < len(frame):
+                self._frames[0] = frame[nbytes:], posted_s
+            else:
+                self._frames.popleft()
+
+    def waited_s(self, now_s: float) -> float:
+        """How long the oldest post has been waiting; 0 if none is."""
+        with self._lock:
+            return next((now_s - posted_s for _, posted_s in self._frames if posted_s is not None), 0.0)
+
+    def clear(self) -> None:
+        """Forgets all that waits: the connection has ended."""
+        with self._lock:
+            self._frames.clear()
+            self._post_bytes = 0
+
+
 class Session:
     """What one connection knows. `send` and `receive` turn messages to bytes and back."""
 
     def __init__(self, token: str, maps: Maps) -> None:
         self.maps = maps
-        self.namespaces: dict[tuple[int, str, float], tuple[int, bytes, Layout]] = {}
+        self._namespaces: dict[_Name, _Opened] = {}
         self.batch_keys = 0
         self.reserve_keys = 0
         self.holds: set[int] = set()
         self.frame_bytes = DEFAULT_FRAME_BYTES
+        self.outbox = Outbox()
         self._frames = Frames(1 << 30)
         self._token = token
         self._last_id = 0
+
+    def namespace(self, name: _Name) -> _Opened | None:
+        """What the daemon said when this namespace was opened; None if it is to be opened."""
+        known = self._namespaces.pop(name, None)
+        return None if known is None else self.opened(name, known)
+
+    def opened(self, name: _Name, known: _Opened) -> _Opened:
+        """Remembers that; fewer than the daemon does, so that no number is used that it has forgotten."""
+        self._namespaces[name] = known
+        if len(self._namespaces) > m.NAMESPACES // 2:
+            del self._namespaces[next(iter(self._namespaces))]
+        return known
 
     def hello(self) -> bytes:
         """The first bytes to send."""
@@ -185,5 +272,5 @@ class Session:
                 raise RemoteProtocolError(message.why, message.hint)
             if isinstance(message, m.Denied):
                 # A namespace may have been taken back, or be there again: the next call opens it anew.
-                self.namespaces.clear()
+                self._namespaces.clear()
         return message

@@ -38,6 +38,7 @@ from kvstore.client.checks import (
 from kvstore.client.flows import Call, Flow
 from kvstore.client.holds import Buffer, Lease, PutResult, Room
 from kvstore.client.link import Backoff, Link, pump
+from kvstore.client.prompts import Prompts
 from kvstore.client.session import Maps
 from kvstore.errors import (
     DeniedError,
@@ -78,6 +79,7 @@ class Client:
         self.strict = strict
         self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
         self._token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
+        self._prompts = Prompts()
         self._reset()
 
     def _reset(self) -> None:
@@ -94,7 +96,7 @@ class Client:
         `owner` is the tenant whose blocks they are, "" for one's own: another's can be read while it
         publishes them to this tenant. `ttl_s` after they were stored, blocks are misses (0: as configured).
         """
-        return Namespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s)))
+        return Namespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
 
     def invalidate(self, model: str = "", revision: str = "") -> int:
         """Deletes the tenant's namespaces of this model and revision, "" for any; how many blocks went.
@@ -207,6 +209,7 @@ class Client:
             lambda flow, miss: self._resume(link, flow, miss),
             lambda: self._give_back(link),
             lambda value: value,
+            link.ended,
         )
         try:
             result = pump(link, start(call), ends)
@@ -243,8 +246,11 @@ class Client:
         with self._lock:
             if self._closed:
                 raise UnavailableError("the client is closed")
-            if self._idle:
-                return self._idle.pop(), True
+            while self._idle:
+                link = self._idle.pop()
+                if not link.closed:
+                    return link, True
+                link.close()
         return self._connect(ends), False
 
     def _connect(self, ends: float) -> Link:
@@ -260,9 +266,10 @@ class Client:
             return
         with self._lock:
             # A connection that closes takes its leases with it.
-            if self._closed or (len(self._idle) >= _IDLE_LINKS and not link.session.holds):
+            full = len(self._idle) >= _IDLE_LINKS and not link.session.holds
+            if self._closed or link.closed or full:
                 link.close()
-            elif not link.closed:
+            else:
                 self._idle.append(link)
 
 
@@ -282,14 +289,21 @@ class Namespace:
         keys: Sequence[Key],
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        prompt: int | None = None,
     ) -> int:
         """How many leading keys are stored. A promise, not a lease: `acquire` has the last word.
 
         With `recompute_tokens_per_s` (tokens/s; None: the client's), of those that are worth loading.
+
+        `prompt` is for the daemon's hit ratio, in which a prompt counts once: how many whole blocks the
+        prompt has for which this is the first question, 0 if it is no first question. None: the client tells
+        by the keys. The same keys within a second from the same thread or task are a poll; `acquire` and
+        `get` of what was looked up deliver it; `put` and `reserve` end it. Pass it where several processes
+        ask for one prompt.
         """
         check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
         anew_s = self._anew_s(recompute_tokens_per_s)
-        return self._client.run(lambda c: flows.lookup(c, self._space, keys, anew_s), deadline_s, int)
+        return self._client.run(lambda c: flows.lookup(c, self._space, keys, anew_s, prompt), deadline_s, int)
 
     def get(
         self,
@@ -298,18 +312,19 @@ class Namespace:
         verify: bool = True,
         deadline_s: float | None = None,
         recompute_tokens_per_s: float | None = None,
+        prompt: int | None = None,
     ) -> int:
         """Copies the longest stored prefix into `out`, (len(keys), block_bytes) writable bytes, or such an
         array in a GPU's memory.
 
         Returns the number of leading blocks that arrived and matched their checksums; what lies in `out`
-        behind them is undefined. `recompute_tokens_per_s`: see lookup.
+        behind them is undefined. `recompute_tokens_per_s`, `prompt`: see lookup.
         """
         joined, size = check_keys(keys)
         flat, gpu = check_out(keys, out, self.layout.block_bytes)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu),
+            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu, prompt),
             deadline_s,
             int,
         )
@@ -347,11 +362,13 @@ class Namespace:
         recompute_tokens_per_s: float | None = None,
         device: int | str | None = None,
         wait_s: float = 0.0,
+        prompt: int | None = None,
     ) -> Lease:
         """A lease on the longest prefix that is ready in time: zero-copy, until it is released.
 
-        `recompute_tokens_per_s`: see lookup. With `device` (0, "cuda:0", a UUID) it is a `DeviceLease`, whose
-        blocks are in that GPU's memory: in the daemon's pool there if they can be, else brought from DRAM.
+        `recompute_tokens_per_s`, `prompt`: see lookup. With `device` (0, "cuda:0", a UUID) it is a
+        `DeviceLease`, whose blocks are in that GPU's memory: in the daemon's pool there if they can be, else
+        brought from DRAM.
         MisuseError if there is no such GPU, or no kvstore[cuda].
 
         While not even the first block is stored, here or on the network, the call waits for it up to `wait_s`
@@ -363,7 +380,7 @@ class Namespace:
         until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s),
+            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s, prompt),
             until_s,
             lambda: no_lease(self.layout.block_bytes, gpu),
         )

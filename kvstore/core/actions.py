@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,32 @@ class _Slots:
 
 
 @dataclass(slots=True)
+class Stored:
+    """How many leading keys of a question were stored, by the number of the tier that would serve them.
+
+    `unworthy` of them were left out because computing them again is faster, `late` because they did not come
+    in time.
+    """
+
+    by_tier: dict[int, int] = field(default_factory=dict)
+    unworthy: int = 0
+    late: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """How many there were in all."""
+        return sum(self.by_tier.values())
+
+
+@dataclass(slots=True)
 class Grant(_Slots):
-    """Answer to Acquire: the leading blocks, readable until the lease ends. lease 0: nothing was found."""
+    """Answer to Acquire: the leading blocks, readable until the lease ends. lease 0: nothing was found.
+
+    `sources`: the number of the tier in which each block was found.
+    """
+
+    stored: Stored = field(default_factory=Stored)
+    sources: npt.NDArray[np.int16] = field(default_factory=lambda: np.empty(0, np.int16))
 
     @property
     def checksum(self) -> npt.NDArray[np.uint64]:
@@ -114,6 +138,7 @@ class Found(Answer):
     """Answer to Lookup. `gaps`: stored blocks may lie beyond missing ones, for now."""
 
     gaps: bool
+    stored: Stored = field(default_factory=Stored)
 
 
 @dataclass(slots=True)
@@ -257,6 +282,13 @@ class Left:
 
 
 @dataclass(slots=True)
+class Closed:
+    """A namespace without blocks was closed to make room for another one. Its number is free."""
+
+    namespace: int
+
+
+@dataclass(slots=True)
 class Make:
     """So many extents more are wanted. Ends with ExtentReady for each that can be had, then ExtentsEnd."""
 
@@ -282,4 +314,5 @@ Action = (
     | Make
     | Joined
     | Left
+    | Closed
 )

@@ -12,8 +12,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.keys import Keys
 from kvstore.types import MAX_KEY_BYTES
+
+_NAMESPACES = 1 << 16
 
 WHOSE = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
 
@@ -36,28 +39,33 @@ def compact(numbers: npt.NDArray[np.int32]) -> Picked:
 
 
 class Blocks:
-    """Room for `capacity` blocks, at most 2**31 - 2, over `tiers` devices of tiers, at most `MOST_TIERS`."""
+    """Room for `capacity` blocks, at most 2**31 - 2, over `tiers` devices of tiers, at most `MOST_TIERS`.
+
+    `rows_in`: how many rows each namespace has, by its number.
+    """
 
     def __init__(self, capacity: int, tiers: int) -> None:
         self.capacity = capacity
-        self.words = np.zeros((capacity, MAX_KEY_BYTES // 8), np.uint64)
+        words = MAX_KEY_BYTES // 8
+        self.words = zeros(capacity * words, np.uint64).reshape(capacity, words)
         # Beside one another, so that a run of rows is compared at one go.
-        self.whose = np.zeros(capacity, WHOSE)
+        self.whose = zeros(capacity * WHOSE.itemsize, np.uint8).view(WHOSE)
         self.namespace = self.whose["namespace"]
         self.key_bytes = self.whose["key_bytes"]
-        self.state = np.zeros(capacity, np.uint8)
-        self.pinned = np.zeros(capacity, np.bool_)
-        self.moving = np.zeros(capacity, np.uint8)
-        self.offered = np.zeros(capacity, np.bool_)
-        self.parent = np.zeros(capacity, np.int32)
-        self.children = np.zeros(capacity, np.int32)
-        self.checksum = np.zeros(capacity, np.uint64)
-        self._slots = np.zeros((MOST_TIERS, capacity), np.int32)
+        self.state = zeros(capacity, np.uint8)
+        self.pinned = zeros(capacity, np.bool_)
+        self.moving = zeros(capacity, np.uint8)
+        self.offered = zeros(capacity, np.bool_)
+        self.parent = zeros(capacity, np.int32)
+        self.children = zeros(capacity, np.int32)
+        self.checksum = zeros(capacity, np.uint64)
+        self._slots = zeros(MOST_TIERS * capacity, np.int32).reshape(MOST_TIERS, capacity)
         self.slot = self._slots[:tiers]
         self._widened = 0
         # Written, and so in memory, only for blocks that have an end.
-        self.expires = np.zeros(capacity, np.float64)
-        self._spare = np.zeros(capacity, np.int32)
+        self.expires = zeros(capacity, np.float64)
+        self.rows_in = np.zeros(_NAMESPACES, np.int64)
+        self._spare = zeros(capacity, np.int32)
         self._spares = 0
         self._fresh = 0
 
@@ -98,6 +106,7 @@ class Blocks:
         self.words[rows, : words.shape[1]] = words
         self.key_bytes[rows] = keys.size
         self.namespace[rows] = namespace
+        self.rows_in[namespace] += n
         self.state[rows] = RESERVED
         self.offered[rows] = False
         self.parent[rows] = -1
@@ -111,6 +120,7 @@ class Blocks:
         self.moving[rows] = 0
         self.children[rows] = 0
         self.no_end(rows)
+        np.subtract.at(self.rows_in, self.namespace[rows], 1)
         end = self._spares + len(rows)
         self._spare[self._spares : end] = rows
         self._spares = end
@@ -136,6 +146,12 @@ class Blocks:
     def key(self, row: int) -> bytes:
         """The key that a row holds."""
         return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])
+
+    def keys_of(self, rows: npt.NDArray[np.signedinteger]) -> list[bytes]:
+        """The keys that rows hold, empty where a row is -1."""
+        raw, sizes = self.words[rows].tobytes(), np.where(rows >= 0, self.key_bytes[rows], 0)
+        starts = range(0, len(raw), MAX_KEY_BYTES)
+        return [raw[at : at + size] for at, size in zip(starts, sizes.tolist(), strict=True)]
 
     def no_end(self, rows: Rows) -> None:
         """These may be read for good."""

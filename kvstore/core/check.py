@@ -60,6 +60,8 @@ def _check_rows(r: Residency) -> None:
     assert len(used) == b.used == r.index.count, "rows, free rows and index disagree"
     for row in used.tolist():
         assert r.index.find_one(int(b.namespace[row]), b.key(row)) == row, "a row is not found by its key"
+    rows_in = np.bincount(b.namespace[used], minlength=len(b.rows_in))
+    assert (rows_in == b.rows_in).all(), "rows of a namespace miscounted"
     somewhere = (b.slot[:, used] >= 0).any(axis=0)
     assert (somewhere == (b.state[used] == LIVE)).all(), "a live block in no tier, or a dead one in some"
     parents = b.parent[used]
@@ -68,7 +70,8 @@ def _check_rows(r: Residency) -> None:
     count = np.bincount(parents, minlength=b.capacity)
     assert (count[used] == b.children[used]).all(), "children miscounted"
     holes = used[b.state[used] == HOLE]
-    assert (b.children[holes] > 0).all(), "a hole without children"
+    childless = holes[b.children[holes] == 0]
+    assert np.isin(childless, list(r.childless)).all(), "a hole without children"
     for namespace in np.unique(b.namespace[used]).tolist():
         n = int((b.namespace[holes] == namespace).sum())
         assert r.holes[namespace] == n, "holes miscounted"

@@ -161,6 +161,11 @@ class Decisions:
             column[: n - head] = values[head:]
         self.written += len(marks)
 
+    def disown(self, namespace: int) -> None:
+        """Takes earlier records from a number that is about to be another namespace's."""
+        numbers = self._records["namespace"][: len(self)]
+        numbers[numbers == namespace] = 0
+
     def of(self, mark: int) -> dict[int, list[Decision]]:
         """The latest decisions about keys of this fingerprint, newest first, by namespace."""
         at = np.flatnonzero(self._who[: len(self)] == np.uint64(mark))

@@ -27,7 +27,8 @@ class OpenNamespace:
 
     `domain` says who may map its extents; `ttl_s` after they were stored, blocks are misses (0: never).
     `extra_bytes` come on top of each payload below tier 0, where what is stored may be sealed.
-    `block_tokens` are only counted (0: nobody knows how many a block has).
+    `block_tokens` are only counted (0: nobody knows how many a block has). Where a limit is reached, the
+    oldest unused namespaces are closed, unless `may_close` is False; none of those `in_use`.
     """
 
     request: int
@@ -38,6 +39,8 @@ class OpenNamespace:
     ttl_s: float = 0.0
     extra_bytes: int = 0
     block_tokens: int = 0
+    may_close: bool = True
+    in_use: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

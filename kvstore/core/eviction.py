@@ -113,6 +113,8 @@ class Eviction:
         blocks = self._r.blocks
         if n <= blocks.capacity - blocks.used:
             return
+        if self._r.childless:
+            self._r.free_childless()
         for own in (True, False):
             for tier in (*reversed(self._r.lasting), *self._r.memory):
                 pools = [p for p in self._r.tiers[tier].policies if (p.tenant == tenant) is own]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.blocks import Picked, Rows
 from kvstore.core.tenants import Holdings, Pool
 from kvstore.types import SLOT_RECORD, Geometry
@@ -87,9 +88,9 @@ class Extents:
         # are more than n extents long in all, and one of them has room for one more.
         length = 2 * GROWS * extents * self._most_in_one
         self._columns = (
-            np.zeros(length, np.int32),
-            np.zeros(length, np.int32),
-            np.zeros(length, SLOT_RECORD),
+            zeros(length, np.int32),
+            zeros(length, np.int32),
+            zeros(length * SLOT_RECORD.itemsize, np.uint8).view(SLOT_RECORD),
         )
         self._show(0)
         self._tier = tier

@@ -146,6 +146,8 @@ class Forgetting:
             sweep.row = last
             if last < blocks.rows_touched:
                 return True
+        if np.isin(blocks.namespace[list(self._r.childless)], numbers).any():
+            return False
         if self._ledger.transfers.concern(numbers):
             return False
         if sweep.tenant >= 0 and not self._is_bare(sweep):

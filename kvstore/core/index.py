@@ -2,7 +2,7 @@
 
 The fingerprint only finds candidates; the row's full key decides, so that no two keys are ever taken for
 one another. Batches above `VECTOR_FROM` keys go through numpy, smaller ones through plain integers: each is
-the faster one on its side. Growth moves a few thousand buckets with every insertion, never all at once.
+the faster one on its side. Growth moves a few dozen buckets with every insertion, never all at once.
 
 Hash: multiply-and-add of the key's words with secret odd factors (a universal family), then a mixer.
 """
@@ -16,6 +16,7 @@ from operator import mul
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.columns import zeros
 from kvstore.core.blocks import Blocks, Rows
 from kvstore.core.keys import Keys
 from kvstore.types import MAX_KEY_BYTES
@@ -24,7 +25,7 @@ VECTOR_FROM = 12
 _WAYS = 8
 _GROW_AT = 0.6
 _ADD_ROWS = 1024
-_MOVE_BUCKETS = 128
+_MOVE_BUCKETS = 32
 _SETTLE = 256
 _MASK64 = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
@@ -57,7 +58,7 @@ class _Table:
 
     def __init__(self, buckets: int) -> None:
         self.mask = buckets - 1
-        self.cells = np.zeros((buckets, 2 * _WAYS), np.uint32)
+        self.cells = zeros(buckets * 2 * _WAYS, np.uint32).reshape(buckets, 2 * _WAYS)
         self.flat = self.cells.data.cast("B").cast("I")
 
 
@@ -244,7 +245,7 @@ class Index:
                     self._add_one(self._table, row, value)
             else:
                 self._add_many(self._table, part, h)
-            self._move_some(max(len(part), _MOVE_BUCKETS))
+            self._move_some(max(len(part) // 2, _MOVE_BUCKETS))
 
     def _add_many(self, table: _Table, rows: Rows, h: U64) -> None:
         first, second, mark = self._places(h, table.mask)

@@ -22,7 +22,8 @@ from kvstore.core.resizing import Resizing
 from kvstore.core.transfers import Arrived, Transfers
 
 _ROWS_AT_ONCE = 1 << 17
-_LOST_AT_ONCE = 1 << 12
+_SCANNED_AT_ONCE = 1 << 15
+_LOST_AT_ONCE = 512
 _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 
@@ -97,8 +98,10 @@ class Joining:
         """Gives up some of the copies that a lost device had; when that was all, its extents go."""
         r, blocks = self._r, self._r.blocks
         first = self._next_row[tier]
-        last = min(first + _LOST_AT_ONCE, blocks.rows_touched)
+        last = min(first + _SCANNED_AT_ONCE, blocks.rows_touched)
         rows = first + np.flatnonzero(blocks.slot[tier, first:last] >= 0)
+        if len(rows) > _LOST_AT_ONCE:
+            rows, last = rows[:_LOST_AT_ONCE], int(rows[_LOST_AT_ONCE])
         r.decisions.record(What.LOST, tier, rows, r.now)
         r.give_up(tier, rows)
         if last >= blocks.rows_touched:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Action, Deny
+from kvstore.core.actions import Action, Deny, Stored
 from kvstore.core.blocks import Picked, Rows
 from kvstore.core.extents import Slots
 from kvstore.core.residency import Residency
@@ -35,6 +35,7 @@ class Lease:
     tenant: int
     slots: Picked
     at: int = 0
+    namespace: int = 0
 
 
 @dataclass(slots=True)
@@ -53,13 +54,17 @@ class Reservation:
 
 @dataclass(slots=True)
 class Waiter:
-    """An Acquire whose blocks are still on their way up. slot -1: not there yet."""
+    """An Acquire whose blocks are still on their way up. slot -1: not there yet.
+
+    `tiers`: where each was found, by number.
+    """
 
     event: ev.Acquire
     space: Space
     rows: Rows
     slots: Slots
-    tiers: npt.NDArray[np.uint8]
+    tiers: npt.NDArray[np.int16]
+    stored: Stored
     missing: set[int] = field(default_factory=set)
 
 
@@ -114,6 +119,10 @@ class Stalled:
     def of_namespace(self, namespace: int) -> list[ev.Acquire | ev.Reserve]:
         """The requests for a namespace."""
         return [e for mine in self._by_tenant.values() for e in mine.values() if e.namespace == namespace]
+
+    def namespaces(self) -> set[int]:
+        """The namespaces that requests wait for."""
+        return {e.namespace for mine in self._by_tenant.values() for e in mine.values()}
 
     def tenants(self) -> list[int]:
         """Those that have some, and whose turn it is first; the next call begins with another."""
@@ -174,6 +183,13 @@ class Ledger:
         """A number that no lease, reservation or probe had before."""
         self._last += 1
         return self._last
+
+    def namespaces_in_use(self) -> set[int]:
+        """Numbers of the namespaces with leases, reservations or waiting requests."""
+        numbers = {lease.namespace for lease in self.leases.values()}
+        numbers |= {reservation.space.number for reservation in self.reservations.values()}
+        numbers |= {waiter.space.number for waiter in self.waiting.values()}
+        return numbers | self.stalled.namespaces()
 
     def space(self, event: Any) -> Space | None:
         """The event's namespace; None (and a Deny) if the request cannot be served."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Action, Answer, Deny
+from kvstore.core.actions import Action, Answer
 from kvstore.core.admission import Admission
 from kvstore.core.blocks import LIVE, Rows
 from kvstore.core.check import check
@@ -29,16 +29,16 @@ from kvstore.core.hints import hint
 from kvstore.core.joining import Joining
 from kvstore.core.keeping import Keeping
 from kvstore.core.keys import Keys
-from kvstore.core.ledger import Ledger, Limits
+from kvstore.core.ledger import Ledger, Limits, Reservation
+from kvstore.core.namespaces import NamespaceTable
 from kvstore.core.reads import Reads
 from kvstore.core.residency import Residency
 from kvstore.core.resizing import Resizing
 from kvstore.core.restoring import restore
 from kvstore.core.switch import Switch
-from kvstore.core.tenants import Pool, Space
+from kvstore.core.tenants import Pool
 from kvstore.core.transfers import Transfers
 from kvstore.core.writes import Writes
-from kvstore.types import Tier, slot_bytes
 
 __all__ = ["Limits", "Placement", "TierSpec"]
 
@@ -84,14 +84,14 @@ class Placement:
         self.limits = limits or Limits()
         self.ledger = Ledger(self.residency, self.transfers, self.limits)
         self._reads = Reads(self.ledger, prefetch_blocks)
-        self._writes = Writes(self.ledger, write_policy == "write_through")
         self._keeping = keeping = Keeping(self.ledger, self._reads)
+        self._writes = Writes(self.ledger, keeping, write_policy == "write_through")
         self.resizing = Resizing(self.residency, self.transfers.eviction)
         self.joining = Joining(self.residency, self.transfers, self.resizing)
         self._forgetting = Forgetting(self.ledger, keeping, self._reads)
         self._publishing: dict[int, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
-            ev.OpenNamespace: self._open,
+            ev.OpenNamespace: NamespaceTable(self.ledger, keeping).open,
             ev.SetTenant: self._set_tenant,
             ev.SetPolicy: lambda event, now: self.switch.to(event.name, now),
             ev.SetAdmission: self._set_admission,
@@ -151,13 +151,18 @@ class Placement:
         if isinstance(event, ev.Release):
             lease = self.ledger.leases.get(event.lease)
             return lease.tenant if lease is not None else _NOBODY
-        if isinstance(event, ev.Commit) and event.written.all():
-            # All that was reserved stays in use.
-            return _NOBODY
         if isinstance(event, ev.Commit | ev.Abort):
             reservation = self.ledger.reservations.get(event.lease)
-            return reservation.pool.tenant if reservation is not None else _NOBODY
+            if reservation is None or (isinstance(event, ev.Commit) and self._keeps_all(event, reservation)):
+                return _NOBODY
+            return reservation.pool.tenant
         return None
+
+    def _keeps_all(self, event: ev.Commit, reservation: Reservation) -> bool:
+        """Whether all that was reserved stays in use: nothing of it has been given up meanwhile."""
+        n, state = len(reservation.rows), self.residency.tiers[reservation.at]
+        whole = len(event.written) == len(event.checksums) == n and not state.lost
+        return whole and bool(event.written.all() and reservation.alive.all())
 
     def next_wakeup(self) -> float | None:
         """When a Tick is due at the latest, or None."""
@@ -171,7 +176,7 @@ class Placement:
             self.switch.wakes_at(),
             self.resizing.wakes_at(),
             self.joining.wakes_at(),
-            r.next_unpin,
+            r.wakes_at(),
         )
         return None if wake == math.inf else wake
 
@@ -201,8 +206,7 @@ class Placement:
         """The key before each key in its chain; empty of roots, and of what is not known."""
         blocks = self.residency.blocks
         rows = self.residency.index.find(namespace, keys)
-        above = np.where(rows >= 0, blocks.parent[rows], -1).tolist()
-        return [blocks.key(row) if row >= 0 else b"" for row in above]
+        return blocks.keys_of(np.where(rows >= 0, blocks.parent[rows], -1))
 
     @property
     def counters(self) -> Counter[str]:
@@ -219,48 +223,6 @@ class Placement:
             )
 
     # -- namespaces, tenants
-
-    def _open(self, event: ev.OpenNamespace, now: float) -> None:
-        r, spaces = self.residency, self.residency.spaces
-        upper = Pool(event.tenant, event.domain, slot_bytes(event.block_bytes))
-        lower = Pool(event.tenant, event.tenant, slot_bytes(event.block_bytes + event.extra_bytes))
-        top = r.tiers[0].extents
-        known = spaces.get(event.namespace)
-        if known is None and (full := self._too_many(event.tenant)):
-            self.ledger.say(Deny(event.request, *full))
-        elif not top.geometry(upper.slot_bytes).slots:
-            why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
-            self.ledger.say(Deny(event.request, why, "raise dram.limit"))
-        elif known is not None and known.closed:
-            self.ledger.say(Deny(event.request, "this namespace is being forgotten", "open it again later"))
-        elif known is not None:
-            known.ttl_s = event.ttl_s
-            known.mortal |= event.ttl_s > 0
-            known.block_tokens = event.block_tokens
-            self.ledger.say(Answer(event.request, event.namespace))
-        else:
-            # What a GPU holds is mapped by its tenant alone, whoever may read the namespace.
-            hbm = upper._replace(domain=event.tenant)
-            of = {Tier.HBM: hbm, Tier.DRAM: upper}
-            pools = tuple(of.get(state.spec.tier, lower) for state in r.tiers)
-            ends = event.ttl_s > 0
-            spaces[event.namespace] = Space(
-                event.namespace, event.block_bytes, pools, event.ttl_s, ends, block_tokens=event.block_tokens
-            )
-            self.ledger.say(Answer(event.request, event.namespace))
-
-    def _too_many(self, tenant: int) -> tuple[str, str] | None:
-        """Why no more namespaces can be open, and what to do about it."""
-        if len(self.residency.spaces) < min(self.limits.namespaces, self.limits.namespaces_per_tenant):
-            return None
-        spaces = [s for s in self.residency.spaces.values() if not s.closed]
-        if len(spaces) >= self.limits.namespaces:
-            return f"{len(spaces)} namespaces are open", "use fewer layouts, or raise limits.namespaces"
-        mine = sum(s.tenant == tenant for s in spaces)
-        if mine >= self.limits.namespaces_per_tenant:
-            hint = "use fewer layouts, or raise limits.namespaces_per_tenant"
-            return f"{mine} namespaces of this tenant are open", hint
-        return None
 
     def _set_tenant(self, event: ev.SetTenant, now: float) -> None:
         r = self.residency

@@ -9,14 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Deny, Found, Grant
+from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks import LIVE, Picked, Rows
 from kvstore.core.devices import PREFETCH
 from kvstore.core.extents import Slots
+from kvstore.core.hit_counters import spread
+from kvstore.core.keys import Keys
 from kvstore.core.ledger import Lease, Ledger, Waiter
 from kvstore.core.tenants import Space
-from kvstore.core.traffic import MISSED
 from kvstore.core.transfers import Arrived
+
+_SAMPLE = 8
+"""Keys of a looked-up prefix whose tiers stand for those of the others."""
 
 
 class Reads:
@@ -44,7 +48,7 @@ class Reads:
             if not event.quiet:
                 r.touch(rows, space)
             r.tiers[event.at].extents.hold(slots)
-            return self._grant(event, space, slots, event.keys.n, None)
+            return self._grant(event, space, slots, event.keys.n)
         return self._acquire_some(event, space, now)
 
     def _acquire_some(self, event: ev.Acquire, space: Space, now: float) -> None:
@@ -60,7 +64,7 @@ class Reads:
         if (slots < 0).any():
             return self._promote_for(event, space, rows, slots, now)
         self._r.tiers[event.at].extents.hold(slots)
-        return self._grant(event, space, slots, len(rows), None)
+        return self._grant(event, space, slots, len(rows))
 
     def _readable(self, event: ev.Acquire | ev.Lookup, space: Space) -> Rows:
         """The stored prefix, up to what lies where the asker may not look: blocks from before publication."""
@@ -82,18 +86,43 @@ class Reads:
         gaps = gaps or space.mortal or (space.moved and event.tenant != space.tenant)
         if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)
+            stored = Stored(spread(self._sampled(event, found), found))
         else:
             rows, at = self._readable(event, space), self._ledger.tier_for(event, space, event.tenant)
             found = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s, at)
-        self._ledger.say(Found(event.request, found, gaps))
+            stored = Stored(self._by_tier(rows, at), unworthy=len(rows) - found)
+        self._ledger.say(Found(event.request, found, gaps, stored))
+
+    def _sampled(self, event: ev.Lookup, found: int) -> dict[int, int]:
+        """Tiers of some of the `found` leading keys; of all where their rows are consecutive, as most are."""
+        r, keys = self._r, event.keys.take(0, found)
+        if len(r.tiers) == 1 or not found:
+            return {0: found} if found else {}
+        first = r.index.find_run(event.namespace, keys)
+        if first >= 0:
+            return self._by_tier(np.arange(first, first + found), event.at)
+        some = b"".join(keys[i] for i in range(0, found, -(-found // _SAMPLE)))
+        rows = r.index.find(event.namespace, Keys(some, keys.size))
+        return self._by_tier(rows[rows >= 0], event.at) or {0: found}
+
+    def _by_tier(self, rows: Rows, at: int) -> dict[int, int]:
+        """How many of these rows each tier would serve to the tier of memory `at`."""
+        absent = rows[self._r.blocks.slot[at, rows] < 0]
+        by_tier = {at: len(rows) - len(absent)} if len(absent) < len(rows) else {}
+        if len(absent):
+            counts = np.bincount(self._transfers.source(absent, at))
+            by_tier |= {tier: n for tier, n in enumerate(counts.tolist()) if n}
+        return by_tier
 
     def _promote_for(self, event: ev.Acquire, space: Space, rows: Rows, slots: Slots, now: float) -> None:
         r, at, asker = self._r, event.at, event.tenant
         extents = r.tiers[at].extents
+        stored = Stored(self._by_tier(rows, at))
         if event.deadline > now:
             n = self._transfers.worth(space, rows, asker, event.deadline, event.recompute_s, at)
+            stored.unworthy = len(rows) - n
             rows, slots = rows[:n], slots[:n]
-        tiers = np.full(len(rows), at, np.uint8)
+        tiers = np.full(len(rows), at, np.int16)
         extents.hold(slots[slots >= 0])
         absent = slots < 0
         coming = self._transfers.coming(at, rows)
@@ -118,7 +147,7 @@ class Reads:
         extents.release(beyond[beyond >= 0])
         if self.prefetch_blocks and cut == event.keys.n and len(wanted) and asker == space.tenant:
             self._look_ahead(event, space, int(rows[-1]))
-        waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut])
+        waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut], stored)
         waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
         if not waiter.missing or event.deadline <= now:
             return self.answer_waiter(waiter)
@@ -187,8 +216,9 @@ class Reads:
         n = len(there) if there.all() else int(there.argmin())
         rest = waiter.slots[n:]
         self._r.tiers[waiter.event.at].extents.release(rest[rest >= 0])
+        waiter.stored.late = len(there) - n
         self._r.counters["late_blocks"] += len(there) - n
-        self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n])
+        self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
 
     def end(self, space: Space, but: int = -1) -> None:
         """Those who wait for blocks of a namespace, but for one tenant, are told now that there are none."""
@@ -205,7 +235,13 @@ class Reads:
                 self._ledger.say(Deny(event.request, f"namespace {space.number} is not there any more"))
 
     def _grant(
-        self, event: ev.Acquire, space: Space, slots: Picked, n: int, tiers: npt.NDArray[np.uint8] | None
+        self,
+        event: ev.Acquire,
+        space: Space,
+        slots: Picked,
+        n: int,
+        tiers: npt.NDArray[np.int16] | None = None,
+        stored: Stored | None = None,
     ) -> None:
         """Answers an Acquire with n slots on which references are held. `tiers` None: all were there."""
         r, at = self._r, event.at
@@ -215,29 +251,19 @@ class Reads:
             extents.release(slots)
             return self._ledger.deny_hold(event.request)
         if lease:
-            self._ledger.leases[lease] = Lease(event.client, space.tenant, slots, at)
+            self._ledger.leases[lease] = Lease(event.client, space.tenant, slots, at, space.number)
         slots_told = extents.record[slots].copy()
-        if tiers is not None:
+        if tiers is None:
+            tiers = np.full(n, at, np.int16)
+        else:
             slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
         if not event.quiet:
-            self._count(event, space, n, tiers)
-        self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told))
+            for i, hits in enumerate(np.bincount(tiers).tolist()):
+                r.counters[f"hit_blocks_{r.tiers[i].spec.name}"] += hits
+            r.counters["served_bytes"] += n * space.block_bytes
+        stored = stored or Stored({at: n} if n else {})
+        self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told, stored, tiers))
         return None
-
-    def _count(self, event: ev.Acquire, space: Space, n: int, tiers: npt.NDArray[np.uint8] | None) -> None:
-        r, at = self._r, event.at
-        if tiers is None:
-            r.counters[f"hit_blocks_{r.tiers[at].spec.name}"] += n
-            r.traffic.count(event.tenant, at, space, n)
-        else:
-            for i, state in enumerate(r.tiers):
-                hits = int((tiers == i).sum())
-                r.counters[f"hit_blocks_{state.spec.name}"] += hits
-                r.traffic.count(event.tenant, i, space, hits)
-        if event.keys.n > n:
-            r.counters["missed_blocks"] += event.keys.n - n
-            r.traffic.count(event.tenant, MISSED, space, event.keys.n - n)
-        r.counters["served_bytes"] += n * space.block_bytes
 
     def release(self, event: ev.Release, now: float) -> None:
         lease = self._ledger.leases.get(event.lease)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvstore.columns import zeros
 from kvstore.core.actions import Action, Drop, Identity, Moved, Offer, Stamp, Where
 from kvstore.core.admission import Admission
-from kvstore.core.blocks import HOLE, LIVE, RESERVED, Blocks, Picked, Rows, compact
+from kvstore.core.blocks import HOLE, LIVE, Blocks, Picked, Rows, compact
 from kvstore.core.decisions import Decisions
 from kvstore.core.devices import Device, TierSpec
 from kvstore.core.extents import Extents, Slots
@@ -28,7 +28,6 @@ from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.shelf import Shelf
 from kvstore.core.reuse import Reuse
 from kvstore.core.tenants import Pool, Space
-from kvstore.core.traffic import Traffic
 from kvstore.types import Tier
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4
@@ -36,9 +35,15 @@ PROMOTING, WRITING, DEMOTE = 1, 2, 4
 
 _LONGEST_CHAIN = 1 << 17
 _RUN = 256
+_MOST_RUNS = 256
+_REMOVING = 4
+"""The state of a row within `vanish`, in addition to those of `Blocks`."""
+_ONE = np.int32(1)  # of the column's type, which makes counting several times as fast
 _LEAST_GHOSTS = 1 << 18
 _UNPINNED_AT_ONCE = 4096
 _NEXT_UNPIN_S = 0.05
+_CHILDLESS_AT_ONCE = 512
+_NEXT_CHILDLESS_S = 0.001
 
 
 @dataclass(slots=True)
@@ -87,6 +92,7 @@ class Residency:
     may soon be gone, and does not count as a copy. `losing`: devices that are lost, and not forgotten yet.
     `sharing`: what is offered to the network, None: nothing.
     `telling`: whether it says which blocks come to a tier and leave it, as Moved.
+    `childless`: holes that have lost their last child. Later steps free them and the holes above them.
     """
 
     def __init__(self, specs: Sequence[TierSpec], max_blocks: int, seed: int, policy: str) -> None:
@@ -106,15 +112,19 @@ class Residency:
         self.sharing: Admission | None = None
         self.spaces: dict[int, Space] = {}
         self.holes: Counter[int] = Counter()
+        self.childless: set[int] = set()
+        self._next_childless = math.inf
         self.pins: dict[int, float] = {}
         self.next_unpin = math.inf
         self.pinned_bytes: Counter[int] = Counter()
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
-        self.traffic = Traffic(self.tiers)
         self.out: list[Action] = []
         self._touched: list[tuple[Picked, Space, int | None, bool, float]] = []
+        # A memoryview reads one row several times as fast as the array.
         self._parent_of = self.blocks.parent.data
+        self._children_of = self.blocks.children.data
+        self._state_of = self.blocks.state.data
 
     def _new_tier(self, spec: TierSpec, make: Factory) -> TierState:
         extents = Extents(spec.limit_bytes, spec.extent_bytes, spec.table, self.blocks.capacity, spec.tier)
@@ -266,16 +276,7 @@ class Residency:
         """The chain from its root down to and including `rows` (a chain itself, mostly in order)."""
         above: list[Rows] = [rows]
         row = self._parent_of[int(rows[0])] if len(rows) and rows[0] >= 0 else -1
-        done = 0
-        while row >= 0 and done < _LONGEST_CHAIN:
-            # Most chains lie in ascending rows, as they were stored.
-            first = max(0, row - _RUN)
-            behind = self.blocks.parent[first + 1 : row + 1] == np.arange(first, row)
-            breaks = np.flatnonzero(~behind)
-            start = first + 1 + int(breaks[-1]) if len(breaks) else first
-            above.append(np.arange(start, row + 1))
-            done += row + 1 - start
-            row = self._parent_of[start]
+        above += [np.arange(first, last + 1) for first, last in self._ancestor_runs(row)]
         if len(above) == 1:
             return rows
         up = np.concatenate(above[:0:-1])
@@ -283,6 +284,22 @@ class Residency:
             # What is copied, or asked for, may be ordered otherwise, a child before its parent.
             rows = rows[~np.isin(rows, up)]
         return np.concatenate((up, rows))
+
+    def _ancestor_runs(self, row: int) -> Iterator[tuple[int, int]]:
+        """Yields the chain that ends with `row` (-1: none), from there up, as (first, last) of runs of rows.
+
+        Most chains were stored at one go and lie in ascending rows. Their runs are long.
+        """
+        done, look = 0, _RUN
+        while row >= 0 and done < _LONGEST_CHAIN:
+            first = max(0, row - look)
+            behind = self.blocks.parent[first + 1 : row + 1] == np.arange(first, row)
+            breaks = np.flatnonzero(~behind)
+            start = first + 1 + int(breaks[-1]) if len(breaks) else first
+            yield start, row
+            done += row + 1 - start
+            look = _RUN if len(breaks) else 2 * look
+            row = self._parent_of[start]
 
     def touch(self, rows: Picked, space: Space) -> None:
         """A chain was used, from its root on. Counted by `settle`."""
@@ -400,24 +417,71 @@ class Residency:
             self.vanish(lost)
 
     def vanish(self, rows: Rows) -> None:
-        """Rows without any copy leave; those with children stay as holes until the children are gone."""
+        """Frees rows without any copy. Rows with children stay as holes until the children are gone.
+
+        The time is proportional to the number of rows, whatever their order and links.
+        """
+        if not len(rows):
+            return
         blocks = self.blocks
         self.unpin(rows[blocks.pinned[rows]])
         self.count_holes(rows[blocks.state[rows] == HOLE], -1)
-        blocks.state[rows] = RESERVED
-        while len(rows):
-            # A whole branch that goes together has no children left once its own links are undone.
-            parents = blocks.parent[rows].astype(np.int64)
-            np.subtract.at(blocks.children, parents[parents >= 0], 1)
-            stay = np.zeros(len(rows), np.bool_)
-            while (kept := (blocks.children[rows] > 0) & ~stay).any():
-                # Those that must stay keep their own parents too.
-                stay |= kept
-                above = parents[kept]
-                np.add.at(blocks.children, above[above >= 0], 1)
-            gone = rows[~stay]
-            self.keep_as_holes(rows[stay])
-            rows = self._free_rows(gone, parents[~stay])
+        blocks.state[rows] = _REMOVING
+        # A whole branch that goes together has no children left once its own links are undone.
+        parents = blocks.parent[rows]
+        np.subtract.at(blocks.children, parents[parents >= 0], _ONE)
+        self._keep_ancestors(rows[blocks.children[rows] > 0])
+        stays = blocks.state[rows] == HOLE
+        if stays.any():
+            # Rows that stay keep their parents too.
+            above = parents[stays]
+            np.add.at(blocks.children, above[above >= 0], _ONE)
+            self.keep_as_holes(rows[stays])
+            rows, parents = rows[~stays], parents[~stays]
+        free = np.concatenate((rows, self._remove_childless(parents)))
+        if len(free):
+            self.index.remove(free)
+            self.reuse.gone(free)
+            blocks.give_back(free)
+
+    def _keep_ancestors(self, rows: Rows) -> None:
+        """Turns these rows, and all rows above them that are being removed, into holes."""
+        for lowest in rows.tolist():
+            row = lowest
+            while row >= 0 and self._state_of[row] == _REMOVING:
+                self._state_of[row] = HOLE
+                row = self._parent_of[row]
+
+    def _remove_childless(self, rows: npt.NDArray[np.int32]) -> Rows:
+        """Removes holes without children, from these rows upwards. Returns them, to be freed.
+
+        Holes beyond the bound of one step are left to later steps.
+        """
+        blocks, removed = self.blocks, list[int]()
+        rows = np.unique(rows[rows >= 0])
+        for lowest in rows[(blocks.state[rows] == HOLE) & (blocks.children[rows] == 0)].tolist():
+            row = lowest
+            while row >= 0 and self._state_of[row] == HOLE and not self._children_of[row]:
+                if len(removed) >= _CHILDLESS_AT_ONCE:
+                    self.childless.add(row)
+                    self._next_childless = min(self._next_childless, self.now + _NEXT_CHILDLESS_S)
+                    break
+                self._state_of[row] = _REMOVING
+                removed.append(row)
+                row = self._parent_of[row]
+                if row >= 0:
+                    self._children_of[row] -= 1
+        holes = np.array(removed, np.int64)
+        self.count_holes(holes, -1)
+        return holes
+
+    def free_childless(self) -> None:
+        """Frees some of the holes that earlier steps left without children."""
+        n = min(len(self.childless), _CHILDLESS_AT_ONCE)
+        some = np.array([self.childless.pop() for _ in range(n)], np.int64)
+        self._next_childless = self.now + _NEXT_CHILDLESS_S if self.childless else math.inf
+        # Some of them may have been filled again since.
+        self.prune(some)
 
     def prune(self, rows: Rows) -> None:
         """Frees those of these rows that are holes and have lost their last child."""
@@ -430,18 +494,6 @@ class Residency:
         self.blocks.no_end(rows)
         self.count_holes(rows, 1)
 
-    def _free_rows(self, rows: Rows, parents: Rows) -> Rows:
-        """Frees childless rows; returns the holes above them that have become childless."""
-        blocks = self.blocks
-        self.index.remove(rows)
-        self.reuse.gone(rows)
-        blocks.give_back(rows)
-        above: Rows = np.unique(parents[parents >= 0])
-        above = above[(blocks.state[above] == HOLE) & (blocks.children[above] == 0)]
-        self.count_holes(above, -1)
-        blocks.state[above] = RESERVED
-        return above
-
     def count_holes(self, rows: Rows, sign: int) -> None:
         """Keeps the number of holes of each namespace."""
         if not len(rows):
@@ -449,17 +501,36 @@ class Residency:
         for namespace, n in zip(*np.unique(self.blocks.namespace[rows], return_counts=True), strict=True):
             self.holes[int(namespace)] += sign * int(n)
 
-    def would_loop(self, rows: Rows, parents: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows have their new parent below themselves: only what a client made up can be like that."""
-        loops = np.zeros(len(rows), np.bool_)
-        for i in np.flatnonzero(self.blocks.children[rows] > 0).tolist():
-            loops[i] = int(rows[i]) in self.with_ancestors(parents[i : i + 1]).tolist()
-        return loops
-
     def link(self, rows: Rows, parents: Rows) -> None:
-        """Makes `parents` (-1: root) the parents of rows that have none."""
+        """Sets the parents (-1: root) of rows that have none, one row after the other.
+
+        A row stays a root where its parent would be its own descendant: no client does that by mistake. It
+        also stays one where the way up is too long to find that out in one step.
+        """
+        done, budget = 0, _MOST_RUNS + len(rows)
+        # A row without children is nobody's ancestor.
+        for i in np.flatnonzero((self.blocks.children[rows] > 0) & (parents >= 0)).tolist():
+            self._set_parents(rows[done:i], parents[done:i])
+            root, budget = self._root_of(int(parents[i]), budget)
+            done = i + 1 if root in (-1, rows[i]) else i
+        self._set_parents(rows[done:], parents[done:])
+
+    def _root_of(self, row: int, budget: int) -> tuple[int, int]:
+        """(root of the chain that ends with `row`, rest of the budget); -1: the budget does not suffice.
+
+        A run of 256 rows costs 1, as one row does that does not lie beside its parent.
+        """
+        for first, last in self._ancestor_runs(row):
+            budget -= 1 + (last - first) // _RUN
+            if budget < 0:
+                return -1, 0
+            if self._parent_of[first] < 0:
+                return first, budget
+        return -1, budget
+
+    def _set_parents(self, rows: Rows, parents: Rows) -> None:
         self.blocks.parent[rows] = parents
-        np.add.at(self.blocks.children, parents[parents >= 0], 1)
+        np.add.at(self.blocks.children, parents[parents >= 0], _ONE)
 
     def pin(self, space: Space, rows: Rows, until: float) -> None:
         """Keeps blocks of a namespace from eviction until then, or for as long as they are kept already."""
@@ -485,13 +556,22 @@ class Residency:
             self.next_unpin = math.inf
 
     def at(self, now: float) -> None:
-        """It is `now`: pins whose time is over end, or a little later, so that all are seldom looked at."""
+        """It is `now`: pins whose time is over end, or a little later, so that all are seldom looked at.
+
+        Some of the childless holes are freed.
+        """
+        if now >= self._next_childless:
+            self.free_childless()
         if now < self.next_unpin:
             return
         over = [row for row, until in self.pins.items() if until <= now]
         self.unpin(np.array(over[:_UNPINNED_AT_ONCE], np.int64))
         first = min(self.pins.values(), default=math.inf)
         self.next_unpin = max(first, now + _NEXT_UNPIN_S)
+
+    def wakes_at(self) -> float:
+        """When there is something to go on with."""
+        return min(self.next_unpin, self._next_childless)
 
     def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Whether nobody uses these rows' copies in a tier, and no pin keeps them."""

@@ -96,9 +96,7 @@ def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:
     for length in np.unique(event.parent_bytes[which[~near]]).tolist():
         some = ~near & (event.parent_bytes[which] == length)
         parents[some] = _adopt(r, namespace, _keys(event.parents, which[some], length))
-    rows, parents = taken[which[parents >= 0]], parents[parents >= 0]
-    apart = ~r.would_loop(rows, parents)
-    r.link(rows[apart], parents[apart])
+    r.link(taken[which[parents >= 0]], parents[parents >= 0])
 
 
 def _words(column: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:

@@ -397,7 +397,6 @@ class Transfers:
             if not len(t.rows):
                 self.finish(CopyDone(number, np.zeros(0, np.uint8)))
                 return
-        parents = r.blocks.parent[t.rows].tolist()
         ends = r.blocks.expires[t.rows]
         r.out.append(
             Copy(
@@ -405,7 +404,7 @@ class Transfers:
                 t.source,
                 t.target,
                 t.identity,
-                [r.blocks.key(p) if p >= 0 else b"" for p in parents],
+                r.blocks.keys_of(r.blocks.parent[t.rows]),
                 r.where(t.source, t.source_slots),
                 r.where(t.target, t.target_slots),
                 r.tiers[t.target].extents.version[t.target_slots],

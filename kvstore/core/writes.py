@@ -11,6 +11,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WORTH_LESS, Answer, Deny, Room
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.decisions import What
+from kvstore.core.keeping import Keeping
 from kvstore.core.ledger import NONE, Ledger, Reservation
 from kvstore.core.tenants import Space
 
@@ -18,8 +19,9 @@ from kvstore.core.tenants import Space
 class Writes:
     """Reserve, commit, abort."""
 
-    def __init__(self, ledger: Ledger, write_through: bool) -> None:
+    def __init__(self, ledger: Ledger, keeping: Keeping, write_through: bool) -> None:
         self._ledger = ledger
+        self._keeping = keeping
         self._r = ledger.residency
         self._transfers = ledger.transfers
         self.write_through = write_through
@@ -36,6 +38,8 @@ class Writes:
             return self._ledger.say(
                 Deny(event.request, "a key occurs twice in one call", "keys are one chain")
             )
+        if space.mortal:
+            self._drop_expired(event, now)
         parent = -1
         if event.parent:
             parent = r.index.find_one(event.namespace, event.parent)
@@ -71,6 +75,20 @@ class Writes:
             self._give_room(event, space, rows, state, want[:n], parent, why)
         r.prune(np.unique(np.append(rows, parent)))
         return None
+
+    def _drop_expired(self, event: ev.Reserve, now: float) -> None:
+        """Drops the expired blocks that a request names, so that it finds what a look-up finds.
+
+        Readers keep the slots on which they have leases.
+        """
+        blocks, index = self._r.blocks, self._r.index
+        rows = index.find(event.namespace, event.keys)
+        if event.parent:
+            rows = np.append(rows, index.find_one(event.namespace, event.parent))
+        rows = np.unique(rows[rows >= 0])
+        rows = rows[(blocks.state[rows] == LIVE) & blocks.expired(rows, now)]
+        if len(rows):
+            self._r.counters["expired_blocks"] += self._keeping.forget(rows, What.EXPIRED)
 
     def _earn(
         self,
@@ -143,9 +161,8 @@ class Writes:
         holes = filled[r.blocks.state[filled] == HOLE]
         r.holes[event.namespace] -= len(holes)
         r.blocks.state[filled] = RESERVED
-        before = np.concatenate(([parent], rows))[want]
-        orphan = (r.blocks.parent[filled] < 0) & ~r.would_loop(filled, before)
-        r.link(filled[orphan], before[orphan])
+        orphan = r.blocks.parent[filled] < 0
+        r.link(filled[orphan], np.concatenate(([parent], rows))[want[orphan]])
         status = np.full(event.keys.n, DENIED, np.uint8)
         status[state == LIVE] = PRESENT
         status[state == RESERVED] = PENDING

@@ -55,7 +55,7 @@ class Arrivals:
             if batch and ends:
                 first = i + 1 - len(batch)
                 parent = keys[first - 1] if first else before
-                self._remote.begin(self._load(space, batch, parent, tenant, kind, until))
+                self._remote.begin(self._load(space, batch, parent, tenant, kind, until), space)
                 batch = []
         return coming
 

@@ -80,6 +80,10 @@ class Chronicle:
         if len(self._closed) > _MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
 
+    def opened(self, number: int) -> None:
+        """Another namespace gets this number: who had it before is forgotten."""
+        self._closed.pop(number, None)
+
     def look(self, tiers: Sequence[TierState]) -> None:
         """Adds what has changed about devices since the look before."""
         seen = [(t.device.fenced, t.device.readable, t.device.takes_writes) for t in tiers]

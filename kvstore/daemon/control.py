@@ -9,6 +9,7 @@ import asyncio
 import heapq
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,7 @@ from pydantic import ValidationError, validate_call
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.decisions import EVERY_TIER
+from kvstore.core.hit_counters import ALL_TIERS, DELIVERED, FOUND, NETWORK, REASONS, REQUESTED, Amount
 from kvstore.core.keys import Keys
 from kvstore.daemon.chronicle import MOST_EVENTS
 from kvstore.daemon.figures import BOUNDS_S
@@ -25,7 +27,7 @@ from kvstore.daemon.machinery import MOST_AT_ONCE, Machinery, brief, check_limit
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.shell import Asker, holding
 from kvstore.errors import KVStoreError, MisuseError
-from kvstore.types import MAX_KEY_BYTES, check_tenant
+from kvstore.types import MAX_KEY_BYTES, Tier, check_tenant
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 LONGEST_S = 86400.0
 _MOST_TENANTS = 20
+_MOST_SUM = (1 << 63) - 1
+_UNITS = "blocks", "tokens", "bytes"
+_REMOVED = "(removed)"
+"""Stands for devices that were removed."""
 
 Later = Callable[[Asker, int], None]
 """Has something changed, and its answer given to the asker of that request."""
@@ -118,26 +124,30 @@ class Control:
                 if tier == EVERY_TIER or names[tier]
             ],
             "devices": [brief(state) for state in residency.tiers if not state.gone],
-            "traffic": self._traffic(names),
+            "hits": self._hits(names),
             "holdings": self._holdings(names),
         }
 
-    def _traffic(self, names: list[str]) -> list[dict[str, Any]]:
-        """Sums by tenant and tier; of those beyond the largest together, as of no tenant."""
-        traffic, registry = self._shell.placement.residency.traffic, self._shell.tenancy.registry
-        sums = {tenant: traffic.of(tenant) for tenant in traffic}
-        most = heapq.nlargest(_MOST_TENANTS, sums, key=lambda tenant: sum(s.nbytes for s in sums[tenant]))
-        shown = [(registry.name(tenant), sums[tenant]) for tenant in sorted(most)]
-        others = [sums[tenant] for tenant in sums if tenant not in most]
-        if others:
-            added = [tuple(map(sum, zip(*column, strict=True))) for column in zip(*others, strict=True)]
-            shown.append(("", added))  # type: ignore[arg-type]
-        tiers = [*(name or None for name in names), ""]
+    def _hits(self, names: list[str]) -> list[dict[str, Any]]:
+        """Sums of prompts by tenant and tier; of tenants beyond the largest together, as of no tenant."""
+        counters, registry = self._shell.hits, self._shell.tenancy.registry
+        sums = {tenant: counters.of(tenant) for tenant in counters}
+
+        def requested_bytes(tenant: int) -> int:
+            return sums[tenant].get((REQUESTED, ALL_TIERS), Amount()).nbytes
+
+        most = heapq.nlargest(_MOST_TENANTS, sums, key=requested_bytes)
+        rows: dict[tuple[str, str, str], Amount] = {}
+        for tenant, columns in sums.items():
+            name = registry.name(tenant) if tenant in most else ""
+            for (what, tier), amount in columns.items():
+                row = name, what, _tier_name(names, tier)
+                rows[row] = rows.get(row, Amount()).plus(amount)
+        # What does not fit into a message would take all other figures with it.
         return [
-            {"tenant": name, "tier": tier, "blocks": blocks, "tokens": tokens, "bytes": nbytes}
-            for name, columns in shown
-            for tier, (blocks, tokens, nbytes) in zip(tiers, columns, strict=True)
-            if tier is not None
+            {"tenant": tenant, "what": what, "tier": tier}
+            | {unit: min(n, _MOST_SUM) for unit, n in zip(_UNITS, amount, strict=True)}
+            for (tenant, what, tier), amount in sorted(rows.items())
         ]
 
     def _holdings(self, names: list[str]) -> list[dict[str, Any]]:
@@ -212,7 +222,26 @@ class Control:
             "block_bytes": space.block_bytes,
             "published_to": sorted(space.readers),
             "ttl_s": space.ttl_s,
+            "prompts": self._prompts(space),
         }
+
+    def _prompts(self, space: Space) -> dict[str, Any]:
+        """Blocks of a namespace's prompts, whoever asked for them."""
+        names = ["" if state.gone else state.spec.name for state in self._shell.placement.residency.tiers]
+        by_tier: dict[str, Counter[str]] = {FOUND: Counter(), DELIVERED: Counter()}
+        for (what, tier), blocks in space.hits.items():
+            if what in by_tier:
+                by_tier[what][_tier_name(names, tier)] += min(blocks, _MOST_SUM)
+        counted = {f"{what}_blocks": dict(sums) for what, sums in by_tier.items()}
+        totals = {
+            f"{what}_blocks": min(space.hits[what, ALL_TIERS], _MOST_SUM) for what in (REQUESTED, *REASONS)
+        }
+        requested = totals["requested_blocks"]
+        ratios = {
+            ratio: sum(by_tier[what].values()) / requested if requested else None
+            for ratio, what in (("hit_ratio", FOUND), ("delivered_ratio", DELIVERED))
+        }
+        return totals | counted | ratios
 
     def _space(self, id: str) -> Space:
         """The namespace of this fingerprint, in hex: unlike its number, it stays what it is."""
@@ -283,6 +312,13 @@ class Control:
         """Deletes all that a tenant has stored; answered by how many blocks, when nothing is left."""
         self._number(name)
         return lambda asker, request: self._shell.tenancy.delete(asker, request, name)
+
+
+def _tier_name(names: list[str], number: int) -> str:
+    """How a column's tier is called: "" for all of them."""
+    if number < 0:
+        return Tier.NETWORK.name.lower() if number == NETWORK else ""
+    return names[number] or _REMOVED
 
 
 async def _answer(asker: Waiting, request: int, said: Coroutine[Any, Any, dict[str, Any]]) -> None:

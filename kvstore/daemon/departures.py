@@ -77,7 +77,7 @@ class Departures:
             going.append(known)
         most = batch_blocks(space.block_bytes)
         for at in range(0, len(batch), most):
-            self._remote.begin(self._store(space, batch[at : at + most], tenant, kind))
+            self._remote.begin(self._store(space, batch[at : at + most], tenant, kind), space)
         return [each.there for each in going]
 
     async def _store(self, space: Space, batch: list[tuple[bytes, Going]], tenant: int, kind: int) -> None:

@@ -64,6 +64,9 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
                     "empty the folder",
                 )
             devices[name].begin_empty(found)
+            for tenant in devices[name].encrypted:
+                if first is not None and first.has_key(tenant):
+                    devices[name].make_key(tenant)
     except BaseException:
         close_all(devices)
         raise

@@ -66,8 +66,10 @@ def _restore_device(shell: Shell, tier: int, device: NvmeTier, keep: bool) -> No
         why = "the limits are too small for them, or the device is from another node"
         _log.warning("%d blocks on NVMe are forgotten: %s", (~known).sum(), why)
         device.forget(found.restore.only(~known))
-    for number in others:
-        device.forget_namespace(number)
+    # Those without blocks, or of no tenant, were not opened: their records would stay for ever.
+    for number in found.namespaces:
+        if number in others or tenancy.namespaces.at(number) is None:
+            device.forget_namespace(number)
     ttl_s = {space.number: space.ttl_s for space in tenancy.namespaces}
     lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])
     since = found.stored_at - shell.clock() + shell.now()

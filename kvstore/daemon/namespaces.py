@@ -1,18 +1,21 @@
 """Namespaces by number and by whose they are; the domains that say who may map their extents.
 
 A namespace that is forgotten as a whole gets another number: connections keep the `Space`, and go on with it.
+A namespace that is closed has no number; a connection that uses it again has it opened again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from kvstore.core.events import Restore
+from kvstore.core.hit_counters import Column
 from kvstore.tiers.dram import Inherited
 from kvstore.types import Layout
 
@@ -25,7 +28,8 @@ _DEFAULT = "default"
 class Space:
     """One namespace. `number` is the core's, 0 while it is not open there; `layout` None until it is named.
 
-    `readers` are names of the tenants that it is published to, `domain` goes with them.
+    `readers` are names of the tenants that it is published to, `domain` goes with them. `hits`: blocks of
+    prompts in it, whoever asked.
     """
 
     number: int
@@ -36,6 +40,7 @@ class Space:
     readers: frozenset[str] = frozenset()
     domain: int = 0
     ttl_s: float = 0.0
+    hits: Counter[Column] = field(default_factory=Counter)
 
 
 class Namespaces:
@@ -44,6 +49,7 @@ class Namespaces:
     def __init__(self) -> None:
         self.fingerprints: dict[int, bytes] = {}
         self.lengths: dict[int, int] = {}
+        self._uses: Counter[Space] = Counter()
         self._by_number: dict[int, Space] = {}
         self._by_name: dict[tuple[int, bytes], Space] = {}
         self._last = 0
@@ -87,6 +93,21 @@ class Namespaces:
         """Nothing is known of it any more, but who has it open may open it anew."""
         self._by_name.pop((space.tenant, space.fingerprint), None)
 
+    def use(self, space: Space) -> None:
+        """A request goes on by itself for this namespace, which must not be closed before `drop`."""
+        self._uses[space] += 1
+
+    def drop(self, space: Space) -> None:
+        """Undoes `use`."""
+        self._uses[space] -= 1
+        if not self._uses[space]:
+            del self._uses[space]
+
+    @property
+    def in_use(self) -> frozenset[int]:
+        """Numbers of the namespaces that must not be closed."""
+        return frozenset(space.number for space in self._uses)
+
     def forgotten(self, number: int) -> None:
         """Nothing that has this number is left: it may be given again."""
         del self.fingerprints[number], self.lengths[number]
@@ -100,6 +121,51 @@ class Namespaces:
             and (not revision or (s.layout is not None and s.layout.revision == revision))
             and (not model or (s.layout is not None and s.layout.model == model))
         ]
+
+
+class Numbering:
+    """The namespaces of one connection, by the numbers that its peer uses for them.
+
+    Remembers the `most` that were used last. A number is never given twice.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._spaces: dict[int, Space] = {}
+        self._numbers: dict[Space, int] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    def number_of(self, space: Space) -> int:
+        """The number of a namespace, a new one if it has none."""
+        number = self._numbers.get(space, 0)
+        if self.at(number) is None:
+            self._last += 1
+            number = self._last
+            self.set(number, space)
+        return number
+
+    def at(self, number: int) -> Space | None:
+        """The namespace of a number, which is used now; None if it is not known, or not any more."""
+        space = self._spaces.pop(number, None)
+        if space is not None:
+            self._spaces[number] = space
+        return space
+
+    def set(self, number: int, space: Space) -> None:
+        """From now on a number stands for this namespace."""
+        self._forget(number)
+        self._spaces[number] = space
+        self._numbers.setdefault(space, number)
+        if len(self._spaces) > self._most:
+            self._forget(next(iter(self._spaces)))
+
+    def _forget(self, number: int) -> None:
+        space = self._spaces.pop(number, None)
+        if space is not None and self._numbers.get(space) == number:
+            del self._numbers[space]
 
 
 class Domains:

@@ -24,6 +24,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.admission import Rule
 from kvstore.core.devices import DEMAND, PREFETCH
+from kvstore.core.hit_counters import NETWORK
 from kvstore.core.keys import Keys
 from kvstore.daemon.arrivals import Arrivals, Coming
 from kvstore.daemon.carrier import LOOK_EVERY_S, Carrier
@@ -119,7 +120,8 @@ class Remote:
 
         def more(action: Any) -> None:
             if isinstance(action, ac.Found) and action.value < event.keys.n and further():
-                self._begin(asker, self._look_further(asker, request, event, space, action, until))
+                flow = self._look_further(asker, request, event, space, action, until)
+                self._begin(asker, flow, space)
             else:
                 asker.answer(request, action)
 
@@ -129,9 +131,11 @@ class Remote:
         self, asker: Asker, request: int, event: ev.Lookup, space: Space, found: ac.Found, until: float
     ) -> None:
         keys = [event.keys[i] for i in range(found.value, event.keys.n)]
-        n = await self._find(space, keys, until)
-        n = self._worth(space, n, event.tenant, until, event.recompute_s)
-        asker.answer(request, ac.Found(request, found.value + n, gaps=found.gaps or n > 0))
+        there = await self._find(space, keys, until)
+        n = self._worth(space, there, event.tenant, until, event.recompute_s)
+        _add_network(found.stored, found.value + there)
+        found.stored.unworthy = found.stored.blocks - found.value - n
+        asker.answer(request, ac.Found(request, found.value + n, found.gaps or n > 0, found.stored))
 
     def acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space) -> None:
         """Like `Shell.ask`; what only the network has is brought here first, as far as there is time."""
@@ -140,20 +144,31 @@ class Remote:
         if not placement.in_memory(event.namespace, keys, event.at):
             here = placement.stored(event.namespace, keys)
             if here < keys.n and self.serves(space) and self._may_ask(asker):
-                self._begin(asker, self._acquire(asker, request, event, space, here))
+                self._begin(asker, self._acquire(asker, request, event, space, here), space)
                 return
         self.shell.ask(asker, request, event)
 
     async def _acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space, here: int) -> None:
         keys, until = event.keys, event.deadline
         wanted = [keys[i] for i in range(here, keys.n)]
-        n = await self._find(space, wanted, until)
-        n = self._worth(space, n, event.tenant, until, event.recompute_s)
+        there = await self._find(space, wanted, until)
+        n = self._worth(space, there, event.tenant, until, event.recompute_s)
         before = keys[here - 1] if here else b""
         coming = self.arrivals.fetch(space, wanted[:n], before, event.tenant, DEMAND, until)
         await self._wait(coming, until)
-        self.counters["hit_blocks"] += _leading(coming)
-        self.shell.ask(asker, request, event)
+        came, late = _leading(coming), sum(not each.done() for each in coming)
+        self.counters["hit_blocks"] += came
+
+        def granted(action: Any) -> None:
+            if isinstance(action, ac.Grant):
+                _add_network(action.stored, here + there, came)
+                action.stored.unworthy += there - n
+                action.stored.late += late
+                action.sources[here : here + came] = NETWORK
+            asker.answer(request, action)
+
+        event.namespace = space.number  # it may have been forgotten meanwhile
+        self.shell.ask(_Then(granted), request, event)
 
     async def has(self, space: Space, key: bytes, until: float) -> bool:
         """Whether the network has a block by now, that it perhaps had not a moment ago."""
@@ -167,7 +182,7 @@ class Remote:
 
         def more(action: Any) -> None:
             if isinstance(action, ac.Answer) and action.value < event.keys.n and self.serves(space):
-                self._begin(asker, self._prefetch(asker, request, event, space, action.value))
+                self._begin(asker, self._prefetch(asker, request, event, space, action.value), space)
             else:
                 asker.answer(request, action)
 
@@ -187,7 +202,7 @@ class Remote:
     ) -> None:
         """Answers how many leading blocks the network has, when all of those here are there, or in time."""
         if self.serves(space):
-            self._begin(asker, self._hand_off(asker, request, space, keys, tenant, until))
+            self._begin(asker, self._hand_off(asker, request, space, keys, tenant, until), space)
         else:
             why = self.carrier.problem or "this namespace's blocks stay on the node"
             hint = "see network in `kvstore status`" if self.carrier.problem else "they end, or are encrypted"
@@ -210,19 +225,25 @@ class Remote:
         for task in self._tasks_of.pop(asker, ()):
             task.cancel()
 
-    def begin(self, flow: Coroutine[Any, Any, None]) -> None:
-        """Lets something go on by itself."""
-        self._begin(None, flow)
+    def begin(self, flow: Coroutine[Any, Any, None], space: Space | None = None) -> None:
+        """Lets something go on by itself; a namespace that it is about is not closed before its end."""
+        self._begin(None, flow, space)
 
-    def _begin(self, asker: Asker | None, flow: Coroutine[Any, Any, None]) -> None:
+    def _begin(
+        self, asker: Asker | None, flow: Coroutine[Any, Any, None], space: Space | None = None
+    ) -> None:
+        if space is not None:
+            self.shell.namespaces.use(space)
         task = self.shell.loop.create_task(flow)
         self._tasks.add(task)
         if asker is not None:
             self._tasks_of.setdefault(asker, set()).add(task)
-        task.add_done_callback(partial(self._ended, asker))
+        task.add_done_callback(partial(self._ended, asker, space))
 
-    def _ended(self, asker: Asker | None, task: asyncio.Task[None]) -> None:
+    def _ended(self, asker: Asker | None, space: Space | None, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if space is not None:
+            self.shell.namespaces.drop(space)
         if asker is not None and asker in self._tasks_of:
             self._tasks_of[asker].discard(task)
             if not self._tasks_of[asker]:
@@ -233,7 +254,12 @@ class Remote:
     async def core(self, event: Any) -> Any:
         """The core's answer to an event of one's own."""
         answer: asyncio.Future[Any] = self.shell.loop.create_future()
-        self.shell.ask(_Then(answer.set_result), 0, event)
+
+        def answered(action: Any) -> None:
+            if not answer.done():  # the flow may have been cancelled
+                answer.set_result(action)
+
+        self.shell.ask(_Then(answered), 0, event)
         return await answer
 
     async def _wait(self, coming: Sequence[Coming], until: float) -> None:
@@ -398,6 +424,17 @@ class _Then:
     def answer(self, request: int, action: Any) -> None:
         """See Asker."""
         self._then(action)
+
+
+def _add_network(stored: ac.Stored, known: int, came: int = 0) -> None:
+    """Adds what the network has of `known` leading blocks; `came` of these are in DRAM by now."""
+    by_tier = stored.by_tier
+    only_there = max(0, known - stored.blocks)
+    came = min(came, by_tier.get(0, 0))
+    if came:
+        by_tier[0] -= came
+    if came + only_there:
+        by_tier[NETWORK] = came + only_there
 
 
 def _leading(coming: Sequence[Coming]) -> int:

@@ -7,8 +7,10 @@ all is told only to those that may read it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +20,16 @@ from kvstore.core import events as ev
 from kvstore.core.keys import Keys
 from kvstore.daemon.control import LONGEST_S
 from kvstore.daemon.explain import namespaces_for
-from kvstore.daemon.namespaces import Space
+from kvstore.daemon.namespaces import Numbering, Space
+from kvstore.daemon.prompts import Prompts
 from kvstore.daemon.shell import DRAM, Asker, Shell
+from kvstore.daemon.tenancy import refusal
 from kvstore.daemon.tenants import Identity, Role
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
+
+_log = logging.getLogger(__name__)
 
 _WAITS = 64
 _LOOK_AGAIN_S, _LOOK_AGAIN_AT_LAST_S = 0.004, 0.05
@@ -59,15 +65,17 @@ class Requests:
     def __init__(self, wire: Wire, shell: Shell) -> None:
         self._wire = wire
         self._shell = shell
-        self._spaces: dict[int, Space] = {}
+        self._spaces = Numbering(m.NAMESPACES)
         self._waits: set[asyncio.Task[None]] = set()
+        self._left = False
+        self.prompts = Prompts(shell.hits, wire.who.tenant)
         self._run_by_type: dict[type, tuple[Role, Callable[[Any], None]]] = {
             m.Ping: (Role.READ, lambda q: self._wire.send(m.Value(q.id, 0))),
             m.Status: (Role.READ, lambda q: self._wire.send(m.Report(q.id, self._wire.status()))),
             m.Open: (Role.READ, self._open),
             m.Lookup: (Role.READ, self._lookup),
             m.Acquire: (Role.READ, self._acquire),
-            m.Release: (Role.READ, lambda q: self._shell.handle(ev.Release(self._wire.number, q.lease))),
+            m.Release: (Role.READ, self._release),
             m.Abort: (Role.READ, lambda q: self._shell.handle(ev.Abort(self._wire.number, q.lease))),
             m.Prefetch: (Role.READ, self._prefetch),
             m.HandOff: (Role.WRITE, self._hand_off),
@@ -101,19 +109,23 @@ class Requests:
 
     def leave(self) -> None:
         """Nobody waits for answers any more."""
+        self._left = True
         for task in list(self._waits):
             task.cancel()
+        self.prompts.leave()
 
     # -- namespaces
 
     def _open(self, q: m.Open) -> None:
-        who, config = self._wire.who, self._shell.config
+        who = self._wire.who
         try:
             layout = Layout(**q.layout)
         except (MisuseError, TypeError) as error:
             self._deny(q.id, f"the layout makes no sense: {error}")
             return
         owner = "" if q.owner == who.name else q.owner
+        if not owner and not self._has_keys(q):
+            return
         # How long blocks live is for writers to say.
         ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
         space, answer = self._shell.tenancy.open(who, layout, owner, ttl_s)
@@ -124,18 +136,32 @@ class Requests:
             assert isinstance(answer, ac.Deny)
             self._wire.answer(q.id, answer)
             return
-        number = next((n for n, known in self._spaces.items() if known is space), 0)
-        if not number and len(self._spaces) >= config.limits.namespaces_per_tenant:
-            hint = "close the client, or raise limits.namespaces_per_tenant"
-            self._deny(q.id, f"{len(self._spaces)} namespaces are open on this connection", hint)
-            return
-        number = number or len(self._spaces) + 1
-        self._spaces[number] = space
-        self._wire.send(m.Opened(q.id, number, space.fingerprint))
+        self._wire.send(m.Opened(q.id, self._spaces.number_of(space), space.fingerprint))
+
+    def _has_keys(self, q: Any) -> bool:
+        """Whether a namespace can be opened now; if not, the request runs again when keys have been made."""
+        tenancy, name = self._shell.tenancy, self._wire.who.name
+        if tenancy.has_keys(name):
+            return True
+
+        def ended(error: Exception | None) -> None:
+            if self._left:
+                return
+            try:
+                if error is None:
+                    self.run(q)
+            except Exception as failure:
+                error = failure
+            if error is not None:
+                refused = refusal(q.id, error)
+                self._deny(q.id, refused.why, refused.hint)
+
+        tenancy.make_keys(name, ended)
+        return False
 
     def _space(self, q: Any, own: bool = False) -> Space | None:
         """The namespace that a request names; refuses it, and returns None, if the peer may not do that."""
-        who, space = self._wire.who, self._spaces.get(q.namespace)
+        who, space = self._wire.who, self._spaces.at(q.namespace)
         if space is None:
             self._deny(
                 q.id, f"unknown namespace {q.namespace}", "open the namespace on this connection first"
@@ -151,14 +177,17 @@ class Requests:
         return None
 
     def _opened_again(self, q: Any, space: Space) -> Space | None:
-        """A namespace that has ended with all that its tenant had, made anew."""
+        """A namespace that was closed, or has ended with all that its tenant had, opened again."""
         assert space.layout is not None
-        again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s)
-        if again is None:
-            assert isinstance(answer, ac.Deny)
-            self._deny(q.id, answer.why, answer.hint)
-        else:
-            self._spaces[q.namespace] = again
+        again = self._shell.namespaces.find(space.tenant, space.fingerprint)
+        if again is None or not again.number:
+            if not self._has_keys(q):
+                return None
+            again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s)
+            if isinstance(answer, ac.Deny):
+                self._deny(q.id, answer.why, answer.hint)
+        if again is not None:
+            self._spaces.set(q.namespace, again)
         return again
 
     # -- reading
@@ -167,6 +196,7 @@ class Requests:
         space = self._space(q)
         if space is not None:
             self._shell.recorder.looked_up(self._wire.number, space, q.key_bytes, q.keys)
+            self.prompts.asked(q, space)
             by = self._deadline(q.timeout_s)
             until, who, at = by if q.recompute_s else math.inf, self._wire.who.tenant, self._tier(q)
             event = ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s, at)
@@ -186,12 +216,22 @@ class Requests:
                 self._deny(
                     q.id, f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once"
                 )
-            elif q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys):
+                return
+            self.prompts.asked(q, space)
+            if q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys):
                 task = self._shell.loop.create_task(self._acquire_later(q, event, space))
                 self._waits.add(task)
-                task.add_done_callback(self._waits.discard)
+                self._shell.namespaces.use(space)
+                task.add_done_callback(partial(self._waited, q.id, space))
             else:
                 self._acquire_now(q, event, space)
+
+    def _waited(self, request: int, space: Space, task: asyncio.Task[None]) -> None:
+        self._waits.discard(task)
+        self._shell.namespaces.drop(space)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a request that waited for blocks failed", exc_info=error)
+            self._deny(request, "internal error", "see the daemon's log")
 
     async def _acquire_later(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
         """When the first block is stored, here or on the network, or time is up."""
@@ -201,13 +241,22 @@ class Requests:
                 break
             await asyncio.sleep(min(pause_s, until - now))
             pause_s = min(pause_s * 1.5, _LOOK_AGAIN_AT_LAST_S)
-        self._acquire_now(q, event, space)
+            event.namespace = space.number
+        # Meanwhile it may have been forgotten, or taken back.
+        known = self._space(q)
+        if known is not None:
+            event.namespace = known.number
+            self._acquire_now(q, event, known)
 
     def _acquire_now(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
         if (remote := self._shell.remote) is None:
             self._ask(q, event)
         else:
             remote.acquire(self._wire, q.id, event, space)
+
+    def _release(self, q: m.Release) -> None:
+        self.prompts.released(q)
+        self._shell.handle(ev.Release(self._wire.number, q.lease))
 
     def _hand_off(self, q: m.HandOff) -> None:
         space = self._space(q, own=True)

@@ -311,14 +311,17 @@ class Connection(asyncio.Protocol):
 
     def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Explained | ac.Deny) -> None:
         """See Asker."""
+        # While requests are recorded, clients ask all keys of a long prompt, not every so many.
+        gaps = isinstance(action, ac.Found) and (action.gaps or self._shell.recorder.running)
+        if self._requests is not None:
+            self._requests.prompts.answered(request, action, gaps)
         if isinstance(action, ac.Grant):
             self._shell.recorder.answered(self.number, len(action.slots))
-            self.send(m.Granted(request, action.lease, action.slot_bytes, action.slots.tobytes()))
+            slots, stored = action.slots.tobytes(), action.stored.blocks
+            self.send(m.Granted(request, action.lease, action.slot_bytes, slots, stored))
         elif isinstance(action, ac.Found):
-            # While requests are recorded, clients ask all keys of a long prompt, not every so many.
             self._shell.recorder.answered(self.number, action.value)
-            gaps = action.gaps or self._shell.recorder.running
-            self.send(m.Found(request, action.value, gaps))
+            self.send(m.Found(request, action.value, gaps, action.stored.blocks))
         elif isinstance(action, ac.Answer):
             self.send(m.Value(request, action.value))
         elif isinstance(action, ac.Room):

@@ -26,8 +26,9 @@ from kvstore import arena
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import TierSpec
+from kvstore.core.devices import FENCED, TierSpec
 from kvstore.core.extents import Extents
+from kvstore.core.hit_counters import HitCounters
 from kvstore.core.keys import Keys
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.residency import TierState
@@ -50,6 +51,7 @@ from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.network.base import Backend
 from kvstore.tiers.nvme.tier import NvmeTier, verify
+from kvstore.tiers.results import Done, Results, begin_for_sure, finish_for_sure
 from kvstore.types import HBM_EXTENTS, Tier
 
 _log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class Shell:
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
         self.routing = Routing(self)
+        self.hits = HitCounters()
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -128,6 +131,7 @@ class Shell:
             ac.Make: self._make,
             ac.Joined: lambda action: devices.joined(self, action.tier),
             ac.Left: self._left,
+            ac.Closed: lambda action: self.tenancy.closed(action.namespace),
         }
 
     def _make_placement(self, seed: int) -> Placement:
@@ -352,18 +356,54 @@ class Shell:
 
     def _run(self, actions: Iterable[ac.Action]) -> None:
         for action in actions:
-            run = self._run_by_type.get(type(action))
-            if run is not None:
+            try:
+                run = self._run_by_type.get(type(action), self._answer)
                 run(action)
-            else:
-                self._answer(action)
+            except Exception as error:
+                self._failed(action, error)
         self._set_timer()
+
+    def _failed(self, action: ac.Action, error: Exception) -> None:
+        """An action could not be run; the others of its batch still are.
+
+        Where the core and a tier would disagree from now on, a device is fenced, or the daemon crashes. That
+        is safe: what a crash leaves is proved by checksums, and what was not answered was not promised.
+        """
+        what = f"{type(action).__name__} could not be run"
+        reason = error if isinstance(error, TierError) else TierError(f"{what}: {error!r}")
+        if not isinstance(error, TierError):
+            _log.error("%s", what, exc_info=error)
+        if isinstance(action, ac.Renew):
+            self.soon(self._extent_lost, action.tier, action.extent, reason)
+        elif isinstance(action, ac.Remove):
+            self.soon(self._removed, action, reason)
+        elif isinstance(action, ac.Make):
+            self.soon(self._extents_end, action.tier, reason)
+        elif isinstance(action, ac.Drop | ac.Format | ac.Stamp):
+            device = action.tier != DRAM and isinstance(error, TierError)
+            (self._fence if device else self._crash)(action.tier, reason)
+
+    def _fence(self, tier: int, reason: TierError) -> None:
+        """A device does not keep what it is told to: nothing is read from it or written to it any more."""
+        problem = f"{self._name_of(tier)} is fenced: {reason}"
+        _log.error("%s", problem)
+        self.problems.append(problem)
+        self.soon(self.handle, ev.SetDevice(tier, FENCED))
+
+    def _crash(self, tier: int, reason: TierError) -> None:
+        _log.critical("the core and %s disagree: %s", self._name_of(tier), reason)
+        logging.shutdown()
+        os.abort()
 
     def _answer(self, action: Any) -> None:
         asked = self._askers.pop(action.request, None)
         if asked is not None:
             asker, request = asked
-            asker.answer(request, action)
+            try:
+                asker.answer(request, action)
+            except Exception as error:
+                _log.error("a request could not be answered", exc_info=error)
+                asker.answer(request, ac.Deny(request, "internal error", "see the daemon's log"))
         elif isinstance(action, ac.Grant | ac.Room) and action.lease:
             _log.debug("an answer came after its asker had left")
 
@@ -382,14 +422,16 @@ class Shell:
         self.chronicle.look(self.placement.residency.tiers)
 
     def _copy(self, copy: ac.Copy) -> None:
-        spaces = self.namespaces
-
         copies, began_s = self.copies[copy.source, copy.target], time.perf_counter()
 
-        def done(results: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        def ended(results: Results) -> None:
             took_s = time.perf_counter() - began_s
             self.soon(self._copied, copies, took_s, ev.CopyDone(copy.transfer, results))
 
+        begin_for_sure(len(copy.identity), partial(self._begin_copy, copy), ended)
+
+    def _begin_copy(self, copy: ac.Copy, done: Done) -> None:
+        spaces = self.namespaces
         if copy.source == copy.target:
             self._move(copy, done)
         elif self._kind(copy.target) == Tier.NVME:
@@ -413,22 +455,26 @@ class Shell:
         self.handle(event)
         self.chronicle.look(self.placement.residency.tiers)
 
-    def _move(self, copy: ac.Copy, done: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+    def _move(self, copy: ac.Copy, done: Done) -> None:
         """From one extent in memory to another."""
         sources, targets = self.dram.slots(copy.source_where), self.dram.slots(copy.target_where)
         spaces = [self.namespaces.at(n) for n in copy.identity.namespace.tolist()]
 
-        def move() -> None:
-            good = []
-            for i, space in enumerate(spaces):
-                arena.copy(targets[i], sources[i])
-                good.append(
-                    space is not None
-                    and verify(copy.identity, i, targets[i], space.fingerprint, space.block_bytes)
-                )
-            done(np.where(good, ev.OK, ev.CORRUPT).astype(np.uint8))
+        def move(i: int, space: Space | None) -> bool:
+            arena.copy(targets[i], sources[i])
+            return space is not None and verify(
+                copy.identity, i, targets[i], space.fingerprint, space.block_bytes
+            )
 
-        self.loop.run_in_executor(None, move)
+        self._aside(lambda: [move(i, space) for i, space in enumerate(spaces)], len(spaces), done)
+
+    def _aside(self, look: Callable[[], list[bool]], n: int, done: Done) -> None:
+        """Tells on a thread which of n blocks are good; all are FAILED if that cannot be told."""
+
+        def find(_: None) -> Results:
+            return np.where(look(), ev.OK, ev.CORRUPT).astype(np.uint8)
+
+        self.loop.run_in_executor(None, finish_for_sure(n, find, done), None)
 
     def _stored_at(self, copy: ac.Copy) -> npt.NDArray[np.float64] | None:
         """When blocks that have an end were stored, in Unix time (s); 0 for those that have none."""
@@ -497,7 +543,10 @@ class Shell:
             self.soon(self._removed, action, error)
 
         if not self._closed:
-            self._tier_at(action.tier).remove(action.extent, done)
+            try:
+                self._tier_at(action.tier).remove(action.extent, done)
+            except TierError as error:
+                done(error)
 
     def _removed(self, action: ac.Remove, error: TierError | None) -> None:
         if error is not None and str(error) not in self.problems:
@@ -555,11 +604,13 @@ class Shell:
         return self.placement.residency.tiers[tier].spec.name
 
     def _probe(self, probe: ac.Probe) -> None:
-        fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
-
-        def done(results: npt.NDArray[np.uint8]) -> None:
+        def ended(results: Results) -> None:
             self.soon(self.handle, ev.ProbeDone(probe.probe, results))
 
+        begin_for_sure(len(probe.identity), partial(self._begin_probe, probe), ended)
+
+    def _begin_probe(self, probe: ac.Probe, done: Done) -> None:
+        fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
         if probe.tier != DRAM:
             hbm = self._kind(probe.tier) == Tier.HBM
             device = self.pool_at(probe.tier) if hbm else self.device_at(probe.tier)
@@ -569,11 +620,10 @@ class Shell:
         # Looked up now: by then a namespace may have been forgotten.
         spaces = [(fingerprints[n], lengths[n]) for n in probe.identity.namespace.tolist()]
 
-        def look() -> None:
-            good = [verify(probe.identity, i, slots[i], *space) for i, space in enumerate(spaces)]
-            done(np.where(good, ev.OK, ev.CORRUPT).astype(np.uint8))
+        def look() -> list[bool]:
+            return [verify(probe.identity, i, slots[i], *space) for i, space in enumerate(spaces)]
 
-        self.loop.run_in_executor(None, look)
+        self._aside(look, len(spaces), done)
 
     # -- status
 
@@ -663,6 +713,8 @@ class _Durably:
         """See Asker."""
 
         waits_for, outcome = len(self._shell.devices), action
+        if not waits_for:
+            self._asker.answer(request, action)
 
         def done(error: Exception | None) -> None:
             self._shell.soon(ended, error)
@@ -677,4 +729,7 @@ class _Durably:
                 self._asker.answer(request, outcome)
 
         for device in self._shell.devices.values():
-            device.when_durable(done)
+            try:
+                device.when_durable(done)
+            except TierError as refused:
+                done(refused)

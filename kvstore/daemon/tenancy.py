@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, Tenant
@@ -162,13 +163,26 @@ class Tenancy:
 
     def _open(self, space: Space) -> tuple[Space | None, ac.Answer | ac.Deny]:
         number = space.number or self.namespaces.new_number()
-        answer = self._shell.call(self._event(space, number))
+        event = self._event(space, number)
+        event.in_use = self.namespaces.in_use
+        answer = self._shell.call(event)
         if isinstance(answer, ac.Deny):
             return None, answer
+        if not space.number:
+            self._shell.chronicle.opened(number)
         space.number = number
         self.namespaces.add(space)
         self.record(space)
         return space, answer
+
+    def closed(self, number: int) -> None:
+        """The core has closed a namespace. Connections that use it again have it opened again."""
+        space = self.namespaces.at(number)
+        assert space is not None, f"namespace {number} was closed and is not open"
+        self._shell.chronicle.closed(number, self.registry.name(space.tenant), space.fingerprint.hex())
+        self.namespaces.close(space)
+        self.namespaces.remove(space)
+        self._free((number,))
 
     def _event(self, space: Space, number: int) -> ev.OpenNamespace:
         extra = SEAL_BYTES if self._encrypts(self.registry.name(space.tenant)) else 0
@@ -186,10 +200,41 @@ class Tenancy:
     def _encrypts(self, name: str) -> bool:
         return any(device.encrypts(name) for device in self._shell.devices.values())
 
+    def has_keys(self, name: str) -> bool:
+        """Whether namespaces of a tenant can be opened without waiting for a data key to be made."""
+        return all(device.has_key(name) for device in self._shell.devices.values())
+
+    def make_keys(self, name: str, ended: Callable[[Exception | None], None]) -> None:
+        """Makes the data keys that an encrypted tenant lacks, on threads; `ended` gets an error, if any."""
+        lacking = [device for device in self._shell.devices.values() if not device.has_key(name)]
+        self._change_keys([(device, device.make_key) for device in lacking], name, ended)
+
+    def _change_keys(
+        self,
+        changes: Sequence[tuple[NvmeTier, Callable[[str], None]]],
+        name: str,
+        ended: Callable[[Exception | None], None],
+    ) -> None:
+        left, failed = len(changes), None
+
+        def changed(error: Exception | None) -> None:
+            nonlocal left, failed
+            left, failed = left - 1, failed or error
+            if not left:
+                ended(failed)
+
+        for device, change in changes:
+            device.change_key(change, name, partial(self._shell.soon, changed))
+        if not changes:
+            ended(None)
+
     def restore(self, space: Space) -> bool:
         """A namespace of which something was found, under its number if it has one; False: no room for it."""
         number = space.number or self.namespaces.new_number()
-        if isinstance(self._shell.call(self._event(space, number)), ac.Deny):
+        event = self._event(space, number)
+        # Those that were opened just before get their blocks only later.
+        event.may_close = False
+        if isinstance(self._shell.call(event), ac.Deny):
             return False
         space.number = number
         self.namespaces.add(space)
@@ -259,13 +304,13 @@ class Tenancy:
             self._tell("forgotten", space)
         numbers = self._close(tenant, spaces)
         event = ev.Forget(0, numbers)
+
+        def gone(ended: _Ended) -> None:
+            self._gone(tenant, numbers)
+            ended(None)
+
         self._also_there(
-            asker,
-            request,
-            spaces,
-            lambda then: self._shell.ask_durably(
-                _Then(then, lambda: self._gone(tenant, numbers)), request, event
-            ),
+            asker, request, spaces, lambda then: self._shell.ask_durably(_Then(then, gone), request, event)
         )
         for space in spaces:
             self._open(space)
@@ -282,17 +327,31 @@ class Tenancy:
             self.namespaces.remove(space)
         self._shell.chronicle.add("deleted", tenant=name, detail=f"{len(spaces)} namespaces")
 
-        def gone() -> None:
+        def gone(ended: _Ended) -> None:
             self._gone(tenant, numbers)
-            self._deleting[tenant] -= 1
             learned.discard(self._shell)
-            self._set(name, self._shell.config)
-            if self._encrypts(name):
-                for device in self._shell.devices.values():
-                    device.erase_key(name)
+            devices = self._shell.devices.values() if self._encrypts(name) else ()
+            erase = [(device, device.erase_key) for device in devices]
+            self._change_keys(erase, name, partial(erased, ended))
+
+        def erased(ended: _Ended, error: Exception | None) -> None:
+            if error is None and self._encrypts(name) and self.namespaces.of(tenant):
                 # Those that have been opened again meanwhile get a seal by the next key.
-                for space in self.namespaces.of(tenant):
+                self.make_keys(name, partial(sealed_anew, ended))
+            else:
+                ended(error)
+
+        def sealed_anew(ended: _Ended, error: Exception | None) -> None:
+            try:
+                for space in self.namespaces.of(tenant) if error is None else ():
                     self.record(space)
+            except TierError as failure:
+                error = failure
+            ended(error)
+
+        def deleted() -> None:
+            self._deleting[tenant] -= 1
+            self._set(name, self._shell.config)
 
         self._deleting[tenant] += 1
         event = ev.ForgetTenant(0, tenant)
@@ -300,7 +359,7 @@ class Tenancy:
             asker,
             request,
             spaces,
-            lambda then: self._shell.ask_durably(_Then(then, gone), request, event),
+            lambda then: self._shell.ask_durably(_Then(then, gone, deleted), request, event),
         )
 
     def _also_there(
@@ -334,6 +393,10 @@ class Tenancy:
 
     def _gone(self, tenant: int, numbers: Sequence[int]) -> None:
         self._going[tenant] -= len(numbers)
+        self._free(numbers)
+
+    def _free(self, numbers: Sequence[int]) -> None:
+        """Nothing is left of namespaces with these numbers, which may be given again."""
         self._shell.routing.forgotten(numbers)
         for number in numbers:
             self.namespaces.forgotten(number)
@@ -341,20 +404,46 @@ class Tenancy:
                 device.forget_namespace(number)
 
 
-class _Then:
-    """Does something before an answer goes on."""
+_Ended = Callable[[Exception | None], None]
 
-    def __init__(self, asker: Asker, then: Callable[[], None]) -> None:
+
+def _nothing() -> None:
+    pass
+
+
+class _Then:
+    """Does something before an answer goes on: `then` calls what it is given when that has ended.
+
+    `at_last` is called in any case.
+    """
+
+    def __init__(
+        self, asker: Asker, then: Callable[[_Ended], None], at_last: Callable[[], None] = _nothing
+    ) -> None:
         self._asker = asker
         self._then = then
+        self._at_last = at_last
 
     def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
         """See Asker."""
+
+        def ended(error: Exception | None) -> None:
+            at_last, self._at_last = self._at_last, _nothing
+            at_last()
+            self._asker.answer(request, action if error is None else refusal(request, error))
+
         try:
-            self._then()
-        except TierError as error:
-            action = ac.Deny(request, error.message, error.hint)
-        self._asker.answer(request, action)
+            self._then(ended)
+        except Exception as error:
+            ended(error)
+
+
+def refusal(request: int, error: Exception) -> ac.Deny:
+    """What somebody is told whose request has failed by this error."""
+    if isinstance(error, TierError):
+        return ac.Deny(request, error.message, error.hint)
+    _log.error("what follows from a request failed", exc_info=error)
+    return ac.Deny(request, "internal error", "see the daemon's log")
 
 
 def _quota(tenant: Tenant, spec: TierSpec, config: Config) -> Quota:

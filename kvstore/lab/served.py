@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
+from typing import Any, ClassVar
 
 from kvstore import Client
 from kvstore.config import parse
@@ -36,6 +37,9 @@ class ServedDaemon:
     ConfigError for settings that cannot be, UnavailableError with the end of the daemon's log if it does not
     answer within `start_timeout_s`. With `supervised`, `kvstore supervise` runs it, so that DRAM outlives it.
     """
+
+    popen: ClassVar[Callable[..., Any]] = subprocess.Popen
+    """Starts the process."""
 
     def __init__(
         self, settings: Settings | None = None, start_timeout_s: float = 60.0, supervised: bool = False
@@ -98,7 +102,7 @@ class ServedDaemon:
         if self._process is None:
             with (self.folder / "daemon.log").open("ab") as log:
                 # In a session of its own, so that Ctrl-C reaches only us and we stop it in order.
-                self._process = subprocess.Popen(
+                self._process = type(self).popen(
                     self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
         try:

@@ -20,14 +20,15 @@ class Worker:
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: Callable[..., None], *args: Any) -> None:
-        """Has a job done after all that were submitted before; none after `close`. Any thread may call."""
+    def submit(self, job: Callable[..., None], *args: Any) -> bool:
+        """Has a job done after all that were submitted before; False after `close`. Any thread may call."""
         with self._lock:
             if self._closed:
-                return
+                return False
             if self._thread.ident is None:
                 self._thread.start()
             self._jobs.put((job, args))
+            return True
 
     def close(self) -> None:
         """Returns when all jobs are done. Closing twice does nothing."""

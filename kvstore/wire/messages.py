@@ -18,9 +18,13 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 6
+VERSION = 7
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
+NAMESPACES = 1024
+"""How many namespaces the daemon remembers of one connection: those that were used last."""
+MAX_PROMPT_BLOCKS = 1 << 20
+"""What more is said to be asked for does not count."""
 LOW, NORMAL, HIGH = range(3)
 """Priorities of a hint."""
 REQUEST_RECORD = struct.Struct("<dII")
@@ -105,11 +109,17 @@ class Lookup(_Keyed):
 
     `recompute_s` is what computing one block anew takes: blocks that take longer to load are left out. 0:
     nobody knows, and what is stored is counted, whenever it could be loaded.
+
+    For the hit ratio only: this is the first question for a prompt of `asks` blocks (0: for none), of these
+    keys `known` leading ones have been counted as found before, and each key stands for `step` blocks.
     """
 
     timeout_s: float
     recompute_s: float
     device: str = ""
+    asks: int = 0
+    known: int = 0
+    step: int = 1
 
 
 @dataclass(slots=True)
@@ -118,12 +128,15 @@ class Acquire(_Keyed):
 
     `device`: the UUID of a GPU; slots are in its memory if it has a pool with room for all, else in DRAM.
     While not even the first block is stored anywhere, the answer waits up to `wait_s` for it.
+    `asks`, `known`: see Lookup.
     """
 
     timeout_s: float
     recompute_s: float
     device: str = ""
     wait_s: float = 0.0
+    asks: int = 0
+    known: int = 0
 
 
 @dataclass(slots=True)
@@ -199,9 +212,11 @@ class Abort:
 
 @dataclass(slots=True)
 class Release:
-    """A lease is given back."""
+    """A lease is given back. The reader could not use its last `unused` blocks; `corrupt` ones were wrong."""
 
     lease: int
+    unused: int = 0
+    corrupt: int = 0
 
 
 @dataclass(slots=True)
@@ -259,21 +274,26 @@ class Value:
 
 @dataclass(slots=True)
 class Found:
-    """Answer to Lookup. With `gaps`, stored blocks may lie beyond missing ones: ask all keys."""
+    """Answer to Lookup. With `gaps`, stored blocks may lie beyond missing ones: ask all keys.
+
+    `stored`: leading blocks that are stored, worth loading or not.
+    """
 
     id: int
     value: int
     gaps: bool
+    stored: int = 0
 
 
 @dataclass(slots=True)
 class Granted:
-    """A lease on leading blocks: a `SLOT_RECORD` each."""
+    """A lease on leading blocks: a `SLOT_RECORD` each. `stored`: see Found."""
 
     id: int
     lease: int
     slot_bytes: int
     slots: bytes
+    stored: int = 0
 
 
 @dataclass(slots=True)

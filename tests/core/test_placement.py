@@ -35,6 +35,8 @@ def _plain(a: ac.Action) -> tuple[object, ...]:
         return ("answer", a.value)
     if isinstance(a, ac.Deny):
         return ("deny", a.why)
+    if isinstance(a, ac.Closed):
+        return ("closed", a.namespace)
     if isinstance(a, ac.Format):
         return ("format", TIERS[a.tier], a.extent, a.slot_bytes)
     keys = [a.identity.key(i) for i in range(len(a.identity))]
@@ -328,8 +330,10 @@ def test_leases_and_reservations_of_a_client_are_limited() -> None:
 def test_namespaces_are_limited() -> None:
     w = world(limits=Limits(namespaces=2))
     w.open(2)
+    w.put(0, 1, [b"a"])
+    w.put(0, 2, [b"a"])
     w.ask(ev.OpenNamespace(0, 3, 100))
-    assert told(w) == [("deny", "2 namespaces are open")]
+    assert told(w) == [("deny", "2 namespaces are open, and all are in use")]
     w.open(2)
 
 
@@ -526,6 +530,22 @@ def test_extents_that_come_later_let_the_waiting_go_on() -> None:
     assert waiting not in w.answers
     w.send(ev.ExtentsEnd(0))
     assert told(w) == [("room", "denied")]
+
+
+@pytest.mark.parametrize("late", ["invalidated", "of the wrong length"])
+def test_a_commit_that_frees_slots_lets_the_waiting_go_on(late: str) -> None:
+    w = world(dram=1)
+    room = room_of(w.reserve(0, 1, [b"a", b"b", b"c", b"d"]))
+    if late == "invalidated":
+        w.invalidate(1, [b"c", b"d"])
+    # Somebody waits only while more room may come.
+    w.p.residency.tiers[0].growing = True
+    assert w.reserve(1, 1, [b"x", b"y"], wait=1.0) is None
+    waiting = w.last_request
+    n = 4 if late == "invalidated" else 3
+    event = ev.Commit(0, 0, room.lease, np.arange(n, dtype=np.uint64), np.ones(n, np.bool_))
+    w.ask(event)
+    assert room_of(w.answers.get(waiting)).status.tolist() == [ac.GRANTED, ac.GRANTED]
 
 
 def test_new_blocks_find_a_row_even_when_all_rows_are_taken() -> None:

@@ -631,6 +631,116 @@ def test_a_block_stored_again_lives_anew() -> None:
     assert w.p.residency.blocks.used == 0
 
 
+def expired(w: World) -> float:
+    """Has the next end of a block pass, without anybody having been told so far."""
+    w.now = float(w.p.ledger.next_end)
+    return w.now
+
+
+def room_of(w: World, client: int, namespace: int, keys: list[bytes], parent: bytes = b"") -> ac.Room:
+    room = w.reserve(client, namespace, keys, parent)
+    assert isinstance(room, ac.Room), room
+    return room
+
+
+@pytest.mark.parametrize("nvme", [0, 4])
+def test_what_has_expired_is_stored_again_though_it_is_still_there(nvme: int) -> None:
+    w = world((A,), nvme=nvme)
+    w.open(11, tenant=A, ttl_s=10.0)
+    w.put(0, 11, [b"a", b"b", b"c"])
+    w.finish_all()
+    expired(w)
+    assert w.lookup(11, [b"a", b"b", b"c"]) == 0
+    assert w.put(0, 11, [b"a", b"b", b"c"], salt=1) == 3
+    assert w.lookup(11, [b"a", b"b", b"c"]) == 3
+    w.finish_all()
+    w.pass_time(9)
+    assert w.get(11, [b"a", b"b", b"c"]) == [payload(11, key, 1) for key in (b"a", b"b", b"c")]
+    assert w.p.counters["expired_blocks"] == 3
+    w.pass_time(3)
+    assert w.p.residency.blocks.used == 0
+    w.settle()
+
+
+def test_only_what_has_expired_of_a_chain_is_stored_again() -> None:
+    w = world((A,))
+    w.open(11, tenant=A, ttl_s=10.0)
+    w.put(0, 11, [b"a", b"b"])
+    w.now = 5.0
+    w.put(0, 11, [b"c"], b"b")
+    expired(w)
+    room = room_of(w, 0, 11, [b"a", b"b", b"c"])
+    assert room.status.tolist() == [ac.GRANTED, ac.GRANTED, ac.PRESENT]
+    w.commit(0, room, w.fill(11, [b"a", b"b", b"c"], room, salt=1))
+    assert w.get(11, [b"a", b"b", b"c"]) == [payload(11, b"a", 1), payload(11, b"b", 1), payload(11, b"c")]
+    w.settle()
+
+
+def test_nothing_can_be_hung_on_what_has_expired() -> None:
+    w = world((A,))
+    w.open(11, tenant=A, ttl_s=10.0)
+    w.put(0, 11, [b"a"])
+    expired(w)
+    answer = w.reserve(0, 11, [b"b"], b"a")
+    assert isinstance(answer, ac.Deny)
+    assert answer.why == "the parent is not stored"
+    assert w.p.residency.blocks.used == 0
+
+
+def test_a_reader_keeps_what_has_expired_while_it_is_stored_again() -> None:
+    w = world((A,))
+    w.open(11, tenant=A, ttl_s=10.0)
+    w.put(0, 11, [b"a"])
+    w.ask(ev.Pin(0, 11, joined([b"a"]), 100.0))
+    grant = w.acquire(1, 11, [b"a"])
+    assert isinstance(grant, ac.Grant)
+    [place] = w.places(0, grant.where)
+    expired(w)
+    assert w.put(0, 11, [b"a"], salt=1) == 1
+    assert w.bytes[place] == payload(11, b"a"), "a slot was written under its reader"
+    assert w.get(11, [b"a"]) == [payload(11, b"a", 1)]
+    assert w.used() == 2 * ALIGN
+    w.send(ev.Release(1, grant.lease))
+    assert w.used() == ALIGN
+    w.settle()
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_what_expires_while_it_is_copied_does_not_arrive_over_what_is_stored_again(way: str) -> None:
+    w = world((A,), nvme=4)
+    w.open(11, tenant=A, ttl_s=10.0)
+    w.put(0, 11, [b"a"])
+    if way == "up":
+        w.finish_all()
+        w.p.residency.give_up(0, np.array([w.p.residency.index.find_one(11, b"a")]))
+        assert w.acquire(1, 11, [b"a"], wait=100.0) is None
+    waiting = w.last_request
+    [first] = w.copies
+    expired(w)
+    assert w.put(0, 11, [b"a"], salt=1) == 1
+    if way == "up":
+        grant = w.answers[waiting]
+        assert isinstance(grant, ac.Grant)
+        assert not len(grant.where)
+    w.finish(first, [])
+    assert w.get(11, [b"a"]) == [payload(11, b"a", 1)]
+    w.finish_all()
+    w.restart()
+    assert w.get(11, [b"a"]) == [payload(11, b"a", 1)]
+    w.settle()
+
+
+def test_what_is_reserved_and_not_written_yet_is_no_matter_of_ends() -> None:
+    w = world((A,))
+    w.open(11, tenant=A, ttl_s=10.0)
+    w.put(0, 11, [b"a"])
+    expired(w)
+    first = room_of(w, 0, 11, [b"a"])
+    assert room_of(w, 1, 11, [b"a"]).status.tolist() == [ac.PENDING]
+    assert w.commit(0, first, w.fill(11, [b"a"], first, salt=1)) == 1
+    assert w.get(11, [b"a"]) == [payload(11, b"a", 1)]
+
+
 def test_rows_used_again_do_not_inherit_an_end() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)

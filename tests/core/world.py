@@ -348,6 +348,8 @@ class World:
             self.kept[action.tier][action.extent] = action.slot_bytes
         elif isinstance(action, ac.Joined):
             self.joined.append(action.tier)
+        elif isinstance(action, ac.Closed):
+            del self.namespaces[action.namespace], self.opened[action.namespace]
         elif isinstance(action, ac.Left):
             assert not self.kept[action.tier], "a device was left with something in it"
             assert not self.journals[action.tier], "a device was left with records"

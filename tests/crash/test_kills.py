@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.crash.load import Tally
 from tests.crash.world import RUNS, World
 
@@ -7,6 +9,7 @@ SEED = 4
 """A world with a supervisor and a full NVMe tier."""
 
 
+@pytest.mark.long
 def test_nothing_wrong_nothing_lost_through_kills() -> None:
     tally = Tally()
     with World(SEED, tally) as world:

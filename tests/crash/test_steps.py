@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.crash.steps import AT_ONCE, FAULTS, all_steps, visit
 
 
+@pytest.mark.long
 def test_nothing_is_lost_or_wrong_whichever_step_fails() -> None:
     steps = all_steps()
     chosen = []

@@ -215,6 +215,7 @@ class Link:
     def __init__(self, net: Network, number: int, token: str, maps: Maps) -> None:
         self.net = net
         self.number = number
+        self.pid = os.getpid()
         self.session = Session(token, maps)
         self.owner: Process = asyncio.get_running_loop()  # type: ignore[assignment]
         self.due: dict[int, tuple[str, float]] = {}
@@ -225,6 +226,13 @@ class Link:
         self._received: list[tuple[bytes, int]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._gone: Exception | None = None
+
+    @property
+    def closed(self) -> bool:
+        return isinstance(self._gone, ConnectionAbortedError)
+
+    def ended(self) -> bool:
+        return self._gone is not None
 
     async def connect(self, path: str) -> None:
         await asyncio.sleep(self.net.delay())

@@ -1,6 +1,6 @@
-"""A few hundred seeds, the seeds of bugs that were found, and proofs that broken code is caught.
+"""Some seeds, the seeds of bugs that were found, and proofs that broken code is caught.
 
-`make simulate` runs many more.
+`make test-all` runs a few hundred seeds and all proofs, `make simulate` many more seeds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ BREAKS_WITHIN = 300
 """How many seeds it may take to catch code that was broken on purpose."""
 
 
-@pytest.mark.parametrize("first", range(1, SEEDS, 50))
+@pytest.mark.parametrize(
+    "first", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(51, SEEDS, 50))]
+)
 def test_every_property_holds(first: int) -> None:
     outcomes = list(map(simulate, range(first, first + 50)))
     failed = [o for o in outcomes if o.violation]
@@ -318,17 +320,6 @@ def given_back_in_dram(patch: Patch) -> None:
     patch.setattr(Ledger, "drop_lease", drop_in_dram)
 
 
-def any_copy_will_do(patch: Patch) -> None:
-    """Who waits at one tier is told of what arrives in another."""
-    tell = Reads._tell
-
-    def tell_all(self: Any, tier: int, row: int, ok: bool) -> list[int]:
-        memory = self._r.memory if ok else [tier]
-        return [request for each in memory for request in tell(self, each, row, ok)]
-
-    patch.setattr(Reads, "_tell", tell_all)
-
-
 RECORDS = "records prove their slots"
 SOUND = "the daemon is sound"
 LOST = "nothing promised is lost"
@@ -347,7 +338,7 @@ CAUGHT_AS = {
     hasty_answers: (FORGOTTEN, WRONG),
     half_invalidations: ("AssertionError in _read", FORGOTTEN, RECORDS, WRONG, SOUND),
     no_alarm: ("answered in time",),
-    leases_for_ever: ("nothing is held in the end",),
+    leases_for_ever: ("nothing is held in the end", "it works again when faults end"),
     forgetful_handover: (LOST, SOUND),
     forgetful_recovery: (LOST,),
     free_while_read: (SOUND,),
@@ -364,7 +355,6 @@ CAUGHT_AS = {
     only_the_first_is_restored: (LOST, SOUND),
     hasty_leave: (SOUND, "KeyError in device_at"),
     given_back_in_dram: (SOUND, "IndexError"),
-    any_copy_will_do: (SOUND, "AssertionError", "IndexError"),
 }
 
 
@@ -373,12 +363,19 @@ SEVERAL = {
     only_the_first_is_restored,
     hasty_leave,
     given_back_in_dram,
-    any_copy_will_do,
 }
 """Of one device, and no GPU, nobody sees anything wrong with these."""
 
 
-@pytest.mark.parametrize("broken", CAUGHT_AS, ids=lambda f: f.__name__)
+OBVIOUS = {free_while_read, early_reading, readable_leftovers, given_back_in_dram, no_limits, full_hands}
+"""Caught by the first seeds. How many the others take changes with every change of the code."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(each, marks=[pytest.mark.long] * (each not in OBVIOUS)) for each in CAUGHT_AS],
+    ids=lambda f: f.__name__,
+)
 def test_what_is_broken_on_purpose_is_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
     broken(monkeypatch)
     for seed in range(1, BREAKS_WITHIN):

@@ -27,6 +27,7 @@ class Faults:
     corrupt: float = 0.0  # a read answers success and one wrong byte
     reorder: float = 0.0  # a batch's blocks start in another order
     delay: float = 0.0  # a batch ends late, passed by those behind it
+    broken: float = 0.0  # submit raises what no engine should raise
     delay_s: float = 0.01
 
 
@@ -36,7 +37,7 @@ class FaultyEngine:
     def __init__(self, inner: IOEngine, faults: Faults, seed: int = 0) -> None:
         self.name = f"faulty {inner.name}"
         self.faults = faults
-        self.injected = dict.fromkeys(("error", "short", "corrupt", "reorder", "delay"), 0)
+        self.injected = dict.fromkeys(("error", "short", "corrupt", "reorder", "delay", "broken"), 0)
         self._inner = inner
         self._dice = random.Random(seed)
         self._lock = threading.Condition()
@@ -52,6 +53,8 @@ class FaultyEngine:
         with self._lock:
             if self._closed:
                 raise TierError("the I/O engine is closed")
+            if self.faults.broken and self._hits("broken"):
+                raise RuntimeError("injected: the engine is broken")
             plan = [self._draw(io) for io in ios]
             order = list(range(len(ios)))
             if self._hits("reorder"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierError
-from kvstore.tiers.base import BlockIO
+from kvstore.tiers.base import OTHERS_EVERY, BlockIO
 from kvstore.tiers.nvme.bounce import BouncingEngine
 from kvstore.tiers.nvme.bounced import SealedIO, TagError
 from kvstore.tiers.nvme.posix import PosixEngine
@@ -88,6 +88,34 @@ def test_no_more_move_than_there_are_buffers_and_the_oldest_first() -> None:
     inner.end(OSError(errno.EAGAIN, "no"))
     assert waiter.outcomes() == [errno.EIO, None, errno.EIO, errno.EBADMSG, errno.EAGAIN]
     assert [type(error) for error in waiter.calls[0] if error][2] is TagError
+    engine.close()
+
+
+def test_urgent_blocks_go_first_and_the_oldest_of_them_before_the_others() -> None:
+    inner = ByHand()
+    engine, waiter = BouncingEngine(inner, SLOT), Waiter()
+    for indices, urgent in (([0], False), ([1, 2], False), ([3, 4], True), ([5, 6], True), ([7], False)):
+        engine.submit([sealed(-1, i, aligned(SLOT), False) for i in indices], waiter, urgent)
+    order = []
+    while inner.waiting:
+        order += inner.offsets()
+        inner.end(OSError(errno.EIO, "no"))
+    assert order == [0, 3, 4, 5, 6, 1, 2, 7]
+    engine.close()
+
+
+def test_blocks_that_nobody_waits_for_move_while_urgent_ones_keep_coming() -> None:
+    inner = ByHand()
+    engine, waiter = BouncingEngine(inner, SLOT), Waiter()
+    engine.submit([sealed(-1, i, aligned(SLOT), False) for i in (0, 1)], waiter)
+    for turn in range(2 * OTHERS_EVERY):
+        engine.submit([sealed(-1, 2 + turn, aligned(SLOT), False)], waiter, urgent=True)
+        inner.end(OSError(errno.EIO, "no"))
+        if inner.offsets() == [1]:
+            break
+    assert inner.offsets() == [1]
+    while inner.waiting:
+        inner.end(OSError(errno.EIO, "no"))
     engine.close()
 
 

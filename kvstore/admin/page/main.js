@@ -25,7 +25,7 @@ const parts = {
   wear: new Wear(byId("chart-written"), byId("devices")),
   hits: new Chart(byId("chart-hits"), {
     title: "Hit ratio",
-    note: "of the blocks asked for, by the tier that had them",
+    note: "found, of the blocks of prompts that were asked for, by tier",
     kind: "stack",
     format: percent,
     most: 1,
@@ -44,8 +44,8 @@ const problems = new Rows(byId("problems"), () => ({ root: el("li") }));
 function drawHistory(history) {
   const { at_s: at, seconds, tiers } = history;
   const ofTier = (values) => tiers.map((tier) => ({ name: nameOf(tier.name), colour: colourOf(tier.name), values: values(tier) }));
-  const asked = at.map((_, k) => tiers.reduce((total, tier) => total + (tier.served_blocks[k] ?? 0), history.missed_blocks[k] ?? 0));
-  parts.hits.update(at, ofTier((tier) => tier.served_blocks.map((n, k) => (n === null || !asked[k] ? null : n / asked[k]))));
+  const requested = history.requested_blocks;
+  parts.hits.update(at, ofTier((tier) => tier.found_blocks.map((n, k) => (n === null || !requested[k] ? null : n / requested[k]))));
   parts.served.update(at, ofTier((tier) => tier.served_bytes.map((n, k) => (n === null ? null : n / seconds[k]))));
   parts.used.update(at, ofTier((tier) => tier.used_bytes.map((n, k) => (n === null || !tier.limit_bytes[k] ? null : n / tier.limit_bytes[k]))));
   parts.latency.update(at, [

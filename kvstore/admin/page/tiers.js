@@ -18,22 +18,25 @@ export const colourOf = (tier) => (tier in NAMES ? `--${tier}` : tier.startsWith
 
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
-/** What each tier served of the latest points, and what none had: shares of all blocks, and bytes a second. */
+/** Where blocks of prompts were found at the latest points: shares of those requested; and bytes a second. */
 export function lately(history) {
   const from = -LATELY;
   const seconds = sum(history.seconds.slice(from));
-  const missed = sum(history.missed_blocks.slice(from));
-  const served = new Map(history.tiers.map((tier) => [tier.name, sum(tier.served_blocks.slice(from))]));
-  const asked = missed + sum([...served.values()]);
-  const share = (blocks) => (asked ? blocks / asked : null);
+  const found = new Map(history.tiers.map((tier) => [tier.name, sum(tier.found_blocks.slice(from))]));
+  const delivered = sum(history.tiers.map((tier) => sum(tier.served_blocks.slice(from))));
+  const requested = sum(history.requested_blocks.slice(from));
+  const share = (blocks) => (requested ? blocks / requested : null);
+  const hits = sum([...found.values()]);
   return {
-    hit: asked ? 1 - missed / asked : null,
-    missed: share(missed),
+    hit: share(hits),
+    // Counted when leases end: some were found before the latest points.
+    delivered: share(Math.min(delivered, hits)),
+    missed: share(Math.max(0, requested - hits)),
     missedRate: seconds ? sum(history.missed_bytes.slice(from)) / seconds : null,
-    share: (tier) => share(served.get(tier) ?? 0),
+    share: (tier) => share(found.get(tier) ?? 0),
     rate: (tier) => {
-      const found = history.tiers.find((one) => one.name === tier);
-      return found && seconds ? sum(found.served_bytes.slice(from)) / seconds : null;
+      const one = history.tiers.find((each) => each.name === tier);
+      return one && seconds ? sum(one.served_bytes.slice(from)) / seconds : null;
     },
   };
 }

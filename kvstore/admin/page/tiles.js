@@ -7,6 +7,8 @@ import { lately } from "./tiers.js";
 const WIDE = 120;
 const TALL = 30;
 const MINUTE = 6;
+const HIT_RATIO =
+  "Of all whole blocks of the prompts that were asked for, each prompt counted once: found were stored then, delivered were handed to an engine. The last five minutes.";
 
 export class Tiles {
   constructor(host) {
@@ -25,7 +27,14 @@ export class Tiles {
     const acquires = history ? history.acquires.map((n, k) => (n === null ? null : n / history.seconds[k])) : [];
     const last = (values) => mean(values.slice(-MINUTE));
     const tiles = [
-      { name: "Hit ratio", value: percent(recent?.hit ?? null), note: "five minutes", line: history?.hit_ratio ?? [], colour: "--dram" },
+      {
+        name: "Hit ratio",
+        about: HIT_RATIO,
+        value: percent(recent?.hit ?? null),
+        note: `found, ${percent(recent?.delivered ?? null)} delivered`,
+        line: history?.hit_ratio ?? [],
+        colour: "--dram",
+      },
       { name: "Served", value: rate(last(served)), note: "from all tiers", line: served, colour: "--dram" },
       { name: "Acquire, p99", value: duration(last(p99)), note: `p50 ${duration(last(history?.acquire_p50_s ?? []))}`, line: p99, colour: "--nvme" },
       { name: "Acquires", value: last(acquires) === null ? "–" : `${count(last(acquires))}/s`, note: `${count(status.connections)} clients`, line: acquires, colour: "--network" },
@@ -44,6 +53,7 @@ export class Tiles {
       (row, tile) => {
         say(row.value, tile.value);
         say(row.note, tile.note);
+        put(row.root, "title", tile.about ?? "");
         style(row.root, "--c", `var(${tile.colour})`);
         put(row.line, "d", spark(tile.line));
       },

@@ -18,13 +18,15 @@ from functools import partial
 
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu
 from kvstore.errors import TierError
-from kvstore.tiers.base import BlockIO, IOEngine
+from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
 from kvstore.tiers.nvme.bounced import BouncedIO, TagError
 
 BUFFER_BYTES = 128 << 20
 _THREADS = 2
 
 Outcomes = list[OSError | None]
+
+_Waiting = tuple[BouncedIO, Callable[[Outcomes], None], bool]
 
 
 class BouncingEngine:
@@ -37,7 +39,9 @@ class BouncingEngine:
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-pack")
         self._changed = threading.Condition()
         self._buffers = _Buffers(buffer_bytes)
-        self._waiting: deque[tuple[BouncedIO, Callable[[Outcomes], None], bool]] = deque()
+        self._others: deque[_Waiting] = deque()
+        self._urgent: deque[_Waiting] = deque()
+        self._passed_over = 0
         self._moving = 0
         self._closed = False
 
@@ -56,11 +60,8 @@ class BouncingEngine:
                 raise TierError("the I/O engine is closed")
             if plain:
                 self._inner.submit([ios[i] for i in plain], partial(batch.end, plain), urgent)
-            more = [(io, partial(batch.end, [i]), urgent) for i, io in bounced]
-            if urgent:
-                self._waiting.extendleft(reversed(more))
-            else:
-                self._waiting += more
+            lane = self._urgent if urgent else self._others
+            lane.extend((io, partial(batch.end, [i]), urgent) for i, io in bounced)
         self._start()
 
     @property
@@ -84,7 +85,7 @@ class BouncingEngine:
         """See `IOEngine.close`."""
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not self._waiting and not self._moving)
+            self._changed.wait_for(lambda: not (self._urgent or self._others or self._moving))
             self._buffers.close()
         self._threads.shutdown()
         self._inner.close()
@@ -95,13 +96,18 @@ class BouncingEngine:
             self._buffers.pin(buffer, io.buffer.gpu)
 
     def _start(self) -> None:
-        """Starts as many of the waiting blocks as there are buffers for, the oldest first."""
+        """Starts as many of the waiting blocks as there are buffers for, the oldest of each kind first."""
         while True:
             with self._changed:
-                buffer = self._buffers.take(self._waiting[0][0].slot_bytes) if self._waiting else None
+                both = bool(self._urgent and self._others)
+                others_turn = both and self._passed_over == OTHERS_EVERY - 1
+                lane = self._others if others_turn or not self._urgent else self._urgent
+                buffer = self._buffers.take(lane[0][0].slot_bytes) if lane else None
                 if buffer is None:
                     return
-                io, done, urgent = self._waiting.popleft()
+                if both:
+                    self._passed_over = 0 if others_turn else self._passed_over + 1
+                io, done, urgent = lane.popleft()
                 self._moving += 1
             ended = partial(self._ended, io, buffer, done)
             if io.write:

@@ -13,6 +13,7 @@ excluded: bytes that go from the device straight to a GPU pass no processor that
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,7 +61,10 @@ class Seal:
 
 
 class Seals:
-    """Which tenants of a folder are encrypted on NVMe, and their data keys. One thread at a time."""
+    """Which tenants of a folder are encrypted on NVMe, and their data keys.
+
+    Any thread may call: who makes or destroys a key waits for the disk, and for others that do.
+    """
 
     def __init__(self, folder: Path, master: MasterKey | None, encrypt: Mapping[str, bool]) -> None:
         """Opens the data keys that the folder has. Makes and destroys nothing.
@@ -69,6 +73,7 @@ class Seals:
         that have a data key. TierError names the tenant whose key cannot be opened, or that wants one
         without a master key.
         """
+        self._changing = threading.RLock()
         self._files = KeyFiles(folder)
         self._master = master
         self._keys: dict[str, bytes] = {}
@@ -86,7 +91,7 @@ class Seals:
         """What there was of the turned tenants is durably gone: they get their data keys, or lose them."""
         for tenant in sorted(self.turned):
             if tenant in self._encrypted:
-                self._make(tenant)
+                self.make(tenant)
             else:
                 self.erase(tenant)
         self.turned = set()
@@ -114,22 +119,26 @@ class Seals:
 
         TierError if it cannot be written.
         """
-        if tenant not in self._keys:
-            self._make(tenant)
-        return Seal(self._keys[tenant], fingerprint, block_bytes)
+        data_key = self._keys.get(tenant) or self.make(tenant)
+        return Seal(data_key, fingerprint, block_bytes)
+
+    def make(self, tenant: str) -> bytes:
+        """The tenant's data key, durable; a new one if it has none. TierError if it cannot be written."""
+        with self._changing:
+            if tenant not in self._keys:
+                data_key = os.urandom(KEY_BYTES)
+                self._files.put(tenant, self._master_for(tenant).wrap(tenant, data_key))
+                self._keys[tenant] = data_key
+            return self._keys[tenant]
 
     def erase(self, tenant: str) -> None:
         """Destroys the tenant's data key: what it sealed is noise from then on, copies of slabs included.
 
         Durable on return, as far as the device overwrites in place. TierError if it may still be there.
         """
-        self._files.erase(tenant)
-        self._keys.pop(tenant, None)
-
-    def _make(self, tenant: str) -> None:
-        data_key = os.urandom(KEY_BYTES)
-        self._files.put(tenant, self._master_for(tenant).wrap(tenant, data_key))
-        self._keys[tenant] = data_key
+        with self._changing:
+            self._files.erase(tenant)
+            self._keys.pop(tenant, None)
 
     def _master_for(self, tenant: str) -> MasterKey:
         if self._master is None:

@@ -37,12 +37,10 @@ from kvstore.tiers.nvme.recover import Recovered, recover
 from kvstore.tiers.nvme.seal import Seal, Seals
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import DEFAULT_TENANT
+from kvstore.tiers.results import Done, Results, finish_for_sure
 from kvstore.tiers.worker import Worker
 
 _log = logging.getLogger(__name__)
-
-Results = npt.NDArray[np.uint8]
-Done = Callable[[Results], None]
 
 
 class NvmeTier:
@@ -76,6 +74,7 @@ class NvmeTier:
         self._taken = set(self._missing)
         self._stop = threading.Event()
         self._worker = Worker("kvstore-slabs")
+        self._key_worker = Worker("kvstore-keys")
         self._lock = threading.Lock()
         self._sync_extents: set[int] = set()
         self._sync = self._sync_slabs
@@ -221,6 +220,7 @@ class NvmeTier:
         """Ends what is under way, makes every record durable, closes all files."""
         self._stop.set()
         self._worker.close()
+        self._key_worker.close()
         self._engine.close()
         self._journal.close()
         self._slabs.close()
@@ -330,6 +330,15 @@ class NvmeTier:
             raise TierError(f"tenant {tenant} cannot be encrypted: this tier has no keys")
         self._seals.add(tenant)
 
+    def has_key(self, tenant: str) -> bool:
+        """Whether a tenant's namespaces can be recorded without a data key being made."""
+        return self._seals is None or not self._seals.encrypts(tenant) or self._seals.can_open(tenant)
+
+    def make_key(self, tenant: str) -> None:
+        """Makes the data key of an encrypted tenant if it has none; durable on return. Or TierError."""
+        if self._seals is not None and self._seals.encrypts(tenant):
+            self._seals.make(tenant)
+
     def erase_key(self, tenant: str) -> None:
         """Destroys a tenant's data key, if it has one: what it has sealed can never be read again.
 
@@ -337,6 +346,22 @@ class NvmeTier:
         """
         if self._seals is not None:
             self._seals.erase(tenant)
+
+    def change_key(
+        self, change: Callable[[str], None], tenant: str, done: Callable[[Exception | None], None]
+    ) -> None:
+        """Calls `make_key` or `erase_key` on a thread of the tier; `done` gets the error, if any, there."""
+
+        def run() -> None:
+            error = None
+            try:
+                change(tenant)
+            except Exception as failure:
+                error = failure
+            done(error)
+
+        if not self._key_worker.submit(run):
+            done(TierError(f"the key of tenant {tenant} cannot be changed: the device is being closed"))
 
     def _set_seal(self, number: int, namespace: Namespace) -> None:
         self._seal_of.pop(number, None)
@@ -399,7 +424,12 @@ class NvmeTier:
                     self._engine.submit(ios, written)
                 else:
                     written([OSError(str(error))] * len(ios))
-            except TierError:  # closed meanwhile
+            except Exception as failure:
+                if not isinstance(failure, TierError):  # which is: closed meanwhile
+                    _log.error("a write to NVMe could not be begun", exc_info=failure)
+                with self._lock:
+                    for place in copy.target_where.place.tolist():
+                        self._writing.pop(place, None)
                 done(np.full(len(ios), FAILED, np.uint8))
 
         if unsettled:
@@ -443,7 +473,7 @@ class NvmeTier:
         done: Done,
         urgent: bool,
     ) -> None:
-        def finished(errors: list[OSError | None]) -> None:
+        def find(errors: list[OSError | None]) -> Results:
             results = np.full(len(errors), FAILED, np.uint8)
             for i, error in enumerate(errors):
                 if error is None:
@@ -454,9 +484,10 @@ class NvmeTier:
                     results[i] = CORRUPT
                 else:
                     _log.error("read of extent %d failed: %s", where.extent[i], error)
-            done(results)
+            return results
 
-        self._engine.submit(self._ios(identity, where, slots, write=False), finished, urgent)
+        ios = self._ios(identity, where, slots, write=False)
+        self._engine.submit(ios, finish_for_sure(len(ios), find, done), urgent)
 
     def _read_device(
         self,
@@ -471,7 +502,7 @@ class NvmeTier:
         """The same into a GPU: what passes through host memory is verified there, the rest by the GPU."""
         ios = self._device_ios(identity, where, slots, lengths, fingerprints)
 
-        def finished(errors: list[OSError | None]) -> None:
+        def find(errors: list[OSError | None]) -> Results:
             results = np.full(len(errors), FAILED, np.uint8)
             straight = []
             for i, error in enumerate(errors):
@@ -489,9 +520,9 @@ class NvmeTier:
                     results[straight] = np.where(good, OK, CORRUPT)
                 except CudaError as error:
                     _log.error("what was read cannot be verified: %s", error)
-            done(results)
+            return results
 
-        self._engine.submit(ios, finished, urgent)
+        self._engine.submit(ios, finish_for_sure(len(ios), find, done), urgent)
 
     def _device_ios(
         self,
@@ -556,7 +587,10 @@ class NvmeTier:
             wanted = [self._writing.pop(place) for place in places]
             good = [i for i, error in enumerate(errors) if error is None and wanted[i]]
             self._sync_extents.update(copy.target_where.extent[good].tolist())
-            self._journal.put(self._records(copy, good, lengths, since), self._sync, recorded)
+            try:
+                self._journal.put(self._records(copy, good, lengths, since), self._sync, recorded)
+            except Exception as error:
+                recorded(error)
 
     def _records(
         self, copy: Copy, good: list[int], lengths: dict[int, int], since: npt.NDArray[np.float64]

@@ -42,11 +42,20 @@ class Served:
         if self.llm is not None:
             self.core.shutdown()
             self.llm = None
-            gc.collect()
-            cleanup_dist_env_and_memory()
-        self.llm = LLM(skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, **arguments)
+            self._clean_up()
+        try:
+            self.llm = LLM(
+                **{"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False} | arguments
+            )
+        except Exception:
+            self._clean_up()
+            raise
         if has_kv_transfer_group():
             self._keep_counts()
+
+    def _clean_up(self) -> None:
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
     @property
     def core(self) -> Any:
@@ -157,7 +166,7 @@ class Served:
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, since the engine was made."""
         self.worker._worker.counts()
-        return dict(self._counted)
+        return {"saved": 0, **self._counted}
 
     def connected(self) -> bool:
         """Whether both halves reach the daemon again, after backing off from one that was away."""

@@ -225,7 +225,7 @@ def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine
         "worker.counts",
         "worker._fill_store",
         "worker._fill_pages",
-        "worker._namespace",
+        "worker._open",
         "pages.save",
         "pages.load",
     ],

@@ -5,23 +5,29 @@ Requests and pages are fakes with only what the halves look at; the daemon is re
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from kvstore import Client, Guard, Layout
-from kvstore_vllm.messages import Load, Save, Step
+from kvstore import Client, Guard, Layout, Namespace
+from kvstore_vllm import KVStoreConnector
+from kvstore_vllm.adapters import Adapters
+from kvstore_vllm.messages import Load, Progress, Save, Step
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.worker import WorkerHalf
 from tests.daemons import eventually, names
 
-BLOCK_TOKENS, BLOCK_BYTES = 32, 4096
+BLOCK_TOKENS, BLOCK_BYTES, NUM_BLOCKS = 32, 4096, 100
 
 
 @pytest.fixture
@@ -43,6 +49,7 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     cache_salt: str | None = None
     prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -69,6 +76,10 @@ def step(made: SchedulerHalf, *requests: FakeRequest, preempted: tuple[str, ...]
     output = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(by_id, 1),
         preempted_req_ids=set(preempted),
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        ),
         kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda name: by_id[name].get_block_ids()),
     )
     return made.step(output)
@@ -127,7 +138,7 @@ def test_nothing_behind_a_failed_load_is_saved_before_it_is_computed(client: Cli
     [load] = (first := step(made, request)).loads
     assert (load.keys, load.block_ids, load.skip, first.saves) == (keys[:4], [20, 21, 22, 23], 0, [])
     # The step has computed all six blocks, from a second one that was not there.
-    made.hear(SimpleNamespace(invalid_block_ids={21, 22, 23}))
+    made.hear(SimpleNamespace(invalid_block_ids={21, 22, 23}, kv_connector_worker_meta=None))
     assert evicted == [{21, 22, 23, 24, 25}]
     request.num_computed_tokens = 32
     assert step(made, request).saves == []
@@ -230,10 +241,10 @@ def test_what_was_loading_at_a_reset_is_not_saved_after_it(client: Client, layou
     request = FakeRequest("r", keys, blocks=[1, 2, 3, 4])
     assert made.matched(request, 0) == 96
     made.admit(request, request, 96)
-    assert made.step(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)).loads
+    assert step(made).loads
     made.forget()
     assert made.matched(request, 0) == 0
-    made.hear(SimpleNamespace(invalid_block_ids={2}))
+    made.hear(SimpleNamespace(invalid_block_ids={2}, kv_connector_worker_meta=None))
     request.num_computed_tokens = 32
     assert step(made, request).saves == []
     request.num_computed_tokens = 128
@@ -267,7 +278,7 @@ def pages() -> FakePages:
 
 @pytest.fixture
 def worker(client: Client, layout: Layout, pages: FakePages) -> Iterator[WorkerHalf]:
-    made = WorkerHalf(client, Guard(logging.getLogger("test")), pages, layout, asynchronous=True)
+    made = WorkerHalf(client, Guard(logging.getLogger("test")), pages, layout, True, NUM_BLOCKS)
     yield made
     for _ in range(100):
         pages.go_on.release()
@@ -294,7 +305,7 @@ def test_a_revoked_save_reads_no_further_and_stores_nothing(
     worker.save(Step(saves=[Save("r", keys, None, [1, 2, 3]), Save("s", others, None, [9])]))
     eventually(lambda: pages.read == [1])
     over = threading.Event()
-    revoking = threading.Thread(target=lambda: (worker.revoke(["r"]), over.set()))
+    revoking = threading.Thread(target=lambda: (worker.begin(Step(revoked=["r"])), over.set()))
     revoking.start()
     assert not over.wait(0.2)  # block 1 is being read: whoever overwrites it has to wait
     pages.go_on.release()
@@ -320,7 +331,7 @@ def test_a_load_ends_with_the_engine_blocks_that_it_left_without_bytes(
     ]
     bad: set[int] = set()
     loaded: set[str] = set()
-    worker.load(Step(loads=orders), idle=True)
+    worker.load(Step(loads=orders, idle=True))
     ends = time.monotonic() + 5
     while len(loaded) < len(orders) and time.monotonic() < ends:
         _, more = worker.ended()
@@ -330,3 +341,213 @@ def test_a_load_ends_with_the_engine_blocks_that_it_left_without_bytes(
     assert loaded == {load.request_id for load in orders}
     assert bad == {13, 14, 15, 16, 17}
     assert worker.bad_blocks() == set()
+
+
+def test_null_blocks_and_numbers_out_of_range_are_neither_saved_nor_loaded(
+    client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
+) -> None:
+    keys, others = names(2), names(1, "other")
+    store(client, layout, others)
+    worker.begin(Step(number=1))
+    worker.save(Step(number=1, saves=[Save("r", keys, None, [1, 0]), Save("s", keys, None, [1, NUM_BLOCKS])]))
+    worker.load(Step(number=1, loads=[Load("t", others, [0], 0)]))
+    eventually(lambda: worker.moved() == 1)
+    assert worker.ended()[1] == {"t"}
+    assert worker.bad_blocks() == {0}
+    counts = worker.counts()
+    assert (counts["not saved"], counts["lost"], pages.read) == (4, 1, [])
+    assert client.namespace(layout).lookup(keys) == 0
+
+
+def test_an_engine_block_that_others_were_given_is_not_saved(
+    client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
+) -> None:
+    """The scheduler's rules keep this from happening; the worker does not rely on them."""
+    keys, others = names(2), names(1, "other")
+    worker.begin(Step(number=1))
+    worker.save(Step(number=1, saves=[Save("r", keys, None, [1, 2]), Save("s", others, None, [9])]))
+    eventually(lambda: pages.read == [1])
+    pages.go_on.release()
+    eventually(lambda: pages.read == [1, 2])
+    pages.go_on.release()
+    eventually(lambda: pages.read == [1, 2, 9])
+    threading.Timer(0.1, pages.go_on.release).start()
+    with pytest.raises(RuntimeError, match=r"given to others while they were moved for \['s'\]"):
+        worker.begin(Step(number=2, given=[9]))
+    eventually(lambda: worker.moved() == 2)
+    ns = client.namespace(layout)
+    assert ns.lookup(keys) == 2
+
+
+def test_the_scheduler_tells_which_engine_blocks_a_step_gives(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    new = SimpleNamespace(block_ids=([1, 2, 3, 4],), num_computed_tokens=64)
+    cached = SimpleNamespace(
+        req_ids=["runs", "waits", "comes back"],
+        new_block_ids=[([7],), None, ([2, 8, 9],)],
+        num_computed_tokens=[128, 50, 32],
+        resumed_req_ids={"comes back"},
+    )
+    output = SimpleNamespace(
+        num_scheduled_tokens={},
+        preempted_req_ids=None,
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+    )
+    orders = made.step(output)
+    assert orders.given == [3, 4, 7, 8, 9]
+    assert orders.idle
+
+
+def test_resets_leave_a_worker_with_one_namespace_and_end_what_was_under_way(
+    client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
+) -> None:
+    for i in range(8):
+        orders = Step(epoch=f"epoch {i}", number=i + 1, saves=[Save(str(i), names(1, str(i)), None, [1])])
+        pages.go_on.release()
+        worker.begin(orders)
+        worker.save(orders)
+        eventually(lambda i=i: worker.moved() == i + 1)
+    gc.collect()
+    layouts = {each.layout for each in gc.get_objects() if isinstance(each, Namespace)}
+    assert {each.revision for each in layouts if each.model == layout.model} == {"+epoch 7"}
+
+    # What is being saved when the next reset comes is neither read on nor stored.
+    old = Step(epoch="epoch 7", number=9, saves=[Save("r", names(2), None, [1, 2])])
+    pages.read.clear()
+    worker.begin(old)
+    worker.save(old)
+    eventually(lambda: pages.read == [1])
+    threading.Timer(0.1, pages.go_on.release).start()
+    worker.begin(Step(epoch="epoch 8", number=9))
+    eventually(lambda: worker.moved() == 9)
+    assert pages.read == [1]
+
+
+def test_when_stop_returns_no_engine_memory_is_touched(worker: WorkerHalf, pages: FakePages) -> None:
+    worker.begin(Step(number=1))
+    worker.save(Step(number=1, saves=[Save("r", names(3), None, [1, 2, 3])], held=["r"]))
+    eventually(lambda: pages.read == [1])
+    over = threading.Event()
+    stopping = threading.Thread(target=lambda: (worker.stop(), over.set()))
+    stopping.start()
+    assert not over.wait(0.2)
+    assert worker.moved() == 0
+    pages.go_on.release()
+    assert over.wait(5)
+    stopping.join()
+    eventually(lambda: worker.moved() == 1)
+    assert pages.read == [1]
+    eventually(lambda: worker.ended()[0] == {"r"})
+
+
+def test_an_engine_that_may_sleep_is_kept_awake_until_transfers_are_over(
+    client: Client, layout: Layout
+) -> None:
+    made = half(client, layout)
+    assert not made.moving()
+    request = FakeRequest("r", names(2), blocks=[1, 2])
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    assert step(made, request).number == 0
+    request.num_computed_tokens = 64
+    assert step(made, request).number == 1
+    assert made.moving()
+    for number, moving in ((0, True), (1, False)):
+        reported = Progress(2).aggregate(Progress(number))
+        made.hear(SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=reported))
+        assert made.moving() is moving
+
+
+def test_requests_that_must_be_computed_from_the_start_load_nothing(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    store(client, layout, names(3))
+    request = FakeRequest("r", names(3), blocks=[1, 2, 3])
+    assert made.matched(request, 0) == 96
+    request.skip_reading_prefix_cache = True
+    assert made.matched(request, 0) == 0
+
+
+def test_images_that_attend_both_ways_are_neither_loaded_nor_stored(client: Client, layout: Layout) -> None:
+    guard = Guard(logging.getLogger("test"))
+    made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, True, loads=True, saves=True, whole_inputs=True)
+    made.meet([layout])
+    store(client, layout, names(3))
+    for features, tokens, saves in (([], 96, 1), (["image"], 0, 0)):
+        request = FakeRequest(f"r{tokens}", names(6), blocks=[1, 2, 3, 4, 5, 6], mm_features=features)
+        assert made.matched(request, 0) == tokens
+        made.admit(request, request, tokens)
+        request.num_computed_tokens = tokens
+        step(made, request)
+        request.num_computed_tokens = 6 * BLOCK_TOKENS
+        assert len(step(made, request).saves) == saves
+
+
+@dataclass
+class FakeLora:
+    """What is read of vLLM's LoRARequest."""
+
+    lora_path: str
+    lora_name: str = "red"
+    lora_int_id: int = 1
+    load_inplace: bool = False
+
+
+def test_an_adapter_is_named_by_the_state_of_its_files_at_each_admission(tmp_path: Path) -> None:
+    def write(what: str) -> None:
+        (tmp_path / "adapter_model.safetensors").write_text(what)
+
+    write("red")
+    adapters, elsewhere = Adapters(), Adapters()
+    lora = FakeLora(str(tmp_path))
+    first = adapters.salt(lora)
+    assert first is not None
+    assert adapters.salt(lora) == first == elsewhere.salt(lora)
+    # Changed in place: until vLLM loads it again it computes with the old one, and nothing says when that is.
+    write("orange")
+    assert adapters.salt(lora) is None
+    anew = adapters.salt(replace(lora, load_inplace=True))
+    assert anew not in (None, first)
+    assert elsewhere.salt(replace(lora, lora_int_id=2)) not in (None, first, anew)  # newer than that engine
+    assert Adapters().salt(lora) == anew
+    assert adapters.salt(FakeLora("someone/an-adapter-on-a-hub")) is None
+
+
+def test_a_request_whose_adapter_changes_under_way_is_not_saved(
+    client: Client, layout: Layout, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_text("red")
+    made = half(client, layout)
+    request = FakeRequest("r", names(4), blocks=[1, 2, 3, 4], lora_request=FakeLora(str(tmp_path)))
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    step(made, request)
+    request.num_computed_tokens = 64
+    [save] = step(made, request).saves
+    assert [len(key) for key in save.keys] == [len(names(1)[0]) + 16] * 2
+    (tmp_path / "adapter_model.safetensors").write_text("orange")
+    request.num_computed_tokens = 128
+    assert step(made, request).saves == []
+    assert made.finish(request, request.blocks)
+
+
+def test_a_step_that_computes_is_not_taken_for_idle_by_the_second_model_runner(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It calls `start_load_kv` behind the forward pass, where there is no forward context."""
+    connector = KVStoreConnector.__new__(KVStoreConnector)
+    connector._worker, connector._guard, connector._off = worker, Guard(logging.getLogger("test")), ""
+    connector._failures_told, connector._may_sleep, connector._connector_metadata = 0, False, None
+    runner = ActiveKVConnector.__new__(ActiveKVConnector)
+    runner.kv_connector, runner.vllm_config = connector, VllmConfig()
+    runner._pending_load_kwargs, runner._disabled = None, False
+    waits: list[bool] = []
+    monkeypatch.setattr(worker, "_waiting", lambda: waits.append(True))
+    for idle in (False, True):
+        orders = Step(idle=idle)
+        output = SimpleNamespace(kv_connector_metadata=orders, has_sync_kv_loads=False)
+        batch = SimpleNamespace(idx_mapping=None, req_ids=["r"], num_tokens=1)
+        runner.pre_forward(output, None if idle else batch)
+        runner.post_forward(set())
+        assert waits == [True] * idle
+    assert connector._guard.failures == {}

@@ -87,6 +87,27 @@ def test_adapters_have_blocks_of_their_own(own: ServedDaemon, other: Engine, tmp
         assert cached(other.fresh(asked, lora=red)) == [0]
 
 
+def test_an_adapter_that_is_loaded_again_in_place_is_another_one(
+    own: ServedDaemon, other: Engine, tmp_path: Path
+) -> None:
+    asked = [prompt(503, 300)]
+    red, anew = (["blue", 1, str(tmp_path / "blue"), None, inplace] for inplace in (False, True))
+    make_adapter(tmp_path / "blue", 1)
+    with other.instead(enable_lora=True, max_lora_rank=8):
+        before = other.fresh(asked, lora=red)
+        assert cached(other.fresh(asked, lora=red)) == [full_blocks(300)]
+        make_adapter(tmp_path / "blue", 2)
+        # Not loaded again yet, and nothing would tell when it is: neither loaded nor stored.
+        for _ in range(2):
+            same = other.fresh(asked, lora=red)
+            assert (said(same), cached(same)) == (said(before), [0])
+        after = other.fresh(asked, lora=anew)
+        assert cached(after) == [0]
+        assert said(after) != said(before)
+        again = other.fresh(asked, lora=anew)
+        assert (said(again), cached(again)) == (said(after), [full_blocks(300)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

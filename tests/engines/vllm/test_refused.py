@@ -6,19 +6,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvstore.errors import ConfigError
 from kvstore_vllm.identity import weights_revision
-from kvstore_vllm.settings import Settings, check_engine
+from kvstore_vllm.settings import Settings, check_engine, why_off
 
 
 def engine(**changes: dict[str, Any]) -> SimpleNamespace:
     """The parts of a VllmConfig that are served, with changes by part."""
     parts: dict[str, dict[str, Any]] = {
         "cache_config": {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False},
-        "parallel_config": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
+        "parallel_config": {
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+        },
         "kv_transfer_config": {"is_kv_consumer": True, "kv_load_failure_policy": "recompute"},
-        "scheduler_config": {"long_prefill_token_threshold": 0},
+        "scheduler_config": {"long_prefill_token_threshold": 0, "async_scheduling": True},
+        "model_config": {
+            "model": "some-model",
+            "is_hybrid": False,
+            "is_encoder_decoder": False,
+            "runner_type": "generate",
+        },
     }
     made = {name: SimpleNamespace(**part | changes.get(name, {})) for name, part in parts.items()}
     return SimpleNamespace(**made, speculative_config=changes.get("speculative_config"))
@@ -28,35 +45,87 @@ def draft(method: str) -> Any:
     return SimpleNamespace(method=method, use_ngram=lambda: method == "ngram")
 
 
-ONE_GROUP = SimpleNamespace(kv_cache_groups=[object()])
+def groups(*specs: Any) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SIZES)
 
 
 @pytest.mark.parametrize("config", [engine(), engine(speculative_config=draft("ngram"))])
 def test_what_is_served_passes(config: Any) -> None:
-    check_engine(config, ONE_GROUP, Settings())
+    check_engine(config, groups(FULL), Settings())
 
 
 @pytest.mark.parametrize(
-    ("config", "groups", "why"),
+    ("config", "why"),
     [
-        (engine(), 2, "the model's KV cache has 2 groups of layers .*one kind of attention"),
         (
             engine(parallel_config={"decode_context_parallel_size": 2}),
-            1,
             "decode_context_parallel_size is 2 .*context parallelism",
         ),
         (
             engine(parallel_config={"prefill_context_parallel_size": 4}),
-            1,
             "prefill_context_parallel_size is 4 .*context parallelism",
         ),
-        (engine(cache_config={"calculate_kv_scales": True}), 1, "calculate_kv_scales is on.*checkpoint"),
-        (engine(speculative_config=draft("eagle")), 1, "speculative decoding by 'eagle' keeps .*n-gram"),
+        (engine(cache_config={"calculate_kv_scales": True}), "calculate_kv_scales is on.*checkpoint"),
+        (engine(speculative_config=draft("eagle")), "speculative decoding by 'eagle' keeps .*n-gram"),
+        (engine(model_config={"is_hybrid": True}), "'some-model' has layers that keep a state .*leave out"),
+        (engine(model_config={"is_encoder_decoder": True}), "'some-model' has an encoder.*attention alone"),
+        (engine(model_config={"runner_type": "pooling"}), "'some-model' has a pooler.*that write text"),
     ],
 )
-def test_what_cannot_be_named_or_restored_is_refused(config: Any, groups: int, why: str) -> None:
+def test_what_cannot_be_named_or_restored_is_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        check_engine(config, SimpleNamespace(kv_cache_groups=[object()] * groups), Settings())
+        check_engine(config, groups(FULL), Settings())
+
+
+class OwnSpec(FullAttentionSpec):
+    """What a plugin may bring."""
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        ([], "has no KV cache .*leave out the connector"),
+        ([FULL, SlidingWindowSpec(**SIZES, sliding_window=64)], "2 groups.*FullAttentionSpec, SlidingWindow"),
+        (
+            [SlidingWindowSpec(**SIZES, sliding_window=64)],
+            "of kind SlidingWindowSpec.*outside a sliding window",
+        ),
+        ([ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)], "of kind ChunkedLocalAttentionSpec"),
+        ([MLAAttentionSpec(**SIZES)], "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
+        ([OwnSpec(**SIZES)], "of kind OwnSpec.*only FullAttentionSpec"),
+        ([FullAttentionSpec(**SIZES, non_causal=True)], "non_causal True.*only False"),
+        ([FullAttentionSpec(**SIZES, tokens_per_state=4)], "tokens_per_state 4.*only 1"),
+    ],
+)
+def test_only_kinds_of_kv_cache_that_come_back_are_served(specs: list[Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_engine(engine(), groups(*specs), Settings())
+
+
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [
+        (engine(), "async scheduling"),
+        (engine(scheduler_config={"async_scheduling": False}, parallel_config={"pipeline_parallel_size": 2}),
+         "2 pipeline stages"),
+    ],
+)  # fmt: skip
+def test_steps_that_overlap_take_no_synchronous_loads(config: Any, beside: str) -> None:
+    with pytest.raises(ConfigError, match=f"load is 'sync' with {beside}.*use async loads"):
+        check_engine(config, groups(FULL), Settings(load="sync"))
+    check_engine(config, groups(FULL), Settings())
+
+
+def test_an_engine_without_prefix_caching_is_served_only_for_a_reason() -> None:
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False))
+    assert "prefix caching is off" in why_off(config, Settings())
+    assert why_off(config, Settings(without_prefix_caching="memory is short")) == ""
+    config.cache_config.enable_prefix_caching = True
+    assert why_off(config, Settings()) == ""
 
 
 def hub_model(commit: str | None, load_format: str = "auto") -> SimpleNamespace:

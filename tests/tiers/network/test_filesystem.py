@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.network import Settings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.filesystem.backend import HEAD_BYTES, Filesystem
-from tests.tiers.network.contract import OTHER, SPACE, Contract, block, ends, payload, wanted
+from tests.daemons import eventually
+from tests.tiers.network.contract import OTHER, SPACE, WAIT_S, Contract, block, ends, payload, wanted
 from tests.tiers.network.sharing import hurry
 
 OK, MISSING, TORN, FULL, FAILED = Outcome
@@ -88,6 +89,10 @@ class TestUnderALimit(TestFilesystem):
     def backend(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         hurry(monkeypatch)
         made = open_backend(Settings(f"file://{folder}", limit_bytes=1 << 30))
+        # Bytes are granted when the folder has been counted, which takes a while on a busy machine.
+        first = block(b"first")
+        eventually(lambda: made.write([first], ends()) == [Outcome.OK])
+        made.delete([first.name], ends())
         yield made
         made.close()
 
@@ -225,11 +230,13 @@ class TestHanging:
     @pytest.fixture
     def hang(self, monkeypatch: pytest.MonkeyPatch):
         back = threading.Event()
+        self.inside: list[int] = []
 
         def hang(call: str) -> threading.Event:
             real = getattr(os, call)
 
             def hanging(*args, **more):
+                self.inside.append(threading.get_ident())
                 back.wait()
                 return real(*args, **more)
 
@@ -239,13 +246,19 @@ class TestHanging:
         yield hang
         back.set()
 
+    def fails_late(self, call: Callable[[float], list[Outcome]]) -> None:
+        """Calls until a thread hangs in it: on a busy machine, that may be after the first deadline."""
+        for within_s in (0.1, 1.0, WAIT_S):
+            assert call(ends(within_s)) == [FAILED]
+            if self.inside:
+                return
+        pytest.fail("no thread came to the system call")
+
     def test_a_read_touches_nothing_later(self, backend: Filesystem, hang) -> None:
         put, got = block(b"k"), wanted(block(b"k"))
         backend.write([put], ends())
         back = hang("preadv")
-        began = time.monotonic()
-        assert backend.read([got], ends(0.3)) == [FAILED]
-        assert time.monotonic() - began < 0.6
+        self.fails_late(lambda until: backend.read([got], until))
         back.set()
         assert backend.read([wanted(put)] * 8, ends()) == [OK] * 8
         assert not any(got.memory)
@@ -255,27 +268,26 @@ class TestHanging:
         put = block(b"k")
         backend.write([block(b"first")], ends())
         back = hang("pwritev")
-        assert backend.write([put], ends(0.3)) == [FAILED]
-        assert len(temporaries(folder)) == 1
+        self.fails_late(lambda until: backend.write([put], until))
+        assert temporaries(folder)
         put.memory[:] = bytes(len(put.memory))
         back.set()
-        assert backend.write([block(b"second")] * 8, ends()) == [OK] * 8
+        # The late thread takes its file away when it comes back, which may be after any other call.
+        eventually(lambda: not temporaries(folder))
         assert backend.probe([put.name], ends()) == [MISSING]
-        assert not temporaries(folder)
+        assert backend.write([block(b"second")] * 8, ends()) == [OK] * 8
 
     def test_all_threads(self, backend: Filesystem, hang) -> None:
         put = block(b"k")
         backend.write([put], ends())
         back = hang("preadv")
-        for _ in range(3):
-            assert backend.read([wanted(put)] * 50, ends(0.2)) == [FAILED] * 50
-        began = time.monotonic()
-        assert backend.probe([put.name], ends(0.2)) == [FAILED]
+        while len(self.inside) < 4:
+            assert backend.read([wanted(put)] * 50, ends(0.1)) == [FAILED] * 50
+        assert backend.probe([put.name], ends(0.1)) == [FAILED]
         with pytest.raises(NetworkError, match="did not answer in time"):
-            backend.health(ends(0.2))
+            backend.health(ends(0.1))
         with pytest.raises(NetworkError, match="did not answer in time"):
-            list(backend.list(None, ends(0.2)))
-        assert time.monotonic() - began < 0.9
+            list(backend.list(None, ends(0.1)))
         assert not backend._pool._waiting
         back.set()
         assert backend.read([wanted(put)], ends()) == [OK]
@@ -284,10 +296,14 @@ class TestHanging:
         put = block(b"k")
         backend.write([put], ends())
         hang("preadv")
-        threading.Timer(0.2, backend.close).start()
-        began = time.monotonic()
-        assert backend.read([wanted(put)], ends()) == [FAILED]
-        assert time.monotonic() - began < 2
+
+        def close() -> None:
+            eventually(lambda: self.inside)
+            backend.close()
+
+        threading.Thread(target=close).start()
+        # Without the close, this call would last for an hour.
+        assert backend.read([wanted(put)], ends(3600)) == [FAILED]
 
 
 class TestForeign:

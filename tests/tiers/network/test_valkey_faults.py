@@ -290,7 +290,7 @@ def test_a_server_that_dies_while_it_is_read_from(running: Server) -> None:
         assert backend.write(blocks, ends()) == [Outcome.OK] * 8
     with fake(_cutting(running, 10 * MIB)) as proxy, opened(proxy.url) as backend:
         got = [wanted(b) for b in blocks]
-        outcomes = backend.read(got, ends())
+        outcomes = backend.read(got, ends(3))
         assert outcomes == [Outcome.OK] * 2 + [Outcome.FAILED] * 6
         assert [payload(g) for g in got[:2]] == [payload(b) for b in blocks[:2]]
 

@@ -1,0 +1,124 @@
+"""Which benches there are, and which rows each of them yields: here, in bench/RESULTS.md and in the tests."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bench.harness import Bench, NotDone, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A bench: the function that runs it, and its rows.
+
+    `optional` rows need a part that not every machine has. `needs`: what hardly any machine has.
+    """
+
+    run: str
+    always: tuple[str, ...]
+    optional: dict[str, str] = field(default_factory=dict)
+    needs: str = ""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """All rows, in the order of RESULTS.md."""
+        return (*self.always, *self.optional)
+
+
+def _named(name: str, *rows: str) -> tuple[str, ...]:
+    return tuple(f"{name}/{row}" for row in rows)
+
+
+def _disks(name: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    fio = dict.fromkeys(_named(name, "fio", "fio-huge-pages"), "fio (apt install fio)")
+    return (f"{name}/same-memory",), fio
+
+
+_GPU = "a GPU"
+_VLLM = "vLLM's environment, which it makes: gigabytes"
+_REDIS = "redis-py (pip install 'redis[hiredis]')"
+
+BENCHES = {
+    "memcpy-get": Entry(
+        "memcpy_get:run",
+        _named("memcpy-get/1-client", "unverified", "verified", "verification")
+        + _named("memcpy-get/2-clients", "unverified", "verified", "verification"),
+    ),
+    "memcpy-put": Entry("memcpy_put:run", ("memcpy-put",)),
+    "zero-copy": Entry(
+        "zero_copy:run", _named("zero-copy", "acquire", "acquire-and-views", "acquire-release-loop")
+    ),
+    "lookup": Entry("lookup:run", _named("lookup", "1", "64", "1024", "8192")),
+    "nvme-read": Entry("nvme:read", *_disks("nvme-read")),
+    "nvme-read-acquire": Entry("nvme:read_acquire", *_disks("nvme-read-acquire")),
+    "nvme-write": Entry("nvme:write", *_disks("nvme-write")),
+    "nvme-write-put": Entry("nvme:write_put", *_disks("nvme-write-put")),
+    "core": Entry("core:run", ("core",)),
+    "core-ram": Entry("core_ram:run", _named("core-ram", "restored", "put")),
+    "core-step": Entry("core_step:run", _named("core-step", "filling-by-256", "1", "32", "256", "2048")),
+    "refill": Entry("refill:run", _named("refill", "core", "step", "ping")),
+    "evict": Entry("evict:run", _named("evict", "lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve", "hazard")),
+    "tenants": Entry("tenants:run", _named("tenants", "fair", "admission")),
+    "start": Entry("start:run", ("start/1M-records",)),
+    "seal": Entry(
+        "seal:run", ("seal-cipher/memcpy", "open-cipher/memcpy", "seal-write/plain", "seal-read/plain")
+    ),
+    "qos": Entry(
+        "qos:run",
+        (
+            *_named("qos/zero-copy-p99", "against-alone", "against-beside-burners"),
+            *_named("qos/nvme-p99-beside-reads", "against-alone", "against-beside-burners"),
+            "qos/nvme-throughput/beside-reads",
+            *_named("qos/nvme-p99-beside-writes", "against-alone", "against-beside-burners"),
+            "qos/nvme-throughput/beside-writes",
+            "qos/stalled-device/after-the-deadline-p99.9",
+        ),
+    ),
+    "admin": Entry("admin:run", _named("admin", "process", "thread")),
+    "network": Entry(
+        "network:run",
+        _named("network", "reuse-valkey", "reuse-folder", "reuse-s3", "handoff")
+        + _named("network", "killed", "hung", "garbage", "slow", "full"),
+    ),
+    "valkey": Entry(
+        "valkey:run",
+        _named("valkey", "put/tcp", "get/tcp"),
+        dict.fromkeys(_named("valkey", "put/redis-py", "get/redis-py"), _REDIS),
+    ),
+    "objectstore": Entry("objectstore:run", _named("objectstore", "get", "put")),
+    "gpu": Entry(
+        "gpu:run",
+        _named("gpu", "dram-to-device", "hbm-hit", "hbm-hit-verified", "hbm-get")
+        + _named("gpu/checksum", "256-blocks", "2048-blocks")
+        + ("gpu/pages",),
+        {"gpu/nvme-to-hbm": "kvikio"},
+        _GPU,
+    ),
+    "vllm-miss": Entry(
+        "vllm_miss:run", _named("vllm-miss", "gqa/2-threads", "gqa/1-thread", "mha/2-threads"), needs=_VLLM
+    ),
+    "vllm-ttft": Entry("vllm_ttft:run", ("vllm-ttft",), needs=_VLLM),
+}
+
+EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
+"""Those that run on any machine."""
+
+ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs == _VLLM)
+
+
+def measure(name: str, bench: Bench) -> Iterator[Result]:
+    """Runs a bench and yields its rows. NotDone where one is missing, or is none of the catalogue's."""
+    entry = BENCHES[name]
+    module, _, function = entry.run.partition(":")
+    left = list(entry.rows)
+    for result in getattr(importlib.import_module(f"bench.{module}"), function)(bench):
+        if result.name not in left:
+            raise NotDone(f"{result.name} is no row of {name}, or was there before")
+        if not (result.value > 0 or result.name.startswith("qos/stalled-device")) or not result.runs:
+            raise NotDone(f"{result.name}: {result.value} {result.unit} from {result.runs} runs")
+        left.remove(result.name)
+        yield result
+    if missing := [row for row in left if row not in entry.optional]:
+        raise NotDone(f"no figure for {', '.join(missing)}")

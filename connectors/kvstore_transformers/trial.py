@@ -1,0 +1,60 @@
+"""A short run that shows whether a prefix of a model's cache is all that later tokens need.
+
+It finds what configurations do not say: attention to later tokens, and state that is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvstore.errors import MisuseError
+
+_TOKENS = 24
+_PREFIX = 12
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Largest part of a layer's keys or values that rounding may change. Other dtypes: `_COARSE`."""
+
+_COARSE = 0.3
+"""Wide enough for a router of experts that decides otherwise for a token."""
+
+
+@torch.no_grad()
+def try_prefix(model: Any) -> None:
+    """Raises MisuseError if a prefix has other keys and values alone than in front of more tokens, or if a
+    model that goes on behind the prefix's cache computes others than one that has seen all tokens."""
+    size = model.config.vocab_size
+    tokens = torch.arange(1, _TOKENS + 1, device=model.device)[None] * 7 % size
+    prefix = _run(model, tokens[:, :_PREFIX], DynamicCache(config=model.config))
+    whole = _run(model, tokens, DynamicCache(config=model.config))
+    _compare(model, prefix, [tensor[:, :, :_PREFIX] for tensor in whole], "depend on the tokens that follow")
+    past = DynamicCache(config=model.config)
+    for layer, (keys, values) in enumerate(zip(prefix[::2], prefix[1::2], strict=True)):
+        past.update(keys, values, layer)
+    rest = [tensor[:, :, _PREFIX:] for tensor in _run(model, tokens[:, _PREFIX:], past)]
+    _compare(model, rest, [tensor[:, :, _PREFIX:] for tensor in whole], "depend on more than its cache")
+
+
+def _run(model: Any, tokens: Any, past: DynamicCache) -> list[Any]:
+    """The keys and values of all layers afterwards."""
+    model(input_ids=tokens, past_key_values=past, use_cache=True)
+    return [tensor.clone() for layer in past.layers for tensor in (layer.keys, layer.values)]
+
+
+def _compare(model: Any, ours: list[Any], theirs: list[Any], failing: str) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        if one.shape != other.shape:
+            break
+        away = (one.double() - other.double()).norm()
+        # Whatever is not a number is no match.
+        if not bool(away <= _TOLERANCE.get(one.dtype, _COARSE) * other.double().norm() + 1e-9):
+            break
+    else:
+        return
+    raise MisuseError(
+        f"keys and values of {type(model).__name__} {failing}",
+        "only decoders with causal attention can be served",
+    )

@@ -1,0 +1,99 @@
+"""Opens namespaces within the limits. At a limit, the oldest unused namespaces are closed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Answer, Closed, Deny
+from kvstore.core.keeping import Keeping
+from kvstore.core.ledger import Ledger
+from kvstore.core.tenants import Pool, Space
+from kvstore.types import Tier, slot_bytes
+
+
+class NamespaceTable:
+    """OpenNamespace, over `Residency.spaces`, which has namespaces in the order in which they were opened."""
+
+    def __init__(self, ledger: Ledger, keeping: Keeping) -> None:
+        self._ledger = ledger
+        self._r = ledger.residency
+        self._keeping = keeping
+
+    def open(self, event: ev.OpenNamespace, now: float) -> None:
+        """See OpenNamespace. Changes the TTL of a namespace that is open."""
+        known = self._r.spaces.get(event.namespace)
+        top = self._r.tiers[0].extents
+        if not top.geometry(slot_bytes(event.block_bytes)).slots:
+            why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
+            self._ledger.say(Deny(event.request, why, "raise dram.limit"))
+        elif known is not None and known.closed:
+            self._ledger.say(Deny(event.request, "this namespace is being forgotten", "open it again later"))
+        elif known is not None:
+            known.ttl_s = event.ttl_s
+            known.mortal |= event.ttl_s > 0
+            known.block_tokens = event.block_tokens
+            self._ledger.say(Answer(event.request, event.namespace))
+        elif (full := self._full(event)) is not None:
+            self._ledger.say(Deny(event.request, *full))
+        else:
+            self._add(event)
+            self._ledger.say(Answer(event.request, event.namespace))
+
+    def _add(self, event: ev.OpenNamespace) -> None:
+        r, number = self._r, event.namespace
+        upper = Pool(event.tenant, event.domain, slot_bytes(event.block_bytes))
+        lower = Pool(event.tenant, event.tenant, slot_bytes(event.block_bytes + event.extra_bytes))
+        # What a GPU holds is mapped by its tenant alone, whoever may read the namespace.
+        of = {Tier.HBM: upper._replace(domain=event.tenant), Tier.DRAM: upper}
+        pools = tuple(of.get(state.spec.tier, lower) for state in r.tiers)
+        ends = event.ttl_s > 0
+        tokens = event.block_tokens
+        r.spaces[number] = Space(number, event.block_bytes, pools, event.ttl_s, ends, block_tokens=tokens)
+        # Another namespace may have had this number.
+        r.recompute_s[number] = 0.0
+        r.decisions.disown(number)
+
+    def _full(self, event: ev.OpenNamespace) -> tuple[str, str] | None:
+        """Closes namespaces where a limit is reached; why there is no room for one more, and a hint."""
+        spaces, limits = self._r.spaces, self._ledger.limits
+        if len(spaces) < min(limits.namespaces, limits.namespaces_per_tenant):
+            return None
+        mine = [s for s in spaces.values() if s.pools[0].tenant == event.tenant and not s.closed]
+        if not self._make_room(mine, limits.namespaces_per_tenant, event):
+            hint = "use fewer layouts, or raise limits.namespaces_per_tenant"
+            return f"{len(mine)} namespaces of this tenant are open, and all are in use", hint
+        if len(spaces) < limits.namespaces:
+            return None
+        mine = [s for s in mine if s.number in spaces]
+        everybody = [s for s in spaces.values() if not s.closed]
+        # The tenant's own ones go first.
+        others = len(everybody) - len(mine)
+        if self._make_room(mine, limits.namespaces - others, event):
+            return None
+        everybody = [s for s in everybody if s.number in spaces]
+        if self._make_room(everybody, limits.namespaces, event):
+            return None
+        hint = "use fewer layouts, or raise limits.namespaces"
+        return f"{len(everybody)} namespaces are open, and all are in use", hint
+
+    def _make_room(self, spaces: Sequence[Space], limit: int, event: ev.OpenNamespace) -> bool:
+        """Closes the oldest unused ones of these until fewer than `limit` are left; False if more stay."""
+        excess = len(spaces) - limit + 1
+        if excess <= 0 or not event.may_close:
+            return excess <= 0
+        in_use = self._ledger.namespaces_in_use() | event.in_use
+        for space in spaces:
+            if excess and space.number not in in_use and self._is_unused(space):
+                del self._r.spaces[space.number]
+                self._r.holes.pop(space.number, None)
+                self._ledger.writers.pop(space.number, None)
+                self._ledger.say(Closed(space.number))
+                excess -= 1
+        return not excess
+
+    def _is_unused(self, space: Space) -> bool:
+        """Whether a namespace has no rows, is not published, and nothing of it is being copied or probed."""
+        if self._r.blocks.rows_in[space.number] or space.pools[0].domain != space.tenant:
+            return False
+        return self._keeping.has_moved(space.number) and not self._ledger.transfers.concern((space.number,))

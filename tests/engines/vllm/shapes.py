@@ -1,0 +1,180 @@
+"""Tiny random models of many shapes: what decides how vLLM lays out and keeps their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.engines.vllm.engine import VOCABULARY
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: transformers' names of its configuration and model class, and what differs from SIZES."""
+
+    family: str
+    config: dict[str, Any]
+    engine: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
+    model: str = ""
+
+    def save(self, folder: Path) -> Path:
+        """Random weights in `folder`, the same ones each time."""
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.family}Config")(**self.sizes | self.config)
+        make: Callable[[Any], Any] = getattr(transformers, self.model or f"{self.family}ForCausalLM")
+        made = make(config).to(torch.float32)
+        with torch.no_grad():
+            for name, weights in made.named_parameters():
+                if "sinks" in name:
+                    weights.normal_()
+        made.save_pretrained(folder)
+        return folder
+
+
+def mistral(window: int | None) -> Shape:
+    return Shape("Mistral", {"sliding_window": window})
+
+
+SHAPES = {
+    "llama": Shape("Llama", {"num_key_value_heads": 4}),
+    "grouped queries": Shape("Qwen3", {}),
+    "experts": Shape(
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "window smaller than the prompt": mistral(64),
+    "window larger than the prompt": mistral(1024),
+    "interleaved windows": Shape(
+        "Gemma3Text",
+        {
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+        },
+        model="Gemma3ForCausalLM",
+    ),
+    "sinks": Shape(
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {"dtype": "bfloat16"},
+    ),
+    "latent": Shape(
+        "DeepseekV2",
+        {
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+        },
+        sizes=NO_HEAD_DIM,
+    ),
+    "linear attention": Shape(
+        "Qwen3Next",
+        {
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        {"dtype": "bfloat16"},
+    ),
+    "long rope": Shape(
+        "Phi3",
+        {
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 256,
+                "short_factor": [1.0] * 16,
+                "long_factor": [4.0] * 16,
+            },
+        },
+        sizes=NO_HEAD_DIM,
+    ),
+    "chunks": Shape(
+        "Llama4Text",
+        {
+            "attention_chunk_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size_mlp": 256,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "no_rope_layers": [1, 0, 1, 0],
+        },
+        model="Llama4ForCausalLM",
+    ),
+    "short convolutions": Shape(
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_dim": 128,
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_ff_dim": 256,
+        },
+        {"dtype": "bfloat16"},
+        sizes=NO_HEAD_DIM,
+    ),
+    "encoder and decoder": Shape(
+        "Whisper",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 128,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 256,
+            "decoder_ffn_dim": 256,
+            "max_target_positions": 448,
+        },
+        {"max_model_len": 448},
+        sizes={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
+        model="WhisperForConditionalGeneration",
+    ),
+    "bidirectional": Shape(
+        "Bert", {}, {"runner": "pooling", "max_model_len": 512}, sizes=NO_HEAD_DIM, model="BertModel"
+    ),
+}

@@ -1,0 +1,129 @@
+"""Models of many shapes: hits change no token and no logprob, or the connector refuses the model by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.lab.served import ServedDaemon
+from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
+from tests.engines.vllm.shapes import SHAPES
+
+FIRST = prompt(800, 497)
+SECOND = FIRST[:300] + prompt(801, 197)
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[ServedDaemon]:
+    with ServedDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def processes(model: Path) -> Iterator[list[Engine]]:
+    """Two processes, whose engines the tests replace: starting a process takes longer than an engine."""
+    with Engine(model) as one, Engine(model) as other:
+        yield [one, other]
+
+
+def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
+    shape = SHAPES[name]
+    return {
+        "model": str(shape.save(folder)),
+        "max_model_len": 1024,
+        "block_size": block_tokens,
+        **shape.engine,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "block_tokens"),
+    [
+        ("llama", 32),
+        ("grouped queries", 128),
+        ("experts", 32),
+        ("interleaved windows", 32),
+        ("interleaved windows", 128),
+        ("sinks", 32),
+        ("sinks", 128),
+        ("long rope", 32),
+        ("chunks", 32),
+        ("chunks", 64),
+    ],
+)
+def test_hits_change_nothing(
+    processes: list[Engine], own: ServedDaemon, tmp_path: Path, name: str, block_tokens: int
+) -> None:
+    options = arguments(name, tmp_path, block_tokens) | connector(own)
+    for engine in processes:
+        engine.restart(**options)
+    one, other = processes
+    one("plug", connected=False)
+    reference = [said(one.fresh([asked])) for asked in (FIRST, SECOND)]
+    one("plug", connected=True)
+    assert cached(one.fresh([FIRST])) == [0]
+    for engine in (one, other):
+        first = engine.fresh([FIRST])
+        assert (said(first), cached(first)) == (reference[0], [full_blocks(497, block_tokens)])
+    for engine, found in ((one, 300), (other, 497)):
+        second = engine.fresh([SECOND])
+        assert (said(second), cached(second)) == (reference[1], [full_blocks(found, block_tokens)])
+        assert engine("failures") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "block_tokens", "why"),
+    [
+        ("window smaller than the prompt", 128, "of kind SlidingWindowSpec.*leave out the connector"),
+        ("window smaller than the prompt", 16, "of kind SlidingWindowSpec"),
+        ("window larger than the prompt", 128, "of kind SlidingWindowSpec"),
+        ("latent", 128, "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
+        ("linear attention", 128, "layers that keep a state of the whole prompt"),
+        ("short convolutions", 128, "layers that keep a state of the whole prompt"),
+        ("bidirectional", 128, "has a pooler.*leave out the connector"),
+    ],
+)
+def test_what_is_not_shown_to_come_back_is_refused(
+    processes: list[Engine], own: ServedDaemon, tmp_path: Path, name: str, block_tokens: int, why: str
+) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"):
+        processes[0].restart(**arguments(name, tmp_path, block_tokens) | connector(own))
+
+
+def test_rope_factors_that_depend_on_the_longest_prompt_are_of_another_kv(
+    processes: list[Engine], own: ServedDaemon, tmp_path: Path
+) -> None:
+    """vLLM takes the short factors where `max_model_len` allows no long prompt, else the long ones."""
+    options = arguments("long rope", tmp_path, 32) | connector(own, weights_revision="of this test")
+    asked = [FIRST[:200]]
+    short, long = processes
+    short.restart(**options | {"max_model_len": 256})
+    short.fresh(asked)
+    assert cached(short.fresh(asked)) == [full_blocks(200)]
+    long.restart(**options)
+    long("plug", connected=False)
+    reference = said(long.fresh(asked))
+    long("plug", connected=True)
+    first = long.fresh(asked)
+    assert (said(first), cached(first)) == (reference, [0])
+    assert said(first) != said(short.fresh(asked))
+
+
+def test_an_engine_without_a_prefix_cache_gets_one_only_by_name_of_a_reason(
+    processes: list[Engine], own: ServedDaemon, tmp_path: Path
+) -> None:
+    options = arguments("llama", tmp_path, 32) | {"enable_prefix_caching": False}
+    [engine, _] = processes
+    for reason, found in (("", 0), ("only its memory is short", full_blocks(497))):
+        engine.restart(**options | connector(own, without_prefix_caching=reason))
+        engine("plug", connected=False)
+        reference = said(engine.generate([FIRST]))
+        engine("plug", connected=True)
+        engine.generate([FIRST])
+        again = engine.generate([FIRST])
+        assert (said(again), cached(again)) == (reference, [found])
+        assert bool(engine("counts")["saved"]) is bool(reason)
+        assert engine("failures") == {}

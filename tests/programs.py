@@ -1,0 +1,70 @@
+"""Programs that a fresh machine may lack: a test that needs one is skipped, and the end of the run says so.
+
+With KVSTORE_TESTS_SKIP_NOTHING=1, which `.ci/run` sets, every skip is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+
+SKIP_NOTHING = os.environ.get("KVSTORE_TESTS_SKIP_NOTHING", "") not in ("", "0")
+
+
+class Lack(NamedTuple):
+    """What is not tested without a program, and the Debian packages that bring it."""
+
+    untested: str
+    packages: str
+
+
+LACKS = {
+    "chromium": Lack("the dashboard in a browser", "chromium chromium-driver"),
+    "chromedriver": Lack("the dashboard in a browser", "chromium chromium-driver"),
+    "groff": Lack("manual pages as they are read", "groff-base"),
+    "curl": Lack("the documents' curl commands", "curl"),
+    "git": Lack("the commit that figures of benches carry", "git"),
+    "systemd-analyze": Lack("units as systemd reads them", "systemd"),
+    "systemd-sysusers": Lack("the service's user and folders", "systemd"),
+    "dpkg-deb": Lack("the Debian package", "dpkg"),
+}
+DEBIAN_PYTHON = "/usr/bin/python3"
+
+
+def need(*programs: str) -> None:
+    """Skips the running test unless these programs are on PATH."""
+    for program in programs:
+        if shutil.which(program) is None:
+            _skip(LACKS[program], f"no {program}")
+
+
+def need_debian_python() -> None:
+    """Skips the running test unless Debian's own Python can make environments."""
+    command = [DEBIAN_PYTHON, "-c", "import venv, ensurepip"]
+    made = (
+        shutil.which(DEBIAN_PYTHON)
+        and not subprocess.run(command, check=False, capture_output=True).returncode
+    )
+    if not made:
+        _skip(Lack("the Debian package", "python3-venv"), f"{DEBIAN_PYTHON} has no venv")
+
+
+def _skip(lack: Lack, why: str) -> None:
+    pytest.skip(f"{lack.untested}: {why} (apt-get install {lack.packages})")
+
+
+def untested(reports: Iterable[pytest.TestReport]) -> list[str]:
+    """A line for each reason for which tests were skipped."""
+    reasons = Counter(_reason(report) for report in reports)
+    return [f"not tested: {why} [{n} test{'s' if n > 1 else ''}]" for why, n in sorted(reasons.items())]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    where = report.longrepr
+    return (where[2] if isinstance(where, tuple) else str(where)).removeprefix("Skipped: ")

@@ -1,0 +1,250 @@
+"""Every bench in its smallest size, and the file that its figures go to.
+
+A bench yields the rows that it should, and what it checks of its own work holds (`bench.harness.expect`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import memcpy_put, report
+from bench.catalog import BENCHES, EVERYWHERE, Entry, measure
+from bench.harness import MIB, Bench, NotDone, Result, Unable
+from bench.provenance import RESULTS, ROOT, provenance
+from bench.results import HEADER, MACHINES, NOT_MEASURED, ORIGIN, merge, parse, problems, render
+from bench.served import serve
+from kvstore.cuda import device
+from tests.programs import need
+
+TEXT = RESULTS.read_text(encoding="utf-8")
+MACHINE = {"CPU": "a test's, 2 cores", "memory": "1.0 GiB", "kernel": "Linux 1.0", "Python": "3.11.0"}
+
+
+def smoke(folder: Path) -> Bench:
+    return Bench(0.001, folder, smoke=True)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_a_bench_yields_its_rows(name: str, tmp_path: Path) -> None:
+    results = {result.name for result in measure(name, smoke(tmp_path))}
+    assert {*BENCHES[name].always} <= results <= {*BENCHES[name].rows}
+
+
+def test_without_a_gpu_its_bench_says_what_is_missing(tmp_path: Path) -> None:
+    """Its figures need a GPU: see `make test-gpu`."""
+    if not (why := device.why_not()):
+        pytest.skip("there is a GPU: python -m bench gpu")
+    with pytest.raises(Unable, match="no GPU to measure") as lack:
+        list(measure("gpu", smoke(tmp_path)))
+    assert why in str(lack.value)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in BENCHES.items() if entry.needs])
+def test_what_a_bench_elsewhere_names_its_rows_by_stands_in_it(name: str) -> None:
+    """It takes a GPU or a serving engine to run them: here they are imported, and their rows looked for."""
+    module = importlib.import_module(f"bench.{BENCHES[name].run.partition(':')[0]}")
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    cases = [f"{name}/{case}" for case in getattr(module, "CASES", ())]
+    for row in BENCHES[name].rows:
+        named = f'"{row}"' in source or row in cases
+        assert named or row.startswith("gpu/checksum/"), row
+
+
+# -- a bench whose work did not happen
+
+
+def test_refused_puts_have_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hazard` refuses new blocks that promise less than what would go for them."""
+    monkeypatch.setattr(memcpy_put, "SMOKE", memcpy_put.Sizes(4096, 64, 2, 16 * MIB))
+    monkeypatch.setattr(memcpy_put, "serve", partial(serve, policy={"eviction": "hazard"}))
+    with pytest.raises(NotDone, match=r"blocks stored: \d+, not 64"):
+        list(measure("memcpy-put", smoke(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("yields", "why"),
+    [
+        ([], "no figure for x/a, x/b"),
+        (["x/a", "x/a"], "x/a is no row of x, or was there before"),
+        (["x/a", "x/c"], "x/c is no row of x"),
+    ],
+)
+def test_rows_are_those_of_the_catalogue(
+    yields: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(bench: Bench) -> Iterator[Result]:
+        yield from (Result(name, 1.0, "s", None, None, 1) for name in yields)
+
+    monkeypatch.setitem(BENCHES, "x", Entry("core:made_up", ("x/a", "x/b"), {"x/d": "a part"}))
+    monkeypatch.setattr("bench.core.made_up", run, raising=False)
+    with pytest.raises(NotDone, match=why):
+        list(measure("x", smoke(tmp_path)))
+
+
+def test_a_figure_of_nothing_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = Result("core", 0.0, "GiB/s", 1.0, 0.0, 1)
+    monkeypatch.setattr("bench.core.run", lambda bench: iter([nothing]))
+    with pytest.raises(NotDone, match=r"core: 0\.0 GiB/s"):
+        list(measure("core", smoke(tmp_path)))
+
+
+# -- RESULTS.md and the benches
+
+
+def test_the_file_has_the_rows_of_the_benches() -> None:
+    assert list(problems(TEXT, RESULTS.parent)) == []
+    assert render(parse(TEXT)) == TEXT
+
+
+FIRST_MACHINE = next(section.rows[0]["machine"] for section in parse(TEXT) if section.name == MACHINES)
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "why"),
+    [
+        ("## core-ram", "## core-rom", "core-ram has no section"),
+        ("## core-ram", "## core-rom", "core-rom: there is no such bench"),
+        ("| memcpy-put |", "| memcpy-cut |", "memcpy-put has no row"),
+        ("| memcpy-put |", "| memcpy-cut |", "memcpy-cut is no row of memcpy-put"),
+        ("| `memcpy-put --seconds", "|  | `", "memcpy-put: no command"),
+        ("## start\n", "## start\nOne line more.\n", "start: a comment has at most 2 lines"),
+        (f"\n| {FIRST_MACHINE} |", "\n| unknown |", f"there is no machine {FIRST_MACHINE}"),
+    ],
+)
+def test_rot_is_found(was: str, becomes: str, why: str) -> None:
+    assert was in TEXT
+    found = list(problems(TEXT.replace(was, becomes), RESULTS.parent))
+    assert any(why in problem for problem in found), found
+
+
+def test_a_bench_that_is_gone_or_new_is_found(tmp_path: Path) -> None:
+    for path in RESULTS.parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "core.py").rename(tmp_path / "kernel.py")
+    assert list(problems(TEXT, tmp_path)) == [
+        "core: there is no run in bench/core.py",
+        "bench/kernel.py is a bench, but bench/catalog.py does not name it",
+    ]
+
+
+# -- what a run changes
+
+
+def line(name: str, bench: str, **more: Any) -> dict[str, Any]:
+    """As `python -m bench NAME --json` prints it."""
+    made = {"bench": bench, "command": f"{bench} --seconds 6", "date": "2030-01-02", "commit": "abcdef0"}
+    figures = Result(name, 12.5, "GiB/s", 25.0, 0.5, 7, extra={"blocks": 3, "each": {"a": 1}}).to_map()
+    return figures | made | {"machine": MACHINE} | more
+
+
+def rows(text: str, name: str) -> dict[str, dict[str, str]]:
+    [section] = [section for section in parse(text) if section.name == name]
+    return {row["name"]: row for row in section.rows}
+
+
+def test_a_run_rewrites_the_tables_of_its_benches_alone() -> None:
+    after = merge(TEXT, [line("core", "core")])
+    row = rows(after, "core")["core"]
+    assert {key: row[key] for key in (*HEADER, *ORIGIN)} == {
+        "name": "core", "value": "12.5", "unit": "GiB/s", "reference": "25", "ratio": "0.5", "target": "",
+        "met": "", "runs": "7", "also": "blocks 3", "command": "`core --seconds 6`", "date": "2030-01-02",
+        "commit": "abcdef0", "machine": row["machine"],
+    }  # fmt: skip
+    assert rows_of_machine(after, row["machine"])["CPU"] == MACHINE["CPU"]
+    before, now = TEXT.splitlines(), after.splitlines()
+    new = [text for text in now if text not in before]
+    assert [text.split(" | ")[0].strip("| ") for text in new] == [row["machine"], "core"]
+    assert list(problems(after, RESULTS.parent)) == []
+    assert merge(after, [line("core", "core")]) == after
+
+
+def rows_of_machine(text: str, number: str) -> dict[str, str]:
+    [section] = [section for section in parse(text) if section.name == MACHINES]
+    [row] = [row for row in section.rows if row["machine"] == number]
+    return row
+
+
+def test_a_failed_bench_says_so_in_its_rows() -> None:
+    ended = {**line("", "lookup"), "failed": "NotDone: 0 | 1"}
+    del ended["name"]
+    after = rows(merge(TEXT, [line("lookup/1", "lookup"), ended]), "lookup")
+    assert after["lookup/1"]["value"] == "12.5"
+    assert {after[f"lookup/{n}"]["value"] for n in (64, 1024, 8192)} == {"failed: NotDone: 0 | 1"}
+    assert {row["commit"] for row in after.values()} == {"abcdef0"}
+
+
+def test_what_is_not_measured_again_stays_and_what_was_never_says_what_it_needs() -> None:
+    unable = {**line("", "gpu"), "unable": "no GPU"}
+    del unable["name"]
+    assert rows(merge(TEXT, [unable]), "gpu") == rows(TEXT, "gpu")
+    measured = merge(TEXT, [line(name, "gpu") for name in BENCHES["gpu"].rows])
+    assert rows(merge(measured, [unable]), "gpu") == rows(measured, "gpu")
+    empty = merge(TEXT.split("## gpu")[0], [unable])
+    assert {row["value"] for row in rows(empty, "gpu").values()} == {
+        NOT_MEASURED + "a GPU",
+        NOT_MEASURED + "kvikio",
+    }
+
+
+def test_a_smoke_run_has_no_origin(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="smoke"):
+        provenance("core", smoke(tmp_path))
+    made = Result("core", 1.0, "GiB/s", 1.0, 1.0, 1).to_map()
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({**made, "bench": "core"}) + "\n", encoding="utf-8")
+    with pytest.raises(report.Refused, match="line 1 is none of"):
+        list(report.read(path, True))
+
+
+@pytest.mark.parametrize(
+    ("commit", "dirty", "why"), [("", True, "no commit"), ("abcdef0+", False, "was changed")]
+)
+def test_figures_without_a_commit_are_refused(tmp_path: Path, commit: str, dirty: bool, why: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps(line("core", "core", commit=commit)) + "\n", encoding="utf-8")
+    with pytest.raises(report.Refused, match=why):
+        list(report.read(path, dirty))
+
+
+def test_report_writes_what_a_run_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, results = tmp_path / "run.jsonl", tmp_path / "RESULTS.md"
+    results.write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(report, "RESULTS", results)
+    path.write_text(json.dumps(line("core", "core")) + "\n", encoding="utf-8")
+    assert report.main(["--from", str(path)]) == 0
+    assert results.read_text(encoding="utf-8") == merge(TEXT, [line("core", "core")])
+    ended = {key: value for key, value in line("", "core").items() if key != "name"} | {"failed": "no"}
+    path.write_text(json.dumps(ended) + "\n", encoding="utf-8")
+    assert report.main(["--from", str(path)]) == 1
+
+
+def test_report_goes_on_when_a_bench_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that end at once: one is not known to the process that should run it, the other has no GPU."""
+    if not device.why_not():
+        pytest.skip("there is a GPU: its bench takes longer")
+    need("git")
+    results = tmp_path / "RESULTS.md"
+    results.write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(report, "KEPT", tmp_path / "run.jsonl")
+    monkeypatch.setitem(BENCHES, "made-up", Entry("core:run", ("made-up",)))
+    assert report.main(["made-up", "gpu", "--seconds", "0.01", "--folder", str(tmp_path), "--dirty"]) == 1
+    kept = [json.loads(text) for text in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [text["bench"] for text in kept] == ["made-up", "gpu"]
+    assert rows(results.read_text(encoding="utf-8"), "made-up")["made-up"]["value"] == "failed: exit code 2"
+
+
+def test_check_is_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "check"], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
