@@ -508,24 +508,20 @@ def test_a_pool_is_resized_as_it_runs_but_not_from_under_a_process_that_maps_it(
             assert other.stdout is not None
             assert other.stdout.readline() == "(True, 300)\n"
             assert other.stdout.readline() == "1\n"
-            before = device_bytes(control)
+            before = control.used_bytes()
             resized(2)
             eventually(lambda: capacity() == 2)
             time.sleep(0.7)
-            assert device_bytes(control) == before, "what a process maps is not freed"
+            assert control.used_bytes() == before, "what a process maps is not freed"
             other.kill()
             other.wait()
-        eventually(lambda: device_bytes(control) == before - (4 << 20))
+        eventually(lambda: control.used_bytes() == before - (4 << 20))
         resized(8)
         eventually(lambda: capacity() == 8)
         with ns.acquire(keys, device="cuda:0") as lease:
             assert lease.verify() == 6
         with pytest.raises(errors.DeniedError, match="does not come or go while the daemon runs"):
             client.control("change", patch={"hbm": {"limit": 0}})
-
-
-def device_bytes(control: Any) -> int:
-    return sum(path.stat().st_size for path in control.files())
 
 
 def test_two_processes_share_one_extent_and_one_may_be_killed(control: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,22 @@ def settled(client: Client, name: str, mib: int) -> dict[str, Any]:
 
 def slabs(daemon: ServedDaemon) -> list[str]:
     folder = daemon.folder / "nvme" / "slabs"
-    assert all(p.stat().st_size == 8 * MIB for p in folder.iterdir())
-    return sorted(p.name for p in folder.iterdir())
+    sizes = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # the daemon removes it just now
+            sizes[path.name] = path.stat().st_size
+    assert set(sizes.values()) <= {8 * MIB}
+    return sorted(sizes)
 
 
 def shared_mib(pid: int) -> int:
     """Memory that a daemon's extents take, in MiB."""
-    paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
-    there = [p for p in paths if os.path.lexists(p) and "memfd:kvstore-dram-" in os.readlink(p)]
-    found = {(s := os.stat(path)).st_ino: s.st_blocks * 512 for path in there}
+    found = {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # it is closed just now
+            if "memfd:kvstore-dram-" in os.readlink(path := f"/proc/{pid}/fd/{fd}"):
+                file = os.stat(path)
+                found[file.st_ino] = file.st_blocks * 512
     return sum(found.values()) // MIB
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 ILLEGAL_ADDRESS, ECC_UNCORRECTABLE, LAUNCH_FAILURE = 700, 214, 719
@@ -26,6 +27,16 @@ def files() -> list[Path]:
         else:
             path.unlink(missing_ok=True)
     return found
+
+
+def used_bytes(ordinal: int | None = None) -> int:
+    """Memory that all processes have allocated, of one GPU or of all."""
+    used = 0
+    for path in files():
+        if ordinal is None or path.name.split("-")[-3] == str(ordinal):
+            with suppress(FileNotFoundError):  # its process gives it back just now
+                used += path.stat().st_size
+    return used
 
 
 def lose(ordinal: int, code: int = LAUNCH_FAILURE, after: int = 0) -> None:

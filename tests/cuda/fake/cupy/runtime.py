@@ -76,11 +76,6 @@ def _total() -> int:
     return int(os.environ.get("FAKE_CUDA_BYTES", str(1 << 30)))
 
 
-def _used(ordinal: int) -> int:
-    mine = [path for path in control.files() if path.name.split("-")[-3] == str(ordinal)]
-    return sum(path.stat().st_size for path in mine if path.exists())
-
-
 def _device() -> int:
     """The current device; raises what it has if it is lost."""
     ordinal = getattr(_current, "ordinal", 0)
@@ -141,7 +136,7 @@ def pointerGetAttributes(address: int) -> _Attributes:
 
 
 def memGetInfo() -> tuple[int, int]:
-    return _total() - _used(_device()), _total()
+    return _total() - control.used_bytes(_device()), _total()
 
 
 # -- memory
@@ -150,7 +145,7 @@ def memGetInfo() -> tuple[int, int]:
 def malloc(size: int) -> int:
     with _lock:
         ordinal = _device()
-        if _used(ordinal) + size > _total():
+        if control.used_bytes(ordinal) + size > _total():
             raise CUDARuntimeError(2)
         name = f"{control.prefix()}memory-{ordinal}-{os.getpid()}-{next(_numbers)}"
         mapped = _Mapped(Path("/dev/shm", name), size, ordinal, own=True)
