@@ -83,6 +83,7 @@ def test_changes_are_read_with_the_file_that_names_where_they_are(tmp_path: Path
         ('{"dram": {"limit": "none"}}', "dram.limit: 'none' is not a size"),
         ('{"nothing": 1}', "unknown key nothing = 1"),
         ("\udcff", "is not JSON"),
+        ('{"a":' * 9000, "is not JSON"),
     ],
 )
 def test_changes_that_can_not_be_say_where_they_are(tmp_path: Path, text: str, said: str) -> None:

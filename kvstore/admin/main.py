@@ -98,6 +98,8 @@ def _reload(app: Any, path: Path | None) -> None:
         _log.info("reloaded: tokens and rates")
     except KVStoreError as error:
         _log.error("not reloaded: %s", error)
+    except Exception:
+        _log.exception("not reloaded, because of a bug: tokens and rates from before hold")
 
 
 def _listen_tcp(host: str, port: int) -> socket.socket:

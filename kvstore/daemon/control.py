@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -32,6 +33,8 @@ from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
     from kvstore.daemon.server import Server
+
+_log = logging.getLogger(__name__)
 
 LONGEST_S = 86400.0
 _MOST_TENANTS = 20
@@ -326,6 +329,9 @@ async def _answer(asker: Waiting, request: int, said: Coroutine[Any, Any, dict[s
         answer = await said
     except KVStoreError as error:
         asker.answer(request, ac.Deny(request, error.message, error.hint))
+    except Exception:
+        _log.exception("a call of an operator failed")
+        asker.answer(request, ac.Deny(request, "internal error", "see the daemon's log"))
     else:
         asker.send(m.Report(request, answer))
 

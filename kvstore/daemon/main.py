@@ -141,7 +141,10 @@ class _Reloads:
             await self._settings.reload()
         except KVStoreError as error:
             _log.error("not reloaded: %s", error)
-        notify("READY=1")
+        except Exception:
+            _log.exception("not reloaded, because of a bug: the configuration from before holds")
+        finally:
+            notify("READY=1")
 
 
 def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, bool]:
