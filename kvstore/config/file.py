@@ -155,6 +155,11 @@ class Source:
         """What holds."""
         return merged(self.values, self.changes)
 
+    @property
+    def file_policy(self) -> str:
+        """The eviction policy that the file names; "" if it names none."""
+        return str(self.values.get("policy", {}).get("eviction", ""))
+
     def changed(self, effective: Values) -> Source:
         """The same file with such changes that this is what holds."""
         return replace(self, changes=difference(self.values, effective))
