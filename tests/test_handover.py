@@ -415,6 +415,18 @@ def test_a_supervisor_does_not_give_up_a_daemon_that_was_there_before(tmp_path: 
         assert got(ns, keys) == 40
 
 
+def test_nothing_is_imported_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in ("kvstore", "lmdb", "json"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ServedDaemon, "popen", staticmethod(subprocess.Popen))
+    with ServedDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+        assert filled(client, new_layout())
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_daemon_that_cannot_start_is_not_started_again() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "kvstore.toml"
