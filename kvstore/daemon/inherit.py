@@ -34,8 +34,10 @@ def restore_nvme(shell: Shell) -> None:
         there = device.generation == shell.generation
         if not there:
             _log.warning("%s was away while blocks were forgotten: it starts empty", name)
-            device.put_generation(shell.generation)
         _restore_device(shell, tier, device, there)
+        if not there:
+            # Only now: no crash may leave what is forgotten on a device that seems to have missed nothing.
+            device.put_generation(shell.generation)
     if len(shell.devices) > 1:
         for space in shell.namespaces:
             shell.tenancy.record(space)
@@ -44,7 +46,7 @@ def restore_nvme(shell: Shell) -> None:
 def _restore_device(shell: Shell, tier: int, device: NvmeTier, keep: bool) -> None:
     found, tenancy = device.load(keep), shell.tenancy
     for extent, size in sorted(found.formats.items()):
-        tenant = tenancy.known(found.owners[extent])
+        tenant = tenancy.known(found.owners[extent]) if keep else None
         if tenant is None:
             shell.handle(ev.ExtentReady(tier, extent, tenant=ev.UNKNOWN))
             continue

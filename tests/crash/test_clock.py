@@ -15,6 +15,7 @@ YEAR_S = 365 * 86400
 LAYOUT = Layout(model="clock", block_bytes=BLOCK)
 SETTINGS = {
     "policy": {"eviction": "lru"},  # whose order is known
+    "scrub": {"rate": 0},  # a block that is being looked at is not evicted: another goes for it
     "dram": {"limit": 16 << 20, "huge_pages": False},
     "nvme": {"limit": 16 << 20, "io_threads": 2},
 }

@@ -77,12 +77,34 @@ def test_what_was_found_stays_fixed(seed: int) -> None:
 FOUND_SINCE = {
     374: "slabs that were left on a device that came again stayed beside those that were made",
     1472: "a tenant could not be deleted while a device came: nothing was known of it there",
+    1847: "a device that had been away got new slabs while records still spoke of the old ones",
 }
 
 
 @pytest.mark.parametrize("seed", FOUND_SINCE)
 def test_what_was_found_with_all_that_there_is_now_stays_fixed(seed: int) -> None:
     assert not simulate(seed).violation, FOUND_SINCE[seed]
+
+
+def test_a_device_that_was_away_is_up_to_date_only_when_it_has_forgotten(monkeypatch: Patch) -> None:
+    order: list[tuple[NvmeTier, str]] = []
+    load, put = NvmeTier.load, NvmeTier.put_generation
+
+    def loads(device: NvmeTier, keep: bool = True) -> Any:
+        order.append((device, "keeps" if keep else "forgets"))
+        return load(device, keep)
+
+    def puts(device: NvmeTier, generation: int) -> None:
+        order.append((device, "is up to date"))
+        put(device, generation)
+
+    monkeypatch.setattr(NvmeTier, "load", loads)
+    monkeypatch.setattr(NvmeTier, "put_generation", puts)
+    simulate(1847)
+    away = [device for device, what in order if what == "forgets"]
+    assert away, "no device was away"
+    for device in away:
+        assert [what for which, what in order if which is device][:2] == ["forgets", "is up to date"]
 
 
 def test_one_seed_is_one_run_in_every_process() -> None:

@@ -49,13 +49,14 @@ class Engine:
 class Site:
     """A tier whose journal writes when it is told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keep: bool = True) -> None:
         self.engine = Engine()
         self.store = RecordStore(folder, MIB, 8 << 20)
         self.journal = Journal(folder, self.store, wake=lambda: None)
         self.now = 1000.0
         self.tier = NvmeTier(self.journal, Slabs(folder, MIB), self.engine, 4 * MIB, clock=lambda: self.now)
-        self.recovered = self.tier.load()
+        self.recovered = self.tier.load(keep)
+        self.on_record = self.records()
         self.tier.allocate(lambda _: None, lambda error: None)
         self.tier.put_namespace(1, Namespace("default", {"block_bytes": 100}, bytes(16)))
         for extent in range(4):
@@ -220,6 +221,25 @@ def test_the_clock_goes_on_from_the_latest_record_after_a_restart(tmp_path: Path
     second.step()
     assert [k.tobytes().rstrip(b"\0") for k in second.store.load().blocks.keys] == [b"future", b"now"]
     second.tier.close()
+
+
+def test_what_is_not_kept_has_its_slabs_until_no_record_speaks_of_them(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.write((b"a", 2, 0))
+    site.engine.move()
+    site.step()
+    site.tier.close()
+    slab = tmp_path / "slabs" / "000002.slab"
+    before = slab.stat()
+    site = Site(tmp_path, keep=False)
+    assert site.on_record == {b"a": (2, 0)}
+    assert (slab.stat().st_ino, slab.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert not site.recovered.namespaces
+    assert not len(site.recovered.restore.index)
+    assert sorted(site.recovered.formats) == [0, 1, 2, 3], "these are to be made anew"
+    site.step()
+    assert site.records() == {}
+    site.tier.close()
 
 
 def test_a_probe_reads_aside_and_tells_bad_from_unreadable(site: Site) -> None:

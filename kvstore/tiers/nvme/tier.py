@@ -132,12 +132,18 @@ class NvmeTier:
     # -- start and stop
 
     def load(self, keep: bool = True) -> Recovered:
-        """What the folder holds; unless it is kept, nothing, and what it holds is forgotten."""
-        recovered = recover(self._journal, self._slabs, self._count if keep else 0, self._seals)
+        """What the folder holds; unless it is kept, only its extents, and the rest is forgotten.
+
+        Such an extent is to be made anew (`renew`): until then, records may still speak of it.
+        """
+        recovered = recover(self._journal, self._slabs, self._count, self._seals)
         if not keep:
+            self.forget(recovered.restore)
             for number in recovered.namespaces:
                 self.forget_namespace(number)
-            recovered = replace(recovered, namespaces={})
+            none = np.zeros(len(recovered.stored_at), np.bool_)
+            nothing = recovered.restore.only(none)
+            recovered = replace(recovered, namespaces={}, restore=nothing, stored_at=recovered.stored_at[none])
         self._formats = dict(recovered.formats)
         lacking = self._count - len(self._formats)
         self._taken = set(self._formats)
