@@ -212,6 +212,10 @@ class Connection(asyncio.Protocol):
         self._handle(message)
         self._runs = 0
 
+    def queue(self, message: Any) -> None:
+        """See Wire."""
+        self._line.feed(iter((message,)))
+
     def busy(self, message: Any, retry_s: float) -> None:
         """See Peer."""
         self.send(m.Busy(message.id, retry_s, "too many requests of this tenant are waiting"))

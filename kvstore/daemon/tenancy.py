@@ -293,6 +293,8 @@ class Tenancy:
         space.readers = names
         space.domain = self.domains.of(space.tenant, self.registry.name(space.tenant), names)
         self.record(space)
+        # Readers may not learn any more what is stored, perhaps.
+        self._shell.waits.end(space.number, but=space.tenant)
         self._tell("published", space, f"to {', '.join(sorted(names)) or 'nobody'}")
         self._shell.ask_durably(asker, request, ev.Publish(0, space.number, space.domain))
 
@@ -391,6 +393,8 @@ class Tenancy:
         for space in spaces:
             self._shell.chronicle.closed(space.number, owner, space.fingerprint.hex())
         numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
+        for number in numbers:
+            self._shell.waits.end(number)
         self._going[tenant] += len(numbers)
         return numbers
 
