@@ -127,7 +127,7 @@ class Acquire(_Keyed):
     """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup.
 
     `device`: the UUID of a GPU; slots are in its memory if it has a pool with room for all, else in DRAM.
-    While not even the first block is stored anywhere, the answer waits up to `wait_s` for it, and 60 s at most.
+    While not even the first block is stored anywhere, the answer waits for it: up to `wait_s`, 60 s at most.
     `asks`, `known`: see Lookup.
     """
 
