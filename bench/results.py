@@ -124,7 +124,7 @@ def _rows(name: str, lines: list[Line], old: Mapping[str, Row], machines: Sectio
 def _figures(line: Line) -> Row:
     marks = {True: "yes", False: "no", None: ""}
     row = {column: _text(line.get(column)) for column in HEADER}
-    row["met"] = marks[line.get("met")] + (" (noisy)" if line.get("noisy") else "")
+    row["met"] = (marks[line.get("met")] + (" (noisy)" if line.get("noisy") else "")).strip()
     extra = {key: value for key, value in line.items() if key not in _PLAIN and not isinstance(value, dict)}
     row["also"] = ", ".join(f"{key} {_text(value)}" for key, value in extra.items())
     return row

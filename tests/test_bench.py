@@ -167,6 +167,12 @@ def test_a_run_rewrites_the_tables_of_its_benches_alone() -> None:
     assert merge(after, [line("core", "core")]) == after
 
 
+def test_a_noisy_row_without_a_target_is_read_as_it_was_written() -> None:
+    after = merge(TEXT, [{**line("core", "core"), "noisy": True}])
+    assert rows(after, "core")["core"]["met"] == "(noisy)"
+    assert render(parse(after)) == after
+
+
 def rows_of_machine(text: str, number: str) -> dict[str, str]:
     [section] = [section for section in parse(text) if section.name == MACHINES]
     [row] = [row for row in section.rows if row["machine"] == number]

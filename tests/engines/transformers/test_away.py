@@ -91,8 +91,8 @@ def test_stopped_is_waited_for_within_the_deadline(own_daemon: ServedDaemon, alo
         finally:
             os.kill(own_daemon.pid, signal.SIGCONT)
         assert cache.last == Figures(4 * 104, denied_blocks=4 * 6, why=cache.last.why)
-        # One deadline to restore, one to store, whatever the rows.
-        assert 1.9 < took_s < 2.5
+        # One deadline to restore and at most one to store, whatever the rows: who was away is let be a while.
+        assert 0.9 < took_s < 2.5
         eventually(lambda: restored(cache, alone) == 80)
 
 
