@@ -142,8 +142,8 @@ class NvmeTier:
             for number in recovered.namespaces:
                 self.forget_namespace(number)
             none = np.zeros(len(recovered.stored_at), np.bool_)
-            nothing = recovered.restore.only(none)
-            recovered = replace(recovered, namespaces={}, restore=nothing, stored_at=recovered.stored_at[none])
+            nothing, ages = recovered.restore.only(none), recovered.stored_at[none]
+            recovered = replace(recovered, namespaces={}, restore=nothing, stored_at=ages)
         self._formats = dict(recovered.formats)
         lacking = self._count - len(self._formats)
         self._taken = set(self._formats)
