@@ -122,7 +122,7 @@ def test_a_tenant_leaves_connections_to_others_and_to_operators(shared: TenantDa
         with Client(shared.url, strict=True, deadline_s=10) as operator:
             assert operator.status()["connections"] >= 50
     with Member(shared, VICTIM) as member:
-        eventually(lambda: member.status())
+        eventually(member.status)
 
 
 @needs_root

@@ -81,6 +81,20 @@ def test_a_tenant_has_so_many_waits_on_all_its_connections(daemon: ServedDaemon)
         assert eventually(has_room)
 
 
+def test_the_keys_that_a_tenant_waits_for_have_a_bound() -> None:
+    keys = [bytes([i % 256, i // 256]) * 32 for i in range(4096)]
+    layout = new_layout()
+    with ServedDaemon(SMALL) as daemon:
+        (one, space), (two, same) = opened(daemon, layout), opened(daemon, layout)
+        with one, two:
+            for i in range(1, 65):
+                one.send(m.Acquire(i, space, 64, b"".join(keys), 60.0, 0.0, "", 30.0))
+            begin(one)
+            denied = two.ask(m.Acquire(9, same, 64, keys[0], 60.0, 0.0, "", 30.0))
+            assert isinstance(denied, m.Denied)
+            assert "at most 16777216" in denied.why
+
+
 def test_a_wait_ends_with_its_namespace(daemon: ServedDaemon) -> None:
     layout = new_layout()
     peer, space = opened(daemon, layout)

@@ -23,7 +23,7 @@ from kvstore.daemon.prompts import Prompts
 from kvstore.daemon.shell import DRAM, Asker, Shell
 from kvstore.daemon.tenancy import refusal
 from kvstore.daemon.tenants import Identity, Role
-from kvstore.daemon.waits import Wait
+from kvstore.daemon.waits import KEYS_BYTES, Wait
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
@@ -248,6 +248,9 @@ class Requests:
         elif self._shell.waits.count(self._wire.who.tenant) >= most:
             hint = "wait for fewer at once, or raise limits.queued_requests"
             self._deny(q.id, f"{most} calls of this tenant wait for blocks", hint)
+        elif (taken := self._shell.waits.nbytes(self._wire.who.tenant) + len(q.keys)) > KEYS_BYTES:
+            why = f"keys of this tenant that are waited for would take {taken} bytes, at most {KEYS_BYTES}"
+            self._deny(q.id, why, "wait for fewer at once, or name fewer keys")
         else:
             return False
         return True
@@ -260,7 +263,7 @@ class Requests:
                 self._waits.discard(wait)
                 self._wire.queue(Woken(q, event, space))
 
-        wait = self._shell.waits.add(space, event.keys[0], event.tenant, q.wait_s, woken)
+        wait = self._shell.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
         self._waits.add(wait)
 
     def _acquire_woken(self, woken: Woken) -> None:

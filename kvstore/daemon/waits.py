@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LONGEST_S = 60.0
 """How long one call waits at most, whatever it asks for."""
 
+KEYS_BYTES = 16 << 20
+"""The most that the keys of a tenant's waiting calls take."""
+
 _ASK_EVERY_S = 0.05
 _ASKED_AT_ONCE = 32
 
@@ -34,6 +37,7 @@ class Wait:
     number: int
     key: bytes
     tenant: int
+    nbytes: int
     wake: Callable[[], None]
     timer: asyncio.TimerHandle | None = None
 
@@ -46,15 +50,22 @@ class Waits:
         self._by_number: dict[int, dict[bytes, set[Wait]]] = {}
         # In the order in which the network is asked.
         self._by_tenant: dict[int, dict[Wait, None]] = {}
+        self._nbytes: Counter[int] = Counter()
         self._asking = False
 
     def count(self, tenant: int) -> int:
         """How many calls of a tenant wait."""
         return len(self._by_tenant.get(tenant, ()))
 
-    def add(self, space: Space, key: bytes, tenant: int, wait_s: float, wake: Callable[[], None]) -> Wait:
-        """Has `wake` called once: when a block is stored, the wait is ended, or `wait_s` seconds are over."""
-        wait = Wait(space, space.number, key, tenant, wake)
+    def nbytes(self, tenant: int) -> int:
+        """What the keys of a tenant's waiting calls take."""
+        return self._nbytes[tenant]
+
+    def add(self, space: Space, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]) -> Wait:
+        """Has `wake` called once: the first block is stored, the wait ends, or `wait_s` seconds are over."""
+        key, nbytes = keys[0], len(keys.raw)
+        wait = Wait(space, space.number, key, tenant, nbytes, wake)
+        self._nbytes[tenant] += nbytes
         wait.timer = self._shell.loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
         self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
         self._by_tenant.setdefault(tenant, {})[wait] = None
@@ -77,6 +88,7 @@ class Waits:
             del waits[wait.key]
         if not waits:
             del self._by_number[wait.number]
+        self._nbytes[wait.tenant] -= wait.nbytes
         del self._by_tenant[wait.tenant][wait]
         if not self._by_tenant[wait.tenant]:
             del self._by_tenant[wait.tenant]
