@@ -143,7 +143,7 @@ def _ask(path: Path, asks: Event, answers: object) -> None:
 @contextmanager
 def _with_process(settings: Settings) -> Iterator[ServedDaemon]:
     with ServedDaemon(settings) as daemon:
-        command = [sys.executable, "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
+        command = [sys.executable, "-P", "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             _wait_for(daemon.folder / "admin.sock")

@@ -6,6 +6,11 @@ A miss, a denial and a daemon that is away are values, not errors: they are rais
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text without what a terminal obeys, reorders or hides: such characters are written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class KVStoreError(Exception):
     """Base of every error here. `hint` says what to do about it, or is empty."""
 

@@ -71,6 +71,8 @@ class Layout:
             )
         if not 1 <= self.block_bytes <= MAX_BLOCK_BYTES:
             raise MisuseError(f"layout.block_bytes is {self.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
+        if self.block_tokens > MAX_BLOCK_BYTES:
+            raise MisuseError(f"layout.block_tokens is {self.block_tokens}", f"at most {MAX_BLOCK_BYTES}")
 
     def to_map(self) -> dict[str, Any]:
         """The fields as plain values, for the wire and for records."""

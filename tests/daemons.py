@@ -124,7 +124,11 @@ class Peer:
     def __init__(self, path: Path | str, wait_s: float = 5.0) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(wait_s)
-        self.sock.connect(str(path))
+        try:
+            self.sock.connect(str(path))
+        except OSError:
+            self.sock.close()
+            raise
         self.fds: list[int] = []
         self._frames = Frames(1 << 30)
         self._ready: list[Any] = []

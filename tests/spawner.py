@@ -94,6 +94,7 @@ def spawn(
     So also where other modules than the spawner's are to be imported.
     """
     variables = dict(os.environ if env is None else env)
+    args = [arg for i, arg in enumerate(args) if (i, arg) != (1, "-P")]
     if tuple(args[:3]) != COMMAND or variables.get("PYTHONPATH") != _PYTHONPATH:
         return subprocess.Popen(
             args, stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=start_new_session

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvstore import Client
+from kvstore import Client, Layout
 from kvstore.cli import app
 from kvstore.cli.changing import lines
 from kvstore.cli.keys import batches
@@ -20,7 +20,7 @@ from kvstore.cli.quota import patch_of
 from kvstore.core.policy import POLICIES
 from kvstore.errors import MisuseError
 from kvstore.lab.served import ServedDaemon
-from tests.daemons import WITH_NVME, cli, eventually, idle, names, new_layout, payloads
+from tests.daemons import BLOCK, SMALL, WITH_NVME, cli, eventually, idle, names, new_layout, payloads
 from tests.lab.small import chats
 from tests.tenants import VICTIM, TenantDaemon, as_user, needs_root
 
@@ -195,6 +195,22 @@ def test_namespaces_are_listed_page_by_page_shown_and_published(daemon: ServedDa
     assert [line for line in text.splitlines() if id in line and ns.layout.model in line and "friend" in line]
     assert "\x1b" not in text
     assert told(daemon, "ns", "unpublish", id)["published_to"] == []
+
+
+def test_no_name_that_a_client_gives_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
+    model = "\x1b]0;owned\x07[bold]\u202e\x9b31m[/nothing]"
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
+        ns, keys = client.namespace(Layout(model, BLOCK, revision=model, shard=model)), names(2)
+        ns.put(keys, payloads(keys))
+        [row] = client.control("namespaces")["namespaces"]
+        listed = [("ns", "list"), ("ns", "show", row["id"]), ("why", keys[0].hex()), ("events",), ("status",)]
+        (tmp_path / "keys").write_text("\n".join(key.hex() for key in keys))
+        for args in (*listed, ("why", str(tmp_path / "keys"))):
+            ran = run(daemon, *args)
+            shown = ran.stdout + ran.stderr
+            assert all(map(str.isprintable, shown.splitlines())), shown
+            if args[0] in ("ns", "why"):
+                assert "\\x1b]0" in shown
 
 
 def test_a_namespace_is_forgotten(daemon: ServedDaemon, client: Client) -> None:

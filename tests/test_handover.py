@@ -21,6 +21,8 @@ import pytest
 from kvstore import Client, Tier
 from kvstore.client.sync import Namespace
 from kvstore.daemon.notify import inherited
+from kvstore.daemon.tenants import hash_of, new_token
+from kvstore.errors import UnavailableError
 from kvstore.lab.served import ServedDaemon
 from kvstore.tiers.dram import OWNERS
 from tests.daemons import (
@@ -130,6 +132,7 @@ class Site:
         """A ready daemon and a client of it; ended by a signal."""
         self.manager.said.clear()
         process = self.manager.start(self.config, self.log, listener=listener, **env)
+        self._pid = process.pid
         try:
             self.manager.heard(READY="1")
             with Client(f"unix://{self.socket}", deadline_s=10, strict=True) as client:
@@ -137,6 +140,15 @@ class Site:
         finally:
             process.send_signal(end)
             assert process.wait(20) == (-end if end == signal.SIGKILL else 0)
+
+    def reload(self) -> str:
+        """What the running daemon logs when it is told to reload, until it is ready again."""
+        before, said = len(self.log.read_text()), self.manager.said
+        said.clear()
+        os.kill(self._pid, signal.SIGHUP)
+        self.manager.heard(READY="1")
+        assert "RELOADING" in next(m for m in said if m.keys() & {"RELOADING", "READY"})
+        return self.log.read_text()[before:]
 
 
 @pytest.fixture
@@ -151,6 +163,46 @@ def filled(client: Client, layout: object, n: int = 40) -> tuple[Namespace, list
     ns, keys = client.namespace(layout), names(n)  # type: ignore[arg-type]
     assert ns.put(keys, payloads(keys)).stored == n
     return ns, keys
+
+
+def test_a_reload_that_fails_in_any_way_leaves_the_next_one_to_work(site: Site) -> None:
+    token = new_token(b"t" * 32)
+    member = f"[[tenants.chat.tokens]]\nhash = 'sha256:{hash_of(token).hex()}'\n"
+    site.configure(more=member)
+    good = site.config.read_text()
+    (site.folder / "half.py").write_text("def (")
+    (site.folder / "ends.py").write_text("raise SystemExit")
+    keys = "a" + ".a" * 5000
+    wrong = {
+        "no eviction policy '.x:y'": good.replace("lru", ".x:y"),
+        "invalid syntax": good.replace("lru", "half:Policy"),
+        "SystemExit": good.replace("lru", "ends:Policy"),
+        "not TOML": good + f"more = {'9' * 5000}",
+        "is nested too deeply": good + f"more = {'[' * 5000}",
+        "nested too deeply (": good + f"{keys} = 1",
+    }
+    # A bug, as nobody has found it yet.
+    broken = (
+        "import tomllib as t\nparse = t.loads\nt.loads = lambda text: 1 / 0 if 'bug' in text else parse(text)"
+    )
+    (site.folder / "sitecustomize.py").write_text(broken)
+    wrong["because of a bug"] = good + "bug"
+    with site.running(PYTHONPATH=str(site.folder)):
+        for cause, text in wrong.items():
+            site.config.write_text(text)
+            said = site.reload()
+            assert "not reloaded" in said
+            assert cause in said
+            with Client(f"unix://{site.socket}", token, strict=True) as client:
+                client.ping()
+        site.config.write_text(good.replace(member, "[tenants.chat]\n"))
+        assert "reloaded: tenants.chat.tokens: 0" in site.reload()
+        with (
+            pytest.raises(UnavailableError, match="known by neither token"),
+            Client(f"unix://{site.socket}", token, strict=True) as client,
+        ):
+            client.ping()
+    assert site.log.read_text().count("Traceback") == 1, "only a bug has one"
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
@@ -361,6 +413,18 @@ def test_a_supervisor_does_not_give_up_a_daemon_that_was_there_before(tmp_path: 
         file.write_text(good)
         daemon.start()
         assert got(ns, keys) == 40
+
+
+def test_nothing_is_imported_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in ("kvstore", "lmdb", "json"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ServedDaemon, "popen", staticmethod(subprocess.Popen))
+    with ServedDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+        assert filled(client, new_layout())
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_daemon_that_cannot_start_is_not_started_again() -> None:

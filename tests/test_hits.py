@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,10 +27,11 @@ from kvstore.lab.replay import replay
 from kvstore.lab.served import ServedDaemon
 from kvstore.lab.study import Options, Study
 from kvstore.lab.traces import Trace
+from kvstore.types import MAX_BLOCK_BYTES
 from kvstore.wire import messages as m
 from tests.admin import VIEW, ServedAdmin, settings
 from tests.core.world import World
-from tests.daemons import SMALL, WITH_NVME, eventually, greeted, idle, names
+from tests.daemons import SMALL, WITH_NVME, Peer, eventually, greeted, idle, names, new_layout
 from tests.hits import Figures, conversations, counted, figures, since
 from tests.lab.small import chats
 from tests.test_faults import scribble
@@ -428,3 +430,16 @@ def test_what_was_missed_never_decreases() -> None:
     assert counters.of(1)["missed", -2] == (100, 1600, 1000), "a prompt was being asked for"
     counters.count(1, ("requested", -2), 100, 16, 10)
     assert counters.of(1)["missed", -2] == (140, 2240, 1400)
+
+
+def test_no_layout_makes_sums_that_fit_into_no_message(daemon: ServedDaemon) -> None:
+    layout = {**new_layout().to_map(), "block_tokens": (1 << 64) - 1}
+    with Peer(daemon.socket) as peer:
+        peer.hello()
+        denied = peer.ask(m.Open(1, layout, "", 0.0))
+    assert isinstance(denied, m.Denied)
+    assert "layout.block_tokens is 18446744073709551615" in denied.why
+    counters = HitCounters()
+    for _ in range(3):
+        counters.count(0, ("requested", -1), 1 << 40, MAX_BLOCK_BYTES, 1)
+    assert msgpack.packb(counters.of(0)["requested", -1])

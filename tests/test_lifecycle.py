@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from kvstore import Client
 from kvstore.config import changes, parse
 from kvstore.lab.served import ServedDaemon
 from tests.daemons import (
+    SMALL,
     WITH_NVME,
     check_limits,
     eventually,
@@ -116,6 +118,14 @@ def test_a_stop_ends_though_the_device_hangs(monkeypatch: pytest.MonkeyPatch, tm
         daemon.start()
         with Client(daemon.url, deadline_s=5) as client:
             assert got(client.namespace(layout), keys) == 30, "what was on record is there, and nothing else"
+
+
+def test_a_stop_leaves_the_socket_that_another_daemon_has_meanwhile() -> None:
+    with ServedDaemon(SMALL) as daemon, socket.socket(socket.AF_UNIX) as other:
+        daemon.socket.unlink()
+        other.bind(str(daemon.socket))
+        daemon.stop()
+        assert daemon.socket.is_socket()
 
 
 # -- SIGHUP

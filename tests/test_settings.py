@@ -83,6 +83,7 @@ def test_changes_are_read_with_the_file_that_names_where_they_are(tmp_path: Path
         ('{"dram": {"limit": "none"}}', "dram.limit: 'none' is not a size"),
         ('{"nothing": 1}', "unknown key nothing = 1"),
         ("\udcff", "is not JSON"),
+        ('{"a":' * 9000, "is not JSON"),
     ],
 )
 def test_changes_that_can_not_be_say_where_they_are(tmp_path: Path, text: str, said: str) -> None:
@@ -217,7 +218,7 @@ def test_a_dry_run_says_who_would_lose_what_and_changes_nothing(daemon: ServedDa
         ({"tenants": {"other": {"uids": [os.getuid()]}}}, "is given twice"),
         ({"tenants": {"a/b": {}}}, "a/b"),
         ({"policy": {"eviction": "random"}}, "no eviction policy 'random'"),
-        ({"policy": {"eviction": "collections:Counter"}}, "'collections:Counter'"),
+        ({"policy": {"eviction": "collections:Counter"}}, "'collections:Counter' is not built in"),
         ({"tenants": 5}, "tenants is 5"),
         ({"nope": {"a": 1}}, "unknown key nope"),
     ],
@@ -236,6 +237,32 @@ def test_what_can_not_be_is_refused_and_changes_nothing(
         assert client.control("settings") == before
         kept = tmp_path / "nvme" / "changes.json"
         assert not kept.exists() or json.loads(kept.read_text()) == {}
+
+
+def test_a_change_imports_only_policies_that_the_file_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in ("mine", "foreign"):
+        policy = f"open({str(tmp_path / module)!r}, 'x')\nfrom kvstore.core.policy import LRU as Policy\n"
+        (tmp_path / f"{module}.py").write_text(policy)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    mine, foreign = ({"policy": {"eviction": f"{module}:Policy"}} for module in ("mine", "foreign"))
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
+        client.control("change", patch={"policy": {"eviction": "lru"}})
+        for dry_run in (True, False):
+            with pytest.raises(DeniedError, match="'foreign:Policy' is not built in"):
+                client.control("change", patch=foreign, dry_run=dry_run)
+        file = daemon.folder / "kvstore.toml"
+        file.write_text(file.read_text() + '[policy]\neviction = "mine:Policy"\n')
+        client.control("reload")
+        answer = client.control("change", patch=mine, dry_run=True)
+        assert list(answer["changed"]) == ["policy.eviction = mine:Policy"]
+        assert not (tmp_path / "mine").exists(), "a dry run imports nothing"
+        client.control("change", patch=mine)
+        assert (tmp_path / "mine").exists()
+        assert client.control("status")["policy"] == "mine:Policy"
+        client.control("change", patch={"scrub": {"rate": 1}})
+    assert not (tmp_path / "foreign").exists()
 
 
 def test_of_two_who_change_the_same_one_is_told(daemon: ServedDaemon) -> None:

@@ -174,3 +174,10 @@ def test_user_and_folders_are_made(tmp_path: Path) -> None:
         made = (tmp_path / path).stat()
         assert (made.st_uid, made.st_gid) == (int(user[1]), int(user[2]))
         assert stat.S_IMODE(made.st_mode) == mode
+
+
+def test_memory_and_threads_are_bounded() -> None:
+    unit = (ROOT / "systemd" / "kvstore.service.in").read_text()
+    assert "\nMemoryMax=" in unit
+    assert "\nTasksMax=" in unit
+    assert "\nRestart=on-failure" in unit, "what ends by a signal, SIGBUS say, is started again"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.daemon.server import Connection
-from kvstore.daemon.turns import SLICE_S, Turns, cost
+from kvstore.daemon.turns import QUEUED_BYTES, SLICE_S, Turns, cost, nbytes
 from kvstore.errors import RemoteProtocolError
 from kvstore.wire import messages as m
 
@@ -333,12 +333,36 @@ def test_who_has_too_much_queued_is_told_so_and_loses_nothing_that_is_to_be_give
     assert len(peer.ran) == 1
     assert peer.refused == pings(5, LIMIT + 1) or peer.refused == pings(4, LIMIT + 2)
     assert peer.retry_s == [pytest.approx(LIMIT / 10.0, rel=0.1)] * len(peer.refused)
-    assert world.turns.refused == len(peer.refused)
-    assert LIMIT <= world.turns.waiting <= LIMIT + 4
+    assert world.turns.refused == len(peer.refused) + 1, "a warning that is dropped is counted"
+    assert LIMIT <= world.turns.waiting <= LIMIT + 3
     other.send(m.Ping(1))
     assert other.ran == [m.Ping(1)]
     world.loop.run()
-    assert [type(message) for message in peer.ran[-4:]] == [m.Release, m.Abort, m.Commit, m.Suspect]
+    assert [type(message) for message in peer.ran[-3:]] == [m.Release, m.Abort, m.Commit]
+
+
+@pytest.mark.parametrize("rate", [0.0, 1000.0])
+def test_large_requests_of_a_tenant_pile_up_only_so_far_on_all_connections_together(
+    world: World, rate: float
+) -> None:
+    world.turns.set(0, 1.0, rate)
+    commits = [m.Commit(0, i, bytes(8 << 17), bytes(1 << 17)) for i in range(30)]
+    peers, other = [world.peer(0) for _ in range(5)], world.peer(1)
+    for peer in peers:
+        peer.send(*commits)
+    most = 0
+    while len(other.ran) < 10 or any(len(peer.ran) < 30 for peer in peers):
+        world.loop.run(until=world.loop.now + 0.001)
+        if len(other.ran) < 10:
+            other.send(m.Ping(1))
+        most = max(most, sum(nbytes(taken[1]) for taken in _queued(world)))
+    assert QUEUED_BYTES - nbytes(commits[0]) <= most < QUEUED_BYTES + 2 * nbytes(commits[0])
+    assert all(peer.ran == commits for peer in peers)
+
+
+def _queued(world: World) -> list[Any]:
+    flows = world.turns._running._classes[0].flows.values()
+    return [item for flow in flows for _, item in flow.items]
 
 
 def test_what_cannot_be_refused_piles_up_only_so_far(world: World) -> None:

@@ -20,7 +20,7 @@ from kvstore.admin import app as application
 from kvstore.admin import hour
 from kvstore.admin.callers import PEER
 from kvstore.config import Config, load, parse_listen
-from kvstore.daemon.main import listen, new_runner
+from kvstore.daemon.main import identity, listen, new_runner, unlink_own
 from kvstore.daemon.notify import notify
 from kvstore.daemon.peers import peer_of
 from kvstore.errors import KVStoreError, TierError
@@ -53,6 +53,7 @@ async def _serve(config: Config, path: Path | None) -> int:
     loop, admin = asyncio.get_running_loop(), config.admin
     app = application.make(config, f"unix://{config.daemon.socket}")
     listeners = [listen(admin.socket, admin.socket_mode)]
+    made = identity(admin.socket)
     servers = [server_of(app)]
     try:
         if admin.listen:
@@ -83,7 +84,7 @@ async def _serve(config: Config, path: Path | None) -> int:
     finally:
         for listener in listeners:
             listener.close()
-        admin.socket.unlink(missing_ok=True)
+        unlink_own(admin.socket, made)
     return 0
 
 
@@ -98,6 +99,8 @@ def _reload(app: Any, path: Path | None) -> None:
         _log.info("reloaded: tokens and rates")
     except KVStoreError as error:
         _log.error("not reloaded: %s", error)
+    except Exception:
+        _log.exception("not reloaded, because of a bug: tokens and rates from before hold")
 
 
 def _listen_tcp(host: str, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from kvstore import Client
 from kvstore.config import Config
-from kvstore.errors import KVStoreError, MisuseError
+from kvstore.errors import KVStoreError, MisuseError, printable
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,8 @@ class Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KVStoreError as e:
-            typer.echo(f"error: {e}", err=True)
+            said = "\n".join(map(printable, str(e).splitlines()))
+            typer.echo(f"error: {said}", err=True)
             raise typer.Exit(2) from None
 
 

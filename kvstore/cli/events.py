@@ -16,7 +16,7 @@ from kvstore import Client
 from kvstore.cli import complete
 from kvstore.cli.common import DEFAULT_SOCKET, SocketOption, asking, named
 from kvstore.config import parse_duration
-from kvstore.errors import UnavailableError
+from kvstore.errors import UnavailableError, printable
 
 app = typer.Typer()
 
@@ -124,4 +124,5 @@ def line_of(event: dict[str, Any]) -> str:
     score = "" if event["score"] is None else f"{event['score']:.3g} uses/s expected"
     about = (event["tenant"], event["namespace"], event["key"], score, event["detail"])
     when = at.isoformat(sep=" ", timespec="milliseconds")
-    return " ".join([when, f"{event['what']:<11}", f"{event['tier']:<4}", *filter(None, about)]).rstrip()
+    line = " ".join([when, f"{event['what']:<11}", f"{event['tier']:<4}", *filter(None, about)])
+    return printable(line).rstrip()

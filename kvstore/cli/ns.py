@@ -51,7 +51,7 @@ def _many(found: list[dict[str, Any]]) -> Table:
     table = Table(*names, box=box.SIMPLE_HEAD)
     for row in found:
         layout = row["layout"] or {}
-        of_model = (str(layout.get(name, "")) for name in ("model", "revision", "shard"))
+        of_model = (cell(name, layout.get(name, "")) for name in ("model", "revision", "shard"))
         block, readers = cell("block_bytes", row["block_bytes"]), ", ".join(row["published_to"])
         ttl = cell("ttl_s", row["ttl_s"]) if row["ttl_s"] else ""
         table.add_row(row["id"], row["tenant"], *of_model, block, readers, ttl)

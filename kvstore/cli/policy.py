@@ -29,7 +29,12 @@ def show_policy(*, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = 
 
 @app.command("set")
 def set_policy(
-    name: Annotated[str, typer.Argument(help="Its name, or module:Class.", autocompletion=complete.policies)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Its name, or the module:Class that the file names.", autocompletion=complete.policies
+        ),
+    ],
     *,
     dry_run: DryRunOption = False,
     socket: SocketOption = DEFAULT_SOCKET,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvstore.config import format_size
+from kvstore.errors import printable
 
 
 def tier_table(tiers: list[dict[str, Any]]) -> Table:
@@ -38,16 +40,21 @@ def words(name: str) -> str:
     return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
+def plain(text: str) -> str:
+    """Text that may be anybody's, as it can be shown: neither the terminal nor a table obeys it."""
+    return escape(printable(text))
+
+
 def cell(name: str, value: Any) -> str:
     """A value for people, by what its name says about its unit."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
+        return plain(", ".join(f"{key} {item}" for key, item in value.items())) or "none"
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "none"
+        return plain(", ".join(map(str, value))) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
-        return "-" if value is None else str(value)
+        return "-" if value is None else plain(str(value))
     if "bytes" in name.split("_"):
         return format_size(value)
     if name.endswith("_s") and not name.endswith("_per_s"):

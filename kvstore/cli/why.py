@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kvstore import Client
 from kvstore.cli import complete
 from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
 from kvstore.cli.keys import keys_of
-from kvstore.cli.tables import cell
+from kvstore.cli.tables import cell, plain
 
 app = typer.Typer()
 
@@ -64,11 +63,11 @@ def _one(block: dict[str, Any]) -> Table:
     table = Table("block", "", box=box.SIMPLE_HEAD)
     for name in ("key", "tenant", "model", "revision", "shard", "state"):
         if block[name]:
-            table.add_row(name, escape(str(block[name])))
+            table.add_row(name, plain(str(block[name])))
     for copy in block.get("copies", ()):
         says = f", {copy['says']}" if copy["says"] else ""
         where = f"extent {copy['extent']}, slot {copy['slot']}, {copy['users']} users"
-        table.add_row(copy["tier"], escape(f"{where}; policy {copy['policy']}{says}"))
+        table.add_row(copy["tier"], plain(f"{where}; policy {copy['policy']}{says}"))
     if "children" in block:
         parent = (
             f"{block['parent']} ({block['parent_state']})"
@@ -104,7 +103,7 @@ def _many(blocks: list[dict[str, Any]]) -> Table:
         pinned = "yes" if block.get("pinned_s") is not None else ""
         last = " ".join(_decision(block["decisions"][0])).split(", ")[0] if block["decisions"] else ""
         children = str(block.get("children", ""))
-        names = (escape(block[name]) for name in ("tenant", "model", "state"))
+        names = (plain(block[name]) for name in ("tenant", "model", "state"))
         table.add_row(f"{block['key'][:16]}", *names, where, children, pinned, last)
     return table
 

@@ -372,8 +372,8 @@ class Namespace:
         MisuseError if there is no such GPU, or no kvstore[cuda].
 
         While not even the first block is stored, here or on the network, the call waits for it up to `wait_s`
-        (s, on top of the deadline): so a decode node starts as soon as blocks arrive, and asks again for the
-        keys behind those it got.
+        (s, on top of the deadline), and 60 s at most: then the lease is empty. So a decode node starts as
+        soon as blocks arrive, and asks again for the keys behind those it got.
         """
         joined, size = check_keys(keys)
         gpu = check_device(device)

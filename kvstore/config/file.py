@@ -37,6 +37,8 @@ from kvstore.errors import ConfigError, MisuseError
 _SOME = "NAME"
 """Stands for a tenant's or device's name in keys."""
 
+_EVERY_KEY = "`kvstore config example` shows every key"
+
 _BY_NAME = ("tenants", "nvme.devices")
 
 
@@ -153,6 +155,11 @@ class Source:
         """What holds."""
         return merged(self.values, self.changes)
 
+    @property
+    def file_policy(self) -> str:
+        """The eviction policy that the file names; "" if it names none."""
+        return str(self.values.get("policy", {}).get("eviction", ""))
+
     def changed(self, effective: Values) -> Source:
         """The same file with such changes that this is what holds."""
         return replace(self, changes=difference(self.values, effective))
@@ -166,6 +173,8 @@ class Source:
             error = min(e.errors(), key=lambda error: error["type"] == "missing")
             name = f"{self.name} with {self.kept_in or 'its changes'}" if self.changes else self.name
             raise _explain(name, error) from None
+        except RecursionError:
+            raise ConfigError(f"{self.name} is nested too deeply", _EVERY_KEY) from None
 
 
 def parse(text: str, source: str = "config") -> Config:
@@ -176,8 +185,10 @@ def parse(text: str, source: str = "config") -> Config:
 def _source(text: str, name: str) -> Source:
     try:
         return Source(name, tomllib.loads(text))
-    except tomllib.TOMLDecodeError as e:
+    except ValueError as e:  # TOML that can't be parsed, or a number of too many digits
         raise ConfigError(f"{name} is not TOML: {e}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply", _EVERY_KEY) from None
 
 
 def load(path: Path | None) -> Config:
@@ -226,7 +237,7 @@ def _explain(source: str, error: Mapping[str, Any]) -> ConfigError:
     if kind == "extra_forbidden":
         return ConfigError(f"{source}: unknown key {key:.120} = {_show(key, value)}", _nearest(place))
     if kind == "missing":
-        return ConfigError(f"{named} is missing", "`kvstore config example` shows every key")
+        return ConfigError(f"{named} is missing", _EVERY_KEY)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         table = f"{key}.{_SOME}" if kind == "dict_type" else key
         return ConfigError(f"{named} is {_show(key, value)}", f"a table, written as [{table}]")
@@ -259,12 +270,16 @@ def _nearest(place: list[Any]) -> str:
     near = near or [dotted for dotted, leaf in known.items() if leaf in leaves]
     near.sort(key=lambda dotted: not dotted.startswith(f"{parts[0]}."))
     if not near:
-        return "`kvstore config example` shows every key"
+        return _EVERY_KEY
     return f"did you mean {near[0].replace(_SOME, _bare(called))}?"
 
 
 def _show(key: str, value: object) -> str:
     if key == "daemon.socket_mode" and type(value) is int:
         return f"{value:#o}"
+    try:
+        shown = repr(value)
+    except RecursionError:
+        return "nested too deeply"
     # A token that was put in the wrong place must not end up in a log.
-    return f"{re.sub(r'kvs_[A-Za-z0-9_-]*', 'kvs_...', repr(value)):.80}"
+    return f"{re.sub(r'kvs_[A-Za-z0-9_-]*', 'kvs_...', shown):.80}"

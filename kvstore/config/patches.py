@@ -56,7 +56,7 @@ def read_changes(path: Path) -> Values:
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", hint) from None
     if not isinstance(changes, dict):
         raise ConfigError(f"{path} holds no table", hint)

@@ -231,6 +231,13 @@ class Moved:
 
 
 @dataclass(slots=True)
+class Came:
+    """These blocks have a copy more in a tier; somebody may wait for them, see `Residency.awaited`."""
+
+    identity: Identity
+
+
+@dataclass(slots=True)
 class Probe:
     """Read these slots again and compare with the checksums. Ends with ProbeDone."""
 
@@ -307,6 +314,7 @@ Action = (
     | Offer
     | Drop
     | Moved
+    | Came
     | Probe
     | Format
     | Renew

@@ -32,6 +32,10 @@ Column = tuple[str, int]
 """What is counted, and the number of the tier."""
 
 
+MOST = (1 << 63) - 1
+"""Sums stop there: larger numbers fit into no message."""
+
+
 class Amount(NamedTuple):
     """Sums since the start. Tokens are 0 for layouts that do not say how many a block has."""
 
@@ -53,9 +57,8 @@ class HitCounters:
     def count(self, tenant: int, column: Column, blocks: int, block_tokens: int, block_bytes: int) -> None:
         """Adds blocks of one size."""
         sums = self._sums.setdefault(tenant, {}).setdefault(column, [0, 0, 0])
-        sums[0] += blocks
-        sums[1] += blocks * block_tokens
-        sums[2] += blocks * block_bytes
+        for i, amount in enumerate((blocks, blocks * block_tokens, blocks * block_bytes)):
+            sums[i] = min(sums[i] + amount, MOST)
 
     def of(self, tenant: int) -> dict[Column, Amount]:
         """The sums of a tenant."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.actions import Action, Drop, Identity, Moved, Offer, Stamp, Where
+from kvstore.core.actions import Action, Came, Drop, Identity, Moved, Offer, Stamp, Where
 from kvstore.core.admission import Admission
 from kvstore.core.blocks import HOLE, LIVE, Blocks, Picked, Rows, compact
 from kvstore.core.decisions import Decisions
@@ -92,6 +92,7 @@ class Residency:
     may soon be gone, and does not count as a copy. `losing`: devices that are lost, and not forgotten yet.
     `sharing`: what is offered to the network, None: nothing.
     `telling`: whether it says which blocks come to a tier and leave it, as Moved.
+    `awaited`: first words of the keys that somebody waits for; their blocks are told as Came.
     `childless`: holes that have lost their last child. Later steps free them and the holes above them.
     """
 
@@ -108,6 +109,7 @@ class Residency:
         self.now = 0.0
         self.ending = False
         self.telling = False
+        self.awaited: Counter[int] = Counter()
         self.losing: set[int] = set()
         self.sharing: Admission | None = None
         self.spaces: dict[int, Space] = {}
@@ -357,6 +359,8 @@ class Residency:
 
     def tell(self, tier: int, rows: Rows, gained: bool) -> None:
         """Says that these rows have a copy in a tier, or have lost it, if anybody wants to know."""
+        if self.awaited and gained:
+            self._tell_awaited(rows)
         if self.telling and len(rows):
             parents = self._parents(rows) if gained else None
             self.out.append(Moved(tier, self.identity(rows), parents))
@@ -394,6 +398,11 @@ class Residency:
         for space, some in self.by_space(rows):
             self.refresh(some, space, tier)
         self.tell(tier, rows, gained=True)
+
+    def _tell_awaited(self, rows: Rows) -> None:
+        came = [word in self.awaited for word in self.blocks.words[rows, 0].tolist()]
+        if any(came):
+            self.out.append(Came(self.identity(rows[np.array(came)])))
 
     def give_up(self, tier: int, rows: Rows, retire: bool = False, vanish: bool = True) -> None:
         """These rows' copies in one tier are gone; a row without any copy goes too, or becomes a hole.

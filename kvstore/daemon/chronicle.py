@@ -84,17 +84,18 @@ class Chronicle:
         """Another namespace gets this number: who had it before is forgotten."""
         self._closed.pop(number, None)
 
-    def look(self, tiers: Sequence[TierState]) -> None:
-        """Adds what has changed about devices since the look before."""
+    def look(self, tiers: Sequence[TierState]) -> bool:
+        """Adds what has changed about devices since the look before; whether anything has."""
         seen = [(t.device.fenced, t.device.readable, t.device.takes_writes) for t in tiers]
         if seen == self._devices:
-            return
+            return False
         for state, now, before in zip(tiers, seen, self._devices, strict=False):
             words = ("unfenced", "fenced"), ("unreadable", "readable"), ("unwritable", "writable")
             for said, is_so, was_so in zip(words, now, before, strict=True):
                 if is_so != was_so:
                     self.add(said[is_so], tier=state.spec.name)
         self._devices = seen
+        return True
 
     # -- what is read
 

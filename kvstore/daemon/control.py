@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -19,7 +20,7 @@ from pydantic import ValidationError, validate_call
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.decisions import EVERY_TIER
-from kvstore.core.hit_counters import ALL_TIERS, DELIVERED, FOUND, NETWORK, REASONS, REQUESTED, Amount
+from kvstore.core.hit_counters import ALL_TIERS, DELIVERED, FOUND, MOST, NETWORK, REASONS, REQUESTED, Amount
 from kvstore.core.keys import Keys
 from kvstore.daemon.chronicle import MOST_EVENTS
 from kvstore.daemon.figures import BOUNDS_S
@@ -33,9 +34,10 @@ from kvstore.wire import messages as m
 if TYPE_CHECKING:
     from kvstore.daemon.server import Server
 
+_log = logging.getLogger(__name__)
+
 LONGEST_S = 86400.0
 _MOST_TENANTS = 20
-_MOST_SUM = (1 << 63) - 1
 _UNITS = "blocks", "tokens", "bytes"
 _REMOVED = "(removed)"
 """Stands for devices that were removed."""
@@ -146,7 +148,7 @@ class Control:
         # What does not fit into a message would take all other figures with it.
         return [
             {"tenant": tenant, "what": what, "tier": tier}
-            | {unit: min(n, _MOST_SUM) for unit, n in zip(_UNITS, amount, strict=True)}
+            | {unit: min(n, MOST) for unit, n in zip(_UNITS, amount, strict=True)}
             for (tenant, what, tier), amount in sorted(rows.items())
         ]
 
@@ -231,11 +233,9 @@ class Control:
         by_tier: dict[str, Counter[str]] = {FOUND: Counter(), DELIVERED: Counter()}
         for (what, tier), blocks in space.hits.items():
             if what in by_tier:
-                by_tier[what][_tier_name(names, tier)] += min(blocks, _MOST_SUM)
+                by_tier[what][_tier_name(names, tier)] += min(blocks, MOST)
         counted = {f"{what}_blocks": dict(sums) for what, sums in by_tier.items()}
-        totals = {
-            f"{what}_blocks": min(space.hits[what, ALL_TIERS], _MOST_SUM) for what in (REQUESTED, *REASONS)
-        }
+        totals = {f"{what}_blocks": min(space.hits[what, ALL_TIERS], MOST) for what in (REQUESTED, *REASONS)}
         requested = totals["requested_blocks"]
         ratios = {
             ratio: sum(by_tier[what].values()) / requested if requested else None
@@ -326,6 +326,9 @@ async def _answer(asker: Waiting, request: int, said: Coroutine[Any, Any, dict[s
         answer = await said
     except KVStoreError as error:
         asker.answer(request, ac.Deny(request, error.message, error.hint))
+    except Exception:
+        _log.exception("a call of an operator failed")
+        asker.answer(request, ac.Deny(request, "internal error", "see the daemon's log"))
     else:
         asker.send(m.Report(request, answer))
 

@@ -69,6 +69,7 @@ async def _serve(settings: Settings) -> int:
     gc.disable()
     given = inherited()
     listener, ours = _listener(config, given)
+    made = identity(config.daemon.socket)
     try:
         shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
@@ -95,7 +96,7 @@ async def _serve(settings: Settings) -> int:
     finally:
         listener.close()
         if ours:
-            config.daemon.socket.unlink(missing_ok=True)
+            unlink_own(config.daemon.socket, made)
     return 0
 
 
@@ -141,7 +142,10 @@ class _Reloads:
             await self._settings.reload()
         except KVStoreError as error:
             _log.error("not reloaded: %s", error)
-        notify("READY=1")
+        except Exception:
+            _log.exception("not reloaded, because of a bug: the configuration from before holds")
+        finally:
+            notify("READY=1")
 
 
 def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, bool]:
@@ -175,6 +179,21 @@ def listen(path: Path, mode: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of what is at a path; None if there is nothing."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def unlink_own(path: Path, made: tuple[int, int] | None) -> None:
+    """Removes a socket of that `identity`: by now, another daemon's may be at its path."""
+    if made is not None and identity(path) == made:
+        path.unlink(missing_ok=True)
 
 
 def _remove_stale(path: Path) -> None:

@@ -170,12 +170,10 @@ class Remote:
         event.namespace = space.number  # it may have been forgotten meanwhile
         self.shell.ask(_Then(granted), request, event)
 
-    async def has(self, space: Space, key: bytes, until: float) -> bool:
-        """Whether the network has a block by now, that it perhaps had not a moment ago."""
-        if not self.serves(space):
-            return False
-        [there] = await self.probe([Name(space.fingerprint, key)], until, fresh=True)
-        return there
+    async def has(self, blocks: Sequence[tuple[Space, bytes]]) -> list[bool]:
+        """Which blocks the network has by now, that it perhaps had not a moment ago."""
+        names = [Name(space.fingerprint, key) for space, key in blocks]
+        return await self.probe(names, self.shell.now() + self.config.timeout, fresh=True)
 
     def prefetch(self, asker: Asker, request: int, event: ev.Prefetch, space: Space) -> None:
         """Like `Shell.ask`; what only the network has starts to come too."""
@@ -284,7 +282,7 @@ class Remote:
     async def probe(self, names: Sequence[Name], until: float, fresh: bool = False) -> list[bool]:
         """Which of these seem to be there. `fresh`: what was not there a moment ago may be now."""
         known = (True,) if fresh else (True, False)
-        unknown = [name for name in names if self.presence.of(name) not in known]
+        unknown = [name for name in dict.fromkeys(names) if self.presence.of(name) not in known]
         within_s = min(until - _LEFT_S - self.shell.now(), self.config.timeout)
         if unknown and within_s > 0 and self.carrier.usable:
             outcomes = await self.carrier.ask(partial(self.carrier.backend.probe, unknown), within_s)

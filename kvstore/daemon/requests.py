@@ -6,11 +6,9 @@ all is told only to those that may read it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,14 +23,12 @@ from kvstore.daemon.prompts import Prompts
 from kvstore.daemon.shell import DRAM, Asker, Shell
 from kvstore.daemon.tenancy import refusal
 from kvstore.daemon.tenants import Identity, Role
+from kvstore.daemon.waits import KEYS_BYTES, Wait
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
 from kvstore.wire import messages as m
 
-_log = logging.getLogger(__name__)
-
 _WAITS = 64
-_LOOK_AGAIN_S, _LOOK_AGAIN_AT_LAST_S = 0.004, 0.05
 _ABSENT = "there is no such namespace, or it is not published to this tenant"
 _ABSENT_HINT = "its owner publishes it; then open it again"
 
@@ -52,11 +48,33 @@ class Wire(Asker, Protocol):
     def send_handle(self, request: int, extent: int) -> None:
         """The same for an extent in a GPU's memory; a refusal where CUDA IPC does not work."""
 
+    def queue(self, message: Any) -> None:
+        """Has a message run as if the peer had sent it: in its tenant's turn."""
+
     def status(self) -> dict[str, Any]:
         """What this peer may see of the daemon's state."""
 
     def control(self, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Runs an operator's call: its answer, None if that comes later. Raises MisuseError."""
+
+
+@dataclass(slots=True)
+class Woken:
+    """An Acquire that has waited for its first block. It costs its tenant what an Acquire costs."""
+
+    q: m.Acquire
+    event: ev.Acquire
+    space: Space
+
+    @property
+    def keys(self) -> bytes:
+        """See Acquire."""
+        return self.q.keys
+
+    @property
+    def key_bytes(self) -> int:
+        """See Acquire."""
+        return self.q.key_bytes
 
 
 class Requests:
@@ -66,7 +84,7 @@ class Requests:
         self._wire = wire
         self._shell = shell
         self._spaces = Numbering(m.NAMESPACES)
-        self._waits: set[asyncio.Task[None]] = set()
+        self._waits: set[Wait] = set()
         self._left = False
         self.prompts = Prompts(shell.hits, wire.who.tenant)
         self._run_by_type: dict[type, tuple[Role, Callable[[Any], None]]] = {
@@ -75,6 +93,7 @@ class Requests:
             m.Open: (Role.READ, self._open),
             m.Lookup: (Role.READ, self._lookup),
             m.Acquire: (Role.READ, self._acquire),
+            Woken: (Role.READ, self._acquire_woken),
             m.Release: (Role.READ, self._release),
             m.Abort: (Role.READ, lambda q: self._shell.handle(ev.Abort(self._wire.number, q.lease))),
             m.Prefetch: (Role.READ, self._prefetch),
@@ -110,8 +129,8 @@ class Requests:
     def leave(self) -> None:
         """Nobody waits for answers any more."""
         self._left = True
-        for task in list(self._waits):
-            task.cancel()
+        for wait in self._waits:
+            self._shell.waits.cancel(wait)
         self.prompts.leave()
 
     # -- namespaces
@@ -206,47 +225,55 @@ class Requests:
                 remote.lookup(self._wire, q.id, event, space, by)
 
     def _acquire(self, q: m.Acquire) -> None:
-        space = self._space(q)
-        if space is not None:
-            self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
-            until, who = self._deadline(q.timeout_s), self._wire.who.tenant
-            keys, client = self._keys(q), self._wire.number
-            event = ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, self._tier(q))
-            if len(self._waits) >= _WAITS and q.wait_s > 0:
-                self._deny(
-                    q.id, f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once"
-                )
-                return
-            self.prompts.asked(q, space)
-            if q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys):
-                task = self._shell.loop.create_task(self._acquire_later(q, event, space))
-                self._waits.add(task)
-                self._shell.namespaces.use(space)
-                task.add_done_callback(partial(self._waited, q.id, space))
-            else:
-                self._acquire_now(q, event, space)
+        space, keys = self._space(q), self._keys(q)
+        if space is None or self._has_too_many(q, keys):
+            return
+        waits = q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys.take(0, 1))
+        if waits and self._waits_too_much(q):
+            return
+        self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
+        self.prompts.asked(q, space)
+        until, who, client = self._deadline(q.timeout_s), self._wire.who.tenant, self._wire.number
+        event = ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, self._tier(q))
+        if waits:
+            self._acquire_later(q, event, space)
+        else:
+            self._acquire_now(q, event, space)
 
-    def _waited(self, request: int, space: Space, task: asyncio.Task[None]) -> None:
-        self._waits.discard(task)
-        self._shell.namespaces.drop(space)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a request that waited for blocks failed", exc_info=error)
-            self._deny(request, "internal error", "see the daemon's log")
+    def _waits_too_much(self, q: m.Acquire) -> bool:
+        """Whether too many calls wait for blocks already; then this one is refused."""
+        most = self._shell.config.limits.queued_requests
+        if len(self._waits) >= _WAITS:
+            self._deny(q.id, f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once")
+        elif self._shell.waits.count(self._wire.who.tenant) >= most:
+            hint = "wait for fewer at once, or raise limits.queued_requests"
+            self._deny(q.id, f"{most} calls of this tenant wait for blocks", hint)
+        elif (taken := self._shell.waits.nbytes(self._wire.who.tenant) + len(q.keys)) > KEYS_BYTES:
+            why = f"keys of this tenant that are waited for would take {taken} bytes, at most {KEYS_BYTES}"
+            self._deny(q.id, why, "wait for fewer at once, or name fewer keys")
+        else:
+            return False
+        return True
 
-    async def _acquire_later(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
-        """When the first block is stored, here or on the network, or time is up."""
-        shell, until, pause_s = self._shell, self._deadline(q.wait_s), _LOOK_AGAIN_S
-        while (now := shell.now()) < until and not shell.placement.stored(event.namespace, event.keys):
-            if shell.remote is not None and await shell.remote.has(space, event.keys[0], until):
-                break
-            await asyncio.sleep(min(pause_s, until - now))
-            pause_s = min(pause_s * 1.5, _LOOK_AGAIN_AT_LAST_S)
-            event.namespace = space.number
-        # Meanwhile it may have been forgotten, or taken back.
-        known = self._space(q)
-        if known is not None:
-            event.namespace = known.number
-            self._acquire_now(q, event, known)
+    def _acquire_later(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
+        """When the first block is stored, here or on the network, or the wait ends without it."""
+
+        def woken() -> None:
+            if not self._left:
+                self._waits.discard(wait)
+                self._wire.queue(Woken(q, event, space))
+
+        wait = self._shell.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
+        self._waits.add(wait)
+
+    def _acquire_woken(self, woken: Woken) -> None:
+        # It may have been forgotten, or taken back: what is gone is not opened again for this.
+        q, event, space = woken.q, woken.event, woken.space
+        if not space.number or not self._shell.tenancy.may_read(self._wire.who, space):
+            self._deny(q.id, _ABSENT, _ABSENT_HINT)
+            return
+        event.namespace = space.number
+        self._acquire_now(q, event, space)
 
     def _acquire_now(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
         if (remote := self._shell.remote) is None:
@@ -264,8 +291,9 @@ class Requests:
             self._deny(q.id, "there is no network tier", "set network.url")
         elif space is not None:
             assert self._shell.remote is not None
-            until, who = self._deadline(q.timeout_s), self._wire.who.tenant
-            self._shell.remote.hand_off(self._wire, q.id, space, self._keys(q), who, until)
+            until, who, keys = self._deadline(q.timeout_s), self._wire.who.tenant, self._keys(q)
+            if not self._has_too_many(q, keys):
+                self._shell.remote.hand_off(self._wire, q.id, space, keys, who, until)
 
     def _prefetch(self, q: m.Prefetch) -> None:
         space = self._space(q)
@@ -417,6 +445,13 @@ class Requests:
 
     def _keys(self, q: Any) -> Keys:
         return Keys(q.keys, q.key_bytes)
+
+    def _has_too_many(self, q: Any, keys: Keys) -> bool:
+        """Refuses a request of more keys than one call may have, before any of them is looked up."""
+        most = self._shell.placement.limits.batch_keys
+        if keys.n > most:
+            self._deny(q.id, f"{keys.n} keys in one call", f"at most {most} keys a call (limits.batch_keys)")
+        return keys.n > most
 
     def _tier(self, q: Any) -> int:
         """The tier of memory that a request is to be served in."""

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +41,14 @@ from kvstore.wire.frames import Frames, pack
 _log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
+_HELLO_BYTES = 4096
+_STRANGERS = 256
+"""The most connections without a Hello: more than are accepted before any of them is read."""
+_FOR_OPERATORS = 16
+_SHARE_OF_FREE = 2
+_FRAME_WITHIN_S = 10.0
+_UNFINISHED_BYTES = 64 << 20
+"""The most that a tenant's frames that have not ended take."""
 _UNREAD_BYTES = 16 << 20
 _CLOSE_TURNS = 1000
 _FRAME_TO_CLIENT_BYTES = 1 << 30
@@ -69,6 +78,8 @@ class Server:
         self.lag = Lag(shell.loop, stopwatch)
         self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
+        self.strangers: dict[Connection, None] = {}
+        self.unfinished_bytes: Counter[int] = Counter()
         self.settings = settings
         settings.told_to(self._consequences, self._reconfigure, partial(devices.opener, shell))
         self.control = Control(self, VERSION)
@@ -77,6 +88,36 @@ class Server:
     def connect(self) -> Connection:
         """A protocol for one more peer."""
         return Connection(self)
+
+    def room_for(self, who: Identity) -> str:
+        """Why one more connection of a peer can't be, "" if it can.
+
+        The last few are for operators. Where there are tenants, each may have twice as many as are left: so
+        there is always room for one more tenant.
+        """
+        limits, connected = self.shell.config.limits, self.turns.connected
+        greeted = len(self.connections) - len(self.strangers)
+        left = limits.connections - greeted
+        if who.operator:
+            return "" if left > 0 else f"{greeted} clients are connected"
+        left -= min(_FOR_OPERATORS, limits.connections // 8)
+        if left <= 0:
+            return f"{greeted} clients are connected"
+        mine = connected[who.tenant]
+        if self.shell.config.tenants and mine >= _SHARE_OF_FREE * left:
+            return f"{mine} clients of tenant {who.name} are connected"
+        return ""
+
+    def crowded_out(self, uid: int) -> Connection | None:
+        """Who has to go when somebody of this user has come: the one of theirs that has waited longest.
+
+        If they have no other, it is one of the user who has most. None while there is room.
+        """
+        if len(self.strangers) <= _STRANGERS:
+            return None
+        count = Counter(stranger.uid for stranger in self.strangers)
+        whose = uid if count[uid] > 1 else count.most_common(1)[0][0]
+        return next(stranger for stranger in self.strangers if stranger.uid == whose)
 
     def _consequences(self, config: Config) -> list[dict[str, Any]]:
         self.shell.check(config)
@@ -130,13 +171,15 @@ class Connection(asyncio.Protocol):
         self._shell = server.shell
         self.number = next(_numbers)
         self.who: Identity
-        self._frames = Frames(server.shell.config.limits.frame_bytes)
+        self._frames = Frames(_HELLO_BYTES, m.decode_request)
         self._transport: asyncio.Transport
         self._peer: Peer
         self._token = ""
         self._requests: Requests | None = None
         self._line: Line
         self._hello_timer: asyncio.TimerHandle | None = None
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._unfinished_bytes = 0
         self._began_s: dict[int, tuple[type, float]] = {}
         self._runs = 0
 
@@ -147,16 +190,43 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._peer = peer_of(self._transport.get_extra_info("socket").fileno())
         self._line = self._server.turns.line(self, self._transport)
-        limit = self._shell.config.limits.connections
-        if len(self._server.connections) >= limit:
-            self._fail(f"{limit} clients are connected", "raise limits.connections, or connect less")
-            return
         self._server.connections.add(self)
+        self._server.strangers[self] = None
         self._hello_timer = self._shell.loop.call_later(_HELLO_WITHIN_S, self._too_quiet)
+        gone = self._server.crowded_out(self.uid)
+        if gone is not None:
+            gone._fail(f"{_STRANGERS} peers have not said Hello", "say it as soon as you are connected")
+            gone.abort()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._line.feed(self._frames.feed(data))
+        self._count_unfinished(self._frames.waiting_bytes)
+
+    def _count_unfinished(self, nbytes: int) -> None:
+        """A frame that does not end has a bound, and so have all of a tenant; strangers' are short."""
+        if nbytes and self._frame_timer is None:
+            call, frames = self._shell.loop.call_later, self._frames
+            self._frame_timer = call(_FRAME_WITHIN_S, self._slow_frame, frames.ended)
+        if nbytes == self._unfinished_bytes or self._line.tenant is None:
+            return
+        of_tenant = self._server.unfinished_bytes
+        of_tenant[self._line.tenant] += nbytes - self._unfinished_bytes
+        grown, self._unfinished_bytes = nbytes > self._unfinished_bytes, nbytes
+        if grown and of_tenant[self._line.tenant] > _UNFINISHED_BYTES:
+            why = f"frames of this tenant that have not ended take {of_tenant[self._line.tenant]} bytes"
+            self._fail(why, f"at most {_UNFINISHED_BYTES}")
+            self.abort()
+
+    def _slow_frame(self, ended: int) -> None:
+        self._frame_timer = None
+        if not self._frames.unfinished:
+            return
+        if ended == self._frames.ended and self._line.unread is None:
+            self._fail(f"a frame has not ended within {_FRAME_WITHIN_S:g} s", "send it in one go")
+            self.abort()
+        else:
+            self._count_unfinished(self._frames.waiting_bytes)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol."""
@@ -165,16 +235,24 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol. The core frees what the client held."""
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
+        for timer in (self._hello_timer, self._frame_timer):
+            if timer is not None:
+                timer.cancel()
         if self in self._server.connections:
+            self._count_unfinished(0)
             self._server.connections.discard(self)
+            self._server.strangers.pop(self, None)
             self._line.leave()
             if self._requests is not None:
                 self._requests.leave()
             self._shell.leave(self)
             self._shell.recorder.leave(self.number)
             self._shell.handle(ev.ClientLost(self.number))
+
+    @property
+    def uid(self) -> int:
+        """Whose process the peer is."""
+        return self._peer.uid
 
     @property
     def greeted(self) -> bool:
@@ -211,6 +289,10 @@ class Connection(asyncio.Protocol):
             self._runs = request
         self._handle(message)
         self._runs = 0
+
+    def queue(self, message: Any) -> None:
+        """See Wire."""
+        self._line.feed(iter((message,)))
 
     def busy(self, message: Any, retry_s: float) -> None:
         """See Peer."""
@@ -251,11 +333,17 @@ class Connection(asyncio.Protocol):
         except RefusedError as error:
             self._fail(error.message, error.hint)
             return
+        full = self._server.room_for(self.who)
+        if full:
+            self._fail(full, "raise limits.connections, or connect less")
+            return
         self._requests = Requests(self, self._shell)
+        self._server.strangers.pop(self, None)
         self._line.join(self.who.tenant)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.limits
+        self._frames.limit_bytes = frame_bytes
         self.send(
             m.Welcome(m.VERSION, self._shell.instance, frame_bytes, limits.batch_keys, limits.reserve_keys)
         )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvstore.config import Config, Source, Values, changes, etag, keep_changes, merged, plain, read
-from kvstore.core.policy import find
+from kvstore.core.policy import POLICIES, find
 from kvstore.daemon.devices import close_all
 from kvstore.errors import ConfigError, MisuseError
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -75,12 +75,14 @@ class Settings:
 
         Returns what has changed, what comes of it, and the part's new ETag; or, if that is not as expected,
         only its ETag as `is_now`. Raises ConfigError or MisuseError for what can't be, and changes nothing.
+        Imports no eviction policy that the file does not name, and on a dry run none.
         """
         async with self._lock:
             is_now, source, will_be = await asyncio.to_thread(_patched, self._source, patch, part)
             if expected not in ("", "*", is_now):
                 return {"is_now": is_now}
-            config = await asyncio.to_thread(_checked, source)
+            known = source.file_policy, self.config.policy.eviction
+            config = await asyncio.to_thread(_checked, source, known, imports=not dry_run)
             changed, fixed = changes(self.config, config, admin=True)
             if fixed:
                 hint = "edit the file, and restart the daemon"
@@ -114,11 +116,21 @@ class Settings:
         self._source, self.config = source, config
 
 
-def _checked(source: Source) -> Config:
-    """The configuration, if what it names is there too. Raises ConfigError."""
+def _checked(source: Source, known: Container[str] | None = None, imports: bool = True) -> Config:
+    """The configuration, if what it names is there too. Raises ConfigError.
+
+    A policy that is not built in must be among those `known` (None: any): importing it runs its code.
+    """
     config = source.config()
+    name = config.policy.eviction
+    if ":" in name and known is not None:
+        if name not in known:
+            hint = f"name it in the configuration file and reload, or set one of {', '.join(POLICIES)}"
+            raise ConfigError(f"policy.eviction: {name!r:.120} is not built in", hint)
+        if not imports:
+            return config
     try:
-        find(config.policy.eviction)
+        find(name)
     except MisuseError as error:
         raise ConfigError(f"{source.name}: policy.eviction: {error.message}", error.hint) from error
     return config

@@ -46,6 +46,7 @@ from kvstore.daemon.routing import Routing
 from kvstore.daemon.scrub import Scrubber
 from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.tenants import Identity
+from kvstore.daemon.waits import Waits
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
@@ -110,6 +111,7 @@ class Shell:
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
         self.routing = Routing(self)
+        self.waits = Waits(self)
         self.hits = HitCounters()
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
@@ -124,6 +126,7 @@ class Shell:
             ac.Offer: self._offer,
             ac.Drop: self._drop,
             ac.Moved: self.routing.moved,
+            ac.Came: self.waits.came,
             ac.Probe: self._probe,
             ac.Format: self._format,
             ac.Renew: self._renew,
@@ -416,10 +419,14 @@ class Shell:
         self._wakes_at = wake
         self._timer = None if wake is None else self.loop.call_at(wake, self._tick)
 
+    def _look_at_devices(self) -> None:
+        if self.chronicle.look(self.placement.residency.tiers):
+            self.waits.look()
+
     def _tick(self) -> None:
         self._wakes_at = None
         self.handle(ev.Tick())
-        self.chronicle.look(self.placement.residency.tiers)
+        self._look_at_devices()
 
     def _copy(self, copy: ac.Copy) -> None:
         copies, began_s = self.copies[copy.source, copy.target], time.perf_counter()
@@ -453,7 +460,7 @@ class Shell:
     def _copied(self, copies: Histogram, took_s: float, event: ev.CopyDone) -> None:
         copies.add(took_s)
         self.handle(event)
-        self.chronicle.look(self.placement.residency.tiers)
+        self._look_at_devices()
 
     def _move(self, copy: ac.Copy, done: Done) -> None:
         """From one extent in memory to another."""

@@ -31,7 +31,8 @@ class Supervisor:
     """Runs `kvstore serve` with `arguments` until it is told to end."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._command = [sys.executable, "-m", "kvstore", "serve", *arguments]
+        # Without -P, modules in the working directory would come first, whoever put them there.
+        self._command = [sys.executable, "-P", "-m", "kvstore", "serve", *arguments]
         self._kept: dict[str, int] = {}
         self._pid = 0
         self._started = 0.0

@@ -19,7 +19,7 @@ from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.daemon import learned, resizing
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
 from kvstore.daemon.tenants import Identity, Registry
-from kvstore.errors import ConfigError, KVStoreError, TierError
+from kvstore.errors import ConfigError, KVStoreError, MisuseError, TierError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SEAL_BYTES, Layout, Tier
@@ -255,7 +255,10 @@ class Tenancy:
         if tenant is None:
             return None
         readers = frozenset(record.readers)
-        layout = Layout(**record.layout) if "model" in record.layout else None
+        try:
+            layout = Layout(**record.layout) if "model" in record.layout else None
+        except (MisuseError, TypeError):
+            return None
         block_bytes = int(record.layout["block_bytes"])
         domain = self.domains.of(tenant, record.tenant, readers)
         return Space(number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s)
@@ -290,6 +293,8 @@ class Tenancy:
         space.readers = names
         space.domain = self.domains.of(space.tenant, self.registry.name(space.tenant), names)
         self.record(space)
+        # Readers may not learn any more what is stored, perhaps.
+        self._shell.waits.end(space.number, but=space.tenant)
         self._tell("published", space, f"to {', '.join(sorted(names)) or 'nobody'}")
         self._shell.ask_durably(asker, request, ev.Publish(0, space.number, space.domain))
 
@@ -388,6 +393,8 @@ class Tenancy:
         for space in spaces:
             self._shell.chronicle.closed(space.number, owner, space.fingerprint.hex())
         numbers = tuple(self.namespaces.close(s) for s in spaces if s.number)
+        for number in numbers:
+            self._shell.waits.end(number)
         self._going[tenant] += len(numbers)
         return numbers
 

@@ -2,8 +2,9 @@
 
 While nobody waits, what arrives runs at once. When more arrives than runs, it waits, undecoded and then
 decoded, and turns of `SLICE_S` run what goes next by `Fair`; between turns the loop reads sockets. A
-connection that sends faster than its requests run is not read for a while; a tenant that has too much queued
-all the same, or is held back by its cap, is told so. The messages of one connection run in their order.
+connection that sends faster than its requests run is not read for a while, nor are those of a tenant whose
+requests take `QUEUED_BYTES` as they wait. A tenant that has too much queued all the same, or is held back by
+its cap, is told so. The messages of one connection run in their order.
 
 Not covered: what a request leads to after it has run, such as copies between tiers.
 """
@@ -22,6 +23,9 @@ from kvstore.wire import messages as m
 SLICE_S = 200e-6
 """How long requests run before sockets are read again."""
 
+QUEUED_BYTES = 16 << 20
+"""What a tenant's requests may take while they wait, and one request more."""
+
 _UNIT_S = 16e-6  # what a cost of 1 takes, about: a request of up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
 _LONG_COST = 64
@@ -32,6 +36,8 @@ _AHEAD = 64  # messages of a connection decoded ahead
 _BURST_S = 0.1
 _SOONEST_RETRY_S = 0.001
 _UNLIMITED = 1 << 62
+_MESSAGE_BYTES = 500
+_LONG_FIELDS = "keys", "tokens", "checksums", "written"
 _STRANGERS = -1
 _OPERATORS = -2
 
@@ -112,6 +118,8 @@ class Turns:
         self._reading: Fair[Line] = Fair((1.0,), 1, _UNLIMITED, 1)
         self._running: Fair[_Request] = Fair((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
         self._queued: Counter[int] = Counter()
+        self._queued_bytes: Counter[int] = Counter()
+        self._full: dict[int, dict[Line, None]] = {}
         self._rates: dict[int, float] = {}
         self._soon = False
         self._sweeping = False
@@ -197,8 +205,8 @@ class Turns:
 
     def _sweep(self) -> None:
         self._sweeping = False
-        for line, _, _ in self._running.discard(lambda request: request[0].gone):
-            self._count(line, -1)
+        for line, message, _ in self._running.discard(lambda request: request[0].gone):
+            self._count(line, message, -1)
 
     # -- turns
 
@@ -240,6 +248,9 @@ class Turns:
             for _ in range(_READ_AT_ONCE):
                 if line.unread is None or line.queued >= self._ahead(line):
                     return True
+                if line.tenant is not None and self._queued_bytes[line.tenant] >= QUEUED_BYTES:
+                    self._full.setdefault(line.tenant, {})[line] = None
+                    return True
                 message = next(line.unread, None)
                 if message is None:
                     self._read_all(line)
@@ -249,6 +260,8 @@ class Turns:
                         line.unread = None
                 else:
                     self._queue(line, line.tenant, message)
+                if self._stopwatch() - now > SLICE_S:
+                    break
         except Exception as error:
             line.unread = None
             line.peer.failed(error)
@@ -274,10 +287,12 @@ class Turns:
     def _queue(self, line: Line, tenant: int, message: Any) -> None:
         if self._queued[tenant] >= self.queued_requests and _refusable(message):
             self.refused += 1
+            if not message.id:
+                return
             rate = self._rates.get(tenant, 1.0 / _UNIT_S)
             line.peer.busy(message, max(_SOONEST_RETRY_S, self._running.waiting(0, tenant) / rate))
             return
-        self._count(line, 1)
+        self._count(line, message, 1)
         # What operators ask has no cap: it is how one is taken back.
         turn = _OPERATORS if type(message) is m.Control else tenant
         self._running.put(turn, 0, cost(message), (line, message, line.since))
@@ -288,7 +303,7 @@ class Turns:
         if taken is None:
             return False
         line, message, since = taken[3]
-        self._count(line, -1)
+        self._count(line, message, -1)
         if not line.gone and not line.transport.is_closing():
             try:
                 line.peer.run(message, now - since)
@@ -298,12 +313,17 @@ class Turns:
                 self._list(line)
         return True
 
-    def _count(self, line: Line, by: int) -> None:
+    def _count(self, line: Line, message: Any, by: int) -> None:
         assert line.tenant is not None
         line.queued += by
         self._queued[line.tenant] += by
+        self._queued_bytes[line.tenant] += by * nbytes(message)
+        if by < 0 and line.tenant in self._full and self._queued_bytes[line.tenant] < QUEUED_BYTES:
+            for other in self._full.pop(line.tenant):
+                if other.unread is not None:
+                    self._list(other)
         if not self._queued[line.tenant]:
-            del self._queued[line.tenant]
+            del self._queued[line.tenant], self._queued_bytes[line.tenant]
 
 
 def cost(message: Any) -> int:
@@ -314,6 +334,12 @@ def cost(message: Any) -> int:
     return 1 + len(keys) // (_UNIT_KEYS * message.key_bytes) if keys else 1
 
 
+def nbytes(message: Any) -> int:
+    """What it takes as it waits, about."""
+    return _MESSAGE_BYTES + sum(len(getattr(message, name, b"")) for name in _LONG_FIELDS)
+
+
 def _refusable(message: Any) -> bool:
-    """Whether it may be answered instead of run: it waits for an answer, and does not give anything back."""
-    return bool(getattr(message, "id", 0)) and type(message) is not m.Commit
+    """Whether it need not run: it waits for an answer, or only warns; and it does not give anything back."""
+    asks = bool(getattr(message, "id", 0)) or type(message) is m.Suspect
+    return asks and type(message) is not m.Commit

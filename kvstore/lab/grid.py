@@ -11,9 +11,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,24 @@ def run(
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(processes, len(tasks)), context, _end_with_parent) as pool:
             try:
-                futures = [pool.submit(_run_there, folder, i, task) for i, task in enumerate(tasks)]
+                with _safe_path():
+                    futures = [pool.submit(_run_there, folder, i, task) for i, task in enumerate(tasks)]
                 return _collect(futures, done[:-1], progress)
             finally:
                 done[-1] = 1
                 pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Python processes that start meanwhile import nothing from the working directory."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
 
 
 def _collect(futures: list[Future[Point]], done: _Done, progress: Progress | None) -> list[Point]:

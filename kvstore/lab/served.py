@@ -113,7 +113,7 @@ class ServedDaemon:
 
     def _command(self) -> list[str]:
         how = "supervise" if self._supervised else "serve"
-        return [sys.executable, "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
+        return [sys.executable, "-P", "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Asks the daemon to end (SIGTERM) and waits. Raises KVStoreError if it fails or takes too long."""

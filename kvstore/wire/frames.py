@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
@@ -27,8 +27,13 @@ def pack(message: Any, limit_bytes: int = DEFAULT_FRAME_BYTES) -> bytes:
 class Frames:
     """Cuts a stream of bytes into messages; keeps at most one unfinished frame."""
 
-    def __init__(self, limit_bytes: int = DEFAULT_FRAME_BYTES) -> None:
+    def __init__(
+        self, limit_bytes: int = DEFAULT_FRAME_BYTES, decode: Callable[[memoryview], Any] = decode
+    ) -> None:
+        """`limit_bytes` may change at any time; `ended` counts frames that have come whole."""
         self.limit_bytes = limit_bytes
+        self.ended = 0
+        self._decode = decode
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Any]:
@@ -43,7 +48,8 @@ class Frames:
             and len(data) >= 4
             and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self.limit_bytes
         ):
-            yield decode(memoryview(data)[4:])
+            self.ended += 1
+            yield self._decode(memoryview(data)[4:])
             return
         buffer += data
         at = 0
@@ -59,10 +65,16 @@ class Frames:
                     break
                 body = bytes(buffer[at + 4 : at + 4 + length])
                 at += 4 + length
-                yield decode(body)
+                self.ended += 1
+                yield self._decode(memoryview(body))
         finally:
             if at:
                 del buffer[:at]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What has come of a frame that has not ended."""
+        return len(self._buffer)
 
     @property
     def unfinished(self) -> bool:

@@ -30,6 +30,13 @@ LOW, NORMAL, HIGH = range(3)
 REQUEST_RECORD = struct.Struct("<dII")
 """Head of a recorded request: s since the start of the recording, tokens of a block (0: unknown), hashes."""
 
+LONGEST = 1024
+"""The most values that one list or map of a request has."""
+MOST_VALUES = 16 * LONGEST
+"""The most that all lists and maps of a request have together."""
+_SHORT_BYTES = 4096
+"""What is no longer than this needs no counting."""
+
 _SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
 
 
@@ -127,7 +134,7 @@ class Acquire(_Keyed):
     """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup.
 
     `device`: the UUID of a GPU; slots are in its memory if it has a pool with room for all, else in DRAM.
-    While not even the first block is stored anywhere, the answer waits up to `wait_s` for it.
+    While not even the first block is stored anywhere, the answer waits for it: up to `wait_s`, 60 s at most.
     `asks`, `known`: see Lookup.
     """
 
@@ -580,12 +587,49 @@ def encode(message: Any) -> bytes:
     return packed
 
 
+class _Counted:
+    """Lists and maps of one message as they end, each counted with what it holds."""
+
+    def __init__(self) -> None:
+        self._left = MOST_VALUES
+
+    def __call__(self, container: Any) -> Any:
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {MOST_VALUES} values in lists and maps")
+        return container
+
+
 def decode(data: bytes | bytearray | memoryview) -> Any:
     """The message in one frame. Raises RemoteProtocolError naming what is wrong with it."""
     try:
         items = msgpack.unpackb(data, use_list=False)
     except Exception as error:
-        raise RemoteProtocolError(f"a frame of {len(data)} bytes is not MessagePack: {error}"[:200]) from None
+        raise _no_messagepack(data, error) from None
+    return _message(items)
+
+
+def decode_request(data: bytes | bytearray | memoryview) -> Any:
+    """`decode` for what anybody may have sent: few values, so that it is quick at any size.
+
+    Raises RemoteProtocolError also for lists and maps with more than `LONGEST` and `MOST_VALUES` allow.
+    """
+    count = _Counted() if len(data) > _SHORT_BYTES else None
+    try:
+        items = msgpack.unpackb(
+            data, use_list=False, max_ext_len=0, max_array_len=LONGEST, max_map_len=LONGEST,
+            list_hook=count, object_hook=count,
+        )  # fmt: skip
+    except Exception as error:
+        raise _no_messagepack(data, error) from None
+    return _message(items)
+
+
+def _no_messagepack(data: bytes | bytearray | memoryview, error: Exception) -> RemoteProtocolError:
+    return RemoteProtocolError(f"a frame of {len(data)} bytes is not MessagePack: {error}"[:200])
+
+
+def _message(items: Any) -> Any:
     if not isinstance(items, tuple) or not items or type(items[0]) is not int:
         raise RemoteProtocolError("a frame is not an array that starts with a tag")
     if not 0 <= items[0] < len(_BY_TAG):

@@ -154,6 +154,17 @@ def test_the_same_again_also_in_other_processes(tmp_path: Path) -> None:
     assert same(here) == same(there)
 
 
+def test_other_processes_import_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = Study(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    task = Task("lru", "", slots(9), BLOCK)
+    (tmp_path / "multiprocessing.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(grid.run(study.workload, [task, task], 2)) == 2
+    assert not (tmp_path / "ran").exists()
+
+
 def test_errors_of_other_processes_come_home(tmp_path: Path) -> None:
     study = Study(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     bad = Task("lru", "", (Capacity(Tier.DRAM, limit_bytes=2 << 20),), 4 << 20)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -592,3 +592,27 @@ def test_sigkill_loses_nothing_acknowledged_and_leaves_nothing_half_written(tmp_
         assert np.array_equal(blocks.checksum, ~blocks.version)
         assert np.array_equal(blocks.index, blocks.version)
         assert set(keys_of(blocks)) == {b"%d/%d" % (n, i) for n in numbers.tolist() for i in range(1 + n % 7)}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../../other")])
+def test_records_that_are_no_file_are_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "records").mkdir()
+    make(tmp_path / "records" / "data.mdb")
+    with pytest.raises(TierError, match=r"data\.mdb is no regular file"):
+        Journal.open(tmp_path, MIB)
+
+
+def test_a_lock_is_not_looked_for_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"somebody's")
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(TierError, match="cannot use folder"):
+        Journal.open(tmp_path, MIB)
+    assert (tmp_path / "other").read_bytes() == b"somebody's"
+
+
+def test_a_folder_that_everybody_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o777)
+    Journal.open(tmp_path, MIB).close()
+    assert "may be written by everybody" in caplog.text

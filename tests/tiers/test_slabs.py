@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +167,16 @@ def test_a_sync_that_fails_says_so(slabs: Slabs, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(TierError, match=r"cannot sync .*000004\.slab: Input/output error"):
         slabs.sync([4])
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../other")])
+def test_what_is_no_file_is_an_error_and_not_followed(
+    slabs: Slabs, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "other").write_bytes(b"somebody's")
+    make(slabs.folder / "000007.slab")
+    for call in (slabs.open_existing, slabs.allocate):
+        with pytest.raises(TierError, match=r"000007\.slab|in .*slabs: "):
+            call(7)
+    assert (tmp_path / "other").read_bytes() == b"somebody's"
+    assert slabs.direct

@@ -93,9 +93,9 @@ def find(name: str) -> Factory:
         raise MisuseError(f"no eviction policy {name!r}", f"one of {', '.join(POLICIES)}, or module:Class")
     try:
         found: Factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
         raise MisuseError(
-            f"no eviction policy {name!r}: {error}",
+            f"no eviction policy {name!r}: {type(error).__name__}: {error}",
             f"a class that can be imported, or one of {', '.join(POLICIES)}",
         ) from error
     if not callable(found):

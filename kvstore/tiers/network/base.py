@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from kvstore.errors import TierError
+from kvstore.errors import TierError, printable
+
+_MOST_CHARS = 400
 
 
 class NetworkError(TierError):
-    """A backend as a whole can't be used now. `fatal`: not before somebody changes something."""
+    """A backend as a whole can't be used now. `fatal`: not before somebody changes something.
+
+    `message` may have what another machine says: it is cut, and what a terminal obeys in it is escaped.
+    """
 
     def __init__(self, message: str, hint: str = "", fatal: bool = False) -> None:
-        super().__init__(message, hint)
+        super().__init__(f"{printable(message[:_MOST_CHARS]):.{_MOST_CHARS}}", hint)
         self.fatal = fatal
 
 

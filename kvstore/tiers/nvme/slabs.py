@@ -6,9 +6,11 @@ never meets a full disk. What is in a slot, the journal knows.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -47,7 +49,7 @@ class Slabs:
         assert extent not in self._fds, f"extent {extent} is in use"
         path = self._path(extent)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _open_file(path, os.O_CREAT)
             try:
                 os.ftruncate(fd, 0)
                 os.posix_fallocate(fd, 0, self.extent_bytes)
@@ -57,7 +59,8 @@ class Slabs:
             self._sync_folder()
             self._fds[extent] = self._open(path)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             raise self._no_room(error) from error
 
     def open_existing(self, extent: int) -> int:
@@ -125,15 +128,15 @@ class Slabs:
         return self.folder / f"{extent:06d}.slab"
 
     def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
         if self.direct:
             try:
-                return os.open(path, flags | os.O_DIRECT)
+                return _open_file(path, os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-            self.direct = False
-        return os.open(path, flags)
+        fd = _open_file(path)
+        self.direct = False
+        return fd
 
     def _sync_folder(self) -> None:
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -148,3 +151,12 @@ class Slabs:
             return TierError(f"{what}: {error.strerror}")
         hint = "give the tier less, or make room there"
         return TierError(f"{what}: {error.strerror}, {self.free_bytes()} bytes free", hint)
+
+
+def _open_file(path: Path, flags: int = 0) -> int:
+    """A regular file, opened to read and write. OSError if something else is there: a link, folder, FIFO."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EEXIST, f"{path} is no regular file")
+    return fd

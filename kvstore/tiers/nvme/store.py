@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -227,7 +228,12 @@ def _number(value: bytes) -> int:
 
 def _has_records(folder: Path) -> bool:
     try:
-        return bool((folder / "records" / "data.mdb").stat().st_size)
+        found = (folder / "records" / "data.mdb").lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise TierError(
+                f"{folder}/records/data.mdb is no regular file", "move it away, or name another folder"
+            )
+        return bool(found.st_size)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -298,7 +304,9 @@ def _lock(folder: Path) -> int:
     """Makes the folder and locks it: a descriptor that holds the lock until it is closed, by crash or not."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if folder.stat().st_mode & stat.S_IWOTH:
+            _log.warning("%s may be written by everybody, and so may all blocks there: chmod o-w", folder)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         hint = "name a folder that the daemon may write"
         raise TierError(f"cannot use folder {folder}: {error.strerror}", hint) from error

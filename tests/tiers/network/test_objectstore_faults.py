@@ -396,6 +396,24 @@ def test_health_leaves_nothing(server, backend) -> None:
     assert [method for method, _ in server.requests] == ["PUT", "GET", "POST"]
 
 
+def test_health_is_not_asked_for_more_than_it_wrote(server, backend) -> None:
+    """A library that takes memory for what a server promises would end the process."""
+    promise = {"Content-Length": str(1 << 50)}
+    server.twist = lambda request, reply: (
+        Reply(200, b"y" * 5000, reply.headers | promise, pace=1e5) if request.key else reply
+    )
+    with pytest.raises(NetworkError, match="not what was written"):
+        backend.health(ends())
+
+
+def test_what_a_server_says_of_an_error_is_cut_and_escaped(server, backend) -> None:
+    server.twist = always(error(400, "-", "\x1b[31mred\u202e\r\nERROR all is lost" * 100))
+    with pytest.raises(NetworkError) as told:
+        backend.health(ends())
+    assert str(told.value).isprintable()
+    assert len(str(told.value)) < 600
+
+
 def test_health_sees_a_store_that_answers_with_something_else(server, backend) -> None:
     server.twist = lambda request, reply: (
         Reply(200, b"y" * 64, reply.headers) if request.method == "GET" else reply

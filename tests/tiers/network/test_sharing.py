@@ -226,6 +226,18 @@ class TestJanitor:
         assert seen <= LIMIT
         assert members(folder) == [second.process.pid]
 
+    @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+    def test_a_lease_that_none_can_follow_does_not_end_writes(
+        self, folder: Path, make: Callable[[Path], None]
+    ) -> None:
+        nodes = folder / CONTROL
+        nodes.mkdir(parents=True)
+        make(nodes / "lease-999999999999")
+        made = Filesystem(folder, LIMIT)
+        until(lambda: made.write([block(b"k", BLOCK_BYTES)], ends()) == [OK])
+        assert janitor_of(folder) == 1 or make is Path.mkdir
+        made.close()
+
     def test_all_are_killed_and_start_again(self, folder: Path, start) -> None:
         for _ in range(2):
             daemons = [start("writes") for _ in range(2)]

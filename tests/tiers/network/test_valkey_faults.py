@@ -130,6 +130,14 @@ def test_wrong_password() -> None:
                     backend.health(ends())
 
 
+def test_what_a_server_says_is_cut_and_escaped() -> None:
+    with fake(answering(b"-NOPERM \x1b[31m\xe2\x80\xae" + b"n" * 9000 + b"\r\n", first=True)) as made:
+        with opened(made.url) as backend, pytest.raises(NetworkError) as told:
+            backend.health(ends())
+        assert ": NOPERM \\x1b[31m\\u202en" in str(told.value)
+        assert len(str(told.value)) < 500
+
+
 def test_a_user_without_permission(running: Server) -> None:
     running.ask("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+get", "+exists")
     put = block(b"k")

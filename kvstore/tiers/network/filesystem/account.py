@@ -61,7 +61,7 @@ def lease_of(raw: bytes) -> Lease:
 def _fields(raw: bytes) -> dict[str, Any]:
     try:
         said = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 

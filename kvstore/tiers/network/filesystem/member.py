@@ -31,6 +31,7 @@ IDLE_S = 10.0
 SWEEP_EVERY_S = 3600.0
 _READY_BEATS = 3
 _LEASE = re.compile(r"lease-(\d{12})")
+_LAST_GENERATION = 10**12 - 1
 
 
 class Member:
@@ -112,12 +113,19 @@ class Member:
         with self._tree.at(CONTROL, make=True) as at:
             self._join(at)
             # Only then: a janitor that did not see this member yet has made its lease before.
-            names = [entry.name for entry in self._tree.entries(CONTROL)]
+            entries = [*self._tree.entries(CONTROL)]
+            names = [entry.name for entry in entries]
+            leases = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
             generation = max(
-                (int(found[1]) for name in names if (found := _LEASE.fullmatch(name))), default=0
+                (int(found[1]) for name in leases if (found := _LEASE.fullmatch(name))), default=0
             )
             raw = read_note(at, _lease_name(generation))
-            if not generation or self._watch.unchanged_s((generation, raw)) > LEASE_S:
+            silent = self._watch.unchanged_s((generation, raw)) > LEASE_S
+            if silent and generation >= _LAST_GENERATION:
+                # None can follow it, so nobody made it: without it, the highest of the others counts.
+                os.unlink(_lease_name(generation), dir_fd=at)
+                return
+            if not generation or silent:
                 generation, raw = self._take_over(at, generation + 1), b""
             lease = lease_of(raw)
             self._account.hear(generation, lease.grants.get(self._account.name, 0))

@@ -29,6 +29,7 @@ _DELETE_KEYS = 1000
 """The most that S3 deletes by one request."""
 
 _PAGE = 1000
+_HEALTH_BYTES = 64
 
 _RANGE_BYTES = 8 << 20
 """Larger objects are read in ranges of that size at once. They may be of two puts: the checksum tells whether
@@ -177,7 +178,7 @@ class ObjectStore:
 
     def _now(self, ends: float) -> float:
         """What the store's clock says (Unix time, s), by an object that is written, read and deleted."""
-        path, body = f"{objects.ROOT}/health-{secrets.token_hex(8)}", secrets.token_bytes(64)
+        path, body = f"{objects.ROOT}/health-{secrets.token_hex(8)}", secrets.token_bytes(_HEALTH_BYTES)
         self._one(self._put, (path, body), ends, "writing")
         got = self._one(self._read_back, path, ends, "reading")
         self._one(self._remove, [path], ends, "deleting")
@@ -217,8 +218,12 @@ class ObjectStore:
         await self._obstore.put_async(self._store, path, body, use_multipart=False)
 
     async def _read_back(self, path: str) -> tuple[bytes, float]:
+        """A health object's bytes, nothing if it is not as long as it ought to be; and its time."""
         result = await self._obstore.get_async(self._store, path)
-        return bytes(await result.bytes_async()), result.meta["last_modified"].timestamp()
+        # obstore takes memory for as much as a server says, and ends the process if there is none.
+        same = result.meta["size"] == _HEALTH_BYTES
+        data = bytes(await result.bytes_async()) if same else b""
+        return data, result.meta["last_modified"].timestamp()
 
     async def _remove(self, paths: Sequence[str]) -> None:
         await self._obstore.delete_async(self._store, paths)

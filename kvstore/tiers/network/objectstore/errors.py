@@ -6,7 +6,8 @@ import re
 
 from kvstore.tiers.network.base import NetworkError, Outcome
 
-_CODE = re.compile(r"<Code>(\w+)</Code>")
+_MOST_CHARS = 8192
+_CODE = re.compile(r"<Code>(\w{1,80})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"}
 _FULL = {"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"}
@@ -25,7 +26,7 @@ _REFUSED = {
 
 def reason(error: BaseException) -> str:
     """What happened, in one line of at most 300 characters."""
-    told = str(error).partition("\n\nDebug source")[0] or type(error).__name__
+    told = _text(error).partition("\n\nDebug source")[0] or type(error).__name__
     return f"{' '.join(told.split()):.300}"
 
 
@@ -34,7 +35,7 @@ def outcome(error: BaseException, where: str) -> Outcome:
 
     `where` names bucket and service.
     """
-    text = str(error)
+    text = _text(error)
     found = _CODE.search(text)
     code = found[1] if found else ""
     status = _STATUS.search(text)
@@ -64,4 +65,9 @@ def outcome(error: BaseException, where: str) -> Outcome:
 
 def is_silence(error: BaseException) -> bool:
     """Whether nothing came from the store: no connection, or one that ended without an answer."""
-    return "error sending request" in str(error)
+    return "error sending request" in _text(error)
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, which may be the body of an answer: only its beginning counts."""
+    return str(error)[:_MOST_CHARS]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from kvstore.errors import printable
 from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.dial import Address
@@ -172,7 +173,7 @@ class Valkey:
             return
         lines = request.reply.decode("latin-1").splitlines()
         info = dict(line.split(":", 1) for line in lines if ":" in line)
-        policy = info.get("maxmemory_policy", "")
+        policy = printable(info.get("maxmemory_policy", "")[:40])
         if info.get("maxmemory") == "0":
             self._warn(f"{node} has no maxmemory: it takes all there is", "maxmemory, maxmemory-policy")
         elif policy == "noeviction" or (policy.startswith("volatile-") and not self._ttl_s):
