@@ -239,7 +239,7 @@ def test_the_kernel_says_which_user_and_groups_a_peer_has(daemon: ServedDaemon) 
 def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: ServedDaemon) -> None:
     def refused() -> list[str]:
         said = []
-        for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511", "x" * 100_000):
+        for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511", "x" * 3_000):
             with Peer(daemon.socket) as peer:
                 peer.send(m.Hello(m.MAGIC, m.VERSION, token))
                 said.append(peer.refused().why)

@@ -100,7 +100,7 @@ def test_a_device_that_was_away_is_up_to_date_only_when_it_has_forgotten(monkeyp
 
     monkeypatch.setattr(NvmeTier, "load", loads)
     monkeypatch.setattr(NvmeTier, "put_generation", puts)
-    simulate(1847)
+    simulate(1646)
     away = [device for device, what in order if what == "forgets"]
     assert away, "no device was away"
     for device in away:
