@@ -51,11 +51,12 @@ def _caller(request: Request) -> Caller:
     return caller
 
 
-def _operator(caller: Annotated[Caller, Depends(_caller)]) -> None:
+def _operator(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> None:
     if caller.role < Role.OPERATE:
         raise ProblemError(
             403, f"{caller.name} may look, and not change anything", "use a token that operates"
         )
+    request.state.operates = True
 
 
 Daemon = Annotated[Snapshots, Depends(_snapshots)]
