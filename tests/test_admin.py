@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import Client, Layout, config
-from kvstore.admin.snapshots import FRESH_S
+from kvstore.admin import app as application
+from kvstore.admin.snapshots import FRESH_S, _Shared
 from kvstore.daemon.figures import BOUNDS_S, Calls, Histogram
-from kvstore.errors import ConfigError, DeniedError
+from kvstore.errors import ConfigError, DeniedError, UnavailableError
 from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
 from tests.admin import EXPIRED, OPERATE, VIEW, ServedAdmin, free_port, problem, self_signed, settings
@@ -185,12 +188,12 @@ def test_on_the_socket_other_users_than_the_daemons_need_a_token() -> None:
         assert asked == [b"401", b"200"]
 
 
-def _raw(path: Path, token: str) -> bytes:
+def _raw(path: Path, token: str = "", asked: str = "/v1/tiers") -> bytes:
     """The status of an answer on the socket."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
         header = f"Authorization: Bearer {token}\r\n" if token else ""
-        sock.sendall(f"GET /v1/tiers HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+        sock.sendall(f"GET {asked} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         return sock.recv(4096).split()[1]
 
 
@@ -358,6 +361,102 @@ def test_tls_where_it_is_configured(tmp_path: Path) -> None:
             sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
             assert not sock.recv(4096).startswith(b"HTTP/1.1 2")
         assert admin.get("/livez").status == 200
+
+
+def test_connections_that_say_nothing_make_room_for_others(admin: ServedAdmin) -> None:
+    with ExitStack() as idle:
+        for n in range(140):
+            sock = idle.enter_context(_tcp(admin))
+            if n % 2:
+                sock.sendall(b"PATCH /v1/settings HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")
+        for path in ("/livez", "/readyz"):
+            assert admin.get(path, over_tcp=True).status == 200
+        assert admin.get("/v1/tiers", VIEW, over_tcp=True).status == 200
+
+
+def _tcp(admin: ServedAdmin) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", admin.connection(over_tcp=True).port), timeout=10)
+
+
+@needs_root
+def test_users_who_say_nothing_make_room_for_others_and_share_no_rate_with_them() -> None:
+    section = settings(socket_mode=0o666, requests_per_s=5)
+    tenants = f"[tenants.chat]\nuids = [{VICTIM}]\n"
+    with TenantDaemon({**WITH_NVME, "admin": section}, tenants) as daemon, ServedAdmin(daemon) as admin:
+        victim = socket.socket(socket.AF_UNIX)
+        victim.connect(str(admin.socket))
+        assert as_user(ATTACKER, lambda: _crowd(admin.socket))
+        victim.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert victim.recv(4096).split()[1] == b"200", "the attacker has more that wait"
+        victim.close()
+        asked = as_user(ATTACKER, lambda: [_raw(admin.socket, asked="/livez") for _ in range(40)])
+        assert b"429" in asked
+        assert as_user(VICTIM, lambda: _raw(admin.socket, asked="/livez")) == b"200"
+
+
+def _crowd(path: Path) -> bool:
+    """Whether some of many connections that say nothing are closed."""
+    socks = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+    for sock in socks:
+        sock.connect(str(path))
+    return bool(select.select(socks, [], [], 10)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("body", [b"", b"Content-Length: 9\r\n\r\nx"])
+def test_a_request_that_does_not_end_is_hung_up_on(admin: ServedAdmin, body: bytes) -> None:
+    with _tcp(admin) as sock:
+        sock.settimeout(30)
+        sock.sendall(b"PATCH /v1/settings HTTP/1.1\r\nHost: x\r\n" + body)
+        with suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+
+
+def test_more_requests_than_run_at_once_are_refused_but_those_for_health() -> None:
+    async def run() -> list[int]:
+        gate, told = asyncio.Event(), []
+
+        async def inner(scope: Any, receive: Any, send: Any) -> None:
+            await gate.wait()
+
+        async def send(message: Any) -> None:
+            told.append(message.get("status", 0))
+
+        bounded = application._Bounded(inner)
+
+        async def ask(path: str) -> None:
+            await bounded({"type": "http", "path": path, "headers": []}, None, send)  # type: ignore[arg-type]
+
+        paths = ["/v1/tiers"] * application._MOST_AT_WORK + ["/livez"] * 9 + ["/v1/tiers"] * 2
+        asking = [asyncio.create_task(ask(path)) for path in paths]
+        await asyncio.wait(asking[-2:])
+        assert not any(task.done() for task in asking[:-2])
+        gate.set()
+        await asyncio.gather(*asking)
+        await ask("/v1/tiers")
+        return [status for status in told if status]
+
+    assert asyncio.run(asyncio.wait_for(run(), 10)) == [503, 503]
+
+
+def test_who_waits_for_the_same_answer_shares_its_failure() -> None:
+    asked: list[asyncio.Future[int]] = []
+
+    def ask() -> asyncio.Future[int]:
+        asked.append(asyncio.get_running_loop().create_future())
+        return asked[-1]
+
+    async def fail() -> list[object]:
+        shared = _Shared(ask)
+        waiting = [asyncio.create_task(shared.get()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asked[0].set_exception(UnavailableError("away"))
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(asyncio.wait_for(fail(), 10))] == ["away"] * 3
+    assert len(asked) == 1
 
 
 # -- what is seen
