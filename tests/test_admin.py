@@ -34,6 +34,7 @@ from tests.admin import EXPIRED, OPERATE, VIEW, ServedAdmin, free_port, problem,
 from tests.daemons import (
     BLOCK,
     WITH_NVME,
+    Peer,
     cli,
     eventually,
     got,
@@ -663,6 +664,31 @@ def test_only_operators_control_and_only_by_what_there_is(client: Client) -> Non
         client.control("namespaces", tenant="nobody")
     with pytest.raises(DeniedError, match="surprise"):
         client.control("figures", surprise=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "why"),
+    [
+        ("settings", {"part": 5}, "settings: part: Input should be a valid tuple"),
+        ("settings", {"part": (1,)}, "settings: part.0: Input should be a valid string"),
+        ("change", {}, "change: patch: Missing required argument"),
+        ("change", {"patch": {b"limits": {}}}, "change: patch"),
+        ("reload", {"x" * 5000: 1}, "Unexpected keyword argument"),
+        ("pin", {"namespace": 5}, "pin: namespace: Input should be a valid string"),
+        ("status", {b"after": 1}, "status: b'after' names no argument"),
+        ("change", {b"patch": {}}, "change: b'patch' names no argument"),
+    ],
+)
+def test_wrong_arguments_are_denied_with_what_is_wrong(
+    daemon: ServedDaemon, call: str, arguments: dict[Any, Any], why: str
+) -> None:
+    with Peer(daemon.socket) as peer:
+        peer.hello()
+        denied = peer.ask(m.Control(1, call, arguments))
+        assert isinstance(denied, m.Denied), denied
+        assert why in denied.why
+        assert len(denied.why) < 300
+        assert peer.ask(m.Ping(2)) == m.Value(2, 0), "the connection stays"
 
 
 @needs_root
