@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,17 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import Client, Layout, config
-from kvstore.admin.snapshots import FRESH_S
+from kvstore.admin import app as application
+from kvstore.admin.snapshots import FRESH_S, _Shared
 from kvstore.daemon.figures import BOUNDS_S, Calls, Histogram
-from kvstore.errors import ConfigError, DeniedError
+from kvstore.errors import ConfigError, DeniedError, UnavailableError
 from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
 from tests.admin import EXPIRED, OPERATE, VIEW, ServedAdmin, free_port, problem, self_signed, settings
 from tests.daemons import (
     BLOCK,
     WITH_NVME,
+    Peer,
     cli,
     eventually,
     got,
@@ -154,7 +158,12 @@ def test_on_a_port_everybody_needs_a_token_that_holds(admin: ServedAdmin) -> Non
         ({"Host": "localhost:8080"}, 200),
         ({"Host": "127.0.0.1:8080"}, 200),
         ({"Host": "[::1]:8080"}, 200),
-        ({"Host": "kvstore"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "kvstore"}, 403),
+        ({"Host": "localhost.", "Origin": "http://localhost."}, 403),
+        ({"Host": "localhost@rebound:80"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": "localhost", "Origin": "http://[::1"}, 403),
         ({"Host": "localhost:8080", "Origin": "http://localhost:8080"}, 200),
         ({"Host": "rebound.example:8080"}, 403),
         ({"Host": "192.0.2.1"}, 403),
@@ -185,12 +194,12 @@ def test_on_the_socket_other_users_than_the_daemons_need_a_token() -> None:
         assert asked == [b"401", b"200"]
 
 
-def _raw(path: Path, token: str) -> bytes:
+def _raw(path: Path, token: str = "", asked: str = "/v1/tiers") -> bytes:
     """The status of an answer on the socket."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
         header = f"Authorization: Bearer {token}\r\n" if token else ""
-        sock.sendall(f"GET /v1/tiers HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+        sock.sendall(f"GET {asked} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         return sock.recv(4096).split()[1]
 
 
@@ -358,6 +367,102 @@ def test_tls_where_it_is_configured(tmp_path: Path) -> None:
             sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
             assert not sock.recv(4096).startswith(b"HTTP/1.1 2")
         assert admin.get("/livez").status == 200
+
+
+def test_connections_that_say_nothing_make_room_for_others(admin: ServedAdmin) -> None:
+    with ExitStack() as idle:
+        for n in range(140):
+            sock = idle.enter_context(_tcp(admin))
+            if n % 2:
+                sock.sendall(b"PATCH /v1/settings HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")
+        for path in ("/livez", "/readyz"):
+            assert admin.get(path, over_tcp=True).status == 200
+        assert admin.get("/v1/tiers", VIEW, over_tcp=True).status == 200
+
+
+def _tcp(admin: ServedAdmin) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", admin.connection(over_tcp=True).port), timeout=10)
+
+
+@needs_root
+def test_users_who_say_nothing_make_room_for_others_and_share_no_rate_with_them() -> None:
+    section = settings(socket_mode=0o666, requests_per_s=5)
+    tenants = f"[tenants.chat]\nuids = [{VICTIM}]\n"
+    with TenantDaemon({**WITH_NVME, "admin": section}, tenants) as daemon, ServedAdmin(daemon) as admin:
+        victim = socket.socket(socket.AF_UNIX)
+        victim.connect(str(admin.socket))
+        assert as_user(ATTACKER, lambda: _crowd(admin.socket))
+        victim.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert victim.recv(4096).split()[1] == b"200", "the attacker has more that wait"
+        victim.close()
+        asked = as_user(ATTACKER, lambda: [_raw(admin.socket, asked="/livez") for _ in range(40)])
+        assert b"429" in asked
+        assert as_user(VICTIM, lambda: _raw(admin.socket, asked="/livez")) == b"200"
+
+
+def _crowd(path: Path) -> bool:
+    """Whether some of many connections that say nothing are closed."""
+    socks = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+    for sock in socks:
+        sock.connect(str(path))
+    return bool(select.select(socks, [], [], 10)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("body", [b"", b"Content-Length: 9\r\n\r\nx"])
+def test_a_request_that_does_not_end_is_hung_up_on(admin: ServedAdmin, body: bytes) -> None:
+    with _tcp(admin) as sock:
+        sock.settimeout(30)
+        sock.sendall(b"PATCH /v1/settings HTTP/1.1\r\nHost: x\r\n" + body)
+        with suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+
+
+def test_more_requests_than_run_at_once_are_refused_but_those_for_health() -> None:
+    async def run() -> list[int]:
+        gate, told = asyncio.Event(), []
+
+        async def inner(scope: Any, receive: Any, send: Any) -> None:
+            await gate.wait()
+
+        async def send(message: Any) -> None:
+            told.append(message.get("status", 0))
+
+        bounded = application._Bounded(inner)
+
+        async def ask(path: str) -> None:
+            await bounded({"type": "http", "path": path, "headers": []}, None, send)  # type: ignore[arg-type]
+
+        paths = ["/v1/tiers"] * application._MOST_AT_WORK + ["/livez"] * 9 + ["/v1/tiers"] * 2
+        asking = [asyncio.create_task(ask(path)) for path in paths]
+        await asyncio.wait(asking[-2:])
+        assert not any(task.done() for task in asking[:-2])
+        gate.set()
+        await asyncio.gather(*asking)
+        await ask("/v1/tiers")
+        return [status for status in told if status]
+
+    assert asyncio.run(asyncio.wait_for(run(), 10)) == [503, 503]
+
+
+def test_who_waits_for_the_same_answer_shares_its_failure() -> None:
+    asked: list[asyncio.Future[int]] = []
+
+    def ask() -> asyncio.Future[int]:
+        asked.append(asyncio.get_running_loop().create_future())
+        return asked[-1]
+
+    async def fail() -> list[object]:
+        shared = _Shared(ask)
+        waiting = [asyncio.create_task(shared.get()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asked[0].set_exception(UnavailableError("away"))
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(asyncio.wait_for(fail(), 10))] == ["away"] * 3
+    assert len(asked) == 1
 
 
 # -- what is seen
@@ -564,6 +669,31 @@ def test_only_operators_control_and_only_by_what_there_is(client: Client) -> Non
         client.control("namespaces", tenant="nobody")
     with pytest.raises(DeniedError, match="surprise"):
         client.control("figures", surprise=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "why"),
+    [
+        ("settings", {"part": 5}, "settings: part: Input should be a valid tuple"),
+        ("settings", {"part": (1,)}, "settings: part.0: Input should be a valid string"),
+        ("change", {}, "change: patch: Missing required argument"),
+        ("change", {"patch": {b"limits": {}}}, "change: patch"),
+        ("reload", {"x" * 5000: 1}, "Unexpected keyword argument"),
+        ("pin", {"namespace": 5}, "pin: namespace: Input should be a valid string"),
+        ("status", {b"after": 1}, "status: b'after' names no argument"),
+        ("change", {b"patch": {}}, "change: b'patch' names no argument"),
+    ],
+)
+def test_wrong_arguments_are_denied_with_what_is_wrong(
+    daemon: ServedDaemon, call: str, arguments: dict[Any, Any], why: str
+) -> None:
+    with Peer(daemon.socket) as peer:
+        peer.hello()
+        denied = peer.ask(m.Control(1, call, arguments))
+        assert isinstance(denied, m.Denied), denied
+        assert why in denied.why
+        assert len(denied.why) < 300
+        assert peer.ask(m.Ping(2)) == m.Value(2, 0), "the connection stays"
 
 
 @needs_root

@@ -68,11 +68,15 @@ def change(admin: ServedAdmin, method: str, path: str, body: object = None, **mo
     return admin.get(path, OPERATE, method=method, body=raw, headers=headers, **more)
 
 
-def written(daemon: ServedDaemon) -> list[dict[str, Any]]:
-    """What the audit log says."""
-    path = daemon.folder / "kvstore.toml"
-    file = Path(path.read_text().split('audit_log = "')[1].split('"')[0])
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def audit_log(daemon: ServedDaemon) -> Path:
+    text = (daemon.folder / "kvstore.toml").read_text()
+    return Path(text.split('audit_log = "')[1].split('"')[0])
+
+
+def written(daemon: ServedDaemon, end: str = "") -> list[dict[str, Any]]:
+    """What the audit log says, or (`.refused`) that of refusals."""
+    file = audit_log(daemon)
+    return [json.loads(line) for line in file.with_name(file.name + end).read_text().splitlines()]
 
 
 # -- who
@@ -86,7 +90,7 @@ def test_changes_need_a_token_that_operates(
     asked = {"method": method, "body": body, "over_tcp": True}
     assert "operates" in problem(admin.get(path, VIEW, **asked), 403)["hint"]
     problem(admin.get(path, **asked), 401)
-    last = written(daemon)[-2:]
+    last = written(daemon, ".refused")[-2:]
     assert [(line["who"], line["status"], line["path"]) for line in last] == [
         ("grafana", 403, path),
         ("", 401, path),
@@ -287,6 +291,48 @@ def test_every_try_is_written_down_before_it_is_answered(
     admin.get(pin, method="DELETE")
     assert written(daemon)[-1]["who"] == f"uid {os.getuid()}"
     assert OPERATE not in Path(daemon.folder / "admin.log").read_text()
+
+
+def test_refusals_roll_no_change_away_and_are_bounded(tmp_path: Path) -> None:
+    section = settings(audit_log=tmp_path / "audit")
+    with ServedDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
+        change(admin, "DELETE", "/v1/tenants/default/blocks")
+        connection = admin.connection(over_tcp=True)
+        for n in range(audit.REFUSALS + 5):
+            connection.request("POST", f"/v1/{n}/{'x' * 60_000}", body=b"y" * 2000)
+            assert connection.getresponse().read()
+        connection.close()
+        [kept] = written(daemon)
+        assert (kept["who"], kept["status"]) == ("ops", 200)
+        refused = written(daemon, ".refused")
+        assert len(refused) == audit.REFUSALS
+        assert all(len(json.dumps(line)) < 2000 and line["path"].startswith("/v1/") for line in refused)
+        assert all(file.stat().st_mode & 0o027 == 0 for file in tmp_path.iterdir())
+
+
+def test_refusals_that_were_too_many_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(audit, "REFUSALS", 2)
+    log, file = audit.AuditLog(tmp_path / "audit"), tmp_path / "audit.refused"
+
+    async def refuse() -> None:
+        await asyncio.gather(*(log.refuse({"n": n}) for n in range(5)))
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=10)
+        await log.refuse({"n": 5})
+
+    asyncio.run(refuse())
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.get("n") for line in lines] == [0, 1, None, 5]
+    assert lines[2]["left_out"] == 3
+
+
+def test_what_a_terminal_obeys_is_escaped(tmp_path: Path) -> None:
+    log, path = audit.AuditLog(tmp_path / "audit"), "/\x1b[2J\u202e\x7f\u200b\x9b"
+    asyncio.run(log.write({"path": path}))
+    line = (tmp_path / "audit").read_text().rstrip("\n")
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line) == {"path": path}
 
 
 def test_old_files_of_the_log_make_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

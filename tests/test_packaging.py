@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,11 +226,18 @@ def test_memory_and_time_are_enough() -> None:
     assert POD["terminationGracePeriodSeconds"] >= loaded.daemon.stop_timeout + 5
 
 
+def test_versions_with_known_holes_are_below_what_is_required() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = {name: floor for name, _, floor in (entry.partition(">=") for entry in project["dependencies"])}
+    for name, floor in {"h11": (0, 16), "starlette": (0, 49, 1)}.items():
+        assert tuple(map(int, floors[name].split("."))) >= floor, name
+
+
 def test_probes_ask_for_paths_that_there_are() -> None:
     paths = set(make(in_cluster(), "unix:///run/kvstore/kvstore.sock").openapi()["paths"])
     for probe, path in {"readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
         command = container("admin")[probe]["exec"]["command"]
-        assert command[-1] == f"http://kvstore{path}"
+        assert command[-1] == f"http://localhost{path}"
         assert path in paths
         assert command[command.index("--unix-socket") + 1] == str(in_cluster().admin.socket)
     assert "curl" in " ".join(RECIPE.of(RECIPE.final, "RUN"))

@@ -20,6 +20,10 @@ from kvstore.config import Config
 from kvstore.daemon.server import VERSION
 
 _MOST_BODY_BYTES = 64 << 10
+_MOST_AT_WORK = 96
+"""The most requests at once; what asks for health comes on top."""
+
+_HEALTH = {"/livez", "/readyz"}
 _DEADLINE_S = 5.0
 _CHANGING_S = 60.0
 """Deleting is answered when nothing is left."""
@@ -75,15 +79,25 @@ def make(config: Config, url: str) -> FastAPI:
 
 
 class _Bounded:
-    """Answers 413 to a body that is too large, before anything reads it to its end."""
+    """Answers 503 to more requests than are worked on at once, 413 to a body that is too large, unread."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._at_work = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif self._at_work >= _MOST_AT_WORK and scope["path"] not in _HEALTH:
+            await problems.answer(_too_many())(scope, receive, send)
+        else:
+            self._at_work += 1
+            try:
+                await self._sized(scope, receive, send)
+            finally:
+                self._at_work -= 1
+
+    async def _sized(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > _MOST_BODY_BYTES:
             await problems.answer(_too_large())(scope, receive, send)
@@ -106,6 +120,11 @@ class _Bounded:
                 await problems.answer(_too_large())(scope, receive, send)
 
         await self._app(scope, bounded, told)
+
+
+def _too_many() -> problems.ProblemError:
+    hint = f"at most {_MOST_AT_WORK} at once: ask again"
+    return problems.ProblemError(503, "too many requests are under way", hint, {"Retry-After": "1"})
 
 
 def _too_large() -> problems.ProblemError:

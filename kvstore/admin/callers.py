@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi import Request
 
@@ -87,14 +87,21 @@ def _refuse_other_sites(request: Request) -> None:
     Such a page has another origin, or has its own name lead here. Raises ProblemError 403.
     """
     host = request.headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
+    name = _parsed(f"//{host}").hostname or ""
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _parsed(origin).netloc != host:
         raise ProblemError(
             403, f"a page of {origin:.80} asks", "without a token, only pages of this host may"
         )
-    if "." in name and not _is_loopback(name):
+    if name not in ("", "localhost") and not _is_loopback(name):
         raise ProblemError(403, f"this is not {name:.80}", "without a token, ask for localhost")
+
+
+def _parsed(address: str) -> SplitResult:
+    try:
+        return urlsplit(address)
+    except ValueError as error:
+        raise ProblemError(403, f"{address!r:.80}: {error}", "without a token, ask for localhost") from None
 
 
 def _is_loopback(name: str) -> bool:

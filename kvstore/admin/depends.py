@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Path, Query, Request
 
-from kvstore.admin.callers import Caller, Role
+from kvstore.admin.callers import PEER, Caller, Role
 from kvstore.admin.hour import Hour
 from kvstore.admin.problems import ProblemError
 from kvstore.admin.snapshots import Snapshots
@@ -36,7 +36,8 @@ def _hour(request: Request) -> Hour:
 
 
 def _anybody(request: Request) -> None:
-    request.app.state.callers.count(f"host {request.client.host if request.client else ''}")
+    host, port = request.client or ("", 0)
+    request.app.state.callers.count(f"uid {port}" if host == PEER else f"host {host}")
 
 
 def _caller(request: Request) -> Caller:
@@ -51,11 +52,12 @@ def _caller(request: Request) -> Caller:
     return caller
 
 
-def _operator(caller: Annotated[Caller, Depends(_caller)]) -> None:
+def _operator(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> None:
     if caller.role < Role.OPERATE:
         raise ProblemError(
             403, f"{caller.name} may look, and not change anything", "use a token that operates"
         )
+    request.state.operates = True
 
 
 Daemon = Annotated[Snapshots, Depends(_snapshots)]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -28,6 +31,9 @@ from kvstore.errors import KVStoreError, TierError
 _log = logging.getLogger("kvstore.admin")
 
 _MOST_CONNECTIONS = 128
+"""Of one socket; beyond, those that wait for nothing but their peer make room."""
+
+_REQUEST_WITHIN_S = 10.0
 _STOP_WITHIN_S = 5
 _NICER = 10
 
@@ -129,7 +135,6 @@ def server_of(app: Any, certificate: Path | None = None, key: Path | None = None
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=_STOP_WITHIN_S,
         ssl_certfile=certificate,
         ssl_keyfile=None if key is None else os.fspath(key),
@@ -150,8 +155,14 @@ class _Server(uvicorn.Server):
         yield
 
 
+_turns = itertools.count()
+
+
 class _Http(H11Protocol):
-    """Says who is at the other end of a Unix socket."""
+    """Says who is at the other end of a Unix socket. Waits for peers within bounds of time and number."""
+
+    _waits_since = 0
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio.Protocol."""
@@ -159,3 +170,56 @@ class _Http(H11Protocol):
         peer = transport.get_extra_info("socket")
         if peer.family == socket.AF_UNIX:
             self.client = PEER, peer_of(peer.fileno()).uid
+        self._waits_since = next(_turns)
+        self._watch()
+        self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """See H11Protocol."""
+        self._waits_since = next(_turns)
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _owed(self) -> bool:
+        """Whether the rest of a request, or all of it, is still to come."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def _watch(self) -> None:
+        """A request is whole within some time of the one before."""
+        if not self._owed():
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(_REQUEST_WITHIN_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _make_room(self) -> None:
+        """Closes the connection that has waited longest, of the peer with most that wait."""
+        if len(self.connections) <= _MOST_CONNECTIONS:
+            return
+        waiting = [other for other in self.connections if isinstance(other, _Http) and other._waits()]
+        of_peer = Counter(other._peer() for other in waiting)
+        gone = min(waiting, key=lambda other: (-of_peer[other._peer()], other._waits_since))
+        self.connections.discard(gone)
+        gone.transport.abort()
+
+    def _waits(self) -> bool:
+        return self._owed() or self.cycle is None or self.cycle.response_complete
+
+    def _peer(self) -> tuple[str, int]:
+        """A user of this machine, or a host."""
+        host, port = self.client or ("", 0)
+        return (host, port) if host == PEER else (host, 0)

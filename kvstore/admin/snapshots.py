@@ -64,14 +64,22 @@ class _Shared(Generic[_T]):
 
     def __init__(self, ask: Callable[[], Awaitable[_T]]) -> None:
         self._ask = ask
-        self._lock = asyncio.Lock()
+        self._asking: asyncio.Task[_T] | None = None
         self._asked_s = -FRESH_S
         self._answer: _T | None = None
 
     async def get(self) -> _T:
-        async with self._lock:
-            now = time.monotonic()
-            if self._answer is None or now - self._asked_s >= FRESH_S:
-                self._answer = await self._ask()
-                self._asked_s = now
+        if self._answer is not None and time.monotonic() - self._asked_s < FRESH_S:
             return self._answer
+        # Who comes meanwhile shares a failure too: else they would wait for a daemon that hangs one by one.
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask_again())
+        return await asyncio.shield(self._asking)
+
+    async def _ask_again(self) -> _T:
+        try:
+            asked_s = time.monotonic()
+            self._answer, self._asked_s = await self._ask(), asked_s
+            return self._answer
+        finally:
+            self._asking = None

@@ -77,19 +77,24 @@ class Control:
     def run(
         self, asker: Waiting, request: int, call: str, arguments: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The answer; None: `asker` gets it later. Raises MisuseError for a call that there is not."""
+        """The answer; None: `asker` gets it later.
+
+        Raises MisuseError for a call that there is not, and for arguments that it does not take.
+        """
         known = self._calls.get(call)
         if known is None:
             raise MisuseError(f"there is no call {call!r:.80}", f"there are {', '.join(self._calls)}")
+        unnamed = next((name for name in arguments if not isinstance(name, str)), None)
+        if unnamed is not None:
+            raise MisuseError(f"{call}: {unnamed!r:.80} names no argument", "names are strings")
         try:
             said = known(**arguments)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise MisuseError(f"{call}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise MisuseError(_misfit(call, error)) from None
         if isinstance(said, dict):
             return said
         if isinstance(said, Coroutine):
-            task = self._shell.loop.create_task(_answer(asker, request, said))
+            task = self._shell.loop.create_task(_answer(asker, request, call, said))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
@@ -321,9 +326,17 @@ def _tier_name(names: list[str], number: int) -> str:
     return names[number] or _REMOVED
 
 
-async def _answer(asker: Waiting, request: int, said: Coroutine[Any, Any, dict[str, Any]]) -> None:
+def _misfit(call: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{call}: {'.'.join(map(str, first['loc']))[:80]}: {first['msg']}"
+
+
+async def _answer(asker: Waiting, request: int, call: str, said: Coroutine[Any, Any, dict[str, Any]]) -> None:
     try:
         answer = await said
+    except ValidationError as error:
+        # Arguments of these are looked at when they run.
+        asker.answer(request, ac.Deny(request, _misfit(call, error), ""))
     except KVStoreError as error:
         asker.answer(request, ac.Deny(request, error.message, error.hint))
     except Exception:
