@@ -36,6 +36,12 @@ def _disks(name: str) -> tuple[tuple[str, ...], dict[str, str]]:
     return (f"{name}/same-memory",), fio
 
 
+_MAY_BE_NONE = "qos/stalled-device", "hostile/"
+"""Rows whose figure may be 0, or less: time over, calls that were served, memory."""
+
+_HOSTILE = (
+    "long-frames", "many-values", "waits", "unread", "leases", "namespaces", "unfinished", "connections", "all"
+)  # fmt: skip
 _GPU = "a GPU"
 _VLLM = "vLLM's environment, which it makes: gigabytes"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
@@ -74,6 +80,14 @@ BENCHES = {
             *_named("qos/nvme-p99-beside-writes", "against-alone", "against-beside-burners"),
             "qos/nvme-throughput/beside-writes",
             "qos/stalled-device/after-the-deadline-p99.9",
+        ),
+    ),
+    "hostile": Entry(
+        "hostile:run",
+        (
+            *(row for load in _HOSTILE for row in _named(f"hostile/{load}", "p99", "served", "memory")),
+            "hostile/control/p99",
+            *_named("hostile/admin", "p99", "served"),
         ),
     ),
     "admin": Entry("admin:run", _named("admin", "process", "thread")),
@@ -116,7 +130,7 @@ def measure(name: str, bench: Bench) -> Iterator[Result]:
     for result in getattr(importlib.import_module(f"bench.{module}"), function)(bench):
         if result.name not in left:
             raise NotDone(f"{result.name} is no row of {name}, or was there before")
-        if not (result.value > 0 or result.name.startswith("qos/stalled-device")) or not result.runs:
+        if not (result.value > 0 or result.name.startswith(_MAY_BE_NONE)) or not result.runs:
             raise NotDone(f"{result.name}: {result.value} {result.unit} from {result.runs} runs")
         left.remove(result.name)
         yield result

@@ -35,7 +35,7 @@ class Site:
     layout: Layout
 
 
-Load = Callable[..., list[float]]
+Load = Callable[..., Any]
 """load(cue, *arguments): runs until the cue says so, and returns figures of its own."""
 
 
@@ -57,7 +57,7 @@ class Cue:
 
 
 @contextmanager
-def running(load: Load, *arguments: Any) -> Iterator[Callable[[], list[float]]]:
+def running(load: Load, *arguments: Any) -> Iterator[Callable[[], Any]]:
     """A load in a process while the block lasts; calling what is yielded ends it and gives its figures.
 
     The block begins when the load is at work.
@@ -71,7 +71,7 @@ def running(load: Load, *arguments: Any) -> Iterator[Callable[[], list[float]]]:
 
         def end() -> list[float]:
             stop.set()
-            result: list[float] | Exception = figures.get(timeout=_READY_WITHIN_S)
+            result = figures.get(timeout=_READY_WITHIN_S)
             if isinstance(result, Exception):
                 raise result
             return result

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import Client
 from kvstore.daemon.server import Connection
 from kvstore.daemon.turns import QUEUED_BYTES, SLICE_S, Turns, cost, nbytes
 from kvstore.errors import RemoteProtocolError
+from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
+from tests.daemons import SMALL, eventually
+from tests.daemons import Peer as Wire
 
 MICRO = 1e-6
+MIB = 1 << 20
 DECODE_S, REFUSE_S, RUN_S = 2 * MICRO, 2 * MICRO, 20 * MICRO
 STEP_S = 16 * (DECODE_S + REFUSE_S) + RUN_S + MICRO
 """What is not cut: reading some messages, then running one."""
@@ -480,3 +487,20 @@ def test_time_in_the_queue_is_part_of_the_deadline() -> None:
         connection.run(m.Release(1), waited_s)
     assert [message.timeout_s for message in handled[::2]] == [1.0, 0.75, 0.0]
     assert connection._began_s == {1: (m.Acquire, 3.0)}, "and of how long it took"
+
+
+def test_what_an_ended_connection_had_sent_takes_no_memory() -> None:
+    """A real daemon: its garbage collector runs seldom, so nothing may wait for it."""
+    with ServedDaemon(SMALL) as daemon:
+        before = _rss(daemon)
+        for _ in range(200):
+            with Wire(daemon.socket) as peer:
+                peer.hello()
+                peer.send(struct.pack("<I", MIB), bytes(MIB - 1))
+        with Client(daemon.url, strict=True, deadline_s=10) as client:
+            eventually(lambda: client.status()["connections"] == 1)
+        assert _rss(daemon) - before < 64 * MIB
+
+
+def _rss(daemon: ServedDaemon) -> int:
+    return int(Path(f"/proc/{daemon.pid}/statm").read_text().split()[1]) * 4096

@@ -243,6 +243,8 @@ class Connection(asyncio.Protocol):
             self._server.connections.discard(self)
             self._server.strangers.pop(self, None)
             self._line.leave()
+            # A connection is a reference cycle: what it holds stays until the collector runs, which is seldom.
+            self._frames = Frames(_HELLO_BYTES, m.decode_request)
             if self._requests is not None:
                 self._requests.leave()
             self._shell.leave(self)

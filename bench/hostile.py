@@ -1,0 +1,347 @@
+"""hostile: what a tenant notices of strangers and of another tenant that attack the daemon, one way after
+another and then all at once.
+
+The victim stores, looks up and gets chains, verified, at a modest rate with the client's default deadline.
+Three rows a load: the p99 of the kind of call (put, lookup, get) that suffers most, against the same calls
+without the load; the share of its calls that brought all they asked for in time; and the most memory that the
+daemon had, above what it had before the first load. `alone` is measured before every load, and is one.
+
+Each load has 64 connections of one process, which uses at most its part of `CORES` (see `hostile_load`); all
+together use no more. `hostile/control`: processes that use as much CPU, and ask the daemon for nothing.
+`hostile/admin`: the victim is a probe that asks `kvstore admin` for /readyz over TCP, one connection a probe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import hostile_load
+from bench.harness import KIB, MIB, Bench, Neighbours, NotDone, Result, Target, quantile
+from bench.hostile_load import Call, Post, Tally
+from bench.served import complete, wait_until
+from bench.tenant_load import Cue, Site, running
+from kvstore import Client, Layout
+from kvstore.lab.served import ServedDaemon
+
+VICTIM, HOSTILE, READER = "victim", "hostile", "reader"
+ROLES = {VICTIM: "admin", HOSTILE: "write", READER: "read"}
+CORES = 0.5
+"""Of a core, for all processes of attackers together."""
+IDLE = 140
+_ATTACKER_UID = 61002
+_TIMES = 3.0
+_MEMORY_MIB = 256.0
+_ASK_EVERY_S = 0.02
+_READY_WITHIN_S = 30.0
+KINDS = "put", "lookup", "get"
+_COUNTS = "sent", "answered", "refused", "cut"
+
+Attack = Callable[[Cue, Post], Tally]
+
+ATTACKS: dict[str, tuple[Attack, str, str]] = {
+    "long-frames": (hostile_load.long_frames, "", "cut"),
+    "many-values": (hostile_load.many_values, HOSTILE, "cut"),
+    "waits": (hostile_load.waits, READER, "sent"),
+    "unread": (hostile_load.unread, HOSTILE, "sent"),
+    "leases": (hostile_load.leases, READER, "answered"),
+    "namespaces": (hostile_load.namespaces, READER, "answered"),
+    "unfinished": (hostile_load.unfinished, HOSTILE, "cut"),
+    # Last: it takes all the connections that are left.
+    "connections": (hostile_load.connections, READER, "cut"),
+}
+"""By name: what runs, whose tenant it is of ("": nobody's), and which of its counts says that it came to work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the victim's blocks and of tiers; chains are more than DRAM holds. Each load runs for `warm_up_s`
+    and the bench's seconds, all together for `all_times` that.
+    """
+
+    block_bytes: int = 64 * KIB
+    dram_bytes: int = 256 * MIB
+    chains: int = 192
+    blocks: int = 32
+    pace_s: float = 0.01
+    all_times: float = 12.0
+    warm_up_s: float = 0.5
+    least_s: float = 0.0
+
+    @property
+    def layout(self) -> Layout:
+        """The victim's namespace."""
+        return Layout(model="bench-hostile", block_bytes=self.block_bytes)
+
+
+SMOKE = Sizes(4 * KIB, 16 * MIB, 8, 8, 0.01, 1.0, 0.05, 0.25)
+
+
+@dataclass(slots=True)
+class Measured:
+    """One load: its time (s of the monotonic clock), the time alone before it, what the attackers did, memory
+    (MiB above idle), CPU of the daemon (cores).
+    """
+
+    alone: tuple[float, float]
+    during: tuple[float, float]
+    tallies: dict[str, Tally]
+    memory_mib: float
+    daemon_cores: float
+    noisy: bool
+
+    @property
+    def attack_cores(self) -> float:
+        """CPU of all attackers, while each was at work."""
+        return sum(tally.cpu_s / max(tally.wall_s, 1e-9) for tally in self.tallies.values())
+
+
+def run(bench: Bench) -> Iterator[Result]:
+    """Every load, then the interface's."""
+    z = bench.pick(Sizes(), SMOKE)
+    with bench.scratch() as folder, _served(z, folder) as daemon:
+        yield from _loads(bench, z, daemon)
+    yield from _admin(bench, z)
+
+
+def _loads(bench: Bench, z: Sizes, daemon: ServedDaemon) -> Iterator[Result]:
+    victim = Site(daemon.url, _token(VICTIM), z.layout)
+    with Client(victim.url, victim.token, deadline_s=30.0, strict=True) as client:
+        client.namespace(z.layout).publish([READER])
+    bench.doing("the victim stores its blocks")
+    with running(hostile_load.work, victim, z.chains, z.blocks, z.pace_s) as end:
+        attacked = _Attacked(bench, z, daemon)
+        loads = {name: attacked.by((name,)) for name in ATTACKS}
+        loads["all"] = attacked.by(tuple(ATTACKS), z.all_times)
+        loads["control"] = attacked.by_burners(loads["all"].attack_cores)
+        calls: list[Call] = end()
+    alone = [call for each in loads.values() for call in _within(calls, each.alone)]
+    if any(call.lost for call in alone) or not alone:
+        raise NotDone(f"of {len(alone)} calls alone, these failed: {[c for c in alone if c.lost][:3]}")
+    for name, load in loads.items():
+        yield from _rows(name, load, _within(calls, load.during), alone, attacked.idle_mib)
+
+
+def _within(calls: list[Call], time_s: tuple[float, float]) -> list[Call]:
+    """Those that began in that time."""
+    return [call for call in calls if time_s[0] <= call.began < time_s[1]]
+
+
+@contextmanager
+def _served(z: Sizes, folder: Path) -> Iterator[ServedDaemon]:
+    """A daemon that other users reach. Its disk is for what is recorded of namespaces, not for blocks."""
+    settings: dict[str, dict[str, object]] = {
+        "daemon": {"socket_mode": 0o666},
+        "dram": {"limit": z.dram_bytes},
+        "nvme": {"path": folder, "limit": 64 * MIB, "write_budget": 1},
+        "scrub": {"rate": 0},
+        "policy": {"eviction": "lru"},
+    }
+    for tenant, role in ROLES.items():
+        settings[f"tenants.{tenant}"] = {"share": 1.0}
+        digest = hashlib.sha256(_token(tenant).encode()).hexdigest()
+        # The brackets make it an array of tables, as TOML writes them.
+        settings[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": role}
+    settings[f"tenants.{VICTIM}.dram"] = {"floor": z.dram_bytes // 2}
+    with ServedDaemon(settings) as daemon:
+        daemon.folder.chmod(0o755)
+        with Client(daemon.url, "", deadline_s=30.0) as client:  # an operator
+            wait_until(client, complete)
+        yield daemon
+
+
+def _token(tenant: str) -> str:
+    return f"token-of-{tenant}" if tenant else ""
+
+
+class _Attacked:
+    """One daemon with a victim at work, and the memory that it had before the first attack."""
+
+    def __init__(self, bench: Bench, z: Sizes, daemon: ServedDaemon) -> None:
+        self._bench, self._z, self._daemon = bench, z, daemon
+        self._seconds = max(bench.seconds, z.least_s)
+        self.idle_mib = _memory_mib(daemon.pid, "VmRSS")
+
+    def by(self, names: tuple[str, ...], times: float = 1.0) -> Measured:
+        """Under these attacks, and before that for half as long without."""
+        z, posts = self._z, []
+        for name in names:
+            attack, tenant, _ = ATTACKS[name]
+            site = Site(self._daemon.url, _token(tenant), z.layout)
+            uid, cores = _ATTACKER_UID if os.getuid() == 0 else 0, CORES / len(names)
+            posts.append((attack, Post(site, uid, cores, victim=VICTIM, chains=z.chains, blocks=z.blocks)))
+        measured = self._beside(" and ".join(names), names, posts, times)
+        for name in names:
+            if not getattr(measured.tallies[name], ATTACKS[name][2]):
+                raise NotDone(f"{name}: {measured.tallies[name]}, so it did not come to work")
+        return measured
+
+    def by_burners(self, cores: float) -> Measured:
+        """Beside processes that use so much CPU, as many as there are attacks."""
+        names = tuple(f"burner-{n}" for n in range(len(ATTACKS)))
+        post = Post(Site(self._daemon.url, "", self._z.layout), 0, cores / len(names))
+        return self._beside("burners", names, [(hostile_load.burn, post)] * len(names), 1.0)
+
+    def _beside(
+        self, what: str, names: tuple[str, ...], posts: list[tuple[Attack, Post]], times: float
+    ) -> Measured:
+        self._bench.doing(f"alone, before {what}")
+        neighbours = Neighbours()
+        time.sleep(self._z.warm_up_s)  # what the last load left is tidied up
+        alone, _ = self._pass(self._seconds / 2)
+        self._bench.doing(what)
+        pid = self._daemon.pid
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")  # VmHWM counts from here on
+        with ExitStack() as stack:
+            ends = [stack.enter_context(running(attack, post)) for attack, post in posts]
+            time.sleep(self._z.warm_up_s)
+            during, cores = self._pass(self._seconds * times)
+            tallies = dict(zip(names, (end() for end in ends), strict=True))
+        memory_mib = _memory_mib(pid, "VmHWM") - self.idle_mib
+        return Measured(alone, during, tallies, memory_mib, cores, neighbours.disturbed())
+
+    def _pass(self, seconds: float) -> tuple[tuple[float, float], float]:
+        """Lets so much time pass: from when to when, and how many cores the daemon used."""
+        cpu_s, began = _cpu_s(self._daemon.pid), time.monotonic()
+        time.sleep(seconds)
+        ended = time.monotonic()
+        return (began, ended), (_cpu_s(self._daemon.pid) - cpu_s) / (ended - began)
+
+
+def _rows(
+    name: str, load: Measured, calls: list[Call], alone: list[Call], idle_mib: float
+) -> Iterator[Result]:
+    """The lines of one load."""
+    p99 = {kind: (_p99_us(calls, kind), _p99_us(alone, kind)) for kind in KINDS}
+    ratios = {kind: mine / theirs for kind, (mine, theirs) in p99.items()}
+    worst = max(ratios, key=ratios.__getitem__)
+    extra: dict[str, object] = {f"ratio_{kind}": ratio for kind, ratio in ratios.items()}
+    extra |= {"of": worst, "attackers_cores": load.attack_cores, "daemon_cores": load.daemon_cores}
+    target = None if name == "control" else Target("<=", _TIMES)
+    n, noisy = len(calls), load.noisy
+    yield Result(
+        f"hostile/{name}/p99", p99[worst][0], "µs", p99[worst][1], ratios[worst], n, 0, noisy, target, extra
+    )
+    if name == "control":
+        return
+    lost = Counter(call.lost for call in calls if call.lost)
+    why = Counter(call.why for call in calls if call.why).most_common(1)
+    yield Result(
+        f"hostile/{name}/served", 1.0 - lost.total() / n, "of the calls", None, None, n, 0, noisy,
+        Target(">=", 1.0, "value"), {**lost, **({"why": why[0][0]} if why else {})},
+    )  # fmt: skip
+    did = {key: sum(getattr(t, key) for t in load.tallies.values()) for key in _COUNTS}
+    did["sent_mib"] = sum(tally.sent_bytes for tally in load.tallies.values()) // MIB
+    yield Result(
+        f"hostile/{name}/memory", load.memory_mib, "MiB", idle_mib, None, n, 0, noisy,
+        Target("<=", _MEMORY_MIB, "value"), did,
+    )  # fmt: skip
+
+
+def _p99_us(calls: list[Call], kind: str) -> float:
+    """Of all calls, also those that were lost: these took as long as they took. NotDone if there are none."""
+    took = [call.took for call in calls if call.kind == kind]
+    if not took:
+        raise NotDone(f"the victim made no {kind}")
+    return 1e6 * quantile(took, 0.99)
+
+
+def _memory_mib(pid: int, what: str) -> float:
+    """A figure of /proc/PID/status."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{what}:"):
+            return int(line.split()[1]) / KIB
+    raise NotDone(f"/proc/{pid}/status has no {what}")
+
+
+def _cpu_s(pid: int) -> float:
+    # How the kernel numbers the CPU clock of a process: see clock_getcpuclockid(3).
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+# -- the interface
+
+
+def _admin(bench: Bench, z: Sizes) -> Iterator[Result]:
+    """Probes beside idle connections to the port that they ask."""
+    seconds = max(bench.seconds, z.least_s)
+    with _interface(z) as port:
+        bench.doing("probes alone")
+        alone = _probe(port, seconds)
+        bench.doing("probes beside idle connections")
+        neighbours = Neighbours()
+        with running(hostile_load.idle_tcp, port, IDLE) as end:
+            beside = _probe(port, seconds)
+            tally: Tally = end()
+    if not all(ok for _, ok in alone) or tally.sent < IDLE:
+        raise NotDone(f"{alone} were probes alone; {tally.sent} idle connections")
+    noisy, n, refused = neighbours.disturbed(), len(beside), sum(not ok for _, ok in beside)
+    mine, theirs = (1e6 * quantile([took for took, _ in each], 0.99) for each in (beside, alone))
+    extra = {"idle_connections": IDLE, "cut": tally.cut}
+    yield Result(
+        "hostile/admin/p99", mine, "µs", theirs, mine / theirs, n, 0, noisy, Target("<=", _TIMES), extra
+    )
+    yield Result(
+        "hostile/admin/served", 1.0 - refused / n, "of the probes", None, None, n, 0, noisy,
+        Target(">=", 1.0, "value"), {"refused": refused},
+    )  # fmt: skip
+
+
+@contextmanager
+def _interface(z: Sizes) -> Iterator[int]:
+    """The port of an interface that answers."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    settings = {
+        "dram": {"limit": z.dram_bytes},
+        "admin": {"listen": f"127.0.0.1:{port}", "requests_per_s": 1000},
+    }
+    with ServedDaemon(settings) as daemon:
+        command = [sys.executable, "-P", "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            ends = time.monotonic() + _READY_WITHIN_S
+            while not _ready(port):
+                if time.monotonic() > ends:
+                    raise NotDone("the interface did not start")
+                time.sleep(0.05)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _probe(port: int, seconds: float) -> list[tuple[float, bool]]:
+    """How many seconds each probe took, and whether it was told that all is well."""
+    probes: list[tuple[float, bool]] = []
+    due = time.perf_counter()
+    ends = due + seconds
+    while due < ends:
+        began = time.perf_counter()
+        ready = _ready(port)
+        probes.append((time.perf_counter() - began, ready))
+        due = max(due + _ASK_EVERY_S, time.perf_counter())
+        time.sleep(max(0.0, due - time.perf_counter()))
+    return probes
+
+
+def _ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
