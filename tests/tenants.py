@@ -73,9 +73,11 @@ def acting_as(uid: int) -> Iterator[None]:
 class Member(Client):
     """A client that connects as a user."""
 
-    def __init__(self, daemon: ServedDaemon, uid: int, deadline_s: float = 10.0, **more: Any) -> None:
+    def __init__(
+        self, daemon: ServedDaemon, uid: int, deadline_s: float = 10.0, strict: bool = True, **more: Any
+    ) -> None:
         self.uid = uid
-        super().__init__(daemon.url, deadline_s=deadline_s, strict=True, **more)
+        super().__init__(daemon.url, deadline_s=deadline_s, strict=strict, **more)
 
     def _connect(self, ends: float) -> Link:
         with acting_as(self.uid):

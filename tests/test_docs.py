@@ -146,3 +146,20 @@ def test_the_handbook_knows_every_reason_not_to_be_ready() -> None:
     for reason in reasons:
         words = set(re.sub("reads are|writes are", "", reason).split())
         assert any(words <= set(re.findall(r"[\w']+", row)) for row in rows), reason
+
+
+def test_every_promise_of_the_security_page_has_its_test() -> None:
+    """A line of its tables of promises names tests, or a file of them; there are all of these."""
+    there = {
+        name
+        for file in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
+    }
+    rows = [row for row in TEXTS["security.md"].splitlines() if row.startswith("| ")]
+    promises = [row for row in rows if re.search(r"`test", row)]
+    assert len(promises) > 20
+    for row in promises:
+        named = re.findall(r"`(test[\w/.]+)`", row.split("|")[-2])
+        assert named, row
+        for name in named:
+            assert name in there or (ROOT / name).is_file(), f"there is no {name}"

@@ -225,6 +225,18 @@ def test_leases_of_others_stay_theirs(daemon: TenantDaemon, attacker: Peer, secr
     assert got(secret, late) == len(late)
 
 
+def test_numbers_of_leases_tell_nothing_of_others(daemon: TenantDaemon, attacker: Peer, secret: Any) -> None:
+    space = attacker.open(new_layout()).namespace
+    numbers = []
+    for _ in range(3):
+        room = attacker.ask(keyed(m.Reserve, space, b"", 1.0))
+        numbers.append(room.lease)
+        attacker.send(m.Abort(room.lease))
+        for _ in range(5):
+            secret.acquire(KEYS).release()
+    assert [n - numbers[0] for n in numbers] == [0, 1, 2]
+
+
 def test_names_of_others_open_nothing(
     daemon: TenantDaemon, attacker: Peer, secret: Any, victim: Member
 ) -> None:

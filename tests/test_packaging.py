@@ -23,6 +23,7 @@ from kvstore import Client, Tier, config
 from kvstore.admin.app import make
 from kvstore.cli import app
 from kvstore.config import GIB, MIB
+from kvstore.daemon.doctor import operators
 from kvstore.errors import UnavailableError
 from tests.daemons import eventually, got, idle, names, new_layout, payloads, tier
 from tests.machine import Machine, can_be_made
@@ -139,7 +140,7 @@ def test_the_wheel_serves_from_a_clean_environment(
         with running(kvstore, "admin", "-c", str(file), env=clean):
             for probe in ("readinessProbe", "livenessProbe"):
                 command = [
-                    part.replace("/run/kvstore", str(tmp_path))
+                    part.replace("/run/operators", str(tmp_path))
                     for part in container("admin")[probe]["exec"]["command"]
                 ]
                 eventually(lambda command=command: subprocess.run(command, check=False).returncode == 0, 30)
@@ -205,11 +206,18 @@ def test_sockets_and_folders_of_the_configuration_are_mounted_from_the_host() ->
     for name in ("daemon", "admin"):
         mounts = {m["mountPath"]: m for m in container(name)["volumeMounts"]}
         assert volumes[mounts["/etc/kvstore"]["name"]]["configMap"]["name"] == "kvstore"
-        for path in (loaded.daemon.socket, loaded.admin.socket):
-            assert volumes[mounts[str(path.parent)]["name"]]["hostPath"]["path"] == "/run/kvstore"
+        # Where an engine's pod may be root, nobody is to be an operator.
+        for path in (loaded.daemon.for_operators, loaded.admin.socket):
+            assert "emptyDir" in volumes[mounts[str(path.parent)]["name"]]
+        assert container(name)["env"] == [
+            {"name": "KVSTORE_SOCKET", "value": f"unix://{loaded.daemon.for_operators}"}
+        ]
         # Supervisor and libraries write there, and nothing else of the root can be written.
         assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
     assert loaded.nvme.path
+    served = {m["mountPath"]: m["name"] for m in container("daemon")["volumeMounts"]}
+    assert volumes[served[str(loaded.daemon.socket.parent)]]["hostPath"]["path"] == "/run/kvstore"
+    assert {line.level for line in operators(loaded)} == {"ok"}
     mounted = {Path(m["mountPath"]) for m in container("daemon")["volumeMounts"]}
     assert loaded.nvme.path.parent in mounted
     owned = {Path(word) for word in container("folders")["command"] if word.startswith("/")}
@@ -272,6 +280,7 @@ def test_the_pod_of_an_engine_reaches_the_socket() -> None:
     [engine], [volume] = spec["containers"], spec["volumes"]
     [mount], [variable] = engine["volumeMounts"], engine["env"]
     assert mount["name"] == volume["name"]
+    assert mount["readOnly"], "a pod's root could put another socket there"
     assert volume["hostPath"]["path"] == "/run/kvstore"
     assert variable == {"name": "KVSTORE_SOCKET", "value": f"unix://{in_cluster().daemon.socket}"}
     assert spec["securityContext"]["supplementalGroups"] == [POD["securityContext"]["runAsGroup"]]

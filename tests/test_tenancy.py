@@ -37,6 +37,7 @@ from tests.daemons import (
 )
 from tests.tenants import (
     FRIEND,
+    NOBODY,
     VICTIM,
     Member,
     TenantDaemon,
@@ -59,6 +60,7 @@ uids = [{READER}]
 role = "admin"
 """
 KEYS = names(20)
+SLOT = 16 << 10
 
 
 @pytest.fixture(params=[DRAM, BOTH], ids=["dram", "dram and nvme"])
@@ -524,3 +526,44 @@ def test_an_older_folder_is_the_default_tenants() -> None:
         with Member(daemon, OWNER) as owner, Member(daemon, READER) as reader:
             assert got(owner.namespace(layout), KEYS) == 20
             assert reader.namespace(layout).lookup(KEYS) == 0
+
+
+def test_leases_of_readers_leave_an_owner_room() -> None:
+    layout, most, held = new_layout(), names(700), []
+    settings = {**DRAM, "policy": {"eviction": "lru"}}
+    with (
+        TenantDaemon(settings, TENANTS) as daemon,
+        Member(daemon, OWNER) as owner,
+        Member(daemon, READER, strict=False) as reader,
+        Member(daemon, 0) as operator,
+    ):
+        quiet(daemon)
+        ns = owner.namespace(layout)
+        assert ns.publish(["reader"])
+        assert ns.put(most, payloads(most)).stored == len(most)
+        theirs = reader.namespace(layout, owner="owner")
+        for first in range(0, len(most), 50):
+            held.append(theirs.acquire(most[first : first + 50], deadline_s=0.05))
+        n = sum(map(len, held))
+        assert 300 <= n < 450, "half of what the owner can have"
+        assert operator.control("tenant", name="owner")["lent_bytes"] == {"reader": n * SLOT}
+        more = names(300, "more")
+        assert ns.put(more, payloads(more)).stored == 300, "what others hold denies the owner nothing"
+        for lease in held:
+            lease.release()
+        assert got(theirs, more) == 300
+        assert operator.control("tenant", name="owner")["lent_bytes"] == {}
+
+
+def test_who_only_reads_makes_no_namespaces() -> None:
+    tenants = TENANTS + f'[tenants.looker]\nuids = [{NOBODY}]\nrole = "read"\n'
+    with TenantDaemon(DRAM, tenants) as daemon, Member(daemon, NOBODY) as looker:
+        keys, before = names(2), None
+        with Member(daemon, 0) as operator:
+            before = len(operator.control("namespaces")["namespaces"])
+            for _ in range(50):
+                ns = looker.namespace(new_layout())
+                assert ns.lookup(keys) == ns.prefetch(keys) == got(ns, keys) == 0
+            assert len(operator.control("namespaces")["namespaces"]) == before
+            assert not ns.acquire(keys, wait_s=0.05)
+            assert len(operator.control("namespaces")["namespaces"]) == before + 1

@@ -57,7 +57,7 @@ def run(path: Path | None) -> int:
 
 async def _serve(config: Config, path: Path | None) -> int:
     loop, admin = asyncio.get_running_loop(), config.admin
-    app = application.make(config, f"unix://{config.daemon.socket}")
+    app = application.make(config, f"unix://{config.daemon.for_operators}")
     listeners = [listen(admin.socket, admin.socket_mode)]
     made = identity(admin.socket)
     servers = [server_of(app)]

@@ -77,6 +77,7 @@ class Tenant(View):
     name: str = Field(examples=["chat"])
     share: float
     tiers: list[TenantTier]
+    lent_bytes: dict[str, int] = Field(description="What others' leases hold of its DRAM, by tenant.")
 
 
 class NetworkTier(View):

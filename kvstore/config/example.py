@@ -9,6 +9,7 @@ _EXAMPLE = """\
 [daemon]
 socket = "/run/kvstore/kvstore.sock"  # Unix socket that clients connect to, at most 107 bytes
 socket_mode = 0o600                   # its file mode: who may connect
+# operator_socket = "/run/kvstore-operators/kvstore.sock"  # operators connect here; absent: to socket
 stop_timeout = "10s"                  # how long a stop waits for transfers in flight
 log_level = "info"                    # debug, info, warning or error
 # changes = "/var/lib/kvstore/changes.json"  # keeps what is changed while it runs; absent: until a restart

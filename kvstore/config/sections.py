@@ -73,14 +73,28 @@ class Section(BaseModel):
 class Daemon(Section):
     """The process: its socket, how long a stop may take (seconds), how much it logs.
 
+    `operator_socket`: where operators connect, and nobody is one on `socket`; None: they are on that one.
     `changes`: the file that keeps what is changed while it runs; None: such changes end with the daemon.
     """
 
     socket: SocketPath = Path("/run/kvstore/kvstore.sock")
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
+    operator_socket: SocketPath | None = None
     stop_timeout: Annotated[Duration, Field(gt=0)] = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     changes: Annotated[Path, BeforeValidator(as_path)] | None = None
+
+    @field_validator("operator_socket")
+    @classmethod
+    def _apart(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and path == info.data.get("socket"):
+            raise MisuseError("it is daemon.socket too", "a path of its own, in a folder for operators")
+        return path
+
+    @property
+    def for_operators(self) -> Path:
+        """The socket on which an operator is one."""
+        return self.operator_socket or self.socket
 
 
 class Dram(Section):

@@ -34,6 +34,10 @@ def check(ledger: Ledger) -> None:
         for request in requests:
             assert row in ledger.waiting[request].missing, "a waiter is told of a row it does not want"
     _check_copies(ledger)
+    lent: Counter[tuple[int, int]] = Counter()
+    for lease in ledger.leases.values():
+        lent[lease.tenant, lease.reader] += lease.lent_bytes
+    assert +lent == ledger.lent, "what others' leases hold is miscounted"
 
 
 def _check_copies(ledger: Ledger) -> None:

@@ -25,17 +25,30 @@ from kvstore.core.transfers import Transfers
 
 NONE = np.empty(0, np.int64)
 _RETRY_S = 0.05
+_NUMBER_BITS = 32
+
+
+def lease_number(client: int, number: int) -> int:
+    """What the core calls what a client calls by `number`: of others' numbers, it learns nothing."""
+    return client << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
+
+
+def number_on_connection(lease: int) -> int:
+    """What its client calls a lease or reservation; 0: there is none."""
+    return lease & (1 << _NUMBER_BITS) - 1
 
 
 @dataclass(slots=True)
 class Lease:
-    """Slots of the tier `at` that a reader may look at, and whose they are."""
+    """Slots of the tier `at` that a reader may look at, and whose they are; `lent_bytes`: if another's."""
 
     client: int
     tenant: int
     slots: Picked
     at: int = 0
     namespace: int = 0
+    reader: int = 0
+    lent_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -171,16 +184,18 @@ class Ledger:
         self.deadlines: list[tuple[float, int]] = []
         self.probes: dict[int, Probing] = {}
         self.held: dict[int, set[int]] = {}
+        self.lent: Counter[tuple[int, int]] = Counter()
         self.next_end = math.inf
         self.retried = 0
         self._last = 0
+        self._last_of: Counter[int] = Counter()
 
     def say(self, action: Action) -> None:
         """One more action."""
         self.residency.out.append(action)
 
     def next_number(self) -> int:
-        """A number that no lease, reservation or probe had before."""
+        """A number that no probe had before."""
         self._last += 1
         return self._last
 
@@ -226,14 +241,40 @@ class Ledger:
         held = self.held.setdefault(client, set())
         if len(held) >= self.limits.leases_per_client:
             return 0
-        number = self.next_number()
+        self._last_of[client] += 1
+        number = lease_number(client, self._last_of[client])
         held.add(number)
         return number
+
+    def forget_client(self, client: int) -> None:
+        """It is gone, and holds nothing."""
+        self.held.pop(client, None)
+        self._last_of.pop(client, None)
+
+    def lendable_bytes(self, tenant: int) -> int:
+        """How much more of a tenant's DRAM others may hold: up to half of what it has, or of its share."""
+        extents = self.residency.tiers[0].extents
+        most = max(extents.holdings.held(tenant), extents.holdings.due(tenant, extents.capacity_bytes)) // 2
+        return max(0, most - sum(self.lent_by(tenant).values()))
+
+    def lent_by(self, tenant: int) -> dict[int, int]:
+        """Bytes of a tenant's blocks that others hold, by whose leases."""
+        return {reader: n for (owner, reader), n in self.lent.items() if owner == tenant}
+
+    def lend(self, lease: Lease, nbytes: int) -> None:
+        """A lease is on another tenant's blocks."""
+        lease.lent_bytes = nbytes
+        self.lent[lease.tenant, lease.reader] += nbytes
 
     def drop_lease(self, number: int) -> None:
         """A lease ends."""
         lease = self.leases.pop(number)
         self.held[lease.client].discard(number)
+        if lease.lent_bytes:
+            pair = lease.tenant, lease.reader
+            self.lent[pair] -= lease.lent_bytes
+            if not self.lent[pair]:
+                del self.lent[pair]
         self.residency.tiers[lease.at].extents.release(lease.slots)
 
     def drop_reservation(self, number: int) -> Reservation:
@@ -251,6 +292,12 @@ class Ledger:
         """Says that the client holds too much."""
         hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
         self.say(Deny(request, "too many leases", hint))
+
+    def deny_loan(self, request: int) -> None:
+        """Says that others hold as much of a tenant's blocks as they may."""
+        self.residency.counters["busy_requests"] += 1
+        hint = "release leases, or read by copies, which hold none for long"
+        self.say(Deny(request, "other tenants hold as many blocks of this one as they may", hint, _RETRY_S))
 
     def room_is_coming(self, event: ev.Acquire | ev.Reserve, tenant: int, now: float) -> bool:
         """Whether to wait for slots of a tenant: not past the deadline, and not for nothing."""

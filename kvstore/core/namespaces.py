@@ -57,15 +57,20 @@ class NamespaceTable:
     def _full(self, event: ev.OpenNamespace) -> tuple[str, str] | None:
         """Closes namespaces where a limit is reached; why there is no room for one more, and a hint."""
         spaces, limits = self._r.spaces, self._ledger.limits
-        if len(spaces) < min(limits.namespaces, limits.namespaces_per_tenant):
+        if len(spaces) < min(limits.namespaces // 2, limits.namespaces_per_tenant):
             return None
         mine = [s for s in spaces.values() if s.pools[0].tenant == event.tenant and not s.closed]
         if not self._make_room(mine, limits.namespaces_per_tenant, event):
             hint = "use fewer layouts, or raise limits.namespaces_per_tenant"
             return f"{len(mine)} namespaces of this tenant are open, and all are in use", hint
+        mine = [s for s in mine if s.number in spaces]
+        share = self._share(event) if event.may_close else limits.namespaces
+        if share < limits.namespaces and not self._make_room(mine, share, event):
+            hint = "use fewer layouts, or raise limits.namespaces"
+            return f"this tenant has {len(mine)} namespaces, half of what others leave, all in use", hint
+        mine = [s for s in mine if s.number in spaces]
         if len(spaces) < limits.namespaces:
             return None
-        mine = [s for s in mine if s.number in spaces]
         everybody = [s for s in spaces.values() if not s.closed]
         # The tenant's own ones go first.
         others = len(everybody) - len(mine)
@@ -76,6 +81,16 @@ class NamespaceTable:
             return None
         hint = "use fewer layouts, or raise limits.namespaces"
         return f"{len(everybody)} namespaces are open, and all are in use", hint
+
+    def _share(self, event: ev.OpenNamespace) -> int:
+        """How many namespaces a tenant may have: half of what others do not use, all where it is alone."""
+        most = self._ledger.limits.namespaces
+        if len(self._keeping.pin_bytes) < 2:
+            return most
+        in_use = self._ledger.namespaces_in_use() | event.in_use
+        others = [s for s in self._r.spaces.values() if s.pools[0].tenant != event.tenant]
+        used = sum(s.number in in_use or s.closed or not self._is_unused(s) for s in others)
+        return max(1, (most - used + 1) // 2)
 
     def _make_room(self, spaces: Sequence[Space], limit: int, event: ev.OpenNamespace) -> bool:
         """Closes the oldest unused ones of these until fewer than `limit` are left; False if more stay."""

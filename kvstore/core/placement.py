@@ -324,7 +324,7 @@ class Placement:
                 self.ledger.drop_lease(lease)
             else:
                 self._writes.abort(ev.Abort(event.client, lease), now)
-        self.ledger.held.pop(event.client, None)
+        self.ledger.forget_client(event.client)
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         while self.ledger.deadlines and self.ledger.deadlines[0][0] <= now:

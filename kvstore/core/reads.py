@@ -12,7 +12,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks import LIVE, Picked, Rows
 from kvstore.core.devices import PREFETCH
-from kvstore.core.extents import Slots
+from kvstore.core.extents import Extents, Slots
 from kvstore.core.hit_counters import spread
 from kvstore.core.keys import Keys
 from kvstore.core.ledger import Lease, Ledger, Waiter
@@ -244,14 +244,25 @@ class Reads:
         stored: Stored | None = None,
     ) -> None:
         """Answers an Acquire with n slots on which references are held. `tiers` None: all were there."""
-        r, at = self._r, event.at
+        r, at, foreign = self._r, event.at, event.tenant != space.tenant
         extents = r.tiers[at].extents
+        if n and foreign:
+            lendable = self._ledger.lendable_bytes(space.tenant) // space.pools[at].slot_bytes
+            if not lendable:
+                extents.release(slots)
+                return self._ledger.deny_loan(event.request)
+            if lendable < n:
+                slots, n = self._cut(extents, slots, lendable), lendable
+                tiers = None if tiers is None else tiers[:n]
         lease = self._ledger.hold(event.client) if n else 0
         if n and not lease:
             extents.release(slots)
             return self._ledger.deny_hold(event.request)
         if lease:
-            self._ledger.leases[lease] = Lease(event.client, space.tenant, slots, at, space.number)
+            made = Lease(event.client, space.tenant, slots, at, space.number, event.tenant)
+            self._ledger.leases[lease] = made
+            if foreign:
+                self._ledger.lend(made, n * space.pools[at].slot_bytes)
         slots_told = extents.record[slots].copy()
         if tiers is None:
             tiers = np.full(n, at, np.int16)
@@ -264,6 +275,13 @@ class Reads:
         stored = stored or Stored({at: n} if n else {})
         self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told, stored, tiers))
         return None
+
+    def _cut(self, extents: Extents, slots: Picked, n: int) -> Picked:
+        """The first n of slots that are held; the others are let go of."""
+        if isinstance(slots, slice):
+            slots = np.arange(slots.start, slots.stop)
+        extents.release(slots[n:])
+        return slots[:n]
 
     def release(self, event: ev.Release, now: float) -> None:
         lease = self._ledger.leases.get(event.lease)

@@ -109,6 +109,16 @@ class Holdings:
         self._reach(tenant)
         return int(self.extents[tenant]) * self.extent_bytes
 
+    def due(self, tenant: int, capacity_bytes: int) -> int:
+        """Bytes that a tenant can have while all who have something want more."""
+        self._reach(tenant)
+        there = self.extents > 0
+        there[tenant] = True
+        floor = self.floor * self.extent_bytes
+        spare = max(0, capacity_bytes - int(floor.sum()))
+        due = int(floor[tenant]) + int(spare * self.share[tenant] / self.share[there].sum())
+        return min(due, int(self.limit[tenant]))
+
     def hold(self, tenant: int, extents: int) -> None:
         """So many extents more (or less)."""
         self._reach(tenant)

@@ -12,7 +12,7 @@ from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WOR
 from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.decisions import What
 from kvstore.core.keeping import Keeping
-from kvstore.core.ledger import NONE, Ledger, Reservation
+from kvstore.core.ledger import NONE, Ledger, Reservation, number_on_connection
 from kvstore.core.tenants import Space
 
 
@@ -188,7 +188,8 @@ class Writes:
         reservation = self._take_reservation(event.client, event.lease)
         if reservation is None:
             hint = "commit once, on the connection that reserved"
-            return self._ledger.say(Deny(event.request, f"no reservation {event.lease}", hint))
+            why = f"no reservation {number_on_connection(event.lease)}"
+            return self._ledger.say(Deny(event.request, why, hint))
         n = len(reservation.rows)
         if len(event.checksums) != n or len(event.written) != n:
             self._give_up(reservation, np.ones(n, np.bool_), now)

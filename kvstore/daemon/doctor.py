@@ -68,6 +68,7 @@ def examine(config: Config) -> list[Line]:
         memory(Path("/proc/meminfo").read_text(encoding="ascii"), _cgroup_limits(), config.dram.limit),
         huge_pages(config.dram.huge_pages, _gets_huge_pages, Path("/sys/kernel/mm/transparent_hugepage")),
         socket(config.daemon.socket),
+        *operators(config),
     ]
     if config.nvme.path is None:
         lines.append(Line(OK, "nvme", "no nvme.path: no such tier"))
@@ -166,6 +167,37 @@ def socket(path: Path) -> Line:
         advice = "run this as the daemon's user, or set daemon.socket to a path that it may make"
         return Line(FAIL, "socket", f"{folder} is not writable for uid {os.geteuid()}", advice)
     return Line(OK, "socket", found)
+
+
+def operators(config: Config) -> list[Line]:
+    """Where everybody may connect, a peer may be root in a container: that should make no operator of it."""
+    daemon, admin = config.daemon, config.admin
+    lines = []
+    if daemon.operator_socket is not None:
+        lines = [socket(daemon.operator_socket), Line(OK, "operators", f"by {daemon.operator_socket} only")]
+        folder = daemon.socket.parent
+        if folder in (daemon.operator_socket.parent, admin.socket.parent):
+            advice = (
+                "a folder of their own for daemon.operator_socket and admin.socket, which no container mounts"
+            )
+            lines[-1] = Line(
+                WARN, "operators", f"operators' sockets lie in {folder}, beside daemon.socket", advice
+            )
+    elif daemon.socket_mode & 0o006:
+        advice = "daemon.operator_socket, if containers have daemon.socket: there, anybody may be root"
+        lines = [Line(WARN, "operators", "everybody may connect, and root is an operator", advice)]
+    if 0 in {uid for tenant in config.tenants.values() for uid in tenant.uids}:
+        advice = "name users, or give it a token: root in any container is that tenant"
+        lines.append(Line(WARN, "tenants", "root is a member of a tenant", advice))
+    readers = [
+        name
+        for name, tenant in config.tenants.items()
+        if (tenant.role == "read" and not {0, os.geteuid()}.isdisjoint(tenant.uids))
+    ]
+    if readers:
+        advice = "another user: root, and who runs the daemon, get no memory for reading only"
+        lines.append(Line(WARN, "readers", f"{readers[0]} only reads, and is root or this user", advice))
+    return lines
 
 
 def direct_io(folder: Path) -> Line:

@@ -12,6 +12,7 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore.config import Config
@@ -33,6 +34,7 @@ _log = logging.getLogger("kvstore")
 
 _SWITCH_INTERVAL_S = 1e-4
 _BACKLOG = 128
+_OPERATORS_MODE = 0o600
 GC_THRESHOLD = 50_000  # blocks are no objects, so little is there to find
 
 
@@ -69,13 +71,22 @@ async def _serve(settings: Settings) -> int:
     gc.disable()
     given = inherited()
     listener, ours = _listener(config, given)
-    made = identity(config.daemon.socket)
+    listeners = [listener]
+    made = [(config.daemon.socket, identity(config.daemon.socket))] if ours else []
     try:
+        if config.daemon.operator_socket is not None:
+            listeners.append(listen(config.daemon.operator_socket, _OPERATORS_MODE))
+            made.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
         shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
         server = Server(shell, settings)
         server.lag.start()
-        listening = await loop.create_unix_server(server.connect, sock=listener, backlog=_BACKLOG)
+        listening = [
+            await loop.create_unix_server(
+                partial(server.connect, among_operators), sock=each, backlog=_BACKLOG
+            )
+            for among_operators, each in zip((False, True), listeners, strict=False)
+        ]
         reloads = _Reloads(settings)
         loop.add_signal_handler(signal.SIGHUP, reloads.start)
         # What exists now stays: the collector need not walk it at every full pass.
@@ -90,13 +101,15 @@ async def _serve(settings: Settings) -> int:
         await stopping.wait()
         notify("STOPPING=1")
         _log.info("stopping")
-        listening.close()
+        for served in listening:
+            served.close()
         await server.close()
         await shell.stop(shell.config.daemon.stop_timeout)
     finally:
-        listener.close()
-        if ours:
-            unlink_own(config.daemon.socket, made)
+        for each in listeners:
+            each.close()
+        for path, its in made:
+            unlink_own(path, its)
     return 0
 
 

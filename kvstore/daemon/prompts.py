@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore.core import actions as ac
 from kvstore.core import hit_counters as hits
+from kvstore.core.ledger import number_on_connection
 from kvstore.daemon.namespaces import Space
 from kvstore.wire import messages as m
 
@@ -63,7 +64,7 @@ class Prompts:
             self._count(space, hits.NOT_WORTH_LOADING, {hits.ALL_TIERS: unworthy})
         self._count(space, hits.TOO_LATE, {hits.ALL_TIERS: late})
         if isinstance(action, ac.Grant) and action.lease:
-            self._leased[action.lease] = _Leased(space, action.sources)
+            self._leased[number_on_connection(action.lease)] = _Leased(space, action.sources)
 
     def released(self, q: m.Release) -> None:
         """A lease has ended."""

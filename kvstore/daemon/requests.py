@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.keys import Keys
+from kvstore.core.ledger import lease_number
 from kvstore.daemon.control import LONGEST_S
 from kvstore.daemon.explain import namespaces_for
 from kvstore.daemon.namespaces import Numbering, Space
@@ -25,10 +26,12 @@ from kvstore.daemon.tenancy import refusal
 from kvstore.daemon.tenants import Identity, Role
 from kvstore.daemon.waits import KEYS_BYTES, Wait
 from kvstore.errors import MisuseError, RemoteProtocolError
-from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, Layout, check_tenant
+from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, SLOT_RECORD, Layout, check_tenant, slot_bytes
 from kvstore.wire import messages as m
 
 _WAITS = 64
+_REOPENS = "root, and who runs the daemon, can write to whatever memory they may read"
+_REOPENS_HINT = "run what only reads as another user"
 _ABSENT = "there is no such namespace, or it is not published to this tenant"
 _ABSENT_HINT = "its owner publishes it; then open it again"
 
@@ -38,6 +41,10 @@ class Wire(Asker, Protocol):
 
     number: int
     who: Identity
+
+    @property
+    def uid(self) -> int:
+        """Whose process the peer is."""
 
     def send(self, message: Any) -> None:
         """Sends an answer."""
@@ -95,7 +102,7 @@ class Requests:
             m.Acquire: (Role.READ, self._acquire),
             Woken: (Role.READ, self._acquire_woken),
             m.Release: (Role.READ, self._release),
-            m.Abort: (Role.READ, lambda q: self._shell.handle(ev.Abort(self._wire.number, q.lease))),
+            m.Abort: (Role.READ, self._abort),
             m.Prefetch: (Role.READ, self._prefetch),
             m.HandOff: (Role.WRITE, self._hand_off),
             m.Suspect: (Role.READ, self._suspect),
@@ -202,12 +209,29 @@ class Requests:
         if again is None or not again.number:
             if not self._has_keys(q):
                 return None
-            again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s)
+            # A block can only be waited for in a namespace that there is.
+            waits = isinstance(q, m.Acquire) and q.wait_s > 0
+            again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s, waits)
             if isinstance(answer, ac.Deny):
                 self._deny(q.id, answer.why, answer.hint)
+            elif again is not None and not again.number:
+                self._miss(q, space)
+                return None
         if again is not None:
             self._spaces.set(q.namespace, again)
         return again
+
+    def _miss(self, q: Any, space: Space) -> None:
+        """Answers a reader's request about a namespace that nobody has opened for writing yet."""
+        if isinstance(q, m.Lookup | m.Acquire):
+            self.prompts.asked(q, space)
+        if isinstance(q, m.Lookup):
+            self._wire.answer(q.id, ac.Found(q.id, 0, gaps=False))
+        elif isinstance(q, m.Acquire):
+            nothing = np.empty(0, SLOT_RECORD)
+            self._wire.answer(q.id, ac.Grant(q.id, 0, slot_bytes(space.block_bytes), nothing))
+        elif q.id:
+            self._wire.answer(q.id, ac.Answer(q.id, 0))
 
     # -- reading
 
@@ -283,7 +307,10 @@ class Requests:
 
     def _release(self, q: m.Release) -> None:
         self.prompts.released(q)
-        self._shell.handle(ev.Release(self._wire.number, q.lease))
+        self._shell.handle(ev.Release(self._wire.number, lease_number(self._wire.number, q.lease)))
+
+    def _abort(self, q: m.Abort) -> None:
+        self._shell.handle(ev.Abort(self._wire.number, lease_number(self._wire.number, q.lease)))
 
     def _hand_off(self, q: m.HandOff) -> None:
         space = self._space(q, own=True)
@@ -322,8 +349,13 @@ class Requests:
             self._lacks(q.id, Role.WRITE)
             return
         try:
-            if not self._shell.tenancy.may_map(self._wire.who, q.extent, q.writable):
+            tenancy, who = self._shell.tenancy, self._wire.who
+            if not tenancy.may_map(who, q.extent, q.writable):
                 raise KeyError(q.extent)
+            only_reads = who.role < Role.WRITE or not tenancy.may_map(who, q.extent, writable=True)
+            if only_reads and tenancy.registry.is_privileged(self._wire.uid):
+                self._deny(q.id, _REOPENS, _REOPENS_HINT)
+                return
             if q.extent < HBM_EXTENTS:
                 self._wire.send_descriptor(q.id, q.extent, q.writable)
             else:
@@ -351,7 +383,8 @@ class Requests:
     def _commit(self, q: m.Commit) -> None:
         sums = np.frombuffer(q.checksums, "<u8")
         written = np.frombuffer(q.written, np.uint8) != 0
-        self._ask(q, ev.Commit(0, self._wire.number, q.lease, sums, written))
+        lease = lease_number(self._wire.number, q.lease)
+        self._ask(q, ev.Commit(0, self._wire.number, lease, sums, written))
 
     def _pin(self, q: m.Pin) -> None:
         space = self._space(q, own=True)

@@ -23,6 +23,7 @@ from typing import Any, cast
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
+from kvstore.core.ledger import number_on_connection
 from kvstore.daemon import devices, resizing
 from kvstore.daemon.control import Control
 from kvstore.daemon.explain import named
@@ -85,9 +86,9 @@ class Server:
         self.control = Control(self, VERSION)
         self._set_turns()
 
-    def connect(self) -> Connection:
-        """A protocol for one more peer."""
-        return Connection(self)
+    def connect(self, among_operators: bool = False) -> Connection:
+        """A protocol for one more peer; `among_operators`: one that comes by their socket."""
+        return Connection(self, among_operators)
 
     def room_for(self, who: Identity) -> str:
         """Why one more connection of a peer can't be, "" if it can.
@@ -166,8 +167,9 @@ class Server:
 class Connection(asyncio.Protocol):
     """One peer, from its Hello to its end."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, among_operators: bool = False) -> None:
         self._server = server
+        self._among_operators = among_operators
         self._shell = server.shell
         self.number = next(_numbers)
         self.who: Identity
@@ -243,7 +245,7 @@ class Connection(asyncio.Protocol):
             self._server.connections.discard(self)
             self._server.strangers.pop(self, None)
             self._line.leave()
-            # A connection is a reference cycle: what it holds stays until the collector runs, which is seldom.
+            # A connection is a reference cycle: what it holds stays until the collector runs.
             self._frames = Frames(_HELLO_BYTES, m.decode_request)
             if self._requests is not None:
                 self._requests.leave()
@@ -352,7 +354,8 @@ class Connection(asyncio.Protocol):
 
     def _identify(self) -> Identity:
         peer, now = self._peer, self._server.clock()
-        return self._shell.tenancy.registry.identify(peer.uid, peer.gids, self._token, now)
+        known = self._shell.tenancy.registry
+        return known.identify(peer.uid, peer.gids, self._token, now, self._among_operators)
 
     def _too_quiet(self) -> None:
         self._fail(f"no Hello within {_HELLO_WITHIN_S:g} s", "is the peer a kvstore client?")
@@ -408,7 +411,9 @@ class Connection(asyncio.Protocol):
         if isinstance(action, ac.Grant):
             self._shell.recorder.answered(self.number, len(action.slots))
             slots, stored = action.slots.tobytes(), action.stored.blocks
-            self.send(m.Granted(request, action.lease, action.slot_bytes, slots, stored))
+            self.send(
+                m.Granted(request, number_on_connection(action.lease), action.slot_bytes, slots, stored)
+            )
         elif isinstance(action, ac.Found):
             self._shell.recorder.answered(self.number, action.value)
             self.send(m.Found(request, action.value, gaps, action.stored.blocks))
@@ -416,7 +421,8 @@ class Connection(asyncio.Protocol):
             self.send(m.Value(request, action.value))
         elif isinstance(action, ac.Room):
             slots, status = action.slots.tobytes(), action.status.tobytes()
-            self.send(m.Reserved(request, action.lease, action.slot_bytes, slots, status, action.why))
+            lease = number_on_connection(action.lease)
+            self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))
         elif isinstance(action, ac.Explained):
             self.send(m.Explained(request, named(action, self._shell.tenancy)))
         elif action.retry_s > 0:

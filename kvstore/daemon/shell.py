@@ -691,7 +691,13 @@ class Shell:
             for state in self.placement.residency.tiers
             if not state.gone
         ]
-        return {"name": name, "share": configured.share if configured is not None else 1.0, "tiers": tiers}
+        lent = self.placement.ledger.lent_by(number)
+        return {
+            "name": name,
+            "share": configured.share if configured is not None else 1.0,
+            "tiers": tiers,
+            "lent_bytes": {self.tenancy.registry.name(reader): n for reader, n in lent.items()},
+        }
 
 
 def holding(state: TierState, tenant: int) -> dict[str, Any]:

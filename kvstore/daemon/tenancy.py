@@ -18,7 +18,7 @@ from kvstore.core.devices import TierSpec
 from kvstore.core.tenants import UNLIMITED, Quota
 from kvstore.daemon import learned, resizing
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
-from kvstore.daemon.tenants import Identity, Registry
+from kvstore.daemon.tenants import Identity, Registry, Role
 from kvstore.errors import ConfigError, KVStoreError, MisuseError, TierError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -135,10 +135,12 @@ class Tenancy:
     # -- namespaces
 
     def open(
-        self, who: Identity, layout: Layout, owner: str = "", ttl_s: float = 0.0
+        self, who: Identity, layout: Layout, owner: str = "", ttl_s: float = 0.0, waits: bool = False
     ) -> tuple[Space | None, ac.Answer | ac.Deny]:
         """A namespace of one's own, made if absent, or one that its owner has published.
 
+        A reader makes none unless it `waits` for a block: an absent one has number 0, and is not kept. Blocks
+        on a network can't be told without one, so where there is a network tier readers make them too.
         `ttl_s` above 0 changes how long blocks live that are stored from now on; else the default counts.
         """
         if owner:
@@ -158,6 +160,8 @@ class Tenancy:
         space.layout = layout
         if named and ttl_s in (0.0, space.ttl_s):
             return space, ac.Answer(0, space.number)
+        if not (space.number or waits) and who.role < Role.WRITE and self._shell.remote is None:
+            return space, ac.Answer(0, 0)
         space.ttl_s = ttl_s or space.ttl_s
         return self._open(space)
 

@@ -55,7 +55,11 @@ class Registry:
     """All tenants of one daemon. Numbers stay what they are while the process lives; "default" has 0."""
 
     def __init__(self, config: Config, own_uid: int | None = None) -> None:
-        """`own_uid`: who runs the daemon, an operator like root; None: this process's user."""
+        """`own_uid`: who runs the daemon, an operator like root; None: this process's user.
+
+        Where operators have a socket of their own, nobody is one elsewhere: a container has a root too.
+        """
+        self._apart = config.daemon.operator_socket is not None
         self._numbers = {DEFAULT: 0}
         self._names = [DEFAULT]
         self._own_uid = os.getuid() if own_uid is None else own_uid
@@ -91,15 +95,23 @@ class Registry:
             self._names.append(name)
         return number
 
-    def identify(self, uid: int, gids: Sequence[int], token: str, now: float) -> Identity:
+    def is_privileged(self, uid: int) -> bool:
+        """Whether a user is root or runs the daemon: it may open anew what the daemon has open."""
+        return uid in (0, self._own_uid)
+
+    def identify(
+        self, uid: int, gids: Sequence[int], token: str, now: float, among_operators: bool = False
+    ) -> Identity:
         """Who a peer is, by its token, else its user, else its groups, the primary one first.
 
-        `now` is Unix time (s). Raises RefusedError: the same one whatever is wrong, but to a genuine token
-        that has expired.
+        `now` is Unix time (s). `among_operators`: it has come by their socket. Raises RefusedError: the same
+        one whatever is wrong, but to a genuine token that has expired.
         """
+        operator = self.is_privileged(uid) and (among_operators or not self._apart)
+        if among_operators and not operator:
+            raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
         if not self._configured:
-            return Identity(0, DEFAULT, Role.ADMIN, operator=True)
-        operator = uid in (0, self._own_uid)
+            return Identity(0, DEFAULT, Role.ADMIN, operator=operator or not self._apart)
         if token:
             return self._by_token(token, now)
         name = self._owner({uid}, "uids") or self._owner(gids[:1], "gids") or self._owner(gids[1:], "gids")

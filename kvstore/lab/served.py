@@ -63,6 +63,12 @@ class ServedDaemon:
         return f"unix://{self.socket}"
 
     @property
+    def operators_url(self) -> str:
+        """What a Client connects to that is to be an operator."""
+        own = self._settings.get("daemon", {}).get("operator_socket")
+        return f"unix://{own}" if own else self.url
+
+    @property
     def socket(self) -> Path:
         """The path of the daemon's socket."""
         return self.folder / "kvstore.sock"
@@ -172,7 +178,7 @@ class ServedDaemon:
                 raise UnavailableError(f"the daemon ended with exit code {code}", self.log_tail())
             if self.socket.exists():
                 try:
-                    with Client(self.url, token="") as client:
+                    with Client(self.operators_url, token="") as client:
                         pid = int(client.status()["pid"])
                     if pid != self._last_pid:
                         return pid

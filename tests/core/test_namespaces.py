@@ -12,7 +12,7 @@ from kvstore.core import events as ev
 from kvstore.core.placement import Limits
 from tests.core.world import World, joined
 
-A, B = 1, 2
+A, B, C = 1, 2, 3
 NEXT = 99
 SHARED = 70_000
 LATER_S = 5.0
@@ -128,19 +128,30 @@ def test_what_the_daemon_uses_stays_and_nothing_is_closed_while_it_starts() -> N
 
 
 def test_others_are_closed_only_when_the_node_is_full() -> None:
-    w = world(2, 3)
+    w = world(4, 5)
+    w.tenant(C, (0, None), (0, None))
     w.open(21, tenant=B)
-    w.open(11, tenant=A)
-    w.open(12, tenant=A)
-    assert opening(w, 13) == (True, [11])
-    w.put(0, 12, [b"a"])
-    w.put(0, 13, [b"a"])
-    assert opening(w, 14) == (False, [])
-    assert opening(w, 22, B) == (True, [21])
-    w.finish_all()
-    w.invalidate(12, [b"a"])
+    for number in (11, 12, 13):
+        w.open(number, tenant=A)
+    w.put(0, 11, [b"a"])
+    w.put(0, 21, [b"a"])
+    assert opening(w, 22, B) == (True, [])
     w.put(0, 22, [b"a"])
-    assert opening(w, 23, B) == (True, [12])
+    assert opening(w, 31, C) == (True, [12])
+
+
+def test_a_tenant_leaves_half_of_what_is_left_to_others() -> None:
+    w = world(100, 9)
+    for number in range(11, 16):
+        w.open(number, tenant=A)
+        w.put(0, number, [b"a"])
+    assert opening(w, 16) == (False, [])
+    for number in (21, 22):
+        w.open(number, tenant=B)
+        w.put(0, number, [b"a"])
+    assert opening(w, 23, B) == (False, [])
+    w.tenant(C, (0, None), (0, None))
+    assert opening(w, 31, C) == (True, [])
 
 
 def test_a_lowered_limit_closes_as_many_as_are_too_many() -> None:
