@@ -552,7 +552,7 @@ def test_leases_of_readers_leave_an_owner_room() -> None:
         for lease in held:
             lease.release()
         assert got(theirs, more) == 300
-        assert operator.control("tenant", name="owner")["lent_bytes"] == {}
+        eventually(lambda: operator.control("tenant", name="owner")["lent_bytes"] == {})
 
 
 def test_who_only_reads_makes_no_namespaces() -> None:

@@ -330,7 +330,7 @@ class Engine:
         kind = self.dice.randrange(6)
         link = self.world.some_link(self.process)
         if kind == 0 and link is not None:
-            link.post(self.dice.choice((m.Release, m.Abort))(self.dice.randrange(20)))
+            link.post(self.dice.choice((m.Release, m.Abort))(_UNKNOWN + self.dice.randrange(20)))
         elif kind == 1 and link is not None:
             link.send_raw(self.dice.randbytes(self.dice.randrange(1, 20)))
         elif kind == 2:
@@ -364,4 +364,7 @@ _WEIGHTS = {
     "reload": 0.5,
     "misuse": 2,
 }
+_UNKNOWN = 1 << 20
+"""Leases and reservations have lower numbers. Those of other connections can't be named."""
+
 _WITH_A_GPU = {"lease": 20, "room": 15, "prefetch": 5}

@@ -15,6 +15,7 @@ from kvstore.client.holds import Room
 from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.devices import DRAINING, FENCED, SERVING
+from kvstore.core.ledger import number_on_connection
 from kvstore.daemon import shell
 from kvstore.daemon.devices import open_new
 from kvstore.daemon.tenants import Identity, Role
@@ -268,11 +269,12 @@ class World:
         if not room.lease or not room._slots.records:
             return True
         if self.life is not None:
-            held = self.life.shell.placement.ledger.reservations.get(room.lease)
-            if held is not None:
-                records = self.life.shell.placement.residency.tiers[held.at].extents.record[held.slots]
-                if records.tobytes() == room._slots.records:
-                    return True
+            placement = self.life.shell.placement
+            for number, held in placement.ledger.reservations.items():
+                if number_on_connection(number) == room.lease:
+                    records = placement.residency.tiers[held.at].extents.record[held.slots]
+                    if records.tobytes() == room._slots.records:
+                        return True
         self.counts["writers_cut_off"] += 1
         return self.faults.hits(self.dice, "stray")
 
