@@ -136,6 +136,8 @@ def test_too_many_and_too_few_fields_are_counted(cls: type) -> None:
     fields = [getattr(example(cls), name) for name in field_types(cls)]
     with pytest.raises(RemoteProtocolError, match=rf"{cls.__name__} has {len(fields) + 1} fields instead of"):
         m.decode(raw(tag(cls), *fields, 0))
+    # As many as the oldest version has are enough.
+    fields = fields[: m._BY_CLASS[cls].fields_at(m.OLDEST)]
     with pytest.raises(RemoteProtocolError, match=rf"{cls.__name__} has {len(fields) - 1} fields instead of"):
         m.decode(raw(tag(cls), *fields[:-1]))
 

@@ -101,6 +101,7 @@ class Status(View):
     uptime_s: float
     connections: int
     queued_requests: int
+    wire_versions: dict[str, int] = Field(description="Connections by the version of the wire.")
     refused_requests: int
     blocks: int
     namespaces: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import select
@@ -15,7 +16,9 @@ from typing import Any
 from kvstore.client import flows
 from kvstore.client.flows import Flow
 from kvstore.client.session import POST_WAIT_S, Maps, Session
-from kvstore.errors import UnavailableError
+from kvstore.errors import RemoteProtocolError, UnavailableError, printable
+
+_log = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 256 << 10
 _BACK_OFF_S = 0.05
@@ -31,6 +34,7 @@ class Backoff:
         self._delay_s = _BACK_OFF_S
         self._until = 0.0
         self._late = 0
+        self._refused = False
 
     def check(self) -> None:
         """Raises UnavailableError while it is too early."""
@@ -38,7 +42,13 @@ class Backoff:
             raise UnavailableError("the daemon is away", "waiting before the next attempt")
 
     def failed(self, error: Exception) -> None:
-        """One more failure. A call that was late may have been in a hurry: only several in a row count."""
+        """One more failure. A call that was late may have been in a hurry: only several in a row count.
+
+        A daemon that refuses this client will do so again: that is logged, once until it is there again.
+        """
+        if isinstance(error, RemoteProtocolError) and not self._refused:
+            self._refused = True
+            _log.warning("nothing is cached, the daemon refuses this client: %s", printable(str(error)))
         if isinstance(error, TimeoutError | BlockingIOError):
             self._late += 1
             if self._late < _LATE:
@@ -49,6 +59,7 @@ class Backoff:
     def succeeded(self) -> None:
         """The daemon is there."""
         self._delay_s, self._until, self._late = _BACK_OFF_S, 0.0, 0
+        self._refused = False
 
 
 class BaseLink:

@@ -18,7 +18,7 @@ from kvstore.arena import Mapping
 from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device import Gpu
 from kvstore.cuda.errors import CudaError
-from kvstore.errors import KVStoreError, RemoteProtocolError
+from kvstore.errors import KVStoreError, RemoteProtocolError, printable
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry, Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import DEFAULT_FRAME_BYTES, Frames, pack
@@ -222,6 +222,7 @@ class Session:
         self.reserve_keys = 0
         self.holds: set[int] = set()
         self.frame_bytes = DEFAULT_FRAME_BYTES
+        self.version = m.VERSION
         self.outbox = Outbox()
         self._frames = Frames(1 << 30)
         self._token = token
@@ -241,14 +242,20 @@ class Session:
 
     def hello(self) -> bytes:
         """The first bytes to send."""
-        return pack(m.Hello(m.MAGIC, m.VERSION, self._token))
+        return pack(m.Hello(m.MAGIC, m.OLDEST, self._token, (m.VERSION,)))
 
     def welcome(self, message: Any) -> None:
         """Takes in the answer to hello. Raises RemoteProtocolError if the two cannot talk."""
         if not isinstance(message, m.Welcome):
             raise RemoteProtocolError(f"the daemon greets with {type(message).__name__}")
-        if message.version != m.VERSION:
-            raise RemoteProtocolError(f"the daemon speaks version {message.version}, this client {m.VERSION}")
+        if not m.OLDEST <= message.version <= m.VERSION:
+            raise RemoteProtocolError(
+                f"the daemon speaks version {message.version}, this client {m.span(m.OLDEST, m.VERSION)}"
+            )
+        self.version = message.version
+        if message.instance != self.maps.instance:
+            release = printable(message.release or "(older)")
+            _log.info("connected to kvstore %s, version %d of the wire", release, message.version)
         self.batch_keys, self.reserve_keys = message.batch_keys, message.reserve_keys
         self.frame_bytes = message.frame_bytes
         self.maps = self.maps.of(message.instance)
@@ -258,11 +265,11 @@ class Session:
         if hasattr(message, "id"):
             self._last_id += 1
             message.id = self._last_id
-        return pack(message, self.frame_bytes)
+        return pack(message, self.frame_bytes, self.version)
 
     def post(self, message: Any) -> bytes:
         """The bytes of a message that needs no answer."""
-        return pack(message, self.frame_bytes)
+        return pack(message, self.frame_bytes, self.version)
 
     def receive(self, data: bytes) -> Any:
         """The message that is complete with `data`, or None. Raises RemoteProtocolError at a Failure."""

@@ -81,6 +81,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.strangers: dict[Connection, None] = {}
         self.unfinished_bytes: Counter[int] = Counter()
+        self._told: set[tuple[int, int, int]] = set()
         self.settings = settings
         settings.told_to(self._consequences, self._reconfigure, partial(devices.opener, shell))
         self.control = Control(self, VERSION)
@@ -147,8 +148,19 @@ class Server:
     def status(self, who: Identity) -> dict[str, Any]:
         """What one may see of the shell's status and of the connections: operators all, others their own."""
         mine = [c for c in self.connections if who.operator or (c.greeted and c.who.tenant == who.tenant)]
-        more = self.queues() if who.operator else {}
+        more: dict[str, Any] = self.queues() if who.operator else {}
+        if who.operator:
+            spoken = Counter(str(c.version) for c in mine if c.greeted)
+            more["wire_versions"] = dict(sorted(spoken.items()))
         return {"version": VERSION, "connections": len(mine), **more, **self.shell.status(who)}
+
+    def told_of(self, uid: int, hello: m.Hello) -> None:
+        """Logs that a client is too old or too new: once for each user's, as they try again."""
+        whose = uid, hello.version, hello.newest
+        if whose not in self._told and len(self._told) < _STRANGERS:
+            self._told.add(whose)
+            theirs, ours = m.span(*whose[1:]), m.span(m.OLDEST, m.VERSION)
+            _log.warning("clients of user %d speak %s, this daemon %s: they get nothing", uid, theirs, ours)
 
     def queues(self) -> dict[str, int]:
         """Requests that wait, and that were told to come again."""
@@ -177,6 +189,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._peer: Peer
         self._token = ""
+        self._version = m.VERSION
         self._requests: Requests | None = None
         self._line: Line
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -259,6 +272,11 @@ class Connection(asyncio.Protocol):
         return self._peer.uid
 
     @property
+    def version(self) -> int:
+        """The version of the wire that both speak."""
+        return self._version
+
+    @property
     def greeted(self) -> bool:
         """Whether the peer has said who it is."""
         return self._requests is not None
@@ -327,10 +345,13 @@ class Connection(asyncio.Protocol):
     def _hello(self, hello: m.Hello) -> None:
         if hello.magic != m.MAGIC or self._requests is not None:
             raise RemoteProtocolError("not a kvstore client, or a second Hello")
-        if hello.version != m.VERSION:
-            raise RemoteProtocolError(
-                f"the client speaks version {hello.version}, this daemon {m.VERSION}", "upgrade the older one"
-            )
+        self._version = min(hello.newest, m.VERSION)
+        if self._version < max(hello.version, m.OLDEST):
+            self._server.told_of(self.uid, hello)
+            theirs, ours = m.span(hello.version, hello.newest), m.span(m.OLDEST, m.VERSION)
+            older = "client" if hello.newest < m.OLDEST else "daemon"
+            self._fail(f"the client speaks {theirs}, this daemon {ours}", f"upgrade the {older}")
+            return
         self._token = hello.token
         try:
             self.who = self._identify()
@@ -348,9 +369,8 @@ class Connection(asyncio.Protocol):
             self._hello_timer.cancel()
         frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.limits
         self._frames.limit_bytes = frame_bytes
-        self.send(
-            m.Welcome(m.VERSION, self._shell.instance, frame_bytes, limits.batch_keys, limits.reserve_keys)
-        )
+        most = limits.batch_keys, limits.reserve_keys
+        self.send(m.Welcome(self._version, self._shell.instance, frame_bytes, *most, (), VERSION))
 
     def _identify(self) -> Identity:
         peer, now = self._peer, self._server.clock()
@@ -390,7 +410,7 @@ class Connection(asyncio.Protocol):
         self._ended(message)
         number = os.dup(self._transport.get_extra_info("socket").fileno())
         with socket.socket(fileno=number) as sock:
-            frame = pack(message)
+            frame = pack(message, version=self._version)
             try:
                 sent = socket.send_fds(sock, [frame], [fd])
             except OSError as error:
@@ -443,7 +463,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._ended(message)
-        self._transport.write(pack(message, _FRAME_TO_CLIENT_BYTES))
+        self._transport.write(pack(message, _FRAME_TO_CLIENT_BYTES, self._version))
         if self._transport.get_write_buffer_size() > _UNREAD_BYTES:
             _log.warning("connection %d does not read its answers: disconnected", self.number)
             self._transport.abort()

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
-from kvstore.wire.messages import decode, encode
+from kvstore.wire.messages import VERSION, decode, encode
 
 _LENGTH = struct.Struct("<I")
 DEFAULT_FRAME_BYTES = 4 << 20
 
 
-def pack(message: Any, limit_bytes: int = DEFAULT_FRAME_BYTES) -> bytes:
-    """A message as a frame. Raises LocalProtocolError above the limit."""
-    body = encode(message)
+def pack(message: Any, limit_bytes: int = DEFAULT_FRAME_BYTES, version: int = VERSION) -> bytes:
+    """A message as a frame, in a version of the wire. Raises LocalProtocolError above the limit."""
+    body = encode(message, version)
     if len(body) > limit_bytes:
         raise LocalProtocolError(
             f"{type(message).__name__} takes {len(body)} bytes, the limit is {limit_bytes}",

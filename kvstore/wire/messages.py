@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, get_type_hints
 
@@ -18,7 +18,11 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 7
+VERSION = 8
+OLDEST = 7
+"""The oldest that is spoken too. Fields are added at a message's end, `_since` a version. None is
+ever used for something else."""
+
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
 NAMESPACES = 1024
@@ -40,19 +44,38 @@ _SHORT_BYTES = 4096
 _SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
 
 
+def _since(version: int, default: Any) -> Any:
+    """A field that peers of older versions neither send nor get: `default` is what it is to them."""
+    return field(default=default, metadata={"since": version})
+
+
+def span(oldest: int, newest: int) -> str:
+    """A range of versions, to people."""
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
 @dataclass(slots=True)
 class Hello:
-    """First message of a client."""
+    """First of a client. `version`: the oldest that it speaks; first in `capabilities`: the newest."""
 
     magic: str
     version: int
     token: str
     capabilities: tuple[Any, ...] = ()
 
+    @property
+    def newest(self) -> int:
+        """The newest version that the client speaks."""
+        said = self.capabilities[0] if self.capabilities else self.version
+        return max(said, self.version) if type(said) is int else self.version
+
 
 @dataclass(slots=True)
 class Welcome:
-    """The daemon's answer to Hello. `instance` differs after every start of the daemon."""
+    """The daemon's answer to Hello: from now on, both speak `version`, the newest that both can.
+
+    `instance` differs after every start of the daemon. `release`: what its software is called.
+    """
 
     version: int
     instance: bytes
@@ -60,6 +83,7 @@ class Welcome:
     batch_keys: int
     reserve_keys: int
     capabilities: tuple[Any, ...] = ()
+    release: str = _since(8, "")
 
 
 @dataclass(slots=True)
@@ -555,6 +579,19 @@ class _Codec:
         self.types = (int, *(_plain(hints[name]) for name in self.names))
         self.numbers = tuple(i for i, wanted in enumerate(self.types) if wanted in (int, float))
         self.validate = getattr(cls, "validate", None)
+        self.since = tuple(f.metadata.get("since", OLDEST) for f in fields(cls))
+        self.newest = max(self.since, default=OLDEST)
+        self._defaults = tuple(f.default for f in fields(cls))
+        self._older = {self.fields_at(version) for version in range(OLDEST, VERSION)}
+
+    def fields_at(self, version: int) -> int:
+        """How many fields the message has in a version."""
+        return sum(since <= version for since in self.since)
+
+    def complete(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What an older peer has sent, with the defaults of what has come since."""
+        n = len(items) - 1
+        return items + self._defaults[n:] if n in self._older else items
 
     def check(self, items: tuple[Any, ...]) -> None:
         """Raises RemoteProtocolError for a field of the wrong type, or a number that is negative or none."""
@@ -577,11 +614,14 @@ _BY_TAG = [_Codec(tag, cls) for tag, cls in enumerate(ALL)]
 _BY_CLASS = {codec.cls: codec for codec in _BY_TAG}
 
 
-def encode(message: Any) -> bytes:
-    """One message as MessagePack. Raises LocalProtocolError for what does not fit into it."""
+def encode(message: Any, version: int = VERSION) -> bytes:
+    """One message as MessagePack, in a version of the wire. LocalProtocolError for what does not fit."""
     codec = _BY_CLASS[type(message)]
+    values = codec.values(message)[1:]
+    if version < codec.newest:
+        values = values[: codec.fields_at(version)]
     try:
-        packed: bytes = msgpack.packb((codec.tag, *codec.values(message)[1:]))
+        packed: bytes = msgpack.packb((codec.tag, *values))
     except (TypeError, ValueError, OverflowError) as error:
         raise LocalProtocolError(f"{codec.cls.__name__} cannot be sent: {error}") from None
     return packed
@@ -636,6 +676,7 @@ def _message(items: Any) -> Any:
         raise RemoteProtocolError(f"unknown message tag {items[0]}", "the peer speaks a newer protocol?")
     codec = _BY_TAG[items[0]]
     if tuple(map(type, items)) != codec.types:
+        items = codec.complete(items)
         codec.check(items)
     for i in codec.numbers:
         if not 0 <= items[i] < math.inf:
