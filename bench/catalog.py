@@ -40,8 +40,9 @@ _MAY_BE_NONE = "qos/stalled-device", "hostile/"
 """Rows whose figure may be 0, or less: time over, calls that were served, memory."""
 
 _HOSTILE = (
-    "long-frames", "many-values", "waits", "unread", "leases", "namespaces", "unfinished", "connections", "all"
-)  # fmt: skip
+    *("long-frames", "many-values", "waits", "unread", "leases", "namespaces"),
+    *("unfinished", "connections", "all"),
+)
 _GPU = "a GPU"
 _VLLM = "vLLM's environment, which it makes: gigabytes"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"

@@ -60,7 +60,7 @@ ATTACKS: dict[str, tuple[Attack, str, str]] = {
     # Last: it takes all the connections that are left.
     "connections": (hostile_load.connections, READER, "cut"),
 }
-"""By name: what runs, whose tenant it is of ("": nobody's), and which of its counts says that it came to work."""
+"""By name: what runs, of whose tenant ("": nobody's), which of its counts says that it came to work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from tests.daemons import (
     room_for,
     tier,
 )
+from tests.tenants import NOBODY, Member
 
 POOL = {**WITH_NVME, "hbm": {"limit": "16MiB"}}
 HBM, DRAM, NVME = bytes([Tier.HBM]), bytes([Tier.DRAM]), bytes([Tier.NVME])
@@ -64,6 +66,15 @@ def complete(client: Client) -> bool:
     """Whether all extents are there that will be."""
     tiers = client.status()["tiers"]
     return all(t["capacity_bytes"] > 0 for t in tiers)
+
+
+def who_reads(daemon: ServedDaemon, token: str) -> Client:
+    """A client that is no root, who would get no memory for reading only."""
+    if os.getuid():
+        return Client(daemon.url, token, deadline_s=20, strict=True)
+    daemon.folder.chmod(0o755)
+    daemon.socket.chmod(0o666)
+    return Member(daemon, NOBODY, deadline_s=20, token=token)
 
 
 def gpu() -> Gpu:
@@ -458,8 +469,8 @@ def test_a_pool_has_the_quotas_of_tenants_and_is_mapped_by_nobody_else(control: 
     with (
         serving({**POOL, "tenants": TENANTS}) as (daemon, operator),
         Client(daemon.url, OWNER, deadline_s=20, strict=True) as owner,
-        Client(daemon.url, READER, deadline_s=20, strict=True) as reader,
-        Client(daemon.url, OTHER, deadline_s=20, strict=True) as other,
+        who_reads(daemon, READER) as reader,
+        who_reads(daemon, OTHER) as other,
     ):
         ns, keys = stored(owner, 8)
         assert ns.publish(["b"])

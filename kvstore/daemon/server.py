@@ -148,10 +148,7 @@ class Server:
     def status(self, who: Identity) -> dict[str, Any]:
         """What one may see of the shell's status and of the connections: operators all, others their own."""
         mine = [c for c in self.connections if who.operator or (c.greeted and c.who.tenant == who.tenant)]
-        more: dict[str, Any] = self.queues() if who.operator else {}
-        if who.operator:
-            spoken = Counter(str(c.version) for c in mine if c.greeted)
-            more["wire_versions"] = dict(sorted(spoken.items()))
+        more = self.queues() if who.operator else {}
         return {"version": VERSION, "connections": len(mine), **more, **self.shell.status(who)}
 
     def told_of(self, uid: int, hello: m.Hello) -> None:
@@ -162,9 +159,14 @@ class Server:
             theirs, ours = m.span(*whose[1:]), m.span(m.OLDEST, m.VERSION)
             _log.warning("clients of user %d speak %s, this daemon %s: they get nothing", uid, theirs, ours)
 
-    def queues(self) -> dict[str, int]:
-        """Requests that wait, and that were told to come again."""
-        return {"queued_requests": self.turns.waiting, "refused_requests": self.turns.refused}
+    def queues(self) -> dict[str, Any]:
+        """Requests that wait, and that were told to come again; connections by the version that they speak."""
+        spoken = Counter(str(c.version) for c in self.connections if c.greeted)
+        return {
+            "queued_requests": self.turns.waiting,
+            "refused_requests": self.turns.refused,
+            "wire_versions": dict(sorted(spoken.items())),
+        }
 
     async def close(self) -> None:
         """Disconnects everybody; returns when what they held is free."""
