@@ -1,8 +1,8 @@
 """What strangers and a hostile tenant do to a daemon, and the tenant beside them that only works.
 
-An attack is one process with many connections. It makes its frames beforehand and sends them in rounds. Between
-rounds it sleeps, so that it uses no more than its part of a core (`Post.cores`): what the victim notices is
-the daemon's doing and not the kernel's scheduler's. No process is nicer than another.
+An attack is one process with many connections. It makes its frames beforehand and sends them in rounds.
+Between rounds it sleeps, so that it uses no more than its part of a core (`Post.cores`): what the victim
+notices is the daemon's doing and not the kernel's scheduler's. No process is nicer than another.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Server:
             _log.warning("clients of user %d speak %s, this daemon %s: they get nothing", uid, theirs, ours)
 
     def queues(self) -> dict[str, Any]:
-        """Requests that wait, and that were told to come again; connections by the version that they speak."""
+        """Requests that wait, and that were told to come again; connections by the version they speak."""
         spoken = Counter(str(c.version) for c in self.connections if c.greeted)
         return {
             "queued_requests": self.turns.waiting,
