@@ -33,6 +33,9 @@ WrittenFrom = Callable[[int, Rows], Rows]
 """(tier, rows) -> those of these rows that are on their way down from this tier."""
 
 _SCAN_MIN = 64
+_BUSY_COST = 16
+"""So many blocks in use are passed over for what one costs that is evicted."""
+
 _AHEAD, _AHEAD_OF = 32, 256
 _EMPTIED_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
@@ -134,9 +137,9 @@ class Eviction:
 
     def _evict(self, tier: int, pool: Pool, n: int, below: float = math.inf) -> None:
         r, policy = self._r, self._r.policy(tier, pool)
-        budget = 4 * n + _SCAN_MIN
+        budget, look = 4 * n + _SCAN_MIN, max(n, _SCAN_MIN)
         while n > 0 and budget > 0:
-            rows = policy.coldest(min(max(n, _SCAN_MIN), budget), r.now, below)
+            rows = policy.coldest(min(look, budget), r.now, below)
             if not len(rows):
                 return
             idle = r.idle(tier, rows)
@@ -155,7 +158,9 @@ class Eviction:
             policy.defer(busy)
             n -= len(writing)
             last = rows[idle & only][: max(n, 0)]
-            budget -= max(1, len(busy) + len(spare) + len(last))
+            # Leases that never end may hold all that is coldest: to look past it is cheap.
+            look = 2 * look if len(busy) == len(rows) else max(n, _SCAN_MIN)
+            budget -= max(1, len(busy) // _BUSY_COST + len(spare) + len(last))
             n -= self._evict_last_copies(tier, pool, last)
 
     def _evict_last_copies(self, tier: int, pool: Pool, rows: Rows) -> int:

@@ -1130,3 +1130,20 @@ def test_a_chain_that_arrives_in_another_order_is_told_to_the_policy_once_and_pa
         r.settle()
         for tier, pool in enumerate(r.spaces[1].pools):
             assert r.policy(tier, pool).coldest(9, w.now).tolist() == rows[::-1].tolist()
+
+
+def test_what_is_coldest_and_held_for_ever_hides_nothing() -> None:
+    w = World(200, 0, slots=8, max_blocks=2048, limits=Limits(leases_per_client=4096))
+    w.open(1)
+    keys = [b"%04d" % i for i in range(1600)]
+    held = []
+    for key in keys:
+        w.put(0, 1, [key])
+        if len(held) < 1400:
+            held.append(grant_of(w.acquire(1, 1, [key])))
+    for i in range(100):
+        new = [b"n%03d" % i]
+        w.put(0, 1, new)
+        assert w.lookup(1, new) == 1, f"put {i} is refused though 200 blocks are nobody's"
+    for each in held:
+        w.send(ev.Release(1, each.lease))
