@@ -188,7 +188,8 @@ def _serve_both(path: Path) -> int:
 
     from kvstore.admin import app, main  # noqa: PLC0415
     from kvstore.config import load  # noqa: PLC0415
-    from kvstore.daemon.main import listen, run  # noqa: PLC0415
+    from kvstore.daemon.listener import listen  # noqa: PLC0415
+    from kvstore.daemon.main import run  # noqa: PLC0415
 
     config = load(path)
 

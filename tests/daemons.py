@@ -182,7 +182,9 @@ class Peer:
 
     def quiet(self, for_s: float = 0.2) -> bool:
         """Whether nothing arrives for a while."""
-        return not self._ready and not select.select([self.sock], [], [], for_s)[0]
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return not self._ready and not poll.poll(1000 * for_s)
 
 
 @contextmanager

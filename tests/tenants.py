@@ -70,6 +70,19 @@ def acting_as(uid: int) -> Iterator[None]:
         os.setegid(0)
 
 
+@contextmanager
+def acting_as_root() -> Iterator[None]:
+    """Within `acting_as`: root again."""
+    uid = os.geteuid()
+    os.seteuid(0)
+    os.setegid(0)
+    try:
+        yield
+    finally:
+        os.setegid(uid)
+        os.seteuid(uid)
+
+
 class Member(Client):
     """A client that connects as a user."""
 

@@ -218,6 +218,24 @@ def watcher(daemon: ServedDaemon) -> Iterator[Client]:
         eventually(lambda: made.status()["leases"] == 0)
 
 
+def test_a_full_queue_of_connections_is_waited_for(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "full.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+            first.connect(str(path))
+            thread, came = in_thread(lambda: kind.link(path))
+            time.sleep(0.1)
+            assert not came, "the queue is full"
+            listener.accept()[0].close()
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(pack(m.Welcome(m.VERSION, b"x", 1 << 24, 128, 128)))
+                thread.join()
+                kind.in_place(came[0].close)
+
+
 # -- against a daemon
 
 

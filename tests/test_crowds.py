@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,7 +17,16 @@ from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
 from tests.daemons import SMALL, Peer, eventually, got, log_of, names, new_layout, payloads
-from tests.tenants import ATTACKER, VICTIM, Member, TenantDaemon, acting_as, needs_root, peer_of
+from tests.tenants import (
+    ATTACKER,
+    VICTIM,
+    Member,
+    TenantDaemon,
+    acting_as,
+    acting_as_root,
+    needs_root,
+    peer_of,
+)
 
 MIB = 1 << 20
 TENANTS = f"[tenants.victim]\nuids = [{VICTIM}]\n[tenants.attacker]\nuids = [{ATTACKER}]\n"
@@ -65,6 +75,60 @@ def test_a_request_of_too_many_values_ends_its_connection(
         with suppress(BrokenPipeError):
             peer.send(struct.pack("<I", len(body)), body)
         assert why in peer.refused().why
+
+
+@needs_root
+def test_a_tenants_request_has_fewer_values_than_an_operators(shared: TenantDaemon) -> None:
+    call = m.Control(1, "none", {"x": [[1] * 100] * 100})
+    with Peer(shared.socket) as operator:
+        operator.hello()
+        assert isinstance(operator.ask(call), m.Denied)
+    with peer_of(shared, ATTACKER) as peer:
+        peer.send(call)
+        assert "more than 1024 values in lists and maps" in peer.refused().why
+
+
+@needs_root
+def test_a_user_who_connects_and_connects_keeps_no_other_waiting(shared: TenantDaemon) -> None:
+    with ExitStack() as held:
+        crowd: list[Peer] = []
+        with acting_as(ATTACKER):
+            ends = time.monotonic() + 2.0
+            while time.monotonic() < ends and len(crowd) < 2000:
+                with suppress(BlockingIOError):
+                    crowd.append(held.enter_context(Peer(shared.socket)))
+                if len(crowd) % 500 == 100:
+                    with acting_as_root(), peer_of(shared, VICTIM) as victim:
+                        assert isinstance(victim.ask(m.Ping(1)), m.Value)
+        assert len(crowd) >= 600
+        # Opened are what may be at once, and what the rate allows; those beyond are closed unheard.
+        eventually(lambda: any(not peer.quiet(for_s=0) and _unheard(peer) for peer in crowd))
+
+
+def _unheard(peer: Peer) -> bool:
+    """Whether the daemon hung up without a word."""
+    try:
+        return peer.receive() is None
+    except ConnectionResetError:
+        return True
+
+
+@needs_root
+def test_answers_that_nobody_reads_have_a_bound_for_each_tenant(shared: TenantDaemon) -> None:
+    before = _rss(shared)
+    asks = b"".join(pack(m.Status(n + 1)) for n in range(1000))
+    with ExitStack() as held:
+        peers = [held.enter_context(peer_of(shared, ATTACKER)) for _ in range(8)]
+        ends = time.monotonic() + 30.0
+        while "does not read its answers" not in log_of(shared) and time.monotonic() < ends:
+            for peer in peers:
+                peer.sock.settimeout(0.05)
+                with suppress(TimeoutError, OSError):
+                    peer.send(asks)
+            assert _rss(shared) - before < 128 * MIB
+        assert "does not read its answers" in log_of(shared)
+        with Member(shared, VICTIM) as member:
+            assert member.status()["connections"] == 1
 
 
 def test_what_is_long_is_told_apart_from_what_is_many(daemon: ServedDaemon) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from kvstore.core import events as ev
 from kvstore.core.devices import FENCED
 from kvstore.core.keys import Keys
 from kvstore.daemon.main import open_tiers
-from kvstore.daemon.server import Server
+from kvstore.daemon.server import Connection, Server
 from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, Role
@@ -292,6 +294,30 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
         await shell.stop(5)
 
     asyncio.run(run())
+
+
+def test_an_ended_connection_is_free_before_the_collector_runs(tmp_path: Path) -> None:
+    (tmp_path / "kvstore.toml").write_text('dram.limit = "8MiB"\nscrub.rate = 0\n')
+    made: list[weakref.ref[Any]] = []
+
+    async def work(client: AsyncClient) -> None:
+        before = {id(each) for each in connections()}
+        async with AsyncClient(f"unix://{client.path}", strict=True, deadline_s=10) as other:
+            await round_trip(other, 1)
+            made.extend(weakref.ref(each) for each in connections() if id(each) not in before)
+            assert made
+        for _ in range(200):
+            await asyncio.sleep(0.005)
+        assert [each() for each in made] == [None] * len(made)
+
+    def connections() -> list[Connection]:
+        return [each for each in gc.get_objects() if isinstance(each, Connection)]
+
+    gc.disable()
+    try:
+        served(tmp_path / "kvstore.toml", work)
+    finally:
+        gc.enable()
 
 
 async def round_trip(client: AsyncClient, salt: int) -> None:

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from kvstore import Client
 from kvstore.daemon.server import Connection
-from kvstore.daemon.turns import QUEUED_BYTES, SLICE_S, Turns, cost, nbytes
+from kvstore.daemon.turns import (
+    _READ_BURST_BYTES,
+    QUEUED_BYTES,
+    READ_BYTES_PER_S,
+    SLICE_S,
+    Turns,
+    cost,
+    nbytes,
+)
 from kvstore.errors import RemoteProtocolError
 from kvstore.lab.served import ServedDaemon
 from kvstore.wire import messages as m
@@ -301,6 +309,61 @@ def test_a_second_read_waits_for_the_first(world: World) -> None:
     assert not peer.paused
     done = sorted([*peer.ran, *peer.refused], key=lambda ping: int(ping.id))
     assert done == pings(200)
+
+
+def test_connections_that_send_much_are_read_one_at_a_time_each_tenants_in_turn(world: World) -> None:
+    crowd, other = [world.peer(0) for _ in range(50)], world.peer(1)
+    for peer in [*crowd, other]:
+        peer.line.rest(64 << 10)
+        assert peer.paused
+    rounds = 0
+    while other.paused:
+        world.loop.round()
+        rounds += 1
+        assert 50 - sum(peer.paused for peer in crowd) <= rounds, "one in a round"
+    assert rounds <= 8, "another tenant's are not behind all of a crowd"
+    world.loop.run()
+    assert not any(peer.paused for peer in crowd)
+
+
+def test_a_tenants_long_requests_are_read_at_a_bounded_rate(world: World) -> None:
+    world.turns.set(0, 1.0)
+    peer, other = world.peer(0), world.peer(1)
+    began, nbytes = world.loop.now, 0
+    while nbytes < _READ_BURST_BYTES + 64 * MIB:
+        peer.line.rest(64 << 10)
+        nbytes += 64 << 10
+        world.loop.run()
+        assert not peer.paused
+    assert world.loop.now - began == pytest.approx(64 * MIB / READ_BYTES_PER_S, rel=0.05)
+    other.send(m.Ping(1))
+    assert other.ran
+
+
+def test_who_is_alone_may_send_as_much_as_it_likes(world: World) -> None:
+    peer = world.peer(0)
+    peer.line.rest(1 << 30)
+    assert not peer.paused
+
+
+def test_who_rests_is_read_on_when_its_requests_have_run_too(world: World) -> None:
+    world.peer(1)
+    peer = world.peer(0)
+    peer.send(*pings(100))
+    peer.line.rest(64 << 10)
+    assert peer.paused
+    world.loop.run()
+    assert not peer.paused
+    assert len(peer.ran) + len(peer.refused) == 100
+
+
+def test_who_leaves_while_it_rests_is_not_read(world: World) -> None:
+    world.peer(1)
+    peer = world.peer(0)
+    peer.line.rest(64 << 10)
+    peer.leave()
+    world.loop.run()
+    assert peer.paused == 1
 
 
 def test_a_connection_that_sends_faster_than_its_requests_run_is_held_up_not_refused() -> None:

@@ -23,7 +23,8 @@ from kvstore.admin import app as application
 from kvstore.admin import hour
 from kvstore.admin.callers import PEER
 from kvstore.config import Config, load, parse_listen
-from kvstore.daemon.main import identity, listen, new_runner, unlink_own
+from kvstore.daemon.listener import identity, listen, unlink_own
+from kvstore.daemon.main import new_runner
 from kvstore.daemon.notify import notify
 from kvstore.daemon.peers import peer_of
 from kvstore.errors import KVStoreError, TierError

@@ -56,6 +56,7 @@ T = TypeVar("T")
 _RECEIVE_BYTES = 256 << 10
 _IDLE_LINKS = 64
 _WATCH_EVERY_S = 0.1
+_QUEUE_FULL_S = 0.002
 
 
 class AsyncLink(BaseLink):
@@ -69,10 +70,19 @@ class AsyncLink(BaseLink):
     async def connect(self, path: str) -> None:
         """Connects and shakes hands."""
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(self._sock, path)
+        while not self._reach(path):  # noqa: ASYNC110 - nothing tells when there is room
+            await asyncio.sleep(_QUEUE_FULL_S)
         with contextlib.suppress(BrokenPipeError):
             await loop.sock_sendall(self._sock, self.session.hello())
         self.session.welcome(await self._receive())
+
+    def _reach(self, path: str) -> bool:
+        """Connects; False while the daemon's queue of connections is full, which no poll tells the end of."""
+        try:
+            self._sock.connect(path)
+        except BlockingIOError:
+            return False
+        return True
 
     async def call(self, message: Any) -> Any:
         """Sends a request, returns its answer. Any exception, and being cancelled, closes the connection."""

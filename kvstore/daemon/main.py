@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -18,11 +20,12 @@ from pathlib import Path
 from kvstore.config import Config
 from kvstore.daemon.devices import open_devices
 from kvstore.daemon.gpus import Pinner, open_pools
+from kvstore.daemon.listener import Listener, identity, listen, unlink_own
 from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
 from kvstore.daemon.server import Server
 from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell
-from kvstore.errors import KVStoreError, TierError
+from kvstore.errors import KVStoreError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.network import open_network
@@ -33,9 +36,10 @@ from kvstore.types import extent_bytes
 _log = logging.getLogger("kvstore")
 
 _SWITCH_INTERVAL_S = 1e-4
-_BACKLOG = 128
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_MAPPED_FROM_BYTES = 64 << 10
 _OPERATORS_MODE = 0o600
-GC_THRESHOLD = 50_000  # blocks are no objects, so little is there to find
+GC_THRESHOLD = 5_000  # blocks are no objects, so little is there to find
 
 
 def run(path: Path | None) -> int:
@@ -49,6 +53,7 @@ def run(path: Path | None) -> int:
     )
     # With the default of 5 ms, a thread in pure Python delays an answer by a millisecond.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    _give_memory_back()
     with new_runner() as runner:
         return runner.run(_serve(settings))
 
@@ -60,6 +65,15 @@ def new_runner() -> asyncio.Runner:
     except ImportError:
         return asyncio.Runner()
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def _give_memory_back() -> None:
+    """Has glibc map what is large by itself, so that it goes back to the system when it is freed.
+
+    Left alone, glibc raises its threshold to the largest that was ever freed, and keeps what a crowd needed.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
 
 
 async def _serve(settings: Settings) -> int:
@@ -82,9 +96,7 @@ async def _serve(settings: Settings) -> int:
         server = Server(shell, settings)
         server.lag.start()
         listening = [
-            await loop.create_unix_server(
-                partial(server.connect, among_operators), sock=each, backlog=_BACKLOG
-            )
+            Listener(loop, each, partial(server.connect, among_operators))
             for among_operators, each in zip((False, True), listeners, strict=False)
         ]
         reloads = _Reloads(settings)
@@ -170,55 +182,3 @@ def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, 
             listener.setblocking(False)
             return listener, False
     return listen(config.daemon.socket, config.daemon.socket_mode), True
-
-
-def listen(path: Path, mode: int) -> socket.socket:
-    """A bound, listening socket. TierError names the path if it can't be had or another daemon has it."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _remove_stale(path)
-        old = os.umask(0o777 & ~mode)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(old)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise TierError(f"cannot listen on {path}: {error.strerror or error}", "set daemon.socket") from error
-    except KVStoreError:
-        listener.close()
-        raise
-    return listener
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what is at a path; None if there is nothing."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def unlink_own(path: Path, made: tuple[int, int] | None) -> None:
-    """Removes a socket of that `identity`: by now, another daemon's may be at its path."""
-    if made is not None and identity(path) == made:
-        path.unlink(missing_ok=True)
-
-
-def _remove_stale(path: Path) -> None:
-    """Removes a socket that nobody serves. TierError if somebody does, or if it is no socket."""
-    if not path.is_socket():
-        raise TierError(f"{path} exists and is no socket", "set daemon.socket to another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except OSError as error:
-            raise TierError(f"cannot tell who serves {path}: {error.strerror}") from error
-    raise TierError(f"another daemon serves {path}", "stop it, or set daemon.socket to another path")

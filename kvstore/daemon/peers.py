@@ -33,11 +33,22 @@ class Peer:
         return os.pidfd_open(self.pid)
 
 
+def uid_of(sock: socket.socket) -> int:
+    """The user of the process at the other end of a connected Unix socket."""
+    return _credentials(sock)[1]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """pid, uid, gid."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
 def peer_of(fd: int) -> Peer:
     """The peer of a connected Unix socket. Supplementary groups only from kernels that tell, 256 at most."""
     with socket.socket(fileno=os.dup(fd)) as sock:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, gid = _CREDENTIALS.unpack(raw)
+        pid, uid, gid = _credentials(sock)
         more = array("I")
         with contextlib.suppress(OSError):
             more.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_BYTES))

@@ -94,42 +94,15 @@ class Requests:
         self._waits: set[Wait] = set()
         self._left = False
         self.prompts = Prompts(shell.hits, wire.who.tenant)
-        self._run_by_type: dict[type, tuple[Role, Callable[[Any], None]]] = {
-            m.Ping: (Role.READ, lambda q: self._wire.send(m.Value(q.id, 0))),
-            m.Status: (Role.READ, lambda q: self._wire.send(m.Report(q.id, self._wire.status()))),
-            m.Open: (Role.READ, self._open),
-            m.Lookup: (Role.READ, self._lookup),
-            m.Acquire: (Role.READ, self._acquire),
-            Woken: (Role.READ, self._acquire_woken),
-            m.Release: (Role.READ, self._release),
-            m.Abort: (Role.READ, self._abort),
-            m.Prefetch: (Role.READ, self._prefetch),
-            m.HandOff: (Role.WRITE, self._hand_off),
-            m.Suspect: (Role.READ, self._suspect),
-            m.Map: (Role.READ, self._map),
-            m.Reserve: (Role.WRITE, self._reserve),
-            m.Commit: (Role.WRITE, self._commit),
-            m.Explain: (Role.READ, self._explain),
-            m.RecordStart: (Role.READ, self._record),
-            m.RecordRead: (Role.READ, self._read_record),
-            m.Hint: (Role.WRITE, self._hint),
-            m.Pin: (Role.WRITE, self._pin),
-            m.Unpin: (Role.WRITE, self._unpin),
-            m.Invalidate: (Role.WRITE, self._invalidate),
-            m.Publish: (Role.ADMIN, self._publish),
-            m.Forget: (Role.ADMIN, self._forget),
-            m.DeleteTenant: (Role.ADMIN, self._delete_tenant),
-            m.Control: (Role.READ, self._control),
-        }
 
     def run(self, message: Any) -> None:
         """Runs one message of the peer's. Raises RemoteProtocolError if it is none that peers send."""
-        known = self._run_by_type.get(type(message))
+        known = _RUNS.get(type(message))
         if known is None:
             raise RemoteProtocolError(f"{type(message).__name__} is not for the daemon")
         role, run = known
         if self._wire.who.role >= role:
-            run(message)
+            run(self, message)
         elif hasattr(message, "id"):
             self._lacks(message.id, role)
 
@@ -139,6 +112,12 @@ class Requests:
         for wait in self._waits:
             self._shell.waits.cancel(wait)
         self.prompts.leave()
+
+    def _ping(self, q: m.Ping) -> None:
+        self._wire.send(m.Value(q.id, 0))
+
+    def _status(self, q: m.Status) -> None:
+        self._wire.send(m.Report(q.id, self._wire.status()))
 
     # -- namespaces
 
@@ -503,3 +482,33 @@ class Requests:
         # What asks for no answer gets none.
         if request:
             self._wire.send(m.Denied(request, why, hint))
+
+
+_RUNS: dict[type, tuple[Role, Callable[[Requests, Any], None]]] = {
+    m.Ping: (Role.READ, Requests._ping),
+    m.Status: (Role.READ, Requests._status),
+    m.Open: (Role.READ, Requests._open),
+    m.Lookup: (Role.READ, Requests._lookup),
+    m.Acquire: (Role.READ, Requests._acquire),
+    Woken: (Role.READ, Requests._acquire_woken),
+    m.Release: (Role.READ, Requests._release),
+    m.Abort: (Role.READ, Requests._abort),
+    m.Prefetch: (Role.READ, Requests._prefetch),
+    m.HandOff: (Role.WRITE, Requests._hand_off),
+    m.Suspect: (Role.READ, Requests._suspect),
+    m.Map: (Role.READ, Requests._map),
+    m.Reserve: (Role.WRITE, Requests._reserve),
+    m.Commit: (Role.WRITE, Requests._commit),
+    m.Explain: (Role.READ, Requests._explain),
+    m.RecordStart: (Role.READ, Requests._record),
+    m.RecordRead: (Role.READ, Requests._read_record),
+    m.Hint: (Role.WRITE, Requests._hint),
+    m.Pin: (Role.WRITE, Requests._pin),
+    m.Unpin: (Role.WRITE, Requests._unpin),
+    m.Invalidate: (Role.WRITE, Requests._invalidate),
+    m.Publish: (Role.ADMIN, Requests._publish),
+    m.Forget: (Role.ADMIN, Requests._forget),
+    m.DeleteTenant: (Role.ADMIN, Requests._delete_tenant),
+    m.Control: (Role.READ, Requests._control),
+}
+"""By its type: who may have a message run, and what runs it."""

@@ -48,11 +48,14 @@ _STRANGERS = 256
 _FOR_OPERATORS = 16
 _SHARE_OF_FREE = 2
 _FRAME_WITHIN_S = 10.0
-_UNFINISHED_BYTES = 64 << 20
+_UNFINISHED_BYTES = 32 << 20
 """The most that a tenant's frames that have not ended take."""
 _UNREAD_BYTES = 16 << 20
+"""The most that the answers to one connection take until it reads them; those to a tenant: twice that."""
 _CLOSE_TURNS = 1000
 _FRAME_TO_CLIENT_BYTES = 1 << 30
+_READ_BYTES = 64 << 10
+_LONG_READ_BYTES = 16 << 10
 _numbers = itertools.count(1)
 
 try:
@@ -81,6 +84,8 @@ class Server:
         self.connections: set[Connection] = set()
         self.strangers: dict[Connection, None] = {}
         self.unfinished_bytes: Counter[int] = Counter()
+        self.unread_bytes: Counter[int] = Counter()
+        self.received = memoryview(bytearray(_READ_BYTES))
         self._told: set[tuple[int, int, int]] = set()
         self.settings = settings
         settings.told_to(self._consequences, self._reconfigure, partial(devices.opener, shell))
@@ -178,7 +183,7 @@ class Server:
             await asyncio.sleep(0.001)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One peer, from its Hello to its end."""
 
     def __init__(self, server: Server, among_operators: bool = False) -> None:
@@ -187,7 +192,7 @@ class Connection(asyncio.Protocol):
         self._shell = server.shell
         self.number = next(_numbers)
         self.who: Identity
-        self._frames = Frames(_HELLO_BYTES, m.decode_request)
+        self._frames = Frames(_HELLO_BYTES, self._decode)
         self._transport: asyncio.Transport
         self._peer: Peer
         self._token = ""
@@ -197,13 +202,15 @@ class Connection(asyncio.Protocol):
         self._hello_timer: asyncio.TimerHandle | None = None
         self._frame_timer: asyncio.TimerHandle | None = None
         self._unfinished_bytes = 0
+        self._unread_bytes = 0
+        self._reads_slowly = False
         self._began_s: dict[int, tuple[type, float]] = {}
         self._runs = 0
 
     # -- the event loop's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
+        """See asyncio.BaseProtocol."""
         self._transport = cast(asyncio.Transport, transport)
         self._peer = peer_of(self._transport.get_extra_info("socket").fileno())
         self._line = self._server.turns.line(self, self._transport)
@@ -215,10 +222,20 @@ class Connection(asyncio.Protocol):
             gone._fail(f"{_STRANGERS} peers have not said Hello", "say it as soon as you are connected")
             gone.abort()
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See asyncio.BufferedProtocol. Strangers are read little at a time."""
+        return self._server.received if self.greeted else self._server.received[:_HELLO_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio.BufferedProtocol."""
+        self.data_received(bytes(self._server.received[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Takes in what has come from the peer."""
         self._line.feed(self._frames.feed(data))
         self._count_unfinished(self._frames.waiting_bytes)
+        if len(data) > _LONG_READ_BYTES:
+            self._line.rest(len(data))
 
     def _count_unfinished(self, nbytes: int) -> None:
         """A frame that does not end has a bound, and so have all of a tenant; strangers' are short."""
@@ -239,31 +256,34 @@ class Connection(asyncio.Protocol):
         self._frame_timer = None
         if not self._frames.unfinished:
             return
-        if ended == self._frames.ended and self._line.unread is None:
+        if ended == self._frames.ended and not self._line.held_up:
             self._fail(f"a frame has not ended within {_FRAME_WITHIN_S:g} s", "send it in one go")
             self.abort()
         else:
             self._count_unfinished(self._frames.waiting_bytes)
 
     def eof_received(self) -> None:
-        """See asyncio.Protocol."""
+        """See asyncio.BufferedProtocol."""
         if self._frames.unfinished:
             _log.info("connection %d: ended in the middle of a frame", self.number)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol. The core frees what the client held."""
+        """See asyncio.BaseProtocol. The core frees what the client held."""
         for timer in (self._hello_timer, self._frame_timer):
             if timer is not None:
                 timer.cancel()
         if self in self._server.connections:
             self._count_unfinished(0)
+            self._count_unread(0)
             self._server.connections.discard(self)
             self._server.strangers.pop(self, None)
             self._line.leave()
-            # A connection is a reference cycle: what it holds stays until the collector runs.
+            # Without these circles all that it held is free now, not when the collector runs.
             self._frames = Frames(_HELLO_BYTES, m.decode_request)
             if self._requests is not None:
                 self._requests.leave()
+                self._requests = None
+            self._hello_timer = self._frame_timer = None
             self._shell.leave(self)
             self._shell.recorder.leave(self.number)
             self._shell.handle(ev.ClientLost(self.number))
@@ -302,6 +322,10 @@ class Connection(asyncio.Protocol):
                 self._transport.abort()
 
     # -- messages
+
+    def _decode(self, body: memoryview) -> Any:
+        most = m.MOST_OF_OPERATORS if self.greeted and self.who.operator else m.MOST_VALUES
+        return m.decode_request(body, most)
 
     def run(self, message: Any, waited_s: float) -> None:
         """See Peer. Time in which a request waited for its turn is part of its deadline."""
@@ -466,7 +490,26 @@ class Connection(asyncio.Protocol):
             return
         self._ended(message)
         self._transport.write(pack(message, _FRAME_TO_CLIENT_BYTES, self._version))
-        if self._transport.get_write_buffer_size() > _UNREAD_BYTES:
+        if self._reads_slowly:
+            self._count_unread(self._transport.get_write_buffer_size())
+
+    def pause_writing(self) -> None:
+        """See asyncio.BaseProtocol."""
+        self._reads_slowly = True
+
+    def resume_writing(self) -> None:
+        """See asyncio.BaseProtocol."""
+        self._reads_slowly = False
+        self._count_unread(0)
+
+    def _count_unread(self, nbytes: int) -> None:
+        """Answers that are not read have a bound, and so have all of a tenant's."""
+        if self._line.tenant is None:
+            return
+        of_tenant, tenant = self._server.unread_bytes, self._line.tenant
+        of_tenant[tenant] += nbytes - self._unread_bytes
+        self._unread_bytes = nbytes
+        if nbytes > _UNREAD_BYTES or of_tenant[tenant] > 2 * _UNREAD_BYTES:
             _log.warning("connection %d does not read its answers: disconnected", self.number)
             self._transport.abort()
 

@@ -3,7 +3,8 @@
 While nobody waits, what arrives runs at once. When more arrives than runs, it waits, undecoded and then
 decoded, and turns of `SLICE_S` run what goes next by `Fair`; between turns the loop reads sockets. A
 connection that sends faster than its requests run is not read for a while, nor are those of a tenant whose
-requests take `QUEUED_BYTES` as they wait. A tenant that has too much queued all the same, or is held back by
+requests take `QUEUED_BYTES` as they wait. Connections that send much are read in turns too, and of one tenant
+at most `READ_BYTES_PER_S`. A tenant that has too much queued all the same, or is held back by
 its cap, is told so. The messages of one connection run in their order.
 
 Not covered: what a request leads to after it has run, such as copies between tiers.
@@ -25,6 +26,13 @@ SLICE_S = 200e-6
 
 QUEUED_BYTES = 16 << 20
 """What a tenant's requests may take while they wait, and one request more."""
+
+READ_BYTES_PER_S = 64 << 20
+"""What is read of a tenant's long requests beyond `_READ_BURST_BYTES`, while others are connected."""
+
+_READ_BURST_BYTES = 8 << 20
+_READ_UNIT_BYTES = 4096
+_READ_AT_ONCE_UNITS = 64
 
 _UNIT_S = 16e-6  # what a cost of 1 takes, about: a request of up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
@@ -57,6 +65,19 @@ class Peer(Protocol):
         """A message could not be decoded, or not be run: ends the connection."""
 
 
+class _Nobody:
+    """In place of a connection that has ended, which is free at once so: nothing refers to it in a circle."""
+
+    def run(self, message: Any, waited_s: float) -> None:
+        """See Peer."""
+
+    def busy(self, message: Any, retry_s: float) -> None:
+        """See Peer."""
+
+    def failed(self, error: Exception) -> None:
+        """See Peer."""
+
+
 class Line:
     """What one connection has sent and has not run yet."""
 
@@ -67,6 +88,7 @@ class Line:
         "paused",
         "peer",
         "queued",
+        "rests",
         "since",
         "tenant",
         "transport",
@@ -84,11 +106,21 @@ class Line:
         self.queued = 0
         self.listed = False
         self.paused = False
+        self.rests = False
         self.gone = False
+
+    @property
+    def held_up(self) -> bool:
+        """Whether it is us who do not read on."""
+        return self.unread is not None or self.paused
 
     def feed(self, messages: Iterator[Any]) -> None:
         """Messages that have arrived, decoded as they are asked for. Runs them, now or in turns."""
         self._turns.feed(self, messages)
+
+    def rest(self, nbytes: int) -> None:
+        """The connection has sent so much at once: it is read on in its turn, if it is not alone."""
+        self._turns.rest(self, nbytes)
 
     def join(self, tenant: int) -> None:
         """From now on this is a connection of a tenant."""
@@ -116,6 +148,7 @@ class Turns:
         self._loop = loop
         self._stopwatch = stopwatch
         self._reading: Fair[Line] = Fair((1.0,), 1, _UNLIMITED, 1)
+        self._resting: Fair[Line] = Fair((1.0,), _READ_AT_ONCE_UNITS, _UNLIMITED, _READ_AT_ONCE_UNITS)
         self._running: Fair[_Request] = Fair((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
         self._queued: Counter[int] = Counter()
         self._queued_bytes: Counter[int] = Counter()
@@ -134,6 +167,8 @@ class Turns:
         """
         self._reading.set(tenant, weight)
         self._running.set(tenant, weight, requests_per_s, _BURST_S * requests_per_s)
+        rate, burst = READ_BYTES_PER_S / _READ_UNIT_BYTES, _READ_BURST_BYTES / _READ_UNIT_BYTES
+        self._resting.set(tenant, weight, rate, burst)
         self._rates.pop(tenant, None)
         if requests_per_s:
             self._rates[tenant] = requests_per_s
@@ -180,9 +215,7 @@ class Turns:
             line.unread, line.since = messages, now
         else:
             line.unread = itertools.chain(line.unread, messages)
-            if not line.paused:
-                line.paused = True
-                line.transport.pause_reading()
+            _pause(line)
         self._list(line)
         self._go_on_soon()
 
@@ -191,9 +224,29 @@ class Turns:
             line.listed = True
             self._reading.put(_STRANGERS if line.tenant is None else line.tenant, 0, 1, line)
 
+    def rest(self, line: Line, nbytes: int) -> None:
+        """See Line."""
+        if len(self.connected) <= 1 or line.rests or line.transport.is_closing():
+            return
+        line.rests = True
+        _pause(line)
+        tenant = _STRANGERS if line.tenant is None else line.tenant
+        self._resting.put(tenant, 0, -(-nbytes // _READ_UNIT_BYTES), line)
+        self._go_on_soon()
+
+    def _wake(self, now: float) -> bool:
+        """Reads on from one of those that rest; False if none may be read on."""
+        taken = self._resting.take(now)
+        if taken is None:
+            return False
+        line = taken[3]
+        line.rests = False
+        _resume(line)
+        return True
+
     def leave(self, line: Line) -> None:
         """See Line."""
-        line.gone, line.unread = True, None
+        line.gone, line.unread, line.peer = True, None, _Nobody()
         if line.tenant is not None:
             self.connected[line.tenant] -= 1
             if not self.connected[line.tenant]:
@@ -219,21 +272,24 @@ class Turns:
         self._soon = False
         now = self._stopwatch()
         ends = now + SLICE_S
+        woken = self._wake(now)
         while now < ends:
             read, ran = self._read(now), self._run(now)
             if not read and not ran:
-                self._wait(now)
-                return
+                if not woken:
+                    self._wait(now)
+                    return
+                break
             now = self._stopwatch()
         self._go_on_soon()
 
     def _wait(self, now: float) -> None:
-        """Nothing can run now: goes on when a tenant's cap lets it."""
+        """Nothing can be run or read on now: goes on when a tenant's cap lets it."""
         self._spent_s, self._ended = 0.0, now
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at = self._running.ready_at(now)
+        at = min(self._running.ready_at(now), self._resting.ready_at(now))
         if at < float("inf"):
             self._timer = self._loop.call_later(at - now, self._go_on_soon)
 
@@ -253,7 +309,8 @@ class Turns:
                     return True
                 message = next(line.unread, None)
                 if message is None:
-                    self._read_all(line)
+                    line.unread = None
+                    _resume(line)
                 elif line.tenant is None:
                     line.peer.run(message, now - line.since)
                     if line.transport.is_closing():
@@ -276,13 +333,6 @@ class Turns:
         There is a bound all the same, for messages that can't be refused.
         """
         return 4 * self.queued_requests if line.tenant in self._rates else _AHEAD
-
-    def _read_all(self, line: Line) -> None:
-        line.unread = None
-        if line.paused:
-            line.paused = False
-            if not line.transport.is_closing():
-                line.transport.resume_reading()
 
     def _queue(self, line: Line, tenant: int, message: Any) -> None:
         if self._queued[tenant] >= self.queued_requests and _refusable(message):
@@ -324,6 +374,20 @@ class Turns:
                     self._list(other)
         if not self._queued[line.tenant]:
             del self._queued[line.tenant], self._queued_bytes[line.tenant]
+
+
+def _pause(line: Line) -> None:
+    if not line.paused:
+        line.paused = True
+        line.transport.pause_reading()
+
+
+def _resume(line: Line) -> None:
+    """Reads on, unless there still is a reason not to."""
+    if line.paused and line.unread is None and not line.rests:
+        line.paused = False
+        if not line.transport.is_closing():
+            line.transport.resume_reading()
 
 
 def cost(message: Any) -> int:

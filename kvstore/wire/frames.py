@@ -63,10 +63,12 @@ class Frames:
                     )
                 if len(buffer) - at - 4 < length:
                     break
-                body = bytes(buffer[at + 4 : at + 4 + length])
-                at += 4 + length
+                start, at = at + 4, at + 4 + length
                 self.ended += 1
-                yield self._decode(memoryview(body))
+                # Let go of at once: a buffer that is looked at can't grow.
+                with memoryview(buffer) as received, received[start:at] as body:
+                    message = self._decode(body)
+                yield message
         finally:
             if at:
                 del buffer[:at]

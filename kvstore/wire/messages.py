@@ -36,8 +36,10 @@ REQUEST_RECORD = struct.Struct("<dII")
 
 LONGEST = 1024
 """The most values that one list or map of a request has."""
-MOST_VALUES = 16 * LONGEST
+MOST_VALUES = LONGEST
 """The most that all lists and maps of a request have together."""
+MOST_OF_OPERATORS = 16 * LONGEST
+"""The same for operators, who send whole configurations."""
 _SHORT_BYTES = 4096
 """What is no longer than this needs no counting."""
 
@@ -630,13 +632,13 @@ def encode(message: Any, version: int = VERSION) -> bytes:
 class _Counted:
     """Lists and maps of one message as they end, each counted with what it holds."""
 
-    def __init__(self) -> None:
-        self._left = MOST_VALUES
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
 
     def __call__(self, container: Any) -> Any:
         self._left -= 1 + len(container)
         if self._left < 0:
-            raise ValueError(f"more than {MOST_VALUES} values in lists and maps")
+            raise ValueError(f"more than {self._most} values in lists and maps")
         return container
 
 
@@ -649,12 +651,13 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     return _message(items)
 
 
-def decode_request(data: bytes | bytearray | memoryview) -> Any:
+def decode_request(data: bytes | bytearray | memoryview, most_values: int = MOST_VALUES) -> Any:
     """`decode` for what anybody may have sent: few values, so that it is quick at any size.
 
-    Raises RemoteProtocolError also for lists and maps with more than `LONGEST` and `MOST_VALUES` allow.
+    Raises RemoteProtocolError also for a list or map of more than `LONGEST` values, and for more than
+    `most_values` in all lists and maps together.
     """
-    count = _Counted() if len(data) > _SHORT_BYTES else None
+    count = _Counted(most_values) if len(data) > _SHORT_BYTES else None
     try:
         items = msgpack.unpackb(
             data, use_list=False, max_ext_len=0, max_array_len=LONGEST, max_map_len=LONGEST,
