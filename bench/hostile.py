@@ -7,7 +7,9 @@ without the load; the share of its calls that brought all they asked for in time
 daemon had, above what it had before the first load. `alone` is measured before every load, and is one.
 
 Each load has 64 connections of one process, which uses at most its part of `CORES` (see `hostile_load`); all
-together use no more. `hostile/control`: processes that use as much CPU, and ask the daemon for nothing.
+together use no more. `hostile/control`: processes that use as much CPU as the attackers and the daemon did
+under all loads at once, and ask the daemon for nothing. It is what these cores cost the victim, whoever is
+on them; `ratio_control` compares a load's calls with those beside it.
 `hostile/admin`: the victim is a probe that asks `kvstore admin` for /readyz over TCP, one connection a probe.
 """
 
@@ -66,7 +68,7 @@ ATTACKS: dict[str, tuple[Attack, str, str]] = {
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Of the victim's blocks and of tiers; chains are more than DRAM holds. Each load runs for `warm_up_s`
-    and the bench's seconds, all together for `all_times` that.
+    and the bench's seconds.
     """
 
     block_bytes: int = 64 * KIB
@@ -74,7 +76,6 @@ class Sizes:
     chains: int = 192
     blocks: int = 32
     pace_s: float = 0.01
-    all_times: float = 12.0
     warm_up_s: float = 0.5
     least_s: float = 0.0
 
@@ -84,7 +85,7 @@ class Sizes:
         return Layout(model="bench-hostile", block_bytes=self.block_bytes)
 
 
-SMOKE = Sizes(4 * KIB, 16 * MIB, 8, 8, 0.01, 1.0, 0.05, 0.25)
+SMOKE = Sizes(4 * KIB, 16 * MIB, 8, 8, 0.01, 0.05, 0.25)
 
 
 @dataclass(slots=True)
@@ -122,14 +123,15 @@ def _loads(bench: Bench, z: Sizes, daemon: ServedDaemon) -> Iterator[Result]:
     with running(hostile_load.work, victim, z.chains, z.blocks, z.pace_s) as end:
         attacked = _Attacked(bench, z, daemon)
         loads = {name: attacked.by((name,)) for name in ATTACKS}
-        loads["all"] = attacked.by(tuple(ATTACKS), z.all_times)
-        loads["control"] = attacked.by_burners(loads["all"].attack_cores)
+        loads["all"] = attacked.by(tuple(ATTACKS))
+        loads["control"] = attacked.by_burners(loads["all"].attack_cores, loads["all"].daemon_cores)
         calls: list[Call] = end()
     alone = [call for each in loads.values() for call in _within(calls, each.alone)]
     if any(call.lost for call in alone) or not alone:
         raise NotDone(f"of {len(alone)} calls alone, these failed: {[c for c in alone if c.lost][:3]}")
+    control = _within(calls, loads["control"].during)
     for name, load in loads.items():
-        yield from _rows(name, load, _within(calls, load.during), alone, attacked.idle_mib)
+        yield from _rows(name, load, _within(calls, load.during), alone, control, attacked.idle_mib)
 
 
 def _within(calls: list[Call], time_s: tuple[float, float]) -> list[Call]:
@@ -172,7 +174,7 @@ class _Attacked:
         self._seconds = max(bench.seconds, z.least_s)
         self.idle_mib = _memory_mib(daemon.pid, "VmRSS")
 
-    def by(self, names: tuple[str, ...], times: float = 1.0) -> Measured:
+    def by(self, names: tuple[str, ...]) -> Measured:
         """Under these attacks, and before that for half as long without."""
         z, posts = self._z, []
         for name in names:
@@ -180,21 +182,21 @@ class _Attacked:
             site = Site(self._daemon.url, _token(tenant), z.layout)
             uid, cores = _ATTACKER_UID if os.getuid() == 0 else 0, CORES / len(names)
             posts.append((attack, Post(site, uid, cores, victim=VICTIM, chains=z.chains, blocks=z.blocks)))
-        measured = self._beside(" and ".join(names), names, posts, times)
+        measured = self._beside(" and ".join(names), names, posts)
         for name in names:
             if not getattr(measured.tallies[name], ATTACKS[name][2]):
                 raise NotDone(f"{name}: {measured.tallies[name]}, so it did not come to work")
         return measured
 
-    def by_burners(self, cores: float) -> Measured:
-        """Beside processes that use so much CPU, as many as there are attacks."""
-        names = tuple(f"burner-{n}" for n in range(len(ATTACKS)))
-        post = Post(Site(self._daemon.url, "", self._z.layout), 0, cores / len(names))
-        return self._beside("burners", names, [(hostile_load.burn, post)] * len(names), 1.0)
+    def by_burners(self, attack_cores: float, daemon_cores: float) -> Measured:
+        """Beside processes that use so much CPU: as many as there are attacks, and one for the daemon."""
+        n = len(ATTACKS)
+        site = Site(self._daemon.url, "", self._z.layout)
+        posts = [(hostile_load.burn, Post(site, 0, attack_cores / n))] * n
+        posts.append((hostile_load.burn, Post(site, 0, daemon_cores)))
+        return self._beside("burners", tuple(f"burner-{i}" for i in range(n + 1)), posts)
 
-    def _beside(
-        self, what: str, names: tuple[str, ...], posts: list[tuple[Attack, Post]], times: float
-    ) -> Measured:
+    def _beside(self, what: str, names: tuple[str, ...], posts: list[tuple[Attack, Post]]) -> Measured:
         self._bench.doing(f"alone, before {what}")
         neighbours = Neighbours()
         time.sleep(self._z.warm_up_s)  # what the last load left is tidied up
@@ -205,7 +207,7 @@ class _Attacked:
         with ExitStack() as stack:
             ends = [stack.enter_context(running(attack, post)) for attack, post in posts]
             time.sleep(self._z.warm_up_s)
-            during, cores = self._pass(self._seconds * times)
+            during, cores = self._pass(self._seconds)
             tallies = dict(zip(names, (end() for end in ends), strict=True))
         memory_mib = _memory_mib(pid, "VmHWM") - self.idle_mib
         return Measured(alone, during, tallies, memory_mib, cores, neighbours.disturbed())
@@ -219,13 +221,15 @@ class _Attacked:
 
 
 def _rows(
-    name: str, load: Measured, calls: list[Call], alone: list[Call], idle_mib: float
+    name: str, load: Measured, calls: list[Call], alone: list[Call], control: list[Call], idle_mib: float
 ) -> Iterator[Result]:
     """The lines of one load."""
     p99 = {kind: (_p99_us(calls, kind), _p99_us(alone, kind)) for kind in KINDS}
     ratios = {kind: mine / theirs for kind, (mine, theirs) in p99.items()}
     worst = max(ratios, key=ratios.__getitem__)
     extra: dict[str, object] = {f"ratio_{kind}": ratio for kind, ratio in ratios.items()}
+    if name != "control":
+        extra["ratio_control"] = p99[worst][0] / _p99_us(control, worst)
     extra |= {"of": worst, "attackers_cores": load.attack_cores, "daemon_cores": load.daemon_cores}
     target = None if name == "control" else Target("<=", _TIMES)
     n, noisy = len(calls), load.noisy
@@ -280,7 +284,7 @@ def _admin(bench: Bench, z: Sizes) -> Iterator[Result]:
         alone = _probe(port, seconds)
         bench.doing("probes beside idle connections")
         neighbours = Neighbours()
-        with running(hostile_load.idle_tcp, port, IDLE) as end:
+        with running(hostile_load.idle_tcp, port, IDLE, CORES) as end:
             beside = _probe(port, seconds)
             tally: Tally = end()
     if not all(ok for _, ok in alone) or tally.sent < IDLE:

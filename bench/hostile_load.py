@@ -294,7 +294,7 @@ def burn(cue: Cue, post: Post) -> Tally:
     tally = Tally()
     cue.begin()
     for _ in _rounds(cue, post.cores, tally):
-        ends = time.process_time() + 0.5 * _NAP_S
+        ends = time.process_time() + max(0.5, post.cores) * _NAP_S
         while time.process_time() < ends:
             tally.sent += 1
     return tally
@@ -418,11 +418,11 @@ def unfinished(cue: Cue, post: Post) -> Tally:
     return _attack(cue, post, tally, peers)
 
 
-def idle_tcp(cue: Cue, port: int, n: int) -> Tally:
+def idle_tcp(cue: Cue, port: int, n: int, cores: float) -> Tally:
     """Connections to a port of this machine that ask for nothing; made again when they are ended."""
     tally = Tally()
     socks: list[socket.socket] = []
-    for _ in _rounds(cue, 1.0, tally):
+    for _ in _rounds(cue, cores, tally):
         while len(socks) < n:
             socks.append(socket.create_connection(("127.0.0.1", port), 10.0))
             socks[-1].setblocking(False)

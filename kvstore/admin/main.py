@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -34,6 +34,8 @@ _log = logging.getLogger("kvstore.admin")
 _MOST_CONNECTIONS = 128
 """Of one socket; beyond, those that wait for nothing but their peer make room."""
 
+_LINGERS_S = 0.5
+_MOST_LINGER = 128
 _REQUEST_WITHIN_S = 10.0
 _STOP_WITHIN_S = 5
 _NICER = 10
@@ -164,6 +166,7 @@ class _Http(H11Protocol):
 
     _waits_since = 0
     _timer: asyncio.TimerHandle | None = None
+    _lingering: ClassVar[dict[_Http, asyncio.TimerHandle]] = {}
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio.Protocol."""
@@ -190,6 +193,9 @@ class _Http(H11Protocol):
         """See asyncio.Protocol."""
         super().connection_lost(exc)
         self._stop_timer()
+        lingers = self._lingering.pop(self, None)
+        if lingers is not None:
+            lingers.cancel()
 
     def _owed(self) -> bool:
         """Whether the rest of a request, or all of it, is still to come."""
@@ -215,7 +221,14 @@ class _Http(H11Protocol):
         of_peer = Counter(other._peer() for other in waiting)
         gone = min(waiting, key=lambda other: (-of_peer[other._peer()], other._waits_since))
         self.connections.discard(gone)
-        gone.transport.abort()
+        gone._linger()
+
+    def _linger(self) -> None:
+        """Ends the connection, but not at once: who only waits to connect again waits longer then."""
+        self.transport.pause_reading()
+        self._lingering[self] = self.loop.call_later(_LINGERS_S, self.transport.abort)
+        if len(self._lingering) > _MOST_LINGER:
+            next(iter(self._lingering)).transport.abort()
 
     def _waits(self) -> bool:
         return self._owed() or self.cycle is None or self.cycle.response_complete
