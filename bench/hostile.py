@@ -58,7 +58,7 @@ ATTACKS: dict[str, tuple[Attack, str, str]] = {
     "unread": (hostile_load.unread, HOSTILE, "sent"),
     "leases": (hostile_load.leases, READER, "answered"),
     "namespaces": (hostile_load.namespaces, READER, "answered"),
-    "unfinished": (hostile_load.unfinished, HOSTILE, "cut"),
+    "unfinished": (hostile_load.unfinished, HOSTILE, "sent_bytes"),
     # Last: it takes all the connections that are left.
     "connections": (hostile_load.connections, READER, "cut"),
 }
@@ -85,7 +85,7 @@ class Sizes:
         return Layout(model="bench-hostile", block_bytes=self.block_bytes)
 
 
-SMOKE = Sizes(4 * KIB, 16 * MIB, 8, 8, 0.01, 0.05, 0.25)
+SMOKE = Sizes(4 * KIB, 16 * MIB, 8, 8, 0.01, 0.05, 0.5)
 
 
 @dataclass(slots=True)

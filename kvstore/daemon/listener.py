@@ -20,7 +20,7 @@ from kvstore.errors import KVStoreError, TierError
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
+_BACKLOG = 256
 _ACCEPTED_AT_ONCE = 16
 _OPENED_PER_S, _BURST = 500.0, 256.0
 _QUEUED = 256
