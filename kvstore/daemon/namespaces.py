@@ -226,7 +226,8 @@ def in_memory(
     """The blocks of inherited extents as an event; `owner_of` has extents' tenants, `ends` when blocks end.
 
     `number_of` gives the number for a tenant, a fingerprint and a payload size in bytes, 0 to leave its
-    blocks out. Headers lie where the tenant's writers can reach them: none names another tenant's namespace.
+    blocks out. Headers lie where the tenant's writers can reach them: none names another tenant's namespace,
+    and a few that are altered change no payload size.
     """
     headers = found.headers
     owners = np.array([owner_of.get(e, -1) for e in found.extent.tolist()], np.int64)
@@ -237,7 +238,8 @@ def in_memory(
         fingerprints, inverse = np.unique(headers["namespace"][mine], axis=0, return_inverse=True)
         for i, raw in enumerate(fingerprints):
             which = mine[inverse.reshape(-1) == i]
-            length = int(headers["length"][which[0]])
+            lengths, counts = np.unique(headers["length"][which], return_counts=True)
+            length = int(lengths[counts.argmax()])
             number = number_of(tenant, raw.tobytes(), length)
             numbers[which] = number
             good[which] = (headers["length"][which] == length) & (number > 0)

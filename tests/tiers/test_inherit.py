@@ -45,6 +45,27 @@ def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
     return int((placement.residency.tiers[0].extents.owner >= 0).sum())
 
 
+def test_a_header_that_is_altered_changes_no_payload_size(keeper: Keeper) -> None:
+    tier = tier_of(keeper, MIB)
+    make(tier)
+    tier.format(0, ALIGN)
+    stamp(tier, Where(np.arange(5, dtype=np.uint64)))
+    tier.close()
+    after = tier_of(keeper, MIB)
+    found = after.load()
+    found.headers["length"][0] = ALIGN - 1
+    sizes: list[int] = []
+
+    def number_of(tenant: int, fingerprint: bytes, size: int) -> int:
+        sizes.append(size)
+        return 1
+
+    restore = in_memory(found, dict.fromkeys(found.formats, 0), number_of, np.full(5, np.inf))
+    assert sizes == [ALIGN]
+    assert len(restore.index) == 4, "without the one that is altered"
+    after.close()
+
+
 @pytest.mark.parametrize(("rows", "known", "kept"), [(512, True, 5), (3, True, 3), (512, False, 0)])
 def test_what_is_not_taken_in_never_comes_back(keeper: Keeper, rows: int, known: bool, kept: int) -> None:
     before = tier_of(keeper, MIB)

@@ -30,7 +30,7 @@ class Settings:
     """What a backend is opened with.
 
     `limit_bytes` is for those that keep to one themselves (0: no limit); `password` of `user` where the
-    system has such; `threads`: calls that will be made at once.
+    system has such; `threads`: calls that will be made at once. `credentials`: see `config.Network`.
     """
 
     url: str
@@ -38,6 +38,7 @@ class Settings:
     user: str = ""
     password: str = ""
     threads: int = 8
+    credentials: str = "keys"
 
 
 def open_backend(settings: Settings) -> Backend:
@@ -62,6 +63,9 @@ def open_network(config: Network) -> tuple[Backend | None, list[str]]:
         return None, []
     try:
         password = "" if config.password_file is None else config.password_file.read_text().strip()
-        return open_backend(Settings(config.url, config.limit, config.user, password, config.threads)), []
+        settings = Settings(
+            config.url, config.limit, config.user, password, config.threads, config.credentials
+        )
+        return open_backend(settings), []
     except (KVStoreError, OSError, UnicodeDecodeError) as error:
         return None, [f"no network tier: {error}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -14,8 +15,11 @@ pytest.importorskip("obstore")
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch) -> None:
-    for name in ("AWS_PROFILE", "http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nonexistent")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,34 @@ def no_environment(monkeypatch) -> None:
 )
 def test_what_can_not_be_used_is_named(url, words) -> None:
     with pytest.raises(ConfigError, match=words):
+        open_backend(Settings(url, credentials="anonymous"))
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://container?account=a"])
+def test_nobody_is_asked_for_credentials_unless_it_is_said(url) -> None:
+    with pytest.raises(ConfigError, match="no credentials for") as told:
         open_backend(Settings(url))
+    assert "network.credentials" in told.value.hint
+    unsigned = open_backend(Settings(url, credentials="anonymous"))
+    assert str(unsigned._store.config["skip_signature"]).lower() == "true"
+    assert not unsigned._signs
+    unsigned.close()
+    open_backend(Settings(url, credentials="instance")).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "variables"),
+    [
+        ("s3://bucket", {"AWS_ACCESS_KEY_ID": "made-up", "AWS_SECRET_ACCESS_KEY": "made-up"}),
+        ("az://container?account=a", {"AZURE_STORAGE_ACCOUNT_KEY": "a2V5"}),
+    ],
+)
+def test_keys_may_be_in_the_environment(monkeypatch, url, variables) -> None:
+    for name, value in variables.items():
+        with pytest.raises(ConfigError, match="no credentials"):
+            open_backend(Settings(url))
+        monkeypatch.setenv(name, value)
+    open_backend(Settings(url)).close()
 
 
 def test_gs_has_no_password() -> None:

@@ -46,7 +46,7 @@ def open_url(settings: Settings) -> ObjectStore:
     """The backend of an `s3://`, `gs://` or `az://` URL. Raises ConfigError."""
     store = store_of(settings)
     url = urlsplit(settings.url)
-    signs = url.scheme == "s3" and not behind_proxy(settings.url)
+    signs = url.scheme == "s3" and settings.credentials != "anonymous" and not behind_proxy(settings.url)
     return ObjectStore(store, f"{url.scheme}://{url.netloc}", signs)
 
 

@@ -55,7 +55,7 @@ def outcome(error: BaseException, where: str) -> Outcome:
     if "latest/api/token" in text or "metadata.google.internal" in text:
         raise NetworkError(
             f"{where}: no credentials, and this machine's cloud gives none",
-            "set user and password, or the environment's variables",
+            "set network.user and network.password_file, or the environment's variables",
             fatal=True,
         )
     if "redirect without LOCATION" in text:

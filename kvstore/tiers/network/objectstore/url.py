@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -17,6 +18,24 @@ _OPTIONS = {
     "gs": (),
     "az": ("account", "endpoint"),
 }
+_KEYS = {
+    "s3": (("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_PROFILE",)),
+    "gs": (
+        ("GOOGLE_APPLICATION_CREDENTIALS",),
+        ("GOOGLE_SERVICE_ACCOUNT",),
+        ("GOOGLE_SERVICE_ACCOUNT_PATH",),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY",),
+    ),
+    "az": (
+        ("AZURE_STORAGE_ACCOUNT_KEY",),
+        ("AZURE_STORAGE_SAS_KEY",),
+        ("AZURE_STORAGE_SAS_TOKEN",),
+        ("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET"),
+    ),
+}
+"""By scheme: variables that the library takes keys from, each group together."""
+
+_GS_FILE = Path("~/.config/gcloud/application_default_credentials.json")
 _RETRY: dict[str, Any] = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=30),
@@ -31,7 +50,8 @@ _RETRY: dict[str, Any] = {
 def store_of(settings: Settings) -> Any:
     """The obstore store of a URL, whose paths begin behind the URL's prefix. Nothing is asked of it yet.
 
-    Credentials not given are looked for as each cloud's tools do. Raises ConfigError.
+    Keys that are not configured are taken from the environment, as each cloud's tools do. Without any, the
+    library would ask the cloud's metadata service: it may only if `settings` say so. Raises ConfigError.
     """
     try:
         import obstore.store as stores  # noqa: PLC0415  optional
@@ -51,10 +71,16 @@ def store_of(settings: Settings) -> Any:
     }
     more: dict[str, Any] = {"prefix": prefix or None, "client_options": client, "retry_config": _RETRY}
     makers: dict[str, Callable[[], Any]] = {
-        "s3": lambda: stores.S3Store(bucket, **_s3(settings, options), **more),
-        "gs": lambda: stores.GCSStore(bucket, **_gs(settings), **more),
-        "az": lambda: stores.AzureStore(bucket, **_az(settings, options), **more),
+        "s3": lambda: stores.S3Store(bucket, **_s3(settings, options), **signing, **more),
+        "gs": lambda: stores.GCSStore(bucket, **_gs(settings), **signing, **more),
+        "az": lambda: stores.AzureStore(bucket, **_az(settings, options), **signing, **more),
     }
+    signing = {"skip_signature": True} if settings.credentials == "anonymous" else {}
+    if settings.credentials == "keys" and not _has_keys(settings, options):
+        raise ConfigError(
+            f"network.url: no credentials for {url.scheme}://{bucket:.80}",
+            'set network.user and network.password_file, or network.credentials = "anonymous" or "instance"',
+        )
     try:
         return makers[url.scheme]()
     except ConfigError:
@@ -62,6 +88,15 @@ def store_of(settings: Settings) -> Any:
     except Exception as error:
         told = str(error).partition("\n\nDebug source")[0]
         raise ConfigError(f"network.url: {settings.url!r:.120} can't be used: {told:.300}") from None
+
+
+def _has_keys(settings: Settings, options: dict[str, str]) -> bool:
+    """Whether keys are configured, or in the environment."""
+    scheme = urlsplit(settings.url).scheme
+    if settings.password or options.get("profile"):
+        return True
+    named = any(all(os.environ.get(name) for name in together) for together in _KEYS[scheme])
+    return named or (scheme == "gs" and _GS_FILE.expanduser().exists())
 
 
 def behind_proxy(url: str) -> bool:
