@@ -41,7 +41,8 @@ ROLES = {VICTIM: "admin", HOSTILE: "write", READER: "read"}
 CORES = 0.5
 """Of a core, for all processes of attackers together."""
 IDLE = 140
-_ATTACKER_UID = 61002
+_ATTACKER_UIDS = range(61010, 61100)
+"""A user an attack: users are held to a rate each when they connect."""
 _TIMES = 3.0
 _MEMORY_MIB = 256.0
 _ASK_EVERY_S = 0.02
@@ -180,7 +181,8 @@ class _Attacked:
         for name in names:
             attack, tenant, _ = ATTACKS[name]
             site = Site(self._daemon.url, _token(tenant), z.layout)
-            uid, cores = _ATTACKER_UID if os.getuid() == 0 else 0, CORES / len(names)
+            uid = _ATTACKER_UIDS[list(ATTACKS).index(name)] if os.getuid() == 0 else 0
+            cores = CORES / len(names)
             posts.append((attack, Post(site, uid, cores, victim=VICTIM, chains=z.chains, blocks=z.blocks)))
         measured = self._beside(" and ".join(names), names, posts)
         for name in names:

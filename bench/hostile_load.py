@@ -294,7 +294,7 @@ def burn(cue: Cue, post: Post) -> Tally:
     tally = Tally()
     cue.begin()
     for _ in _rounds(cue, post.cores, tally):
-        ends = time.process_time() + max(0.5, post.cores) * _NAP_S
+        ends = time.process_time() + max(0.5, post.cores / (1.01 - post.cores)) * _NAP_S
         while time.process_time() < ends:
             tally.sent += 1
     return tally

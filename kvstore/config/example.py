@@ -41,6 +41,7 @@ limit = "0B"                          # of GPU memory, on each GPU, for kvstore[
 limit = "0B"                          # bytes in a shared folder, kept by all daemons on it; 0: no limit
 user = ""                             # or access key
 # password_file = "/etc/kvstore/network-password"
+credentials = "keys"                  # of object stores; or "anonymous", or "instance": what the cloud gives
 timeout = "2s"                        # of one call
 threads = 8                           # calls at once
 hedge_after = 0                       # a read that takes longer, such as "50ms", is asked once more; 0: never

@@ -184,8 +184,8 @@ class Network(Section):
 
     `limit`: bytes that it may hold, kept by the daemons together where the system itself keeps to none; 0: no
     limit. `timeout` (s) bounds each call. `password_file` holds the password, or the secret key, of `user`.
-    `credentials` for object stores: `keys` are configured or in the environment; `anonymous`: requests are not
-    signed; `instance`: the library asks the cloud's metadata service, at a link-local address.
+    `credentials` of object stores: `keys` are configured or in the environment; `anonymous`: requests are not
+    signed; `instance`: the library asks the cloud's metadata service, which has a link-local address.
     `threads`: calls at once. `hedge_after` (s): a read that takes longer is given up and asked once more; 0:
     none is. `admission`: see Nvme.
     """

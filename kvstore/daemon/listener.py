@@ -21,11 +21,11 @@ from kvstore.errors import KVStoreError, TierError
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 256
-_ACCEPTED_AT_ONCE = 16
-_OPENED_PER_S, _BURST = 500.0, 256.0
+_ACCEPTED_AT_ONCE = 8
+_OPENED_PER_S, _BURST = 200.0, 256.0
 _QUEUED = 256
 _USERS = 1024
-_REST_S = 0.002
+_REST_S = 0.004
 _TRY_AGAIN_S = 0.2
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
@@ -65,6 +65,7 @@ class Listener:
             peer.close()
 
     def _accept(self) -> None:
+        crowded = False
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 peer, _ = self._sock.accept()
@@ -72,11 +73,12 @@ class Listener:
                 if error.errno in _NO_ROOM:
                     self._tell(error)
                     self._pause(_TRY_AGAIN_S)
+                    crowded = False
                 break  # else nobody is there, or has gone again
             self._short_of_descriptors = False
-            if not self._queue(peer):
-                self._pause(_REST_S)
-                break
+            crowded |= not self._queue(peer)
+        if crowded:
+            self._pause(_REST_S)
         if self._opening is None and self._accepted.waiting(0):
             self._opening = self._loop.create_task(self._open_all())
 

@@ -37,6 +37,7 @@ _READ_AT_ONCE_UNITS = 64
 _UNIT_S = 16e-6  # what a cost of 1 takes, about: a request of up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
 _LONG_COST = 64
+_OPEN_COST = 4
 _QUANTUM = 4
 _SAVED = 64
 _READ_AT_ONCE = 16
@@ -394,6 +395,8 @@ def cost(message: Any) -> int:
     """What running it takes, in 16 µs or so: measured, a request is dear for itself and keys are cheap."""
     if type(message) in (m.Explain, m.Control):
         return _LONG_COST
+    if type(message) is m.Open:
+        return _OPEN_COST
     keys = getattr(message, "keys", b"")
     return 1 + len(keys) // (_UNIT_KEYS * message.key_bytes) if keys else 1
 

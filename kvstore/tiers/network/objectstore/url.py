@@ -70,12 +70,13 @@ def store_of(settings: Settings) -> Any:
         "timeout": "60s",
     }
     more: dict[str, Any] = {"prefix": prefix or None, "client_options": client, "retry_config": _RETRY}
+    if settings.credentials == "anonymous":
+        more["skip_signature"] = True
     makers: dict[str, Callable[[], Any]] = {
-        "s3": lambda: stores.S3Store(bucket, **_s3(settings, options), **signing, **more),
-        "gs": lambda: stores.GCSStore(bucket, **_gs(settings), **signing, **more),
-        "az": lambda: stores.AzureStore(bucket, **_az(settings, options), **signing, **more),
+        "s3": lambda: stores.S3Store(bucket, **_s3(settings, options), **more),
+        "gs": lambda: stores.GCSStore(bucket, **_gs(settings), **more),
+        "az": lambda: stores.AzureStore(bucket, **_az(settings, options), **more),
     }
-    signing = {"skip_signature": True} if settings.credentials == "anonymous" else {}
     if settings.credentials == "keys" and not _has_keys(settings, options):
         raise ConfigError(
             f"network.url: no credentials for {url.scheme}://{bucket:.80}",
