@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import hostile_load
-from bench.harness import KIB, MIB, Bench, Neighbours, NotDone, Result, Target, quantile
+from bench.harness import KIB, MIB, Bench, Neighbours, NotDone, Result, Target, Unable, quantile
 from bench.hostile_load import Call, Post, Tally
 from bench.served import complete, wait_until
 from bench.tenant_load import Cue, Site, running
@@ -109,7 +109,9 @@ class Measured:
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Every load, then the interface's."""
+    """Every load, then the interface's. Unable where it can't act as several users."""
+    if os.getuid():
+        raise Unable("only root can act as several users")
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder, _served(z, folder) as daemon:
         yield from _loads(bench, z, daemon)
@@ -181,8 +183,7 @@ class _Attacked:
         for name in names:
             attack, tenant, _ = ATTACKS[name]
             site = Site(self._daemon.url, _token(tenant), z.layout)
-            uid = _ATTACKER_UIDS[list(ATTACKS).index(name)] if os.getuid() == 0 else 0
-            cores = CORES / len(names)
+            uid, cores = _ATTACKER_UIDS[list(ATTACKS).index(name)], CORES / len(names)
             posts.append((attack, Post(site, uid, cores, victim=VICTIM, chains=z.chains, blocks=z.blocks)))
         measured = self._beside(" and ".join(names), names, posts)
         for name in names:

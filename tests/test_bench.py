@@ -24,6 +24,7 @@ from bench.results import HEADER, MACHINES, NOT_MEASURED, ORIGIN, merge, parse, 
 from bench.served import serve
 from kvstore.cuda import device
 from tests.programs import need
+from tests.tenants import needs_root
 
 TEXT = RESULTS.read_text(encoding="utf-8")
 MACHINE = {"CPU": "a test's, 2 cores", "memory": "1.0 GiB", "kernel": "Linux 1.0", "Python": "3.11.0"}
@@ -33,7 +34,9 @@ def smoke(folder: Path) -> Bench:
     return Bench(0.001, folder, smoke=True)
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_root) if name == "hostile" else name for name in EVERYWHERE]
+)
 def test_a_bench_yields_its_rows(name: str, tmp_path: Path) -> None:
     results = {result.name for result in measure(name, smoke(tmp_path))}
     assert {*BENCHES[name].always} <= results <= {*BENCHES[name].rows}
