@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.harness import Bench, NotDone, Result, expect
 from bench.node import Node
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 
 CHAIN = 32
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.harness import Bench, Result, Target, expect
 from bench.node import Node
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 
 BLOCKS, SMOKE, CHAIN = 1_000_000, 10_000, 250
 DRAM_SHARE = 10

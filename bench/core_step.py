@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from bench.harness import Bench, Result, Target, expect, quantile
 from bench.node import Node, Steps
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 
 SIZES, SMOKE = (100_000, 1_000_000), (4096, 16_384)
 """Blocks of DRAM and NVMe."""

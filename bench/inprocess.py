@@ -20,7 +20,7 @@ from kvstore.arena import checksum, seed
 from kvstore.config import parse
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.shell import Shell
 from kvstore.daemon.tenants import Identity, Role

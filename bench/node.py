@@ -12,9 +12,9 @@ import numpy as np
 from bench.harness import GIB
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import TierSpec
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Placement
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.types import Geometry, Tier
 
 BLOCK_BYTES = 256 << 10

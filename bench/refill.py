@@ -20,7 +20,7 @@ from bench.node import NAMESPACE, Node, Steps
 from bench.served import serve
 from bench.tenant_load import Cue, running
 from kvstore import Client, Layout
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 
 SIZES, SMOKE = (32_768, 5), (1024, 1)
 """Blocks of the chain, and how often the core stores it."""

@@ -23,10 +23,10 @@ import numpy.typing as npt
 from bench.harness import Bench, NotDone, Result, Target, expect
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import TierSpec
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.quotas import Quota
 from kvstore.core.placement import Placement
-from kvstore.core.tenants import Quota
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.types import Tier
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.core.decisions import What
-from kvstore.core.devices import Device
+from kvstore.core.insight.decision_log import What
+from kvstore.core.transfers.devices import Device
 from kvstore.daemon.chronicle import MOST_EVENTS, Chronicle
 from kvstore.errors import DeniedError
 from kvstore.lab.served import ServedDaemon

@@ -18,7 +18,7 @@ from kvstore import AsyncClient, Client, Layout
 from kvstore.client import prompts as asked
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.hit_counters import HitCounters, spread
+from kvstore.core.insight.hit_counters import HitCounters, spread
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.prompts import Prompts
 from kvstore.errors import MisuseError

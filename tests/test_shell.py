@@ -19,8 +19,8 @@ from kvstore import AsyncClient, arena
 from kvstore.config import parse
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import FENCED
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.transfers.devices import FENCED
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.server import Connection, Server
 from kvstore.daemon.settings import Settings

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.admin.snapshots import Snapshots
-from kvstore.core.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
+from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import KVStoreError
 
 EVERY_S = 10.0

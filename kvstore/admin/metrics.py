@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvstore.core import hit_counters as hits
+from kvstore.core.insight import hit_counters as hits
 
 OTHER = "(other)"
 """Stands for all tenants that have no label of their own; none can be called so."""
@@ -190,7 +190,7 @@ class _Reading(Collector):
             yield family
 
     def _hits(self) -> Iterator[Metric]:
-        """See `core.hit_counters`."""
+        """See `core.insight.hit_counters`."""
         for name, (labels, kinds, what) in _HITS.items():
             for unit in ("blocks", "tokens", "bytes"):
                 family = CounterMetricFamily(f"kvstore_{name}_{unit}", what, labels=["tenant", *labels])

@@ -20,7 +20,7 @@ from kvstore import Client
 from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
 from kvstore.cli.tables import tier_table
 from kvstore.config import format_size, parse_duration
-from kvstore.core.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
+from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import MisuseError
 
 app = typer.Typer()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.admission import Rule
-from kvstore.core.devices import TierSpec
-from kvstore.core.keys import Keys
-from kvstore.core.tenants import Quota
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.quotas import Quota
+from kvstore.core.transfers.admission import Rule
+from kvstore.core.transfers.devices import TierSpec
 
 OK, CORRUPT, FAILED = range(3)
 """How one block of a copy ended: bytes arrived; they do not match their checksum; the device refused."""

@@ -19,26 +19,26 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer
-from kvstore.core.admission import Admission
-from kvstore.core.blocks import LIVE, Rows
-from kvstore.core.check import check
-from kvstore.core.devices import TierSpec
-from kvstore.core.explaining import explain
-from kvstore.core.forgetting import Forgetting
-from kvstore.core.hints import hint
-from kvstore.core.joining import Joining
-from kvstore.core.keeping import Keeping
-from kvstore.core.keys import Keys
-from kvstore.core.ledger import Ledger, Limits, Reservation
-from kvstore.core.namespaces import NamespaceTable
-from kvstore.core.reads import Reads
-from kvstore.core.residency import Residency
-from kvstore.core.resizing import Resizing
-from kvstore.core.restoring import restore
-from kvstore.core.switch import Switch
-from kvstore.core.tenants import Pool
-from kvstore.core.transfers import Transfers
-from kvstore.core.writes import Writes
+from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.hotplug import Joining
+from kvstore.core.capacity.quotas import Pool
+from kvstore.core.capacity.resizing import Resizing
+from kvstore.core.insight.explain import explain
+from kvstore.core.insight.hints import hint
+from kvstore.core.invariants import check
+from kvstore.core.policy_migration import Switch
+from kvstore.core.requests.deletion import Forgetting
+from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.leases import Ledger, Limits, Reservation
+from kvstore.core.requests.namespaces import NamespaceTable
+from kvstore.core.requests.reads import Reads
+from kvstore.core.requests.recovery import restore
+from kvstore.core.requests.writes import Writes
+from kvstore.core.transfers.admission import Admission
+from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.transfers.transfers import Transfers
 
 __all__ = ["Limits", "Placement", "TierSpec"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.carrier import CLIENT, batch_blocks
 from kvstore.daemon.namespaces import Space
 from kvstore.tiers.network.base import Name, Object, Outcome

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstore.core.devices import Device
+from kvstore.core.transfers.devices import Device
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome
 from kvstore.tiers.network.hands import Hands

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.core.decisions import EVERY_TIER, Noted, What
-from kvstore.core.residency import TierState
+from kvstore.core.blocks.residency import TierState
+from kvstore.core.insight.decision_log import EVERY_TIER, Noted, What
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:

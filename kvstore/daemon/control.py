@@ -19,9 +19,18 @@ from pydantic import ValidationError, validate_call
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.decisions import EVERY_TIER
-from kvstore.core.hit_counters import ALL_TIERS, DELIVERED, FOUND, MOST, NETWORK, REASONS, REQUESTED, Amount
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.insight.decision_log import EVERY_TIER
+from kvstore.core.insight.hit_counters import (
+    ALL_TIERS,
+    DELIVERED,
+    FOUND,
+    MOST,
+    NETWORK,
+    REASONS,
+    REQUESTED,
+    Amount,
+)
 from kvstore.daemon.chronicle import MOST_EVENTS
 from kvstore.daemon.figures import BOUNDS_S
 from kvstore.daemon.machinery import MOST_AT_ONCE, Machinery, brief, check_limit

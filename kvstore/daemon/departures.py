@@ -13,8 +13,8 @@ import numpy as np
 from kvstore import arena
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import DEMAND, WRITE_BACK
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.transfers.devices import DEMAND, WRITE_BACK
 from kvstore.daemon.carrier import CLIENT, batch_blocks
 from kvstore.daemon.namespaces import Space
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome

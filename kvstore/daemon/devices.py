@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import events as ev
-from kvstore.core.admission import Rule
-from kvstore.core.devices import TierSpec
-from kvstore.core.residency import TierState
+from kvstore.core.blocks.residency import TierState
+from kvstore.core.transfers.admission import Rule
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.tiers.nvme.gds import best_engine
 from kvstore.tiers.nvme.keys import MasterKey

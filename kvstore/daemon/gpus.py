@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.config import Config, format_size
 from kvstore.core import events as ev
-from kvstore.core.devices import TierSpec
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.cuda.device import Gpu, resolve, uuids, why_not
 from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError, TierError

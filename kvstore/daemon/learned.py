@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.core.curves import Counts
-from kvstore.core.reuse import CLASSES, Learned
+from kvstore.core.policy.reuse import CLASSES, Learned
+from kvstore.core.policy.reuse_curves import Counts
 
 if TYPE_CHECKING:
     from kvstore.daemon.shell import Shell

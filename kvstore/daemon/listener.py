@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.core.schedule import Fair
+from kvstore.core.transfers.fair_queue import Fair
 from kvstore.daemon.peers import uid_of
 from kvstore.errors import KVStoreError, TierError
 

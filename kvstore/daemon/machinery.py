@@ -6,11 +6,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvstore.core import events as ev
-from kvstore.core.admission import Admission
-from kvstore.core.devices import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
+from kvstore.core.blocks.residency import TierState
 from kvstore.core.policy import POLICIES
-from kvstore.core.residency import TierState
-from kvstore.core.transfers import Transfer
+from kvstore.core.transfers.admission import Admission
+from kvstore.core.transfers.devices import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
+from kvstore.core.transfers.transfers import Transfer
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:

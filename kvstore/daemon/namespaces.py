@@ -15,7 +15,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvstore.core.events import Restore
-from kvstore.core.hit_counters import Column
+from kvstore.core.insight.hit_counters import Column
 from kvstore.tiers.dram import Inherited
 from kvstore.types import Layout
 

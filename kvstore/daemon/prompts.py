@@ -1,4 +1,4 @@
-"""Counts prompts on one connection: what was requested, found and delivered. See `core.hit_counters`.
+"""Counts prompts on one connection: what was requested, found and delivered. See `core.insight.hit_counters`.
 
 Clients say which of their requests is a prompt's first question, since only they know all of its keys.
 """
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import actions as ac
-from kvstore.core import hit_counters as hits
-from kvstore.core.ledger import number_on_connection
+from kvstore.core.insight import hit_counters as hits
+from kvstore.core.requests.leases import number_on_connection
 from kvstore.daemon.namespaces import Space
 from kvstore.wire import messages as m
 

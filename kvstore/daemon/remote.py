@@ -22,10 +22,10 @@ import numpy as np
 from kvstore.config import Network
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.admission import Rule
-from kvstore.core.devices import DEMAND, PREFETCH
-from kvstore.core.hit_counters import NETWORK
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.insight.hit_counters import NETWORK
+from kvstore.core.transfers.admission import Rule
+from kvstore.core.transfers.devices import DEMAND, PREFETCH
 from kvstore.daemon.arrivals import Arrivals, Coming
 from kvstore.daemon.carrier import LOOK_EVERY_S, Carrier
 from kvstore.daemon.departures import Departures

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.keys import Keys
-from kvstore.core.ledger import lease_number
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.requests.leases import lease_number
 from kvstore.daemon.control import LONGEST_S
 from kvstore.daemon.explain import namespaces_for
 from kvstore.daemon.namespaces import Numbering, Space

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.config.units import format_size
 from kvstore.core import events as ev
-from kvstore.core.devices import TierSpec
-from kvstore.core.residency import TierState
+from kvstore.core.blocks.residency import TierState
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.daemon import devices
 from kvstore.errors import ConfigError
 from kvstore.types import Tier, extent_bytes

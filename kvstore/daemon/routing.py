@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks import MOST_TIERS
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.block_table import MOST_TIERS
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.namespaces import Space
 from kvstore.daemon.publisher import CLEARED, Event, Publisher, Removed, Stored
 from kvstore.errors import KVStoreError

@@ -23,7 +23,7 @@ from typing import Any, cast
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.ledger import number_on_connection
+from kvstore.core.requests.leases import number_on_connection
 from kvstore.daemon import devices, resizing
 from kvstore.daemon.control import Control
 from kvstore.daemon.explain import named

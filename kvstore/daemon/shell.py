@@ -26,14 +26,14 @@ from kvstore import arena
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import FENCED, TierSpec
-from kvstore.core.extents import Extents
-from kvstore.core.hit_counters import HitCounters
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.blocks.residency import TierState
+from kvstore.core.capacity.extents import Extents
+from kvstore.core.capacity.quotas import UNLIMITED
+from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.residency import TierState
-from kvstore.core.reuse import Learned
-from kvstore.core.tenants import UNLIMITED
+from kvstore.core.policy.reuse import Learned
+from kvstore.core.transfers.devices import FENCED, TierSpec
 from kvstore.cuda.stream import Memory
 from kvstore.daemon import devices, gpus, learned, resizing
 from kvstore.daemon.chronicle import Chronicle

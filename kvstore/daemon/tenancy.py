@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import Config, Tenant
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.devices import TierSpec
-from kvstore.core.tenants import UNLIMITED, Quota
+from kvstore.core.capacity.quotas import UNLIMITED, Quota
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.daemon import learned, resizing
 from kvstore.daemon.namespaces import Domains, Namespaces, Space
 from kvstore.daemon.tenants import Identity, Registry, Role

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from kvstore.core.schedule import Fair
+from kvstore.core.transfers.fair_queue import Fair
 from kvstore.wire import messages as m
 
 SLICE_S = 200e-6

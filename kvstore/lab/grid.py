@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.errors import KVStoreError
 from kvstore.lab.capacity import Capacities
 from kvstore.lab.report import Point

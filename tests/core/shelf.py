@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.ghosts import Ghosts
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.block_table import Blocks, Rows
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import Policy, make
+from kvstore.core.policy.ghosts import Ghosts
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.shelf import Shelf
-from kvstore.core.reuse import Reuse
+from kvstore.core.policy.reuse import Reuse
 
 
 class Tier:

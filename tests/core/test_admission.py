@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.core import actions as ac
-from kvstore.core.admission import DAY_S, Admission, Rule
-from kvstore.core.reuse import Reuse, describe
+from kvstore.core.policy.reuse import Reuse, describe
+from kvstore.core.transfers.admission import DAY_S, Admission, Rule
 from kvstore.types import ALIGN
 from tests.core.shelf import Tier
 from tests.core.world import World, joined

@@ -10,13 +10,13 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks import Blocks
-from kvstore.core.decisions import CAPACITY, EVERY_TIER, Decision, Decisions, What
-from kvstore.core.explaining import MOST_NAMESPACES
-from kvstore.core.index import Index
-from kvstore.core.keys import Keys
-from kvstore.core.ledger import Limits
-from kvstore.core.reuse import Reuse
+from kvstore.core.blocks.block_table import Blocks
+from kvstore.core.blocks.index import Index
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.insight.decision_log import CAPACITY, EVERY_TIER, Decision, Decisions, What
+from kvstore.core.insight.explain import MOST_NAMESPACES
+from kvstore.core.policy.reuse import Reuse
+from kvstore.core.requests.leases import Limits
 from kvstore.types import EXPLAIN_KEYS
 from tests.core.world import World, joined
 

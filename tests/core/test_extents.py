@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.core.extents import Extents
-from kvstore.core.tenants import Pool
+from kvstore.core.capacity.extents import Extents
+from kvstore.core.capacity.quotas import Pool
 from kvstore.types import ALIGN, Geometry
 
 SMALL, LARGE = Pool(0, 0, ALIGN), Pool(0, 0, 3 * ALIGN)

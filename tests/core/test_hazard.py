@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core.curves import span_of
 from kvstore.core.policy.hazard import Hazard
+from kvstore.core.policy.reuse_curves import span_of
 from tests.core.shelf import Tier, Told
 from tests.core.world import World
 

@@ -11,7 +11,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
-from kvstore.core.reuse import HIGH, describe
+from kvstore.core.policy.reuse import HIGH, describe
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]

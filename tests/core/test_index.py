@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core import index as module
-from kvstore.core.blocks import LIVE, Blocks
-from kvstore.core.index import VECTOR_FROM, Index
-from kvstore.core.keys import Keys
+from kvstore.core.blocks import index as module
+from kvstore.core.blocks.block_table import LIVE, Blocks
+from kvstore.core.blocks.index import VECTOR_FROM, Index
+from kvstore.core.blocks.key_batch import Keys
 
 NONE = np.empty(0, np.int64)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.blocks import Blocks
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.block_table import Blocks
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.types import MAX_KEY_BYTES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.core.policy.past import Past
+from kvstore.core.policy.ghost_queue import Past
 from tests.core.shelf import Tier
 
 ROWS = 20_000

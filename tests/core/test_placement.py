@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Limits
 from kvstore.core.policy import POLICIES
 from kvstore.types import ALIGN

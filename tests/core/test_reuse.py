@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.curves import span_of
-from kvstore.core.reuse import HIGH, SHAPE, Reuse, describe
+from kvstore.core.policy.reuse import HIGH, SHAPE, Reuse, describe
+from kvstore.core.policy.reuse_curves import span_of
 from tests.core.shelf import Tier
 from tests.core.world import World, joined
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.schedule import Fair
+from kvstore.core.transfers.fair_queue import Fair
 
 QUANTUM = 16
 DEAREST = 16

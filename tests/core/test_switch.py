@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvstore.columns import zeros
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES, Policy, make
+from kvstore.core.policy.migrating import Succession
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.succession import Succession
 from kvstore.errors import MisuseError
 from tests.core.shelf import Tier, Told
 from tests.core.world import World, payload

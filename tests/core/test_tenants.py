@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvstore.core import actions as ac
-from kvstore.core import devices
 from kvstore.core import events as ev
-from kvstore.core.devices import DEMAND, WRITE_BACK, Device
+from kvstore.core.capacity.quotas import Holdings, Quota, giver
 from kvstore.core.placement import Limits
-from kvstore.core.tenants import Holdings, Quota, giver
+from kvstore.core.transfers import devices
+from kvstore.core.transfers.devices import DEMAND, WRITE_BACK, Device
 from kvstore.types import ALIGN
 from tests.core.world import World, joined, payload
 

@@ -20,11 +20,11 @@ import xxhash
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.admission import Rule
-from kvstore.core.devices import TierSpec
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.quotas import UNLIMITED, Quota
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.tenants import UNLIMITED, Quota
+from kvstore.core.transfers.admission import Rule
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.types import ALIGN, HBM_EXTENTS, HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, Tier
 
 Place = tuple[int, int, int]

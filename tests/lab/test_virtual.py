@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import Client
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import POLICIES
 from kvstore.errors import KVStoreError
 from kvstore.lab import grid

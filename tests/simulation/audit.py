@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore import arena
 from kvstore.client.session import Maps
-from kvstore.core.blocks import LIVE
+from kvstore.core.blocks.block_table import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
 from tests.simulation.daemon import DRAM, Life

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
-from kvstore.core.admission import Rule
 from kvstore.core.policy import POLICIES
+from kvstore.core.transfers.admission import Rule
 from kvstore.daemon.server import Server
 from kvstore.daemon.settings import Settings
 from kvstore.daemon.shell import Shell

@@ -14,8 +14,8 @@ from typing import Any
 from kvstore.client.holds import Room
 from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
-from kvstore.core.devices import DRAINING, FENCED, SERVING
-from kvstore.core.ledger import number_on_connection
+from kvstore.core.requests.leases import number_on_connection
+from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
 from kvstore.daemon import shell
 from kvstore.daemon.devices import open_new
 from kvstore.daemon.tenants import Identity, Role

@@ -21,17 +21,17 @@ from kvstore.arena import Extent
 from kvstore.client import aio
 from kvstore.client.holds import Lease
 from kvstore.core.actions import Left
-from kvstore.core.blocks import Blocks
-from kvstore.core.eviction import Eviction
-from kvstore.core.extents import Extents
-from kvstore.core.forgetting import Forgetting
-from kvstore.core.joining import Joining
-from kvstore.core.ledger import Ledger
-from kvstore.core.reads import Reads
-from kvstore.core.residency import Residency
-from kvstore.core.tenants import UNLIMITED, Holdings
-from kvstore.core.transfers import Transfers
-from kvstore.core.writes import Writes
+from kvstore.core.blocks.block_table import Blocks
+from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.eviction import Eviction
+from kvstore.core.capacity.extents import Extents
+from kvstore.core.capacity.hotplug import Joining
+from kvstore.core.capacity.quotas import UNLIMITED, Holdings
+from kvstore.core.requests.deletion import Forgetting
+from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.reads import Reads
+from kvstore.core.requests.writes import Writes
+from kvstore.core.transfers.transfers import Transfers
 from kvstore.daemon import inherit
 from kvstore.daemon.server import Connection
 from kvstore.daemon.shell import Shell

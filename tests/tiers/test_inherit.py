@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Where
-from kvstore.core.devices import TierSpec
 from kvstore.core.placement import Placement
+from kvstore.core.transfers.devices import TierSpec
 from kvstore.daemon.inherit import _void_others
 from kvstore.daemon.namespaces import in_memory
 from kvstore.tiers.dram import DramTier

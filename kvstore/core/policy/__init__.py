@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.arc import ARC
 from kvstore.core.policy.gdsf import GDSF
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lfuda import LFUDA
 from kvstore.core.policy.lru import LRU
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.s3fifo import S3FIFO
-from kvstore.core.policy.shelf import Shelf
 from kvstore.core.policy.sieve import SIEVE
 from kvstore.errors import MisuseError
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.core.blocks import Rows
-from kvstore.core.policy.past import Past
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.ghost_queue import Past
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
-from kvstore.core.policy.shelf import Shelf
 
 ONCE, OFTEN = 0, 1
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.lfuda import LFUDA
-from kvstore.core.policy.shelf import Shelf
+from kvstore.core.policy.pool_view import Shelf
 
 _DEAREST = 16.0
 _MOST = 255

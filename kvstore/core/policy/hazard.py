@@ -1,4 +1,4 @@
-"""Reuse hazard: what earns its slot least goes first, by what blocks like it did before (see `curves`).
+"""Reuse hazard: what earns its slot least goes first, by what blocks like it did before (see `reuse_curves`).
 
 Blocks of one class that were last used at about the same time form a *slice*, a queue, tail first. All blocks
 of a slice earn alike, so the worst slices are found among some hundred, whatever the number of blocks. Slices
@@ -16,11 +16,11 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Rows
-from kvstore.core.curves import Floats, Ints
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Queue
-from kvstore.core.policy.shelf import Shelf
-from kvstore.core.reuse import describe
+from kvstore.core.policy.reuse import describe
+from kvstore.core.policy.reuse_curves import Floats, Ints
 
 _SPAN_S = 1.0
 _SAME_S = 0.2

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
-from kvstore.core.policy.shelf import Shelf
 
 _RING = 256
 """How many priorities there are at a time: no block is worth more than all of them but one."""

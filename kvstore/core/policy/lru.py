@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Queue
-from kvstore.core.policy.shelf import Shelf
 
 
 class LRU:

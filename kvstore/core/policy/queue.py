@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
 
 _BITS = 12
 _SEGMENT = 1 << _BITS

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Queue
-from kvstore.core.policy.shelf import Shelf
 
 ROUNDS = 16
 """How many batches of rows one call may look at to find some that were not used."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
-from kvstore.core.policy.shelf import Shelf
 
 
 class SIEVE(Ranked):

@@ -14,12 +14,12 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Joined, Left
-from kvstore.core.blocks import MOST_TIERS
-from kvstore.core.decisions import What
-from kvstore.core.devices import DRAINING, FENCED, TierSpec
-from kvstore.core.residency import Residency
-from kvstore.core.resizing import Resizing
-from kvstore.core.transfers import Arrived, Transfers
+from kvstore.core.blocks.block_table import MOST_TIERS
+from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.resizing import Resizing
+from kvstore.core.insight.decision_log import What
+from kvstore.core.transfers.devices import DRAINING, FENCED, TierSpec
+from kvstore.core.transfers.transfers import Arrived, Transfers
 
 _ROWS_AT_ONCE = 1 << 17
 _SCANNED_AT_ONCE = 1 << 15

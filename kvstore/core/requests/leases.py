@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Deny, Stored
-from kvstore.core.blocks import Picked, Rows
-from kvstore.core.extents import Slots
-from kvstore.core.residency import Residency
-from kvstore.core.tenants import Pool, Space
-from kvstore.core.transfers import Transfers
+from kvstore.core.blocks.block_table import Picked, Rows
+from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.extents import Slots
+from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.transfers.transfers import Transfers
 
 NONE = np.empty(0, np.int64)
 _RETRY_S = 0.05

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.actions import Format, Remove, Renew
-from kvstore.core.blocks import Rows
-from kvstore.core.decisions import What
-from kvstore.core.extents import SlotClass
-from kvstore.core.residency import DEMOTE, Residency
-from kvstore.core.tenants import Pool
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.blocks.residency import DEMOTE, Residency
+from kvstore.core.capacity.extents import SlotClass
+from kvstore.core.capacity.quotas import Pool
+from kvstore.core.insight.decision_log import What
 
 Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 """(tier, rows) -> which of these rows are now on their way down, and will leave when there."""

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks import Picked, Rows
-from kvstore.core.tenants import Holdings, Pool
+from kvstore.core.blocks.block_table import Picked, Rows
+from kvstore.core.capacity.quotas import Holdings, Pool
 from kvstore.types import SLOT_RECORD, Geometry
 
 Slots = Rows

@@ -10,13 +10,13 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Probe
-from kvstore.core.blocks import LIVE, RESERVED, Rows
-from kvstore.core.decisions import EVERY_TIER, What
-from kvstore.core.devices import SCRUB
-from kvstore.core.ledger import Ledger, Probing
-from kvstore.core.reads import Reads
-from kvstore.core.residency import DEMOTE, WRITING
-from kvstore.core.tenants import UNLIMITED, Space
+from kvstore.core.blocks.block_table import LIVE, RESERVED, Rows
+from kvstore.core.blocks.residency import DEMOTE, WRITING
+from kvstore.core.capacity.quotas import UNLIMITED, Space
+from kvstore.core.insight.decision_log import EVERY_TIER, What
+from kvstore.core.requests.leases import Ledger, Probing
+from kvstore.core.requests.reads import Reads
+from kvstore.core.transfers.devices import SCRUB
 from kvstore.types import Tier
 
 _PROBES = 64

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.types import MAX_KEY_BYTES
 
 _NAMESPACES = 1 << 16

@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.actions import Action, Came, Drop, Identity, Moved, Offer, Stamp, Where
-from kvstore.core.admission import Admission
-from kvstore.core.blocks import HOLE, LIVE, Blocks, Picked, Rows, compact
-from kvstore.core.decisions import Decisions
-from kvstore.core.devices import Device, TierSpec
-from kvstore.core.extents import Extents, Slots
-from kvstore.core.ghosts import Ghosts
-from kvstore.core.index import Index
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.block_table import HOLE, LIVE, Blocks, Picked, Rows, compact
+from kvstore.core.blocks.index import Index
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.extents import Extents, Slots
+from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.insight.decision_log import Decisions
 from kvstore.core.policy import Factory, Policy, find
+from kvstore.core.policy.ghosts import Ghosts
+from kvstore.core.policy.pool_view import Shelf
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.shelf import Shelf
-from kvstore.core.reuse import Reuse
-from kvstore.core.tenants import Pool, Space
+from kvstore.core.policy.reuse import Reuse
+from kvstore.core.transfers.admission import Admission
+from kvstore.core.transfers.devices import Device, TierSpec
 from kvstore.types import Tier
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4

@@ -13,12 +13,12 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
-from kvstore.core.blocks import LIVE, RESERVED
-from kvstore.core.decisions import What
-from kvstore.core.keeping import Keeping
-from kvstore.core.ledger import Ledger
-from kvstore.core.reads import Reads
-from kvstore.core.tenants import Quota, Space
+from kvstore.core.blocks.block_table import LIVE, RESERVED
+from kvstore.core.capacity.quotas import Quota, Space
+from kvstore.core.insight.decision_log import What
+from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.reads import Reads
 
 _ROWS_AT_ONCE = 4096
 _ENDS_AT_ONCE = 1 << 15

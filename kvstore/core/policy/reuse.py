@@ -16,9 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.curves import SPANS, TICKS_A_S, Counts, Curves, Floats, Ints, one_span_of, span_of, tick
-from kvstore.core.ghosts import Ghosts, fingerprints, fingerprints_of
+from kvstore.core.blocks.block_table import Blocks, Rows
+from kvstore.core.policy.ghosts import Ghosts, fingerprints, fingerprints_of
+from kvstore.core.policy.reuse_curves import (
+    SPANS,
+    TICKS_A_S,
+    Counts,
+    Curves,
+    Floats,
+    Ints,
+    one_span_of,
+    span_of,
+    tick,
+)
 
 _COUNTS, _INTERVALS, _AMOUNTS = 4, 6, 3
 SHAPE = (_COUNTS + 1, _INTERVALS, _AMOUNTS)

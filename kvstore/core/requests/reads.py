@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
-from kvstore.core.blocks import LIVE, Picked, Rows
-from kvstore.core.devices import PREFETCH
-from kvstore.core.extents import Extents, Slots
-from kvstore.core.hit_counters import spread
-from kvstore.core.keys import Keys
-from kvstore.core.ledger import Lease, Ledger, Waiter
-from kvstore.core.tenants import Space
-from kvstore.core.transfers import Arrived
+from kvstore.core.blocks.block_table import LIVE, Picked, Rows
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.capacity.extents import Extents, Slots
+from kvstore.core.capacity.quotas import Space
+from kvstore.core.insight.hit_counters import spread
+from kvstore.core.requests.leases import Lease, Ledger, Waiter
+from kvstore.core.transfers.devices import PREFETCH
+from kvstore.core.transfers.transfers import Arrived
 
 _SAMPLE = 8
 """Keys of a looked-up prefix whose tiers stand for those of the others."""

@@ -1,6 +1,6 @@
 """Another eviction policy while blocks come and go: pool by pool, some rows at a time.
 
-Until a pool's turn comes, its policy stays as it is; how one is replaced says `policy.succession`. What is
+Until a pool's turn comes, its policy stays as it is; how one is replaced says `policy.migrating`. What is
 asked for during a switch begins when that is over.
 """
 
@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
+from kvstore.core.blocks.residency import Era, Residency
+from kvstore.core.capacity.quotas import Pool
 from kvstore.core.policy import Policy, find
-from kvstore.core.policy.succession import Succession
-from kvstore.core.residency import Era, Residency
-from kvstore.core.tenants import Pool
+from kvstore.core.policy.migrating import Succession
 from kvstore.errors import MisuseError
 
 _ROWS_AT_ONCE = 64

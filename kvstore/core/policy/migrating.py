@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Rows
+from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy import Policy
 
 _RETURNS = 2

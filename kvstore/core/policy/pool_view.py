@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Blocks
-from kvstore.core.ghosts import Ghosts
+from kvstore.core.blocks.block_table import Blocks
+from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.queue import Segments
-from kvstore.core.reuse import Reuse
+from kvstore.core.policy.reuse import Reuse
 
 
 @dataclass(slots=True)

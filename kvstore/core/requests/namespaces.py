@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Closed, Deny
-from kvstore.core.keeping import Keeping
-from kvstore.core.ledger import Ledger
-from kvstore.core.tenants import Pool, Space
+from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.leases import Ledger
 from kvstore.types import Tier, slot_bytes
 
 

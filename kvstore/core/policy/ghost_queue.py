@@ -11,9 +11,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Rows
-from kvstore.core.ghosts import fingerprints
-from kvstore.core.policy.shelf import Shelf
+from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.ghosts import fingerprints
+from kvstore.core.policy.pool_view import Shelf
 
 _MARKS = 64
 

@@ -17,10 +17,10 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.index import Index
-from kvstore.core.keys import Keys, Words
-from kvstore.core.reuse import Reuse
+from kvstore.core.blocks.block_table import Blocks, Rows
+from kvstore.core.blocks.index import Index
+from kvstore.core.blocks.key_batch import Keys, Words
+from kvstore.core.policy.reuse import Reuse
 from kvstore.types import MAX_KEY_BYTES
 
 CAPACITY = 1 << 16

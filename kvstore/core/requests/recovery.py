@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.blocks import HOLE, LIVE, Rows
-from kvstore.core.keys import Keys
-from kvstore.core.ledger import Ledger
-from kvstore.core.residency import Residency
+from kvstore.core.blocks.block_table import HOLE, LIVE, Rows
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.blocks.residency import Residency
+from kvstore.core.requests.leases import Ledger
 
 _AT_ONCE = 1 << 16
 

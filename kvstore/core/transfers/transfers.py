@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.actions import Copy, Drop, Identity, Probe
-from kvstore.core.blocks import LIVE, Rows
-from kvstore.core.decisions import What
-from kvstore.core.devices import DEMAND, SCRUB, WRITE_BACK, Device
+from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
+from kvstore.core.capacity.eviction import Eviction
+from kvstore.core.capacity.extents import Slots
+from kvstore.core.capacity.quotas import Pool, Space
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
-from kvstore.core.eviction import Eviction
-from kvstore.core.extents import Slots
-from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
-from kvstore.core.tenants import Pool, Space
+from kvstore.core.insight.decision_log import What
+from kvstore.core.transfers.devices import DEMAND, SCRUB, WRITE_BACK, Device
 from kvstore.types import Tier
 
 _READ_BYTES = 4 << 20

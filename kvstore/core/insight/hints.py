@@ -11,10 +11,10 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
-from kvstore.core.blocks import LIVE, Rows
-from kvstore.core.ledger import Ledger
+from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.blocks.residency import Residency
 from kvstore.core.policy import Policy
-from kvstore.core.residency import Residency
+from kvstore.core.requests.leases import Ledger
 
 
 def hint(ledger: Ledger, event: ev.Hint, now: float) -> None:

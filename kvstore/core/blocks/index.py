@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.keys import Keys
+from kvstore.core.blocks.block_table import Blocks, Rows
+from kvstore.core.blocks.key_batch import Keys
 from kvstore.types import MAX_KEY_BYTES
 
 VECTOR_FROM = 12

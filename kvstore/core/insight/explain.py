@@ -11,11 +11,11 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Deny, Explained
-from kvstore.core.blocks import HOLE, LIVE, RESERVED
-from kvstore.core.decisions import Decision
-from kvstore.core.ledger import Ledger
-from kvstore.core.residency import DEMOTE, PROMOTING, WRITING, Residency
-from kvstore.core.reuse import describe
+from kvstore.core.blocks.block_table import HOLE, LIVE, RESERVED
+from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
+from kvstore.core.insight.decision_log import Decision
+from kvstore.core.policy.reuse import describe
+from kvstore.core.requests.leases import Ledger
 from kvstore.types import EXPLAIN_KEYS
 
 MOST_NAMESPACES = 64

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks import Blocks, Rows
-from kvstore.core.index import splitmix
+from kvstore.core.blocks.block_table import Blocks, Rows
+from kvstore.core.blocks.index import splitmix
 
 Fingerprints = npt.NDArray[np.uint64]
 

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WORTH_LESS, Answer, Deny, Room
-from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED, Rows
-from kvstore.core.decisions import What
-from kvstore.core.keeping import Keeping
-from kvstore.core.ledger import NONE, Ledger, Reservation, number_on_connection
-from kvstore.core.tenants import Space
+from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
+from kvstore.core.capacity.quotas import Space
+from kvstore.core.insight.decision_log import What
+from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.leases import NONE, Ledger, Reservation, number_on_connection
 
 
 class Writes:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.core.blocks import FREE, HOLE, LIVE, RESERVED
-from kvstore.core.extents import Slots
-from kvstore.core.residency import DEMOTE
+from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
+from kvstore.core.blocks.residency import DEMOTE
+from kvstore.core.capacity.extents import Slots
 
 if TYPE_CHECKING:
-    from kvstore.core.ledger import Ledger
-    from kvstore.core.residency import Residency
+    from kvstore.core.blocks.residency import Residency
+    from kvstore.core.requests.leases import Ledger
 
 
 def check(ledger: Ledger) -> None:
