@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,11 +30,14 @@ from kvstore.core.insight.hints import hint
 from kvstore.core.invariants import check
 from kvstore.core.policy_migration import Switch
 from kvstore.core.requests.deletion import Forgetting
-from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import Ledger, Limits, Reservation
 from kvstore.core.requests.namespaces import NamespaceTable
+from kvstore.core.requests.pins import Pins
+from kvstore.core.requests.publication import Publication
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.recovery import restore
+from kvstore.core.requests.verification import Verification
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.admission import Admission
 from kvstore.core.transfers.devices import TierSpec
@@ -64,6 +67,16 @@ _FREES = {
 _NOBODY = -1
 
 
+class Job(Protocol):
+    """Work of many small steps, which a Tick takes."""
+
+    def at(self, now: float) -> None:
+        """It is `now`: takes a step if one is due."""
+
+    def wakes_at(self) -> float:
+        """When the next step is due; infinity if nothing is to be done."""
+
+
 class Placement:
     """Where every block of one node is. `specs[0]` is DRAM, which clients read and write; see Residency."""
 
@@ -84,14 +97,26 @@ class Placement:
         self.limits = limits or Limits()
         self.ledger = Ledger(self.residency, self.transfers, self.limits)
         self._reads = Reads(self.ledger, prefetch_blocks)
-        self._keeping = keeping = Keeping(self.ledger, self._reads)
-        self._writes = Writes(self.ledger, keeping, write_policy == "write_through")
+        self._pins = Pins(self.ledger)
+        self._publication = Publication(self.ledger, self._reads)
+        invalidation = Invalidation(self.ledger, self._reads)
+        verification = Verification(self.ledger, self._reads)
+        self._writes = Writes(self.ledger, invalidation, write_policy == "write_through")
         self.resizing = Resizing(self.residency, self.transfers.eviction)
         self.joining = Joining(self.residency, self.transfers, self.resizing)
-        self._forgetting = Forgetting(self.ledger, keeping, self._reads)
+        self._forgetting = Forgetting(self.ledger, invalidation, self._reads)
         self._publishing: dict[int, int] = {}
+        self._jobs: tuple[Job, ...] = (
+            self.transfers.eviction,
+            self._publication,
+            self._forgetting,
+            self.switch,
+            self.resizing,
+            self.joining,
+            self.residency,
+        )
         self._handlers: dict[type, Callable[[Any, float], None]] = {
-            ev.OpenNamespace: NamespaceTable(self.ledger, keeping).open,
+            ev.OpenNamespace: NamespaceTable(self.ledger, self._pins, self._publication).open,
             ev.SetTenant: self._set_tenant,
             ev.SetPolicy: lambda event, now: self.switch.to(event.name, now),
             ev.SetAdmission: self._set_admission,
@@ -111,20 +136,20 @@ class Placement:
             ev.Release: self._reads.release,
             ev.Lookup: self._reads.lookup,
             ev.Prefetch: self._reads.prefetch,
-            ev.Pin: keeping.pin,
-            ev.Unpin: keeping.unpin,
-            ev.Invalidate: keeping.invalidate,
+            ev.Pin: self._pins.pin,
+            ev.Unpin: self._pins.unpin,
+            ev.Invalidate: invalidation.invalidate,
             ev.Hint: lambda event, now: hint(self.ledger, event, now),
             ev.Explain: lambda event, now: explain(self.ledger, event, now),
-            ev.Suspect: keeping.suspect,
-            ev.Tell: keeping.tell,
+            ev.Suspect: verification.suspect,
+            ev.Tell: self._publication.tell,
             ev.ClientLost: self._client_lost,
             ev.CopyDone: self._copy_done,
-            ev.ProbeDone: keeping.probe_done,
+            ev.ProbeDone: verification.probe_done,
             ev.ExtentReady: self._extent_ready,
             ev.ExtentLost: lambda event, now: self.resizing.lost(event.tier, event.extent),
             ev.ExtentsEnd: lambda event, now: self.resizing.ended(event.tier),
-            ev.Scrub: keeping.scrub,
+            ev.Scrub: verification.scrub,
             ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
             ev.Flush: self._flush,
             ev.Tick: self._tick,
@@ -170,13 +195,7 @@ class Placement:
         wake = min(
             deadlines[0][0] if deadlines else math.inf,
             self.transfers.wakes_at(r.now),
-            self.transfers.eviction.wakes_at(),
-            self._keeping.wakes_at(),
-            self._forgetting.wakes_at(),
-            self.switch.wakes_at(),
-            self.resizing.wakes_at(),
-            self.joining.wakes_at(),
-            r.wakes_at(),
+            *(job.wakes_at() for job in self._jobs),
         )
         return None if wake == math.inf else wake
 
@@ -231,7 +250,7 @@ class Placement:
             r.tiers[tier].extents.holdings.set(event.tenant, replace(quota, floor=floor))
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
             self.transfers.eviction.shrink(tier, event.tenant)
-        self._keeping.pin_bytes[event.tenant] = event.pin_bytes
+        self._pins.pin_bytes[event.tenant] = event.pin_bytes
 
     def _set_admission(self, event: ev.SetAdmission, now: float) -> None:
         self.residency.tiers[event.tier].admission.change(event.rule, now)
@@ -263,8 +282,8 @@ class Placement:
         pool = space.pools[0]._replace(domain=event.domain)
         if pool != space.pools[0]:
             space.pools, space.moved = (pool, *space.pools[1:]), True
-            self._keeping.move(space, now)
-            if not self._keeping.has_moved(space.number):
+            self._publication.move(space, now)
+            if not self._publication.has_moved(space.number):
                 self._publishing[event.request] = space.number
                 return
         self.ledger.say(Answer(event.request, 0))
@@ -292,7 +311,7 @@ class Placement:
         """
         self.transfers.pump()
         for request, namespace in list(self._publishing.items()):
-            if self._keeping.has_moved(namespace):
+            if self._publication.has_moved(namespace):
                 del self._publishing[request]
                 self.ledger.say(Answer(request, 0))
         stalled, budget = self.ledger.stalled, _RETRIES
@@ -335,13 +354,8 @@ class Placement:
                 self._try_again(self.ledger.stalled.pop(request), now)
         self.transfers.at(now)
         self._call_off(now)
-        self.transfers.eviction.at(now)
-        self._keeping.at(now)
-        self._forgetting.at(now)
-        self.switch.at(now)
-        self.resizing.at(now)
-        self.joining.at(now)
-        self.residency.at(now)
+        for job in self._jobs:
+            job.at(now)
 
     # -- start and stop
 

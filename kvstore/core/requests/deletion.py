@@ -16,7 +16,7 @@ from kvstore.core.actions import Answer, Renew
 from kvstore.core.blocks.block_table import LIVE, RESERVED
 from kvstore.core.capacity.quotas import Quota, Space
 from kvstore.core.insight.decision_log import What
-from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import Ledger
 from kvstore.core.requests.reads import Reads
 
@@ -47,10 +47,10 @@ class _Sweep:
 class Forgetting:
     """TTLs, Forget, ForgetTenant."""
 
-    def __init__(self, ledger: Ledger, keeping: Keeping, reads: Reads) -> None:
+    def __init__(self, ledger: Ledger, invalidation: Invalidation, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
-        self._keeping = keeping
+        self._invalidation = invalidation
         self._reads = reads
         self._sweeps: list[_Sweep] = []
         self._next_step = math.inf
@@ -123,7 +123,7 @@ class Forgetting:
             last = first + int(over[-1]) + 1
         later = ends[: last - first]
         self._ledger.end_at(float(later[later > now].min(initial=math.inf)))
-        self._r.counters["expired_blocks"] += self._keeping.forget(first + over, What.EXPIRED)
+        self._r.counters["expired_blocks"] += self._invalidation.forget(first + over, What.EXPIRED)
         done = last >= blocks.rows_touched
         self._row = 0 if done else last
         self._next_look = now + (_NEXT_PASS_S if done else _NEXT_STEP_S)
@@ -142,7 +142,7 @@ class Forgetting:
             rows = sweep.row + np.flatnonzero(mine & ((state == LIVE) | (state == RESERVED)))
             if len(rows) > _BLOCKS_AT_ONCE:
                 rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
-            sweep.blocks += self._keeping.forget(rows)
+            sweep.blocks += self._invalidation.forget(rows)
             sweep.row = last
             if last < blocks.rows_touched:
                 return True

@@ -1,6 +1,6 @@
 """Who holds what and who waits for what: leases, reservations, waiters, and the limits on all of them.
 
-Shared by the parts of placement (`reads`, `writes`, `keeping`); decides nothing but whether a limit is kept.
+Shared by all kinds of requests; decides nothing but whether a limit is kept.
 """
 
 from __future__ import annotations

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Closed, Deny
 from kvstore.core.capacity.quotas import Pool, Space
-from kvstore.core.requests.keeping import Keeping
 from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.pins import Pins
+from kvstore.core.requests.publication import Publication
 from kvstore.types import Tier, slot_bytes
 
 
 class NamespaceTable:
     """OpenNamespace, over `Residency.spaces`, which has namespaces in the order in which they were opened."""
 
-    def __init__(self, ledger: Ledger, keeping: Keeping) -> None:
+    def __init__(self, ledger: Ledger, pins: Pins, publication: Publication) -> None:
         self._ledger = ledger
         self._r = ledger.residency
-        self._keeping = keeping
+        self._pins = pins
+        self._publication = publication
 
     def open(self, event: ev.OpenNamespace, now: float) -> None:
         """See OpenNamespace. Changes the TTL of a namespace that is open."""
@@ -85,7 +87,7 @@ class NamespaceTable:
     def _share(self, event: ev.OpenNamespace) -> int:
         """How many namespaces a tenant may have: half of what others do not use, all where it is alone."""
         most = self._ledger.limits.namespaces
-        if len(self._keeping.pin_bytes) < 2:
+        if len(self._pins.pin_bytes) < 2:
             return most
         in_use = self._ledger.namespaces_in_use() | event.in_use
         others = [s for s in self._r.spaces.values() if s.pools[0].tenant != event.tenant]
@@ -111,4 +113,6 @@ class NamespaceTable:
         """Whether a namespace has no rows, is not published, and nothing of it is being copied or probed."""
         if self._r.blocks.rows_in[space.number] or space.pools[0].domain != space.tenant:
             return False
-        return self._keeping.has_moved(space.number) and not self._ledger.transfers.concern((space.number,))
+        return self._publication.has_moved(space.number) and not self._ledger.transfers.concern(
+            (space.number,)
+        )

@@ -12,16 +12,16 @@ from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WOR
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.capacity.quotas import Space
 from kvstore.core.insight.decision_log import What
-from kvstore.core.requests.keeping import Keeping
+from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import NONE, Ledger, Reservation, number_on_connection
 
 
 class Writes:
     """Reserve, commit, abort."""
 
-    def __init__(self, ledger: Ledger, keeping: Keeping, write_through: bool) -> None:
+    def __init__(self, ledger: Ledger, invalidation: Invalidation, write_through: bool) -> None:
         self._ledger = ledger
-        self._keeping = keeping
+        self._invalidation = invalidation
         self._r = ledger.residency
         self._transfers = ledger.transfers
         self.write_through = write_through
@@ -88,7 +88,7 @@ class Writes:
         rows = np.unique(rows[rows >= 0])
         rows = rows[(blocks.state[rows] == LIVE) & blocks.expired(rows, now)]
         if len(rows):
-            self._r.counters["expired_blocks"] += self._keeping.forget(rows, What.EXPIRED)
+            self._r.counters["expired_blocks"] += self._invalidation.forget(rows, What.EXPIRED)
 
     def _earn(
         self,

@@ -1,0 +1,52 @@
+"""Invalidation: blocks become misses, whoever writes or awaits them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Answer
+from kvstore.core.blocks.block_table import LIVE, RESERVED, Rows
+from kvstore.core.insight.decision_log import EVERY_TIER, What
+from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.reads import Reads
+
+
+class Invalidation:
+    """Drops blocks from every tier. Leases keep their slots."""
+
+    def __init__(self, ledger: Ledger, reads: Reads) -> None:
+        self._ledger = ledger
+        self._r = ledger.residency
+        self._transfers = ledger.transfers
+        self._reads = reads
+
+    def invalidate(self, event: ev.Invalidate, now: float) -> None:
+        if self._ledger.space(event) is None:
+            return
+        rows = np.unique(self._r.index.find(event.namespace, event.keys))
+        n = self.forget(rows[rows >= 0], What.INVALIDATED)
+        self._r.counters["invalidated_blocks"] += n
+        self._ledger.say(Answer(event.request, n))
+
+    def forget(self, rows: Rows, what: What | None = None) -> int:
+        """Makes misses of rows, whoever writes or awaits them; how many were readable.
+
+        `what` is kept as the reason; None: nobody can ask for them any more.
+        """
+        r = self._r
+        state = r.blocks.state[rows]
+        reserved = rows[state == RESERVED]
+        for reservation in self._ledger.reservations.values() if len(reserved) else ():
+            hit = np.isin(reservation.rows, reserved) & reservation.alive
+            if hit.any():
+                reservation.alive[hit] = False
+                r.vanish(reservation.rows[hit])
+        live = rows[state == LIVE]
+        if what is not None:
+            r.decisions.record(what, EVERY_TIER, live, r.now)
+        self._reads.arrived(self._transfers.cancel(live))
+        held = [r.blocks.slot[tier, live] >= 0 for tier in range(len(r.tiers))]
+        for tier in range(len(r.tiers)):
+            r.give_up(tier, live[held[tier]])
+        return len(live)

@@ -1,0 +1,97 @@
+"""Verification: blocks that a reader suspects, and all blocks in turn, are compared with their checksums."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Answer, Probe
+from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.requests.leases import Ledger, Probing
+from kvstore.core.requests.reads import Reads
+from kvstore.core.transfers.devices import SCRUB
+
+_PROBES = 64
+_SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits for
+
+
+class Verification:
+    """Has copies probed, and quarantines those whose bytes are not what was stored."""
+
+    def __init__(self, ledger: Ledger, reads: Reads) -> None:
+        self._ledger = ledger
+        self._r = ledger.residency
+        self._transfers = ledger.transfers
+        self._reads = reads
+        self._scrubbed: defaultdict[int, int] = defaultdict(int)
+
+    def suspect(self, event: ev.Suspect, now: float) -> None:
+        if self._ledger.space(event) is None:
+            return
+        r = self._r
+        rows = r.index.find(event.namespace, event.keys)
+        rows = np.unique(rows[rows >= 0])
+        rows = rows[(r.blocks.state[rows] == LIVE) & (r.blocks.slot[event.at, rows] >= 0)]
+        if len(rows) and len(self._ledger.probes) < _PROBES and self._may_probe(event.at, rows):
+            self._probe(event.request, event.at, rows)
+        elif event.request:
+            self._ledger.say(Answer(event.request, 0))
+
+    def scrub(self, event: ev.Scrub, now: float) -> None:
+        r = self._r
+        tier, blocks = r.tiers[event.tier], r.blocks
+        busy = any(p.tier == event.tier and not p.request for p in self._ledger.probes.values())
+        if not tier.device.readable or busy or not blocks.rows_touched:
+            return
+        first = self._scrubbed[event.tier]
+        last = min(first + _SCRUB_ROWS, blocks.rows_touched)
+        there = (blocks.state[first:last] == LIVE) & (blocks.slot[event.tier, first:last] >= 0)
+        rows = first + np.flatnonzero(there)
+        if len(rows):
+            # One pool a probe.
+            slots = blocks.slot[event.tier, rows]
+            pool = tier.extents.pool_of(int(slots[0]))
+            n = min(max(1, event.limit_bytes // pool.slot_bytes), len(rows))
+            alike = tier.extents.are_of(pool, slots[:n])
+            n = n if alike.all() else int(alike.argmin())
+            last = int(rows[n]) if n < len(rows) else last
+            self._probe(0, event.tier, rows[:n])
+            r.counters[f"scrubbed_blocks_{tier.spec.name}"] += n
+        if last >= blocks.rows_touched:
+            last = 0
+            r.counters[f"scrub_passes_{tier.spec.name}"] += 1
+        self._scrubbed[event.tier] = last
+
+    def _may_probe(self, tier: int, rows: Rows) -> bool:
+        """Whether a device can look at so much now, besides what it is to look at already."""
+        state = self._r.tiers[tier]
+        pool = state.extents.pool_of(int(self._r.blocks.slot[tier, rows[0]]))
+        room = state.device.room(pool.tenant, SCRUB)
+        return not tier or (state.device.readable and len(rows) * pool.slot_bytes <= room)
+
+    def _probe(self, request: int, tier: int, rows: Rows) -> None:
+        r = self._r
+        slots = r.blocks.slot[tier, rows].astype(np.int64)
+        extents = r.tiers[tier].extents
+        extents.hold(slots)
+        number = self._ledger.next_number()
+        self._ledger.probes[number] = Probing(request, tier, rows, slots)
+        pool = extents.pool_of(int(slots[0]))
+        probe = Probe(number, tier, pool.slot_bytes, r.identity(rows), r.where(tier, slots))
+        if tier:
+            self._transfers.probe(probe, pool.tenant)
+        else:
+            self._ledger.say(probe)
+
+    def probe_done(self, event: ev.ProbeDone, now: float) -> None:
+        p = self._ledger.probes.pop(event.probe)
+        if p.tier:
+            self._transfers.probed(p.tier, event.probe)
+        extents = self._r.tiers[p.tier].extents
+        bad = (event.results == ev.CORRUPT) & (extents.owner[p.slots] == p.rows)
+        extents.release(p.slots)
+        self._reads.arrived(self._transfers.quarantine(p.tier, p.rows[bad]))
+        if p.request:
+            self._ledger.say(Answer(p.request, int(bad.sum())))
