@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.transfers.devices import Device
 from kvstore.daemon.chronicle import MOST_EVENTS, Chronicle
 from kvstore.errors import DeniedError
@@ -211,7 +211,7 @@ def chronicle(most: int = 4) -> tuple[Chronicle, Callable[[int], None]]:
     shell: Any = SimpleNamespace(
         placement=placement, namespaces=nobody, now=lambda: 5.0, clock=lambda: 1000.0, instance=b"i"
     )
-    return Chronicle(shell, most), lambda n: ring.record(What.DROPPED, 0, rows[:n], 3.0)
+    return Chronicle(shell, most), lambda n: ring.record(DecisionKind.DROPPED, 0, rows[:n], 3.0)
 
 
 def told(page: dict[str, Any]) -> list[tuple[int, str]]:

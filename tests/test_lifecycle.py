@@ -224,7 +224,8 @@ def test_every_setting_either_changes_or_is_named() -> None:
         '[nvme]\npath = "/y"\nlimit = "2MiB"\nwrite_policy = "on_evict"\nio_threads = 1\n'
         'prefetch_blocks = 8\nadmission = "twice"\nadmission_threshold = 0.5\nwrite_budget = "1x"\n'
         '[hbm]\nlimit = "2MiB"\ngpus = ["0"]\n[network]\nurl = "file:///x"\nlimit = 1\nuser = "u"\n'
-        'password_file = "/v"\ncredentials = "instance"\ntimeout = 1\nthreads = 1\nhedge_after = 1\nadmission = "twice"\n'
+        'password_file = "/v"\ncredentials = "instance"\ntimeout = 1\nthreads = 1\n'
+        'hedge_after = 1\nadmission = "twice"\n'
         "admission_threshold = 0.5\n"
         '[events]\nlisten = "ipc:///e"\nreplay = "ipc:///r"\nnode = "n"\ntenants = ["t"]\n'
         '[policy]\neviction = "arc"\n[scrub]\nrate = 0\n'

@@ -13,10 +13,10 @@ from kvstore.core.capacity.extents import Slots
 
 if TYPE_CHECKING:
     from kvstore.core.blocks.residency import Residency
-    from kvstore.core.requests.leases import Ledger
+    from kvstore.core.requests.leases import LeaseTable
 
 
-def check(ledger: Ledger) -> None:
+def check(ledger: LeaseTable) -> None:
     """Raises AssertionError naming the invariant that does not hold."""
     r = ledger.residency
     _check_rows(r)
@@ -40,7 +40,7 @@ def check(ledger: Ledger) -> None:
     assert +lent == ledger.lent, "what others' leases hold is miscounted"
 
 
-def _check_copies(ledger: Ledger) -> None:
+def _check_copies(ledger: LeaseTable) -> None:
     r, marks = ledger.residency, np.zeros(ledger.residency.blocks.capacity, np.uint8)
     coming: Counter[tuple[int, int]] = Counter()
     for t in ledger.transfers.under_way.values():
@@ -82,7 +82,7 @@ def _check_rows(r: Residency) -> None:
     assert set(r.pins) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
 
 
-def _check_tier(ledger: Ledger, tier: int) -> None:
+def _check_tier(ledger: LeaseTable, tier: int) -> None:
     r = ledger.residency
     extents, slot = r.tiers[tier].extents, r.blocks.slot[tier]
     assert extents.limit_bytes <= extents.bound_bytes, "a bound below the limit"
@@ -114,7 +114,7 @@ def _check_tier(ledger: Ledger, tier: int) -> None:
         era.segments.check()
 
 
-def _check_tenants(ledger: Ledger, tier: int) -> None:
+def _check_tenants(ledger: LeaseTable, tier: int) -> None:
     extents = ledger.residency.tiers[tier].extents
     holdings, shrinking = extents.holdings, ledger.transfers.eviction.shrinking
     n = len(holdings.extents)
@@ -149,7 +149,7 @@ def _check_tenants(ledger: Ledger, tier: int) -> None:
             assert extents.are_of(space.pools[tier], slots).all(), "a block is in another tenant's extent"
 
 
-def _references(ledger: Ledger, tier: int) -> list[Slots]:
+def _references(ledger: LeaseTable, tier: int) -> list[Slots]:
     """All slots of a tier that somebody refers to, once a reference."""
     out = []
     for transfer in ledger.transfers.under_way.values():

@@ -22,16 +22,16 @@ from kvstore.core.actions import Action, Answer
 from kvstore.core.blocks.block_table import LIVE, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.blocks.residency import Residency
-from kvstore.core.capacity.hotplug import Joining
+from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import Pool
 from kvstore.core.capacity.resizing import Resizing
 from kvstore.core.insight.explain import explain
 from kvstore.core.insight.hints import hint
 from kvstore.core.invariants import check
-from kvstore.core.policy_migration import Switch
-from kvstore.core.requests.deletion import Forgetting
+from kvstore.core.policy_migration import PolicyMigration
+from kvstore.core.requests.deletion import Deletion
 from kvstore.core.requests.invalidation import Invalidation
-from kvstore.core.requests.leases import Ledger, Limits, Reservation
+from kvstore.core.requests.leases import LeaseTable, Limits, Reservation
 from kvstore.core.requests.namespaces import NamespaceTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.publication import Publication
@@ -92,10 +92,10 @@ class Placement:
         prefetch_blocks: int = 0,
     ) -> None:
         self.residency = Residency(specs, max_blocks, seed, policy)
-        self.switch = Switch(self.residency, policy)
+        self.switch = PolicyMigration(self.residency, policy)
         self.transfers = Transfers(self.residency)
         self.limits = limits or Limits()
-        self.ledger = Ledger(self.residency, self.transfers, self.limits)
+        self.ledger = LeaseTable(self.residency, self.transfers, self.limits)
         self._reads = Reads(self.ledger, prefetch_blocks)
         self._pins = Pins(self.ledger)
         self._publication = Publication(self.ledger, self._reads)
@@ -103,13 +103,13 @@ class Placement:
         verification = Verification(self.ledger, self._reads)
         self._writes = Writes(self.ledger, invalidation, write_policy == "write_through")
         self.resizing = Resizing(self.residency, self.transfers.eviction)
-        self.joining = Joining(self.residency, self.transfers, self.resizing)
-        self._forgetting = Forgetting(self.ledger, invalidation, self._reads)
+        self.joining = Hotplug(self.residency, self.transfers, self.resizing)
+        self._deletion = Deletion(self.ledger, invalidation, self._reads)
         self._publishing: dict[int, int] = {}
         self._jobs: tuple[Job, ...] = (
             self.transfers.eviction,
             self._publication,
-            self._forgetting,
+            self._deletion,
             self.switch,
             self.resizing,
             self.joining,
@@ -127,8 +127,8 @@ class Placement:
             ev.RemoveDevice: self.joining.remove,
             ev.LoseDevice: self._lose_device,
             ev.Publish: self._publish,
-            ev.Forget: self._forgetting.forget,
-            ev.ForgetTenant: self._forgetting.forget_tenant,
+            ev.Forget: self._deletion.forget,
+            ev.ForgetTenant: self._deletion.forget_tenant,
             ev.Reserve: self._writes.reserve,
             ev.Commit: self._writes.commit,
             ev.Abort: self._writes.abort,

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks.residency import Era, Residency
+from kvstore.core.blocks.residency import PolicyGeneration, Residency
 from kvstore.core.capacity.quotas import Pool
 from kvstore.core.policy import Policy, find
-from kvstore.core.policy.migrating import Succession
+from kvstore.core.policy.migrating import MigratingPolicy
 from kvstore.errors import MisuseError
 
 _ROWS_AT_ONCE = 64
@@ -27,7 +27,7 @@ _PARTS = [name for name in (*Policy.__annotations__, *vars(Policy)) if not name.
 _WANTED = "a class like those in kvstore.core.policy"
 
 
-class Switch:
+class PolicyMigration:
     """The eviction policy of one residency. `name` is what new pools get, `wanted` what it is to become.
 
     `rows_at_once`: how many rows move in one step.
@@ -56,7 +56,7 @@ class Switch:
         if not self._under_way:
             self._begin(eras, now)
 
-    def _eras(self, name: str) -> list[Era]:
+    def _eras(self, name: str) -> list[PolicyGeneration]:
         """A new era for each tier, in which a policy can be made: one is, to see."""
         make = find(name)
         eras = [self._r.new_era(make) for _ in self._r.tiers]
@@ -69,7 +69,7 @@ class Switch:
             raise MisuseError(f"eviction policy {name!r} has no {', '.join(lacking)}", _WANTED)
         return eras
 
-    def _begin(self, eras: list[Era], now: float) -> None:
+    def _begin(self, eras: list[PolicyGeneration], now: float) -> None:
         r = self._r
         self.name, self._under_way = self.wanted, True
         for state, era in zip(r.tiers, eras, strict=True):
@@ -100,10 +100,10 @@ class Switch:
         """Moves up to n rows of a pool; how many. The pool is done when it has no more."""
         state = self._r.tiers[tier]
         policy = state.policies[pool]
-        if not isinstance(policy, Succession):
+        if not isinstance(policy, MigratingPolicy):
             new = self._r.make_policy(tier, pool, state.era)
             # No two pools of a switch have the same number here.
-            policy = state.policies[pool] = Succession(policy, new, self._marks[tier], len(self._todo))
+            policy = state.policies[pool] = MigratingPolicy(policy, new, self._marks[tier], len(self._todo))
         moved = policy.go_on(n, now)
         if not policy.left:
             state.policies[pool] = policy.new

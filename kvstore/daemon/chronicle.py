@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.core.blocks.residency import TierState
-from kvstore.core.insight.decision_log import EVERY_TIER, Noted, What
+from kvstore.core.insight.decision_log import EVERY_TIER, DecisionKind, Noted
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HAPPENINGS = (
 )
 """What may become of the daemon, its devices, namespaces and tenants."""
 
-KINDS = (*(what.name.lower() for what in What), *HAPPENINGS)
+KINDS = (*(what.name.lower() for what in DecisionKind), *HAPPENINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Chronicle:
         passed = bisect_right(self._happenings, begin, key=lambda h: h.number)
         place = begin - self._dropped - passed
         lost = begin - after + max(0, decisions.written - len(decisions) - place)
-        kinds = [int(one) for one in What if one.name.lower() in what]
+        kinds = [int(one) for one in DecisionKind if one.name.lower() in what]
         noted: list[Noted] = []
         end = decisions.written
         if kinds or not what:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.core.transfers.fair_queue import Fair
+from kvstore.core.transfers.fair_queue import FairQueue
 from kvstore.daemon.peers import uid_of
 from kvstore.errors import KVStoreError, TierError
 
@@ -46,7 +46,7 @@ class Listener:
         self._loop = loop
         self._sock = sock
         self._connect = connect
-        self._accepted: Fair[socket.socket] = Fair((1.0,), 1, _QUEUED, 1)
+        self._accepted: FairQueue[socket.socket] = FairQueue((1.0,), 1, _QUEUED, 1)
         self._users: set[int] = set()
         self._opening: asyncio.Task[None] | None = None
         self._short_of_descriptors = False

@@ -1,7 +1,7 @@
 """Fair turns of requests among tenants, on the event loop.
 
 While nobody waits, what arrives runs at once. When more arrives than runs, it waits, undecoded and then
-decoded, and turns of `SLICE_S` run what goes next by `Fair`; between turns the loop reads sockets. A
+decoded, and turns of `SLICE_S` run what goes next by `FairQueue`; between turns the loop reads sockets. A
 connection that sends faster than its requests run is not read for a while, nor are those of a tenant whose
 requests take `QUEUED_BYTES` as they wait. Connections that send much are read in turns too, and of one tenant
 at most `READ_BYTES_PER_S`. A tenant that has too much queued all the same, or is held back by
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from kvstore.core.transfers.fair_queue import Fair
+from kvstore.core.transfers.fair_queue import FairQueue
 from kvstore.wire import messages as m
 
 SLICE_S = 200e-6
@@ -32,7 +32,7 @@ READ_BYTES_PER_S = 64 << 20
 
 _READ_BURST_BYTES = 8 << 20
 _READ_UNIT_BYTES = 4096
-_READ_AT_ONCE_UNITS = 64
+_LONG_READ = 64  # units
 
 _UNIT_S = 16e-6  # what a cost of 1 takes, about: a request of up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
@@ -148,9 +148,11 @@ class Turns:
         self.connected: Counter[int] = Counter()
         self._loop = loop
         self._stopwatch = stopwatch
-        self._reading: Fair[Line] = Fair((1.0,), 1, _UNLIMITED, 1)
-        self._resting: Fair[Line] = Fair((1.0,), _READ_AT_ONCE_UNITS, _UNLIMITED, _READ_AT_ONCE_UNITS)
-        self._running: Fair[_Request] = Fair((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
+        self._reading: FairQueue[Line] = FairQueue((1.0,), 1, _UNLIMITED, 1)
+        self._resting: FairQueue[Line] = FairQueue(
+            (1.0,), _READ_AT_ONCE_UNITS, _UNLIMITED, _READ_AT_ONCE_UNITS
+        )
+        self._running: FairQueue[_Request] = FairQueue((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
         self._queued: Counter[int] = Counter()
         self._queued_bytes: Counter[int] = Counter()
         self._full: dict[int, dict[Line, None]] = {}

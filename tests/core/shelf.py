@@ -10,7 +10,7 @@ from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import Policy, make
 from kvstore.core.policy.ghosts import Ghosts
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.reuse import Reuse
 
@@ -30,9 +30,9 @@ class Tier:
         self.reuse = Reuse(self.blocks, ghosts, 1)
         self._shelves = 0
 
-    def shelf(self) -> Shelf:
+    def shelf(self) -> PolicyContext:
         self._shelves += 1
-        return Shelf(
+        return PolicyContext(
             self.segments, self.blocks, lambda: self.ghosts, self._shelves, 0, self.recompute_s, self.reuse
         )
 

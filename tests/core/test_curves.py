@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.policy import reuse_curves as module
-from kvstore.core.policy.reuse_curves import _WIDTHS, SPANS, Curves, span_of, tick
+from kvstore.core.policy.reuse_curves import _WIDTHS, SPANS, ReuseCurves, span_of, tick
 
 
 def array(*numbers: int) -> np.ndarray:
@@ -22,7 +22,9 @@ def span(age_s: float) -> int:
     return int(span_of(np.array([age_s]))[0])
 
 
-def live(curves: Curves, comes_back: dict[int, float], seconds: int, after_s: float, rate: int = 20) -> float:
+def live(
+    curves: ReuseCurves, comes_back: dict[int, float], seconds: int, after_s: float, rate: int = 20
+) -> float:
     """Each second so many blocks join each class; part of them are used about `after_s` later, with jitter.
 
     Those join no class again. Returns when it ended.
@@ -49,7 +51,7 @@ def test_spans_of_ages() -> None:
 
 @pytest.mark.parametrize("part", [0.2, 0.7])
 def test_the_curve_that_was_put_in_is_found(part: float) -> None:
-    curves = Curves((1, 1, 1))
+    curves = ReuseCurves((1, 1, 1))
     live(curves, {0: part}, 1500, 60.0)
     chance, density = curves.chance[0], curves.density[0]
     assert chance[span(0.0)] == pytest.approx(part, abs=0.04)
@@ -65,7 +67,7 @@ def test_the_curve_that_was_put_in_is_found(part: float) -> None:
 
 
 def test_what_never_comes_back_drops_to_nearly_nothing() -> None:
-    curves = Curves((1, 1, 1))
+    curves = ReuseCurves((1, 1, 1))
     at_first = curves.density[0].copy()
     live(curves, {0: 0.0}, 600, 60.0)
     assert curves.chance[0].max() < 0.02
@@ -73,7 +75,7 @@ def test_what_never_comes_back_drops_to_nearly_nothing() -> None:
 
 
 def test_a_class_of_which_little_is_known_leans_on_its_group() -> None:
-    curves = Curves((2, 2, 1))
+    curves = ReuseCurves((2, 2, 1))
     now = live(curves, {0: 0.8, 2: 0.0}, 600, 30.0)
     curves.joined(array(1, 3), now)
     curves.learn()
@@ -89,7 +91,7 @@ def test_a_class_of_which_little_is_known_leans_on_its_group() -> None:
 
 
 def test_what_was_long_ago_counts_less() -> None:
-    curves = Curves((1, 1, 1))
+    curves = ReuseCurves((1, 1, 1))
     half_life, n = module._HALF_LIFE, 4096
     curves.joined(np.zeros(half_life - 1, np.int64), 0.0)
     assert curves._reached[0, 0] == half_life - 1
@@ -180,7 +182,7 @@ _acts = st.lists(
 )
 
 
-def follow(curves: Curves, acts: list[Act], plain: Plain | None = None) -> None:
+def follow(curves: ReuseCurves, acts: list[Act], plain: Plain | None = None) -> None:
     """Does all of this to curves; and to the plain model, then compares."""
     now, there = 0.0, list[tuple[int, float]]()
     exact: Counter[tuple[int, int]] = Counter()
@@ -220,7 +222,7 @@ def follow(curves: Curves, acts: list[Act], plain: Plain | None = None) -> None:
 @given(_acts)
 @settings(max_examples=80)
 def test_counts_are_those_of_a_plain_model(acts: list[Act]) -> None:
-    follow(Curves((2, 2, 1)), acts, Plain())
+    follow(ReuseCurves((2, 2, 1)), acts, Plain())
 
 
 def test_counts_are_those_of_a_plain_model_in_a_long_life() -> None:
@@ -230,7 +232,7 @@ def test_counts_are_those_of_a_plain_model_in_a_long_life() -> None:
         act = str(dice.choice(["join", "join", "use", "leave"]))
         kinds = dice.integers(0, KINDS, int(dice.integers(1, 6))).tolist()
         acts.append((float(dice.choice([0.125, 1.0, 1.5, 2.0])), act, kinds, int(dice.integers(0, 1 << 30))))
-    follow(Curves((2, 2, 1)), acts, Plain())
+    follow(ReuseCurves((2, 2, 1)), acts, Plain())
 
 
 @given(_acts)
@@ -238,7 +240,7 @@ def test_counts_are_those_of_a_plain_model_in_a_long_life() -> None:
 def test_density_is_the_best_end_and_chance_all_of_them(
     acts: list[Act],
 ) -> None:
-    curves = Curves((2, 2, 1))
+    curves = ReuseCurves((2, 2, 1))
     follow(curves, acts)
     curves.learn()
     known = np.flatnonzero(curves._reached[:, 0])
@@ -261,7 +263,7 @@ def test_density_is_the_best_end_and_chance_all_of_them(
 # -- odd lives
 
 
-def sound(curves: Curves) -> None:
+def sound(curves: ReuseCurves) -> None:
     for _ in range(4):
         curves.learn()
     for values in (curves._used, curves._reached, curves._waiting[: curves._cohorts], curves.density):
@@ -277,7 +279,7 @@ def sound(curves: Curves) -> None:
 
 @pytest.mark.parametrize("wait", [0.0, 0.1, 2.0, 30.0, 1e5])
 def test_silence_and_time_that_stands_still(wait: float) -> None:
-    curves, size, now, before = Curves((2, 1, 1)), 0, 5.0, []
+    curves, size, now, before = ReuseCurves((2, 1, 1)), 0, 5.0, []
     for i in range(400):
         curves.joined(array(0, 0, 1), now)
         before.append(now)
@@ -294,7 +296,7 @@ def test_silence_and_time_that_stands_still(wait: float) -> None:
 @pytest.mark.parametrize("cohorts", [3, 8])
 def test_more_cohorts_than_there_is_room_for(cohorts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_COHORTS", cohorts)
-    curves, now = Curves((1, 1, 1)), 0.0
+    curves, now = ReuseCurves((1, 1, 1)), 0.0
     for _ in range(200):
         curves.joined(np.zeros(10, np.int64), now)
         curves.used(np.zeros(4, np.int64), np.full(4, now), now + 2.0)
@@ -307,7 +309,7 @@ def test_more_cohorts_than_there_is_room_for(cohorts: int, monkeypatch: pytest.M
 
 
 def test_what_is_told_of_the_time_before_the_first_cohort_is_counted_as_used() -> None:
-    curves = Curves((1, 1, 1))
+    curves = ReuseCurves((1, 1, 1))
     curves.used(array(0), np.array([-100.0]), 50.0)
     assert curves._used[0, span(150.0)] == 1
     curves.left(array(0), np.array([-100.0]))
@@ -316,12 +318,12 @@ def test_what_is_told_of_the_time_before_the_first_cohort_is_counted_as_used() -
 
 
 def test_curves_go_on_from_what_was_counted() -> None:
-    first, dice = Curves((2, 1, 1)), np.random.default_rng(2)
+    first, dice = ReuseCurves((2, 1, 1)), np.random.default_rng(2)
     for i in range(300):
         first.joined(dice.integers(0, 2, 5), float(i))
         first.used(array(0), np.array([float(dice.integers(0, i + 1))]), float(i))
     counts = first.counts()
-    second = Curves((2, 1, 1), counts)
+    second = ReuseCurves((2, 1, 1), counts)
     first._learn(np.arange(2))
     assert np.array_equal(second.density, first.density)
     assert second.joins == 1500

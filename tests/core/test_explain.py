@@ -13,7 +13,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.insight.decision_log import CAPACITY, EVERY_TIER, Decision, Decisions, What
+from kvstore.core.insight.decision_log import CAPACITY, EVERY_TIER, Decision, DecisionKind, Decisions
 from kvstore.core.insight.explain import MOST_NAMESPACES
 from kvstore.core.policy.reuse import Reuse
 from kvstore.core.requests.leases import Limits
@@ -224,43 +224,46 @@ def test_the_newest_decisions_come_first_and_the_oldest_make_way() -> None:
     ring, rows, keys, index = rows_of(8)
     marks = index.fingerprints_of(keys).tolist()
     for now in range(5):
-        ring.record(What.EVICTED if now % 2 else What.DEMOTED, 0, rows[:4], float(now))
+        ring.record(DecisionKind.EVICTED if now % 2 else DecisionKind.DEMOTED, 0, rows[:4], float(now))
     assert len(ring) == 16
     assert [(d.what, d.at) for d in ring.of(marks[0]).get(3, [])] == [
-        (What.DEMOTED, 4.0), (What.EVICTED, 3.0), (What.DEMOTED, 2.0), (What.EVICTED, 1.0),
-    ]  # fmt: skip
+        (DecisionKind.DEMOTED, 4.0),
+        (DecisionKind.EVICTED, 3.0),
+        (DecisionKind.DEMOTED, 2.0),
+        (DecisionKind.EVICTED, 1.0),
+    ]
     assert list(ring.of(marks[0])) == [3]
-    ring.record(What.EXPIRED, EVERY_TIER, rows, 9.0)
-    ring.record(What.EXPIRED, EVERY_TIER, rows[:7], 10.0)
+    ring.record(DecisionKind.EXPIRED, EVERY_TIER, rows, 9.0)
+    ring.record(DecisionKind.EXPIRED, EVERY_TIER, rows[:7], 10.0)
     assert [d.at for d in ring.of(marks[0]).get(3, [])] == [10.0, 9.0]
-    assert ring.of(marks[7]).get(3, []) == [Decision(What.EXPIRED, None, 9.0, None, 0)]
+    assert ring.of(marks[7]).get(3, []) == [Decision(DecisionKind.EXPIRED, None, 9.0, None, 0)]
 
 
 def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
     ring, rows, keys, index = rows_of(40)
     marks = index.fingerprints_of(keys).tolist()
-    ring.record(What.DROPPED, 0, rows[:5], 1.0)
-    ring.record(What.DROPPED, 0, rows, 2.0)
+    ring.record(DecisionKind.DROPPED, 0, rows[:5], 1.0)
+    ring.record(DecisionKind.DROPPED, 0, rows, 2.0)
     assert [i for i in range(40) if ring.of(marks[i]).get(3, [])] == list(range(24, 40))
 
 
 def test_what_came_after_a_record_is_read_a_page_at_a_time() -> None:
     ring, rows, keys, _ = rows_of(40)
-    ring.record(What.DROPPED, 0, rows[:5], 1.0)
-    ring.record_keys(What.DENIED, 0, 7, keys, np.arange(40) == 20, 2.0)
+    ring.record(DecisionKind.DROPPED, 0, rows[:5], 1.0)
+    ring.record_keys(DecisionKind.DENIED, 0, 7, keys, np.arange(40) == 20, 2.0)
     first, seen = ring.after(0, 4)
     assert ([n.place for n in first], seen) == ([0, 1, 2, 3], 4)
     rest, seen = ring.after(seen, 4)
     assert [(n.place, n.namespace, n.key, n.decision.what) for n in rest] == [
-        (4, 3, keys[4], What.DROPPED),
-        (5, 7, keys[20], What.DENIED),
+        (4, 3, keys[4], DecisionKind.DROPPED),
+        (5, 7, keys[20], DecisionKind.DENIED),
     ]
     assert seen == 6
     assert ring.after(seen, 4) == ([], 6)
-    assert [n.place for n in ring.after(0, 64, [What.DENIED])[0]] == [5]
+    assert [n.place for n in ring.after(0, 64, [DecisionKind.DENIED])[0]] == [5]
     assert [n.place for n in ring.after(0, 64, (), [3])[0]] == [0, 1, 2, 3, 4]
-    assert ring.after(0, 64, [What.DENIED], [3]) == ([], 6)
-    ring.record(What.EVICTED, 0, rows[:13], 3.0)
+    assert ring.after(0, 64, [DecisionKind.DENIED], [3]) == ([], 6)
+    ring.record(DecisionKind.EVICTED, 0, rows[:13], 3.0)
     over, seen = ring.after(0, 64)
     more, end = ring.after(seen, 64)
     assert [n.place for n in [*over, *more]] == list(range(3, 19))
@@ -272,7 +275,7 @@ def test_a_short_key_after_a_long_one_in_the_ring_is_whole() -> None:
     index = Index(blocks, 7)
     ring = Decisions(blocks, index, Reuse(blocks, 8, 7), capacity=1)
     for key in (b"l" * 64, b"short", b"m" * 64):
-        ring.record_keys(What.DENIED, 0, 1, Keys(key, len(key)), np.ones(1, bool), 0.0)
+        ring.record_keys(DecisionKind.DENIED, 0, 1, Keys(key, len(key)), np.ones(1, bool), 0.0)
         [noted] = ring.after(0, 1)[0]
         assert noted.key == key
 
@@ -280,11 +283,11 @@ def test_a_short_key_after_a_long_one_in_the_ring_is_whole() -> None:
 def test_a_page_of_a_full_ring_is_found_at_once() -> None:
     ring, rows, _, _ = rows_of(64, CAPACITY)
     for i in range(CAPACITY // 64):
-        ring.record(What.EVICTED, 0, rows, float(i))
+        ring.record(DecisionKind.EVICTED, 0, rows, float(i))
     place, pages, took = 0, 0, []
     while place < ring.written:
         start = time.perf_counter()
-        found, place = ring.after(place, 64, [What.DENIED], [3])
+        found, place = ring.after(place, 64, [DecisionKind.DENIED], [3])
         took.append(time.perf_counter() - start)
         assert not found
         pages += 1
@@ -309,7 +312,7 @@ def test_a_full_ring_is_small_and_looked_through_at_once() -> None:
     rows = blocks.take(3, keys, np.arange(64))
     ring = Decisions(blocks, index, Reuse(blocks, 64, 7))
     for i in range(CAPACITY // 64 + 1):
-        ring.record(What.EVICTED, 0, rows, float(i))
+        ring.record(DecisionKind.EVICTED, 0, rows, float(i))
     assert ring.ram_bytes() == 90 * CAPACITY < 6 << 20
     mark, took = int(index.fingerprints(rows[:1])[0]), []
     for _ in range(20):

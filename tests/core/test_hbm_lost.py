@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.types import ALIGN
 from tests.core.test_hbm import answer, chain, held, put_in_nvme_alone, routes, values, world
 from tests.core.world import World, joined, payload
@@ -31,7 +31,7 @@ def test_what_only_a_lost_pool_had_is_a_miss() -> None:
     w.pass_time(1)
     assert w.left == [gpu]
     decided = w.p.residency.decisions.of(int(w.p.residency.index.fingerprints_of(joined(keys))[0]))[1]
-    assert [(d.what, d.tier) for d in decided] == [(What.LOST, gpu)]
+    assert [(d.what, d.tier) for d in decided] == [(DecisionKind.LOST, gpu)]
     w.settle()
 
 

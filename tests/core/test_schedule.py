@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.transfers.fair_queue import Fair
+from kvstore.core.transfers.fair_queue import FairQueue
 
 QUANTUM = 16
 DEAREST = 16
@@ -30,8 +30,8 @@ randoms = st.integers(0, 1 << 32).map(Random)
 
 def fair(
     classes: tuple[float, ...] = (1.0,), limit: int = PLENTY, quantum: int = QUANTUM, saved: int = 16
-) -> Fair[Any]:
-    return Fair(classes, quantum, limit, saved)
+) -> FairQueue[Any]:
+    return FairQueue(classes, quantum, limit, saved)
 
 
 @given(st.lists(st.tuples(st.booleans(), tenants, kinds, costs), max_size=200), st.integers(20, 60))
@@ -71,7 +71,7 @@ def test_a_first_item_is_always_taken() -> None:
     assert f.put(1, 0, 11, "another tenant's")
 
 
-def served(f: Fair[Any], takes: int, refill: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
+def served(f: FairQueue[Any], takes: int, refill: Callable[[int, int], int]) -> list[tuple[int, int, int]]:
     """(tenant, kind, cost) of so many takes; each is made up for by a put of cost `refill`."""
     out = []
     for _ in range(takes):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.columns import zeros
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES, Policy, make
-from kvstore.core.policy.migrating import Succession
+from kvstore.core.policy.migrating import MigratingPolicy
 from kvstore.core.policy.queue import Segments
 from kvstore.errors import MisuseError
 from tests.core.shelf import Tier, Told
@@ -30,10 +30,10 @@ class Switched:
         self.told = self.tier.told(old)
         self._new = new
 
-    def begin(self) -> Succession:
+    def begin(self) -> MigratingPolicy:
         self.tier.segments = Segments(zeros(ROWS, np.int32))
         new = make(self._new, self.tier.shelf())
-        policy = Succession(self.told.policy, new, zeros(ROWS, np.uint32), 1)
+        policy = MigratingPolicy(self.told.policy, new, zeros(ROWS, np.uint32), 1)
         self.told.policy = policy
         return policy
 
@@ -267,7 +267,7 @@ def test_a_step_moves_no_more_than_so_many() -> None:
         w.now = max(w.now, w.p.next_wakeup() or 0.0)
         w.send(ev.Tick())
         policy: Policy = w.p.residency.tiers[0].policies[pool]
-        left.append(policy.left if isinstance(policy, Succession) else 0)
+        left.append(policy.left if isinstance(policy, MigratingPolicy) else 0)
     steps = -np.diff(left)
     assert 0 < steps.max() <= 64
     assert len(steps) >= 5

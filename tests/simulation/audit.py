@@ -280,7 +280,7 @@ class Quotas:
                         f"{who} had {before[1]} extents, has {extents}, {kept} for sure"
                     )
                 self.had[tier, tenant] = used, extents
-        if not any(sweep.tenant >= 0 for sweep in p._forgetting._sweeps):
+        if not any(sweep.tenant >= 0 for sweep in p._deletion._sweeps):
             self.forgotten = life.tenants_forgotten
 
 

@@ -25,10 +25,10 @@ from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Extents
-from kvstore.core.capacity.hotplug import Joining
+from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import UNLIMITED, Holdings
-from kvstore.core.requests.deletion import Forgetting
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.deletion import Deletion
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.transfers import Transfers
@@ -189,7 +189,7 @@ def half_invalidations(patch: Patch) -> None:
 
 def no_alarm(patch: Patch) -> None:
     """Nobody looks after those who wait when their deadline passes."""
-    patch.setattr(Ledger, "remind", lambda self, event: None)
+    patch.setattr(LeaseTable, "remind", lambda self, event: None)
 
 
 def leases_for_ever(patch: Patch) -> None:
@@ -273,7 +273,7 @@ def taken_floors(patch: Patch) -> None:
 
 def blocks_for_ever(patch: Patch) -> None:
     """Nothing looks at the ends of blocks."""
-    patch.setattr(Forgetting, "_end_some", lambda self, now: setattr(self._ledger, "next_end", math.inf))
+    patch.setattr(Deletion, "_end_some", lambda self, now: setattr(self._ledger, "next_end", math.inf))
     patch.setattr(Blocks, "expired", lambda self, rows, now: np.zeros(len(rows), np.bool_))
 
 
@@ -311,12 +311,12 @@ def only_the_first_is_restored(patch: Patch) -> None:
 def hasty_leave(patch: Patch) -> None:
     """A device that is to leave is closed at once."""
 
-    def remove(self: Joining, event: Any, now: float) -> None:
+    def remove(self: Hotplug, event: Any, now: float) -> None:
         state = self._r.tiers[event.tier]
         state.leaving = state.gone = True
         self._r.out.append(Left(event.tier))
 
-    patch.setattr(Joining, "remove", remove)
+    patch.setattr(Hotplug, "remove", remove)
 
 
 def _calling(method: Callable[..., Any], first: Callable[[Any], None]) -> Callable[..., Any]:
@@ -333,13 +333,13 @@ def _without_first(restore: Any) -> Any:
 
 def given_back_in_dram(patch: Patch) -> None:
     """The end of a lease on GPU memory gives slots of DRAM back."""
-    drop = Ledger.drop_lease
+    drop = LeaseTable.drop_lease
 
     def drop_in_dram(self: Any, number: int) -> None:
         self.leases[number].at = 0
         drop(self, number)
 
-    patch.setattr(Ledger, "drop_lease", drop_in_dram)
+    patch.setattr(LeaseTable, "drop_lease", drop_in_dram)
 
 
 RECORDS = "records prove their slots"

@@ -23,7 +23,7 @@ from kvstore.core.capacity.quotas import Pool, Space
 from kvstore.core.insight.decision_log import Decisions
 from kvstore.core.policy import Factory, Policy, find
 from kvstore.core.policy.ghosts import Ghosts
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.reuse import Reuse
 from kvstore.core.transfers.admission import Admission
@@ -47,7 +47,7 @@ _NEXT_CHILDLESS_S = 0.001
 
 
 @dataclass(slots=True)
-class Era:
+class PolicyGeneration:
     """What all policies of a tier share that `make` made: a block is in one pool of it."""
 
     make: Factory
@@ -65,18 +65,18 @@ class TierState:
 
     spec: TierSpec
     extents: Extents
-    era: Era
+    era: PolicyGeneration
     admission: Admission
     policies: dict[Pool, Policy] = field(default_factory=dict)
     growing: bool = True
     device: Device = field(default_factory=Device)
-    before: Era | None = None
+    before: PolicyGeneration | None = None
     leaving: bool = False
     lost: bool = False
     gone: bool = False
 
     @property
-    def eras(self) -> list[Era]:
+    def eras(self) -> list[PolicyGeneration]:
         """Those that have policies."""
         return [self.era] if self.before is None else [self.before, self.era]
 
@@ -192,11 +192,11 @@ class Residency:
             state.policies[pool] = self.make_policy(tier, pool, state.era)
         return state.policies[pool]
 
-    def new_era(self, make: Factory) -> Era:
+    def new_era(self, make: Factory) -> PolicyGeneration:
         """The beginning of one."""
-        return Era(make, Segments(zeros(self.blocks.capacity, np.int32)))
+        return PolicyGeneration(make, Segments(zeros(self.blocks.capacity, np.int32)))
 
-    def make_policy(self, tier: int, pool: Pool, era: Era) -> Policy:
+    def make_policy(self, tier: int, pool: Pool, era: PolicyGeneration) -> Policy:
         """A policy for a pool of a tier, used by nobody so far."""
         limit_bytes = self.tiers[tier].spec.limit_bytes
 
@@ -209,7 +209,7 @@ class Residency:
         seed = self._seed + self._policies_made
         self._policies_made += 1
         return era.make(
-            Shelf(era.segments, self.blocks, ghosts, seed, pool.tenant, self.recompute_s, self.reuse)
+            PolicyContext(era.segments, self.blocks, ghosts, seed, pool.tenant, self.recompute_s, self.reuse)
         )
 
     def by_space(self, rows: Rows) -> Iterator[tuple[Space, Rows]]:

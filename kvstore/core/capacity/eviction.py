@@ -21,7 +21,7 @@ from kvstore.core.blocks.block_table import Rows
 from kvstore.core.blocks.residency import DEMOTE, Residency
 from kvstore.core.capacity.extents import SlotClass
 from kvstore.core.capacity.quotas import Pool
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 
 Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 """(tier, rows) -> which of these rows are now on their way down, and will leave when there."""
@@ -149,7 +149,7 @@ class Eviction:
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n
             spare = rows[idle & ~only][:n]
-            r.decisions.record(What.EVICTED, tier, spare, r.now, pool.tenant)
+            r.decisions.record(DecisionKind.EVICTED, tier, spare, r.now, pool.tenant)
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
@@ -176,7 +176,7 @@ class Eviction:
         if not waits:
             # Or all that is below are parents of what is here: no room will come of waiting.
             leaf = self._leaf_first(rows)
-            self._r.decisions.record(What.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
+            self._r.decisions.record(DecisionKind.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[leaf])
             n, rows = n + int(leaf.sum()), rows[~leaf]
         self._r.policy(tier, pool).defer(rows, parents=not waits)
@@ -194,7 +194,7 @@ class Eviction:
             refused = np.flatnonzero(~admission.admits(rows, pool.tenant, self._r.now))
             gone[refused if admission.spent else refused[self._leaf_first(rows[refused])]] = True
             self._r.counters["refused_blocks"] += int(gone.sum())
-            self._r.decisions.record(What.REFUSED, gate, rows[gone], self._r.now, pool.tenant)
+            self._r.decisions.record(DecisionKind.REFUSED, gate, rows[gone], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[gone])
         return gone
 
@@ -389,14 +389,14 @@ class Eviction:
         rows = extents.rows_of(leaving.extent)
         idle = rows[r.idle(tier, rows)][:_EMPTIED_AT_ONCE]
         only = r.copies(idle) == 1
-        r.decisions.record(What.EVICTED, tier, idle[~only], r.now, pool.tenant)
+        r.decisions.record(DecisionKind.EVICTED, tier, idle[~only], r.now, pool.tenant)
         r.give_up(tier, idle[~only])
         alone = idle[only]
         going = self._demote(tier, alone) if len(alone) else np.zeros(0, np.bool_)
         below = len(alone) and self._lower_tier_takes(tier, pool)
         if not (below and self._can_wait(pool, bool(going.any()))):
             # They make way, unless all that is below are parents of what is here.
-            r.decisions.record(What.DROPPED, tier, alone[~going], r.now, pool.tenant)
+            r.decisions.record(DecisionKind.DROPPED, tier, alone[~going], r.now, pool.tenant)
             r.give_up(tier, alone[~going])
         if not extents.is_used(leaving.extent):
             del self._leaving[tier]

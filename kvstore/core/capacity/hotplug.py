@@ -17,7 +17,7 @@ from kvstore.core.actions import Joined, Left
 from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.resizing import Resizing
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.transfers.devices import DRAINING, FENCED, TierSpec
 from kvstore.core.transfers.transfers import Arrived, Transfers
 
@@ -28,7 +28,7 @@ _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 
 
-class Joining:
+class Hotplug:
     """Those of one residency."""
 
     def __init__(self, residency: Residency, transfers: Transfers, resizing: Resizing) -> None:
@@ -102,7 +102,7 @@ class Joining:
         rows = first + np.flatnonzero(blocks.slot[tier, first:last] >= 0)
         if len(rows) > _LOST_AT_ONCE:
             rows, last = rows[:_LOST_AT_ONCE], int(rows[_LOST_AT_ONCE])
-        r.decisions.record(What.LOST, tier, rows, r.now)
+        r.decisions.record(DecisionKind.LOST, tier, rows, r.now)
         r.give_up(tier, rows)
         if last >= blocks.rows_touched:
             del self._next_row[tier]

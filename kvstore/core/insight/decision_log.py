@@ -37,7 +37,7 @@ _READ_AT_ONCE = 1 << 12
 _NUMBERS = 1 << 16
 
 
-class What(IntEnum):
+class DecisionKind(IntEnum):
     """What was decided, and why."""
 
     EVICTED = 1
@@ -66,7 +66,7 @@ class What(IntEnum):
 class Decision:
     """One record. `tier` None: all of them. `score` (uses/s expected), `kind` (its class) None: unknown."""
 
-    what: What
+    what: DecisionKind
     tier: int | None
     at: float
     score: float | None
@@ -106,12 +106,12 @@ class Decisions:
         self._records = np.zeros(capacity, _RECORD)
         self._keys = np.zeros((capacity, MAX_KEY_BYTES // 8), np.uint64)
         self.written = 0
-        self.blocks_by_what: Counter[tuple[What, int]] = Counter()
+        self.blocks_by_what: Counter[tuple[DecisionKind, int]] = Counter()
 
     def __len__(self) -> int:
         return min(self.written, len(self._who))
 
-    def record(self, what: What, tier: int, rows: Rows, now: float, tenant: int = NOBODY) -> None:
+    def record(self, what: DecisionKind, tier: int, rows: Rows, now: float, tenant: int = NOBODY) -> None:
         """This was decided about rows, which still have their keys, in a tier (or `EVERY_TIER`).
 
         With their `tenant`, what was expected of them then is kept too.
@@ -125,7 +125,13 @@ class Decisions:
             self._append(what, tier, namespaces, about, now, score, self._reuse.classes(rows))
 
     def record_keys(
-        self, what: What, tier: int, namespace: int, keys: Keys, which: npt.NDArray[np.bool_], now: float
+        self,
+        what: DecisionKind,
+        tier: int,
+        namespace: int,
+        keys: Keys,
+        which: npt.NDArray[np.bool_],
+        now: float,
     ) -> None:
         """The same for marked keys of a request, which may have no rows."""
         if which.any():
@@ -136,7 +142,7 @@ class Decisions:
 
     def _append(
         self,
-        what: What,
+        what: DecisionKind,
         tier: int,
         namespaces: int | npt.NDArray[np.uint16],
         about: tuple[npt.NDArray[np.uint64], Words, int | npt.NDArray[np.uint8]],
@@ -214,7 +220,7 @@ class Decisions:
 
 def _plain(at: float, score: float, tier: int, what: int, kind: int) -> Decision:
     return Decision(
-        What(what),
+        DecisionKind(what),
         None if tier == EVERY_TIER else tier,
         at,
         None if math.isnan(score) else score,

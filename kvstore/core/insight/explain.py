@@ -15,7 +15,7 @@ from kvstore.core.blocks.block_table import HOLE, LIVE, RESERVED
 from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.insight.decision_log import Decision
 from kvstore.core.policy.reuse import describe
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.types import EXPLAIN_KEYS
 
 MOST_NAMESPACES = 64
@@ -25,7 +25,7 @@ _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
 
-def explain(ledger: Ledger, event: ev.Explain, now: float) -> None:
+def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
     """Answers with what is known; keys of which nothing is are left out."""
     spaces = event.namespaces
     if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:

@@ -14,10 +14,10 @@ from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE, Rows
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.policy import Policy
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.leases import LeaseTable
 
 
-def hint(ledger: Ledger, event: ev.Hint, now: float) -> None:
+def hint(ledger: LeaseTable, event: ev.Hint, now: float) -> None:
     """Takes a hint in. Answers how many leading blocks it is about.
 
     Through the start of a chain others go too: what is said of one session is believed of its own blocks.

@@ -18,7 +18,7 @@ from kvstore.core.policy.gdsf import GDSF
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lfuda import LFUDA
 from kvstore.core.policy.lru import LRU
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.s3fifo import S3FIFO
 from kvstore.core.policy.sieve import SIEVE
 from kvstore.errors import MisuseError
@@ -70,7 +70,7 @@ class Policy(Protocol):
         """Bytes of state, what is shared by the tier not counted."""
 
 
-Factory = Callable[[Shelf], Policy]
+Factory = Callable[[PolicyContext], Policy]
 
 POLICIES: dict[str, Factory] = {
     "lru": LRU,
@@ -103,6 +103,6 @@ def find(name: str) -> Factory:
     return found
 
 
-def make(name: str, shelf: Shelf) -> Policy:
+def make(name: str, shelf: PolicyContext) -> Policy:
     """A fresh policy for one pool. Raises MisuseError, see find."""
     return find(name)(shelf)

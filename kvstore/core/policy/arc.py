@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.ghost_queue import Past
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.ghost_queue import GhostQueue
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
 
@@ -22,10 +22,10 @@ ONCE, OFTEN = 0, 1
 class ARC(Ranked):
     """The paper's T1 and T2 are `_once` and `_often`, p is `_target`, B1 and B2 are in `_past`."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         super().__init__(shelf)
         self._once, self._often = Queue(shelf.segments), Queue(shelf.segments)
-        self._past = Past(shelf)
+        self._past = GhostQueue(shelf)
         self._target = 0.0
 
     def _queues(self) -> tuple[Queue, Queue]:

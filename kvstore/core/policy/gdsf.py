@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.lfuda import LFUDA
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 
 _DEAREST = 16.0
 _MOST = 255
@@ -21,7 +21,7 @@ _MOST = 255
 class GDSF(LFUDA):
     """Costs are relative, and none is over `_DEAREST`."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         super().__init__(shelf)
         self._shelf = shelf
         self._cheapest_s = np.inf

@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.ghosts import fingerprints
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 
 _MARKS = 64
 
 
-class Past:
+class GhostQueue:
     """Two lists of blocks that left. `gone` is how many have been noted in each so far."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         self._shelf = shelf
         self.gone = [0, 0]
         self._marks: tuple[deque[tuple[int, int]], ...] = (deque(maxlen=_MARKS), deque(maxlen=_MARKS))

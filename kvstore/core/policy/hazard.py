@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.reuse import describe
 from kvstore.core.policy.reuse_curves import Floats, Ints
@@ -36,7 +36,7 @@ class Hazard:
     follows_children = False
     weighs = True
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         assert shelf.reuse is not None, "what is learned here comes from there"
         self._reuse, self._tenant = shelf.reuse, shelf.tenant
         self._segments = shelf.segments

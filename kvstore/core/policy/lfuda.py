@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
 
@@ -23,7 +23,7 @@ _MOST_USES = 15
 class LFUDA(Ranked):
     """Priority p is queue p modulo the length of the ring."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         super().__init__(shelf)
         self._uses = shelf.segments.column("uses")
         self._age = 0

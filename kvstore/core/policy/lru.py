@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 
 
@@ -19,7 +19,7 @@ class LRU:
     follows_children = True
     weighs = False
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         self._segments = shelf.segments
         self._queue = Queue(shelf.segments)
 

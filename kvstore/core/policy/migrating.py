@@ -20,7 +20,7 @@ _RETURNS = 2
 """How often a row may move back, on average: after that, all that happens brings the end nearer."""
 
 
-class Succession:
+class MigratingPolicy:
     """A policy of two. Rows that `new` has already bear `mark` in `marks`, all others are the old one's."""
 
     def __init__(self, old: Policy, new: Policy, marks: npt.NDArray[np.uint32], mark: int) -> None:

@@ -15,7 +15,7 @@ from kvstore.core.policy.reuse import Reuse
 
 
 @dataclass(slots=True)
-class Shelf:
+class PolicyContext:
     """`segments` and `ghosts()`, made when first asked for, are the tier's, `blocks` the node's.
 
     No two have the same `seed`. `recompute_s` is what computing one block anew takes, in seconds, by

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 
 ROUNDS = 16
@@ -29,7 +29,7 @@ class Ranked(ABC):
     follows_children = True
     weighs = False
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         self._segments = shelf.segments
         self._cool = Queue(shelf.segments)
         self._stuck = False

@@ -22,9 +22,9 @@ from kvstore.core.policy.reuse_curves import (
     SPANS,
     TICKS_A_S,
     Counts,
-    Curves,
     Floats,
     Ints,
+    ReuseCurves,
     one_span_of,
     span_of,
     tick,
@@ -74,7 +74,7 @@ class Reuse:
         self._uses = zeros(blocks.capacity, np.uint8)
         self._kind = zeros(blocks.capacity, np.uint8)
         self._ghosts = Ghosts(ghosts)
-        self._curves: dict[int, Curves] = {}
+        self._curves: dict[int, ReuseCurves] = {}
         self._news: dict[int, int] = {}
         self._mean: dict[int, float] = {}
         self._epoch_ticks = 0
@@ -157,9 +157,9 @@ class Reuse:
             news = 0
         self._news[tenant] = news
 
-    def _of(self, tenant: int) -> Curves:
+    def _of(self, tenant: int) -> ReuseCurves:
         if tenant not in self._curves:
-            self._curves[tenant] = Curves(SHAPE)
+            self._curves[tenant] = ReuseCurves(SHAPE)
         return self._curves[tenant]
 
     def forget(self, tenant: int) -> None:
@@ -222,7 +222,7 @@ class Reuse:
     def go_on(self, learned: Learned, elapsed_s: float, now: float) -> None:
         """Before anything else: it was so long ago. Ghosts are for the same room and for some years."""
         for tenant, counts in learned.curves.items():
-            self._curves[tenant] = Curves(SHAPE, counts)
+            self._curves[tenant] = ReuseCurves(SHAPE, counts)
         ticks = learned.ticks + max(0, int(elapsed_s * TICKS_A_S))
         if ticks < _MOST_TICKS and self._ghosts.load(learned.room, learned.at, learned.words):
             self._seed = learned.seed

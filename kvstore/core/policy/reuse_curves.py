@@ -58,7 +58,7 @@ class Counts(NamedTuple):
     reached: npt.NDArray[np.float32]
 
 
-class Curves:
+class ReuseCurves:
     """The curves of `shape` classes, for blocks of one tenant.
 
     Its axes are nested groups, the outermost first, so that classes with little evidence borrow from their

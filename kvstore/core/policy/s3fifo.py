@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.ghost_queue import Past
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.ghost_queue import GhostQueue
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 
@@ -23,11 +23,11 @@ _MOST_USES = 3
 class S3FIFO(Ranked):
     """Uses are counted, not moved: a touch costs one column."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         super().__init__(shelf)
         self._small, self._main = Queue(shelf.segments), Queue(shelf.segments)
         self._uses = shelf.segments.column("uses")
-        self._past = Past(shelf)
+        self._past = GhostQueue(shelf)
 
     def _queues(self) -> tuple[Queue, Queue]:
         return self._small, self._main

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import Shelf
+from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 
@@ -17,7 +17,7 @@ from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 class SIEVE(Ranked):
     """The hand lies between two queues: what it has passed in this round, and what is ahead of it."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: PolicyContext) -> None:
         super().__init__(shelf)
         self._ahead, self._passed = Queue(shelf.segments), Queue(shelf.segments)
         self._uses = shelf.segments.column("uses")

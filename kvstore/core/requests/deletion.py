@@ -15,9 +15,9 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
 from kvstore.core.blocks.block_table import LIVE, RESERVED
 from kvstore.core.capacity.quotas import Quota, Space
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 
 _ROWS_AT_ONCE = 4096
@@ -44,10 +44,10 @@ class _Sweep:
     extents: set[tuple[int, int]] = field(default_factory=set)
 
 
-class Forgetting:
+class Deletion:
     """TTLs, Forget, ForgetTenant."""
 
-    def __init__(self, ledger: Ledger, invalidation: Invalidation, reads: Reads) -> None:
+    def __init__(self, ledger: LeaseTable, invalidation: Invalidation, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
         self._invalidation = invalidation
@@ -123,7 +123,7 @@ class Forgetting:
             last = first + int(over[-1]) + 1
         later = ends[: last - first]
         self._ledger.end_at(float(later[later > now].min(initial=math.inf)))
-        self._r.counters["expired_blocks"] += self._invalidation.forget(first + over, What.EXPIRED)
+        self._r.counters["expired_blocks"] += self._invalidation.forget(first + over, DecisionKind.EXPIRED)
         done = last >= blocks.rows_touched
         self._row = 0 if done else last
         self._next_look = now + (_NEXT_PASS_S if done else _NEXT_STEP_S)

@@ -7,15 +7,15 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE, RESERVED, Rows
-from kvstore.core.insight.decision_log import EVERY_TIER, What
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.insight.decision_log import EVERY_TIER, DecisionKind
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 
 
 class Invalidation:
     """Drops blocks from every tier. Leases keep their slots."""
 
-    def __init__(self, ledger: Ledger, reads: Reads) -> None:
+    def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
         self._transfers = ledger.transfers
@@ -25,11 +25,11 @@ class Invalidation:
         if self._ledger.space(event) is None:
             return
         rows = np.unique(self._r.index.find(event.namespace, event.keys))
-        n = self.forget(rows[rows >= 0], What.INVALIDATED)
+        n = self.forget(rows[rows >= 0], DecisionKind.INVALIDATED)
         self._r.counters["invalidated_blocks"] += n
         self._ledger.say(Answer(event.request, n))
 
-    def forget(self, rows: Rows, what: What | None = None) -> int:
+    def forget(self, rows: Rows, what: DecisionKind | None = None) -> int:
         """Makes misses of rows, whoever writes or awaits them; how many were readable.
 
         `what` is kept as the reason; None: nobody can ask for them any more.

@@ -82,7 +82,7 @@ class Waiter:
 
 
 @dataclass(slots=True)
-class Probing:
+class PendingProbe:
     """Copies of one tier that are being looked at, and who wants to know (0: nobody)."""
 
     request: int
@@ -164,7 +164,7 @@ class Limits:
         self.reserve_keys = min(self.reserve_keys, self.batch_keys)
 
 
-class Ledger:
+class LeaseTable:
     """The book of one placement.
 
     `retried`: the stalled request that is being tried again (0: none). `next_end`: when a block ends.
@@ -182,7 +182,7 @@ class Ledger:
         self.wanted_by: dict[int, list[int]] = {}
         self.stalled = Stalled()
         self.deadlines: list[tuple[float, int]] = []
-        self.probes: dict[int, Probing] = {}
+        self.probes: dict[int, PendingProbe] = {}
         self.held: dict[int, set[int]] = {}
         self.lent: Counter[tuple[int, int]] = Counter()
         self.next_end = math.inf

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Closed, Deny
 from kvstore.core.capacity.quotas import Pool, Space
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.publication import Publication
 from kvstore.types import Tier, slot_bytes
@@ -16,7 +16,7 @@ from kvstore.types import Tier, slot_bytes
 class NamespaceTable:
     """OpenNamespace, over `Residency.spaces`, which has namespaces in the order in which they were opened."""
 
-    def __init__(self, ledger: Ledger, pins: Pins, publication: Publication) -> None:
+    def __init__(self, ledger: LeaseTable, pins: Pins, publication: Publication) -> None:
         self._ledger = ledger
         self._r = ledger.residency
         self._pins = pins

@@ -9,14 +9,14 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.capacity.quotas import UNLIMITED
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.types import Tier
 
 
 class Pins:
     """Pins and unpins blocks. `pin_bytes`: the most that a tenant may have pinned, by its number."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: LeaseTable) -> None:
         self._ledger = ledger
         self._r = ledger.residency
         self.pin_bytes: dict[int, int] = {}

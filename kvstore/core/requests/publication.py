@@ -14,8 +14,8 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import LIVE
 from kvstore.core.blocks.residency import DEMOTE, WRITING
 from kvstore.core.capacity.quotas import Space
-from kvstore.core.insight.decision_log import What
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.insight.decision_log import DecisionKind
+from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 
 _ROWS_AT_ONCE = 1 << 12  # looked through at a step, which the event loop waits for
@@ -37,7 +37,7 @@ class _Move:
 class Publication:
     """Moves namespaces to other domains of tier 0, step by step."""
 
-    def __init__(self, ledger: Ledger, reads: Reads) -> None:
+    def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
         self._r = ledger.residency
         self._transfers = ledger.transfers
         self._reads = reads
@@ -101,7 +101,7 @@ class Publication:
         rows = rows[blocks.moving[rows] == 0]
         twice = rows[r.copies(rows) > 1]
         self._reads.arrived(self._transfers.cancel(twice, 0))
-        r.decisions.record(What.EVICTED, 0, twice, now)
+        r.decisions.record(DecisionKind.EVICTED, 0, twice, now)
         r.give_up(0, twice)
         rows = rows[blocks.slot[0, rows] >= 0]
         n = self._transfers.move(space, rows)

@@ -15,7 +15,7 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.extents import Extents, Slots
 from kvstore.core.capacity.quotas import Space
 from kvstore.core.insight.hit_counters import spread
-from kvstore.core.requests.leases import Lease, Ledger, Waiter
+from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
 from kvstore.core.transfers.devices import PREFETCH
 from kvstore.core.transfers.transfers import Arrived
 
@@ -26,7 +26,7 @@ _SAMPLE = 8
 class Reads:
     """Lookup, acquire, release, prefetch, and those who wait."""
 
-    def __init__(self, ledger: Ledger, prefetch_blocks: int = 0) -> None:
+    def __init__(self, ledger: LeaseTable, prefetch_blocks: int = 0) -> None:
         """`prefetch_blocks`: how many blocks behind those that are promoted come with them, at most."""
         self._ledger = ledger
         self.prefetch_blocks = prefetch_blocks

@@ -9,12 +9,12 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import HOLE, LIVE, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.blocks.residency import Residency
-from kvstore.core.requests.leases import Ledger
+from kvstore.core.requests.leases import LeaseTable
 
 _AT_ONCE = 1 << 16
 
 
-def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
+def restore(ledger: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     """Takes in what a tier holds: first all blocks, then who is whose child.
 
     `write_down`: what no lower tier has goes there.
@@ -53,7 +53,7 @@ def restore(ledger: Ledger, event: ev.Restore, write_down: bool) -> None:
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 
 
-def _own(ledger: Ledger, event: ev.Restore) -> npt.NDArray[np.bool_]:
+def _own(ledger: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     """Which blocks lie in an extent of their namespace's tenant: others could have forged them there."""
     extents, spaces = ledger.residency.tiers[event.tier].extents, ledger.spaces
     numbers, at = np.unique(event.namespace, return_inverse=True)
@@ -64,7 +64,7 @@ def _own(ledger: Ledger, event: ev.Restore) -> npt.NDArray[np.bool_]:
     return own
 
 
-def _end(ledger: Ledger, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
+def _end(ledger: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
     """Has blocks that have an end, in core time, end then."""
     which = np.flatnonzero(ends < np.inf)
     if len(which):

@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Probe
 from kvstore.core.blocks.block_table import LIVE, Rows
-from kvstore.core.requests.leases import Ledger, Probing
+from kvstore.core.requests.leases import LeaseTable, PendingProbe
 from kvstore.core.requests.reads import Reads
 from kvstore.core.transfers.devices import SCRUB
 
@@ -20,7 +20,7 @@ _SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits fo
 class Verification:
     """Has copies probed, and quarantines those whose bytes are not what was stored."""
 
-    def __init__(self, ledger: Ledger, reads: Reads) -> None:
+    def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
         self._transfers = ledger.transfers
@@ -77,7 +77,7 @@ class Verification:
         extents = r.tiers[tier].extents
         extents.hold(slots)
         number = self._ledger.next_number()
-        self._ledger.probes[number] = Probing(request, tier, rows, slots)
+        self._ledger.probes[number] = PendingProbe(request, tier, rows, slots)
         pool = extents.pool_of(int(slots[0]))
         probe = Probe(number, tier, pool.slot_bytes, r.identity(rows), r.where(tier, slots))
         if tier:

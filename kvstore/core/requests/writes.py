@@ -11,15 +11,15 @@ from kvstore.core import events as ev
 from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WORTH_LESS, Answer, Deny, Room
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.capacity.quotas import Space
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
-from kvstore.core.requests.leases import NONE, Ledger, Reservation, number_on_connection
+from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_on_connection
 
 
 class Writes:
     """Reserve, commit, abort."""
 
-    def __init__(self, ledger: Ledger, invalidation: Invalidation, write_through: bool) -> None:
+    def __init__(self, ledger: LeaseTable, invalidation: Invalidation, write_through: bool) -> None:
         self._ledger = ledger
         self._invalidation = invalidation
         self._r = ledger.residency
@@ -88,7 +88,7 @@ class Writes:
         rows = np.unique(rows[rows >= 0])
         rows = rows[(blocks.state[rows] == LIVE) & blocks.expired(rows, now)]
         if len(rows):
-            self._r.counters["expired_blocks"] += self._invalidation.forget(rows, What.EXPIRED)
+            self._r.counters["expired_blocks"] += self._invalidation.forget(rows, DecisionKind.EXPIRED)
 
     def _earn(
         self,
@@ -169,7 +169,7 @@ class Writes:
         status[want] = GRANTED
         denied = int((status == DENIED).sum())
         r.counters["denied_blocks" if why == NO_ROOM else "refused_blocks"] += denied
-        what = What.DENIED if why == NO_ROOM else What.REFUSED
+        what = DecisionKind.DENIED if why == NO_ROOM else DecisionKind.REFUSED
         r.decisions.record_keys(what, at, event.namespace, event.keys, status == DENIED, r.now)
         r.counters["present_blocks"] += int((status == PRESENT).sum())
         lease, slots = 0, NONE

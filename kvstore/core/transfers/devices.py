@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvstore.core.transfers.admission import Rule
-from kvstore.core.transfers.fair_queue import Fair
+from kvstore.core.transfers.fair_queue import FairQueue
 from kvstore.types import Tier
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = range(4)
@@ -87,7 +87,7 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.queue: Fair[int] = Fair(_WEIGHTS, _QUANTUM_BYTES, _WAITING_BYTES, _SAVED_BYTES)
+        self.queue: FairQueue[int] = FairQueue(_WEIGHTS, _QUANTUM_BYTES, _WAITING_BYTES, _SAVED_BYTES)
         self.moving = 0
         self.bytes_moving = [0, 0, 0, 0]
         self.fenced = False

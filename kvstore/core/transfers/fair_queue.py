@@ -121,7 +121,7 @@ class _Class(Generic[T]):
                 del self.gone[number]
 
 
-class Fair(Generic[T]):
+class FairQueue(Generic[T]):
     """Queues of items with costs, by tenant and class (`kind`, counted from 0)."""
 
     def __init__(self, class_weights: Sequence[float], quantum: int, limit: int, saved: int) -> None:

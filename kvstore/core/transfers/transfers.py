@@ -22,7 +22,7 @@ from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import Pool, Space
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
-from kvstore.core.insight.decision_log import What
+from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.transfers.devices import DEMAND, SCRUB, WRITE_BACK, Device
 from kvstore.types import Tier
 
@@ -222,7 +222,7 @@ class Transfers:
             waiting.appendleft(rest)
             return False
         r.counters["unwritten_blocks"] += len(rest)
-        r.decisions.record(What.UNWRITTEN, r.lasting[0], rest, r.now)
+        r.decisions.record(DecisionKind.UNWRITTEN, r.lasting[0], rest, r.now)
         return True
 
     def _write_from_memory(self, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -241,7 +241,7 @@ class Transfers:
         admitted = np.flatnonzero(r.tiers[tier].admission.admits(rows, space.tenant, r.now))
         n = int(admitted[-1]) + 1 if len(admitted) else 0
         r.counters["refused_blocks"] += len(rows) - n
-        r.decisions.record(What.REFUSED, tier, rows[n:], r.now, space.tenant)
+        r.decisions.record(DecisionKind.REFUSED, tier, rows[n:], r.now, space.tenant)
         return rows[:n]
 
     def _write_chunks(self, tenant: int) -> int:
@@ -502,7 +502,7 @@ class Transfers:
             self._judge_device(t, event.results)
         gone += self.quarantine(t.source, t.rows[t.alive & (event.results == CORRUPT)])
         demoted = demoted[r.idle(t.source, demoted)]
-        r.decisions.record(What.DEMOTED, t.source, demoted, r.now, t.pool.tenant)
+        r.decisions.record(DecisionKind.DEMOTED, t.source, demoted, r.now, t.pool.tenant)
         r.give_up(t.source, demoted)
         return [Arrived(t.target, good, t.rows[t.alive & ~arrived]), *gone]
 
@@ -522,7 +522,7 @@ class Transfers:
         if not len(rows):
             return []
         self._r.counters["quarantined_blocks"] += len(rows)
-        self._r.decisions.record(What.QUARANTINED, tier, rows, self._r.now)
+        self._r.decisions.record(DecisionKind.QUARANTINED, tier, rows, self._r.now)
         gone = self.cancel(rows, tier)
         self._r.give_up(tier, rows, retire=True)
         return gone
