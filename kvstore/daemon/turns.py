@@ -149,9 +149,7 @@ class Turns:
         self._loop = loop
         self._stopwatch = stopwatch
         self._reading: FairQueue[Line] = FairQueue((1.0,), 1, _UNLIMITED, 1)
-        self._resting: FairQueue[Line] = FairQueue(
-            (1.0,), _READ_AT_ONCE_UNITS, _UNLIMITED, _READ_AT_ONCE_UNITS
-        )
+        self._resting: FairQueue[Line] = FairQueue((1.0,), _LONG_READ, _UNLIMITED, _LONG_READ)
         self._running: FairQueue[_Request] = FairQueue((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
         self._queued: Counter[int] = Counter()
         self._queued_bytes: Counter[int] = Counter()
