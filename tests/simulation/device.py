@@ -251,7 +251,10 @@ class SimEngine:
             self._process.call_later(wait + self._disk.dice.uniform(1, 500) * MICRO, self._move, part)
             return
         del self._under_way[part]
-        self._apply(part)
+        if getattr(part.batch.ios[part.index].buffer.obj, "lost", False):
+            part.batch.errors[part.index] = OSError(errno.EIO, "the GPU is lost")
+        else:
+            self._apply(part)
         if part.fault in _ERRORS:
             part.batch.errors[part.index] = OSError(_ERRORS[part.fault], f"injected: {part.fault}")
         part.batch.left -= 1

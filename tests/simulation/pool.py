@@ -30,6 +30,12 @@ _FAILS = 0.02
 Results = npt.NDArray[np.uint8]
 
 
+class DeviceMemory(bytearray):
+    """Memory of a GPU. Once that is lost, a device that is to read or write it fails, as its driver would."""
+
+    lost = False
+
+
 class Gpus:
     """What all processes of a run see of one GPU. `exports`: memory by handle."""
 
@@ -105,7 +111,7 @@ class SimPool:
         self._pace = gpu.dice.choice((1, 1, 10, 100))
         self._next = self.base
         self._cuts: dict[int, Geometry] = {}
-        self._all: list[bytearray] = []
+        self._all: list[DeviceMemory] = []
         self._lost: Callable[[CudaError], None] = lambda _: None
         self._free_at = 0.0
 
@@ -124,7 +130,7 @@ class SimPool:
 
     def _new(self) -> int:
         number, self._next = self._next, self._next + 1
-        self.memory[number] = bytearray(self.extent_bytes)
+        self.memory[number] = DeviceMemory(self.extent_bytes)
         self._all.append(self.memory[number])
         return number
 
@@ -145,6 +151,8 @@ class SimPool:
         """The GPU falls off the bus; the daemon hears of it a little later."""
         if not self.is_lost:
             self.is_lost = True
+            for memory in self._all:
+                memory.lost = True
             self.gpu.happened["pool lost"] += 1
             self.scramble()
             self._later(self._lost, CudaError("lost", lost=True))

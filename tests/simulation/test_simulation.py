@@ -78,6 +78,7 @@ FOUND_SINCE = {
     374: "slabs that were left on a device that came again stayed beside those that were made",
     1472: "a tenant could not be deleted while a device came: nothing was known of it there",
     1847: "a device that had been away got new slabs while records still spoke of the old ones",
+    284: "a device wrote down memory of a GPU that was lost, as if that were still there",
 }
 
 
