@@ -228,7 +228,9 @@ class _Http(H11Protocol):
         self.transport.pause_reading()
         self._lingering[self] = self.loop.call_later(_LINGERS_S, self.transport.abort)
         if len(self._lingering) > _MOST_LINGER:
-            next(iter(self._lingering)).transport.abort()
+            oldest = next(iter(self._lingering))
+            self._lingering.pop(oldest).cancel()
+            oldest.transport.abort()
 
     def _waits(self) -> bool:
         return self._owed() or self.cycle is None or self.cycle.response_complete

@@ -86,8 +86,8 @@ class Listener:
         """Has a connection wait for its turn; closes it and returns False if too many of its user wait."""
         uid = uid_of(peer)
         if uid not in self._users:
-            if len(self._users) >= _USERS:
-                self._users.clear()
+            while len(self._users) >= _USERS:
+                self._accepted.forget(self._users.pop())
             self._users.add(uid)
             self._accepted.set(uid, 1.0, _OPENED_PER_S, _BURST)
         queued = self._accepted.put(uid, 0, 1, peer)

@@ -32,7 +32,7 @@ READ_BYTES_PER_S = 64 << 20
 
 _READ_BURST_BYTES = 8 << 20
 _READ_UNIT_BYTES = 4096
-_LONG_READ = 64  # units
+_READ_QUANTUM = 64
 
 _UNIT_S = 16e-6  # what a cost of 1 takes, about: a request of up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
@@ -149,7 +149,7 @@ class Turns:
         self._loop = loop
         self._stopwatch = stopwatch
         self._reading: FairQueue[Line] = FairQueue((1.0,), 1, _UNLIMITED, 1)
-        self._resting: FairQueue[Line] = FairQueue((1.0,), _LONG_READ, _UNLIMITED, _LONG_READ)
+        self._resting: FairQueue[Line] = FairQueue((1.0,), _READ_QUANTUM, _UNLIMITED, _READ_QUANTUM)
         self._running: FairQueue[_Request] = FairQueue((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
         self._queued: Counter[int] = Counter()
         self._queued_bytes: Counter[int] = Counter()
