@@ -24,7 +24,7 @@ import numpy as np
 from bench.harness import KIB, MIB, PROCESSES, Bench, NotDone, Result, Target, expect, quantile
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon, Settings
+from kvstore.lab.local_daemon import ServedDaemon, Settings
 
 BLOCKS, CHAINS = 32, 8
 PACE_S = 0.0005
@@ -188,8 +188,8 @@ def _serve_both(path: Path) -> int:
 
     from kvstore.admin import app, main  # noqa: PLC0415
     from kvstore.config import load  # noqa: PLC0415
-    from kvstore.daemon.listener import listen  # noqa: PLC0415
     from kvstore.daemon.main import run  # noqa: PLC0415
+    from kvstore.daemon.server.listener import listen  # noqa: PLC0415
 
     config = load(path)
 

@@ -30,7 +30,7 @@ from kvstore import Layout
 from kvstore.cuda import device
 from kvstore.cuda.kernels import checksums, copy_pieces
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme import gds
+from kvstore.tiers.nvme import kvikio_engine
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 256
 TOTAL_BYTES = BLOCK_BYTES * BLOCKS
@@ -173,7 +173,7 @@ def _client(bench: Bench, on: _Device) -> Iterator[Result]:
 
 
 def _nvme(bench: Bench, on: _Device) -> Iterator[Result]:
-    if why := gds.why_not():
+    if why := kvikio_engine.why_not():
         print(f"gpu/nvme-to-hbm is left out: {why}", file=sys.stderr)
         return
     from kvikio import CuFile  # noqa: PLC0415
@@ -186,7 +186,7 @@ def _nvme(bench: Bench, on: _Device) -> Iterator[Result]:
         path = folder / "blocks"
         bench.doing("writing the file")
         _write(path)
-        engine = on.stack.enter_context(closing(gds.KvikioEngine(IO_THREADS, TASK_BYTES)))
+        engine = on.stack.enter_context(closing(kvikio_engine.KvikioEngine(IO_THREADS, TASK_BYTES)))
         engine.register(into)  # for both: cuFile knows it by its address
         on.stack.callback(engine.unregister, into)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)

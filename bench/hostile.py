@@ -34,7 +34,7 @@ from bench.hostile_load import Call, Post, Tally
 from bench.served import complete, wait_until
 from bench.tenant_load import Cue, Site, running
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 
 VICTIM, HOSTILE, READER = "victim", "hostile", "reader"
 ROLES = {VICTIM: "admin", HOSTILE: "write", READER: "read"}

@@ -22,8 +22,8 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.main import open_tiers
-from kvstore.daemon.shell import Shell
-from kvstore.daemon.tenants import Identity, Role
+from kvstore.daemon.runtime.executor import Shell
+from kvstore.daemon.tenancy.auth import Identity, Role
 
 _CLIENT = 1
 _WITHIN_S = 60.0

@@ -32,7 +32,7 @@ from bench.harness import KIB, MIB, MIN_ROUNDS, PROCESSES, Bench, Result, Target
 from bench.objectstore import started
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 
 HIT_BLOCKS, PACE_S = 32, 0.001
 

@@ -33,7 +33,7 @@ from bench.tenant_load import (
     running,
 )
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon, Settings
+from kvstore.lab.local_daemon import ServedDaemon, Settings
 from tests.crash.shimmed import ShimmedDaemon
 
 VICTIM, AGGRESSOR = "victim", "aggressor"

@@ -23,10 +23,10 @@ from bench.harness import GIB, KIB, MIB, Bench, Result, Sample, expect, like_the
 from kvstore import arena
 from kvstore.core.actions import Copy, Identity, Where
 from kvstore.core.events import OK
+from kvstore.tiers.nvme.encryption import Seal
 from kvstore.tiers.nvme.journal import Namespace
-from kvstore.tiers.nvme.keys import MasterKey
-from kvstore.tiers.nvme.posix import PosixEngine
-from kvstore.tiers.nvme.seal import Seal
+from kvstore.tiers.nvme.key_files import MasterKey
+from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import SEAL_BYTES, Layout, slot_bytes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.types import extent_bytes
 
 _WITHIN_S = 60.0

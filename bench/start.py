@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.harness import GIB, MIB, MIN_ROUNDS, Bench, Result, Target, expect
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.tiers.nvme.journal import Journal, Namespace, RecordBatch
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import extent_bytes

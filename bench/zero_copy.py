@@ -12,7 +12,7 @@ from bench.harness import KIB, MIB, Bench, Result, Target, expect
 from bench.latency import Timed, compare
 from bench.served import serve
 from kvstore import Layout
-from kvstore.client.holds import Lease
+from kvstore.client.leases import Lease
 
 BLOCKS, CHAINS = 32, 8
 

@@ -34,7 +34,7 @@ MAGIC = int.from_bytes(b"KVSLOT02", "little")
 """In every label and every header that was ever written. Another layout of either gets another number."""
 
 LABEL = np.dtype({"names": ["magic", "number", "slot_bytes"], "formats": ["<u8"] * 3})
-"""What an extent says of itself. How it is cut, `tiers/owners.py` knows: `slot_bytes` only
+"""What an extent says of itself. How it is cut, `tiers/ownership.py` knows: `slot_bytes` only
 counts for extents of daemons that had none, and one tenant."""
 
 HEADER = np.dtype(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.client.link import Link
-from kvstore.lab.served import ServedDaemon, Settings
+from kvstore.client.connection import Link
+from kvstore.lab.local_daemon import ServedDaemon, Settings
 from kvstore.wire import messages as m
 from tests.daemons import Peer, eventually, log_of
 

@@ -7,17 +7,18 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.admin import configuration, problems, routes
-from kvstore.admin.audit import Audited, AuditLog
-from kvstore.admin.callers import Callers
-from kvstore.admin.changes import changes
+from kvstore.admin.access import problem_details
+from kvstore.admin.access.audit import Audited, AuditLog
+from kvstore.admin.access.auth import Callers
+from kvstore.admin.daemon_state import Snapshots
 from kvstore.admin.dashboard import page
-from kvstore.admin.hour import Hour
-from kvstore.admin.recordings import Recorder, recordings
-from kvstore.admin.snapshots import Snapshots
+from kvstore.admin.history import Hour
+from kvstore.admin.routers import configuration, queries
+from kvstore.admin.routers.changes import changes
+from kvstore.admin.routers.recordings import Recorder, recordings
 from kvstore.client.aio import AsyncClient
 from kvstore.config import Config
-from kvstore.daemon.server import VERSION
+from kvstore.daemon.server.connection import VERSION
 
 _MOST_BODY_BYTES = 64 << 10
 _MOST_AT_WORK = 96
@@ -55,11 +56,11 @@ def make(config: Config, url: str) -> FastAPI:
     app.state.recorder = Recorder(url)
     app.state.hour = Hour()
     app.include_router(page)
-    app.include_router(routes.health)
-    app.include_router(routes.v1)
+    app.include_router(queries.health)
+    app.include_router(queries.v1)
     for router in (changes, configuration.seen, configuration.changed, recordings):
         app.include_router(router)
-    problems.install(app)
+    problem_details.install(app)
     app.add_middleware(_Bounded)
     app.add_middleware(Audited, log=AuditLog(config.admin.audit_log))
     make_openapi = app.openapi
@@ -89,7 +90,7 @@ class _Bounded:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self._at_work >= _MOST_AT_WORK and scope["path"] not in _HEALTH:
-            await problems.answer(_too_many())(scope, receive, send)
+            await problem_details.answer(_too_many())(scope, receive, send)
         else:
             self._at_work += 1
             try:
@@ -100,7 +101,7 @@ class _Bounded:
     async def _sized(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > _MOST_BODY_BYTES:
-            await problems.answer(_too_large())(scope, receive, send)
+            await problem_details.answer(_too_large())(scope, receive, send)
             return
         read = 0
 
@@ -117,15 +118,15 @@ class _Bounded:
             if read <= _MOST_BODY_BYTES:
                 await send(message)
             elif message["type"] == "http.response.start":
-                await problems.answer(_too_large())(scope, receive, send)
+                await problem_details.answer(_too_large())(scope, receive, send)
 
         await self._app(scope, bounded, told)
 
 
-def _too_many() -> problems.ProblemError:
+def _too_many() -> problem_details.ProblemError:
     hint = f"at most {_MOST_AT_WORK} at once: ask again"
-    return problems.ProblemError(503, "too many requests are under way", hint, {"Retry-After": "1"})
+    return problem_details.ProblemError(503, "too many requests are under way", hint, {"Retry-After": "1"})
 
 
-def _too_large() -> problems.ProblemError:
-    return problems.ProblemError(413, "the request is too large", f"at most {_MOST_BODY_BYTES} bytes")
+def _too_large() -> problem_details.ProblemError:
+    return problem_details.ProblemError(413, "the request is too large", f"at most {_MOST_BODY_BYTES} bytes")

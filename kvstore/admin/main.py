@@ -20,13 +20,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.admin import app as application
-from kvstore.admin import hour
-from kvstore.admin.callers import PEER
+from kvstore.admin import history
+from kvstore.admin.access.auth import PEER
 from kvstore.config import Config, load, parse_listen
-from kvstore.daemon.listener import identity, listen, unlink_own
 from kvstore.daemon.main import new_runner
-from kvstore.daemon.notify import notify
-from kvstore.daemon.peers import peer_of
+from kvstore.daemon.server.listener import identity, listen, unlink_own
+from kvstore.daemon.server.peer_credentials import peer_of
+from kvstore.daemon.systemd import notify
 from kvstore.errors import KVStoreError, TierError
 
 _log = logging.getLogger("kvstore.admin")
@@ -76,7 +76,7 @@ async def _serve(config: Config, path: Path | None) -> int:
             loop.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
         ]
-        keeping = loop.create_task(hour.keep(app.state.hour, app.state.snapshots))
+        keeping = loop.create_task(history.keep(app.state.hour, app.state.snapshots))
         keeping.add_done_callback(_tell)
         where = f"{admin.socket}{f' and {admin.listen}' if admin.listen else ''}"
         _log.info("serving on %s", where)

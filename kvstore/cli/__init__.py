@@ -8,24 +8,9 @@ from __future__ import annotations
 
 import typer
 
-from kvstore.cli import (
-    blocks,
-    device,
-    events,
-    lab,
-    ns,
-    operate,
-    play,
-    policy,
-    quota,
-    record,
-    tenant,
-    tier,
-    top,
-    trace,
-    why,
-)
-from kvstore.cli.common import Group
+from kvstore.cli import blocks, device, events, ns, operate, policy, quota, tenant, tier, top, why
+from kvstore.cli.lab import commands, live, record, trace
+from kvstore.cli.shared.options import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(operate.app)
@@ -39,11 +24,11 @@ app.add_typer(device.app, name="device")
 app.add_typer(policy.app, name="policy")
 app.add_typer(trace.app, name="trace")
 app.add_typer(events.app)
-app.add_typer(play.app)
-app.add_typer(lab.app, name="lab")
+app.add_typer(live.app)
+app.add_typer(commands.app, name="lab")
 app.add_typer(why.app)
 app.add_typer(top.app)
-lab.app.command()(record.record)
+commands.app.command()(record.record)
 
 
 @app.callback()

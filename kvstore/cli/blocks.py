@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.common import (
+from kvstore.cli.ns import NamespaceArgument
+from kvstore.cli.shared.keys import batches
+from kvstore.cli.shared.options import (
     CHANGING_S,
     DEFAULT_SOCKET,
     JsonOption,
@@ -17,8 +19,6 @@ from kvstore.cli.common import (
     named,
     show,
 )
-from kvstore.cli.keys import batches
-from kvstore.cli.ns import NamespaceArgument
 from kvstore.cli.why import why
 from kvstore.config import parse_duration
 from kvstore.errors import MisuseError

@@ -9,10 +9,10 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvstore.cli import complete
-from kvstore.cli.changing import DryRunOption, change
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, show
-from kvstore.cli.tables import cell, pairs
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.changes import DryRunOption, change
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, show
+from kvstore.cli.shared.tables import cell, pairs
 from kvstore.cli.tier import TierArgument
 from kvstore.config import format_size, parse_size, parse_write_budget
 from kvstore.errors import MisuseError
@@ -93,7 +93,7 @@ def add_device(
 
 @app.command("remove")
 def remove_device(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name.", autocompletion=complete.tiers)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name.", autocompletion=completion.tiers)],
     *,
     dry_run: DryRunOption = False,
     socket: SocketOption = DEFAULT_SOCKET,

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from kvstore import Client
-from kvstore.cli import complete
-from kvstore.cli.common import DEFAULT_SOCKET, SocketOption, asking, named
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.options import DEFAULT_SOCKET, SocketOption, asking, named
 from kvstore.config import parse_duration
 from kvstore.errors import UnavailableError, printable
 
@@ -39,10 +39,10 @@ def events(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
-    tenant: Annotated[str, typer.Option(help="Only of this tenant.", autocompletion=complete.tenants)] = "",
+    tenant: Annotated[str, typer.Option(help="Only of this tenant.", autocompletion=completion.tenants)] = "",
     what: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Only these, by commas.", autocompletion=complete.kinds),
+        typer.Option(metavar="NAMES", help="Only these, by commas.", autocompletion=completion.kinds),
     ] = "",
     since: Annotated[str, typer.Option(metavar="TIME", help="Only those of the last 5m, say.")] = "",
     lines: Annotated[

@@ -8,8 +8,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvstore.cli import complete
-from kvstore.cli.common import (
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.options import (
     CHANGING_S,
     DEFAULT_SOCKET,
     JsonOption,
@@ -20,13 +20,15 @@ from kvstore.cli.common import (
     pages,
     show,
 )
-from kvstore.cli.tables import cell, pairs
+from kvstore.cli.shared.tables import cell, pairs
 
 app = typer.Typer(no_args_is_help=True, help="List namespaces, publish one, forget one.")
 
 NamespaceArgument = Annotated[
     str,
-    typer.Argument(metavar="ID", help="Its id, from `kvstore ns list`.", autocompletion=complete.namespaces),
+    typer.Argument(
+        metavar="ID", help="Its id, from `kvstore ns list`.", autocompletion=completion.namespaces
+    ),
 ]
 
 
@@ -34,7 +36,7 @@ NamespaceArgument = Annotated[
 def list_namespaces(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
-    tenant: Annotated[str, typer.Option(help="Only this tenant's.", autocompletion=complete.tenants)] = "",
+    tenant: Annotated[str, typer.Option(help="Only this tenant's.", autocompletion=completion.tenants)] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the namespaces that clients have opened: whose they are, and of which model.
@@ -80,7 +82,7 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
 def publish(
     id: NamespaceArgument,
     tenants: Annotated[
-        list[str], typer.Argument(metavar="TENANT...", help="Who.", autocompletion=complete.tenants)
+        list[str], typer.Argument(metavar="TENANT...", help="Who.", autocompletion=completion.tenants)
     ],
     *,
     socket: SocketOption = DEFAULT_SOCKET,

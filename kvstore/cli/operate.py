@@ -26,13 +26,13 @@ from rich.table import Table
 
 from kvstore import Client
 from kvstore import config as configuration
-from kvstore.cli.common import DEFAULT_SOCKET, ConfigOption, JsonOption, SocketOption, url_of
-from kvstore.cli.tables import pairs, tier_table
+from kvstore.cli.shared.options import DEFAULT_SOCKET, ConfigOption, JsonOption, SocketOption, url_of
+from kvstore.cli.shared.tables import pairs, tier_table
 from kvstore.config import format_size
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
-    from kvstore.tiers.nvme.keys import MasterKey
+    from kvstore.tiers.nvme.key_files import MasterKey
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Check a configuration, or print one to start from.")
@@ -123,7 +123,7 @@ def fsck(
 
     Example: kvstore fsck -c /etc/kvstore/kvstore.toml
     """
-    from kvstore.tiers.nvme.keys import MasterKey  # noqa: PLC0415
+    from kvstore.tiers.nvme.key_files import MasterKey  # noqa: PLC0415
 
     if (folder is None) == (config is None):
         raise MisuseError("fsck takes one folder", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG")
@@ -202,7 +202,7 @@ def config_check(file: Path, as_json: JsonOption = False) -> None:
 
     Example: kvstore config check kvstore.toml
     """
-    from kvstore.daemon.settings import Settings  # noqa: PLC0415
+    from kvstore.daemon.operator.settings import Settings  # noqa: PLC0415
 
     tenants = Settings(file).config.tenants
     if as_json:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli import complete
-from kvstore.cli.changing import DryRunOption, change
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, asking, show
-from kvstore.cli.tables import pairs
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.changes import DryRunOption, change
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, show
+from kvstore.cli.shared.tables import pairs
 from kvstore.core.policy import POLICIES, find
 
 app = typer.Typer(no_args_is_help=True, help="Show who leaves a tier first, change that.")
@@ -32,7 +32,7 @@ def set_policy(
     name: Annotated[
         str,
         typer.Argument(
-            help="Its name, or the module:Class that the file names.", autocompletion=complete.policies
+            help="Its name, or the module:Class that the file names.", autocompletion=completion.policies
         ),
     ],
     *,

@@ -9,9 +9,9 @@ from rich import box
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from kvstore.cli import complete
-from kvstore.cli.changing import DryRunOption, change
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, pages, show
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.changes import DryRunOption, change
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, pages, show
 from kvstore.config import format_size, parse_size
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
@@ -22,7 +22,7 @@ _NONE = "none"
 _BAR_COLUMNS = 16
 
 TenantArgument = Annotated[
-    str, typer.Argument(metavar="TENANT", help="Its name.", autocompletion=complete.tenants)
+    str, typer.Argument(metavar="TENANT", help="Its name.", autocompletion=completion.tenants)
 ]
 
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore import Client
-from kvstore.cli import complete
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
 from kvstore.config import format_size, parse_duration
-from kvstore.daemon.tenants import hash_of, new_token
+from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
@@ -27,7 +27,7 @@ _LONGEST_DAYS = 36500
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Argument(help="The tenant.", autocompletion=complete.tenants)],
+    name: Annotated[str, typer.Argument(help="The tenant.", autocompletion=completion.tenants)],
     *,
     role: Annotated[Literal["read", "write", "admin"], typer.Option(help="What holders may do.")] = "write",
     expires: Annotated[str, typer.Option(metavar="TIME", help="How long it holds: 90d, 12h.")] = "",
@@ -94,7 +94,7 @@ def _size(nbytes: int | None) -> str:
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Argument(help="The tenant.", autocompletion=complete.tenants)],
+    name: Annotated[str, typer.Argument(help="The tenant.", autocompletion=completion.tenants)],
     *,
     socket: SocketOption = DEFAULT_SOCKET,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,

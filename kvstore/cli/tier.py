@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli import complete
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, asking, show
-from kvstore.cli.tables import pairs, tier_table
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, show
+from kvstore.cli.shared.tables import pairs, tier_table
 from kvstore.errors import MisuseError
 
 app = typer.Typer(no_args_is_help=True, help="Look at tiers.")
 
 TierArgument = Annotated[
-    str, typer.Argument(metavar="TIER", help="Its name: dram, nvme, nvme1.", autocompletion=complete.tiers)
+    str, typer.Argument(metavar="TIER", help="Its name: dram, nvme, nvme1.", autocompletion=completion.tiers)
 ]
 
 _SHOWN = ("name", "used_bytes", "limit_bytes", "capacity_bytes", "blocks", "readable", "writable", "fenced")

@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 
 from kvstore import Client
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
-from kvstore.cli.tables import tier_table
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
+from kvstore.cli.shared.tables import tier_table
 from kvstore.config import format_size, parse_duration
 from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import MisuseError

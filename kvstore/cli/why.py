@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore import Client
-from kvstore.cli import complete
-from kvstore.cli.common import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
-from kvstore.cli.keys import keys_of
-from kvstore.cli.tables import cell, plain
+from kvstore.cli.shared import completion
+from kvstore.cli.shared.keys import keys_of
+from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.shared.tables import cell, plain
 
 app = typer.Typer()
 
@@ -25,7 +25,7 @@ def why(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
     tenant: Annotated[
-        str, typer.Option(help="Only this tenant's namespaces.", autocompletion=complete.tenants)
+        str, typer.Option(help="Only this tenant's namespaces.", autocompletion=completion.tenants)
     ] = "",
     model: Annotated[str, typer.Option(help="Only namespaces of this model.")] = "",
     as_json: JsonOption = False,

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstore.client import flows
+from kvstore.client import calls
+from kvstore.client.calls import Call, Flow
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
@@ -35,11 +36,10 @@ from kvstore.client.checks import (
     socket_path,
     with_wait,
 )
-from kvstore.client.flows import Call, Flow
-from kvstore.client.holds import Buffer, Lease, PutResult, Room
-from kvstore.client.link import Backoff, BaseLink
+from kvstore.client.connection import Backoff, BaseLink
+from kvstore.client.leases import Buffer, Lease, PutResult, Room
 from kvstore.client.prompts import Prompts
-from kvstore.client.session import POST_WAIT_S, Maps
+from kvstore.client.protocol import POST_WAIT_S, Maps
 from kvstore.errors import (
     DeniedError,
     KVStoreError,
@@ -208,17 +208,17 @@ class AsyncClient:
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> AsyncNamespace:
         """The blocks of one layout. Needs no daemon yet."""
-        return AsyncNamespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
+        return AsyncNamespace(self, calls.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
 
     async def invalidate(self, model: str = "", revision: str = "") -> int:
         """Deletes the tenant's namespaces of this model and revision."""
         check_names(model, revision)
-        return await self.run(lambda c: flows.forget_all(c, model, revision), None, int)
+        return await self.run(lambda c: calls.forget_all(c, model, revision), None, int)
 
     async def delete_tenant(self, name: str, deadline_s: float = 60.0) -> int:
         """Deletes all that a tenant has stored."""
         name = check_tenant(name)
-        deleted: int = await self._attempt(lambda c: flows.delete_tenant(c, name), check_deadline(deadline_s))
+        deleted: int = await self._attempt(lambda c: calls.delete_tenant(c, name), check_deadline(deadline_s))
         return deleted
 
     async def explain(self, keys: Sequence[Key], tenant: str = "", model: str = "") -> list[dict[str, Any]]:
@@ -227,25 +227,25 @@ class AsyncClient:
         check_names(model, "")
         owner = check_owner(tenant)
         known: list[dict[str, Any]] = await self._attempt(
-            lambda c: flows.explain(c, owner, model, keys), self.deadline_s
+            lambda c: calls.explain(c, owner, model, keys), self.deadline_s
         )
         return known
 
     async def status(self) -> dict[str, Any]:
         """The daemon's state. Raises UnavailableError if it does not answer."""
-        state: dict[str, Any] = await self._attempt(flows.status, self.deadline_s)
+        state: dict[str, Any] = await self._attempt(calls.status, self.deadline_s)
         return state
 
     async def control(self, call: str, **arguments: Any) -> dict[str, Any]:
         """See `kvstore.client.sync.Client`."""
         answer: dict[str, Any] = await self._attempt(
-            lambda c: flows.control(c, call, arguments), self.deadline_s
+            lambda c: calls.control(c, call, arguments), self.deadline_s
         )
         return answer
 
     async def ping(self) -> None:
         """An empty round trip. Raises UnavailableError if the daemon does not answer."""
-        await self._attempt(flows.ping, self.deadline_s)
+        await self._attempt(calls.ping, self.deadline_s)
 
     async def close(self) -> None:
         """Closes all connections; later calls miss."""
@@ -384,15 +384,15 @@ async def _pump(link: AsyncLink, flow: Flow) -> Any:
         while True:
             step = flow.send(reply) if failed is None else flow.throw(failed)
             failed = None
-            if isinstance(step, flows.Post):
+            if isinstance(step, calls.Post):
                 link.post(step.message)
                 reply = None
-            elif isinstance(step, flows.Work):
+            elif isinstance(step, calls.Work):
                 try:
                     reply = await _in_thread(step.call)
                 except Exception as error:
                     failed = error
-            elif isinstance(step, flows.Fetch):
+            elif isinstance(step, calls.Fetch):
                 reply = await link.fetch(step.message)
             else:
                 reply = await link.call(step)
@@ -418,7 +418,7 @@ async def _in_thread(call: Callable[[], T]) -> T:
 class AsyncNamespace:
     """See `kvstore.client.sync.Namespace`; every method is awaited, leases and rooms work as there."""
 
-    def __init__(self, client: AsyncClient, space: flows.Space) -> None:
+    def __init__(self, client: AsyncClient, space: calls.Space) -> None:
         self.layout = space.layout
         self._space = space
         self._client = client
@@ -431,10 +431,10 @@ class AsyncNamespace:
         prompt: int | None = None,
     ) -> int:
         """How many leading keys are stored."""
-        check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
+        check_keys(keys if len(keys) < calls.SAMPLE_FROM else keys[:1])
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.lookup(c, self._space, keys, anew_s, prompt), deadline_s, int
+            lambda c: calls.lookup(c, self._space, keys, anew_s, prompt), deadline_s, int
         )
 
     async def get(
@@ -451,7 +451,7 @@ class AsyncNamespace:
         flat, gpu = check_out(keys, out, self.layout.block_bytes)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu, prompt),
+            lambda c: calls.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu, prompt),
             deadline_s,
             int,
         )
@@ -470,7 +470,7 @@ class AsyncNamespace:
         said = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         return await self._client.run(
-            lambda c: flows.put(c, self._space, keys, views, parent, gpu, said),
+            lambda c: calls.put(c, self._space, keys, views, parent, gpu, said),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
@@ -490,7 +490,7 @@ class AsyncNamespace:
         until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return await self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s, prompt),
+            lambda c: calls.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s, prompt),
             until_s,
             lambda: no_lease(self.layout.block_bytes, gpu),
         )
@@ -517,13 +517,13 @@ class AsyncNamespace:
             return no_room(self.layout.block_bytes, lost, lost_again, gpu)
 
         return await self._client.run(
-            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu, tokens=said), deadline_s, nothing
+            lambda c: calls.reserve(c, self._space, keys, parent, gpu=gpu, tokens=said), deadline_s, nothing
         )
 
     async def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
         """Writes the stored prefix through to the network tier; how many leading blocks are there."""
         check_keys(keys)
-        return await self._client.run(lambda c: flows.hand_off(c, self._space, keys), deadline_s, int)
+        return await self._client.run(lambda c: calls.hand_off(c, self._space, keys), deadline_s, int)
 
     async def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> int:
         """Starts bringing the stored prefix into DRAM, or into the daemon's pool on a GPU."""
@@ -552,17 +552,17 @@ class AsyncNamespace:
     async def invalidate(self, keys: Sequence[Key] | None = None) -> int:
         """Makes these keys misses; None: the whole namespace."""
         if keys is None:
-            return await self._client.run(lambda c: flows.forget(c, self._space), None, int)
+            return await self._client.run(lambda c: calls.forget(c, self._space), None, int)
         return await self._count(m.Invalidate, keys)
 
     async def publish(self, tenants: Sequence[str]) -> bool:
         """Lets these tenants read the namespace, and no others."""
         readers = check_readers(tenants)
-        return await self._client.run(lambda c: flows.publish(c, self._space, readers), None, bool)
+        return await self._client.run(lambda c: calls.publish(c, self._space, readers), None, bool)
 
     async def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
         check_keys(keys)
-        return await self._client.run(lambda c: flows.count(c, self._space, message, keys, *more), None, int)
+        return await self._client.run(lambda c: calls.count(c, self._space, message, keys, *more), None, int)
 
     def _anew_s(self, tokens_per_s: float | None) -> float:
         """What computing a block anew takes (s), by the caller's speed or the client's; 0: nobody knows."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.client.gpu import is_on_device, no_room_on, nothing_on
-from kvstore.client.holds import Buffer, Lease, PutResult, Room, as_bytes
+from kvstore.client.leases import Buffer, Lease, PutResult, Room, as_bytes
+from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device import Gpu, resolve, why_not
-from kvstore.cuda.wrap import wrap
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, as_tokens, check_keys, check_tenant
 from kvstore.wire.messages import NORMAL

@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.client.holds import Buffer, Lease, PutResult, Room, Slots
-from kvstore.client.session import DeviceExtent, Maps, quietly
+from kvstore.client.leases import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.protocol import DeviceExtent, Maps, quietly
+from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import Gpu
 from kvstore.cuda.errors import CudaError
 from kvstore.cuda.kernels import copy_pieces
 from kvstore.cuda.stream import Memory, Stream
-from kvstore.cuda.sums import checksums
-from kvstore.cuda.wrap import wrap
 from kvstore.errors import MisuseError
 from kvstore.types import Key, slot_bytes
 from kvstore.wire.messages import MappedHbm

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstore.client import flows
+from kvstore.client import calls
+from kvstore.client.calls import Call, Flow
 from kvstore.client.checks import (
     check_blocks,
     check_deadline,
@@ -35,11 +36,10 @@ from kvstore.client.checks import (
     socket_path,
     with_wait,
 )
-from kvstore.client.flows import Call, Flow
-from kvstore.client.holds import Buffer, Lease, PutResult, Room
-from kvstore.client.link import Backoff, Link, pump
+from kvstore.client.connection import Backoff, Link, pump
+from kvstore.client.leases import Buffer, Lease, PutResult, Room
 from kvstore.client.prompts import Prompts
-from kvstore.client.session import Maps
+from kvstore.client.protocol import Maps
 from kvstore.errors import (
     DeniedError,
     KVStoreError,
@@ -96,7 +96,7 @@ class Client:
         `owner` is the tenant whose blocks they are, "" for one's own: another's can be read while it
         publishes them to this tenant. `ttl_s` after they were stored, blocks are misses (0: as configured).
         """
-        return Namespace(self, flows.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
+        return Namespace(self, calls.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
 
     def invalidate(self, model: str = "", revision: str = "") -> int:
         """Deletes the tenant's namespaces of this model and revision, "" for any; how many blocks went.
@@ -104,7 +104,7 @@ class Client:
         Needs the role admin. 0 also when the daemon is away or says no (unless strict).
         """
         check_names(model, revision)
-        return self.run(lambda c: flows.forget_all(c, model, revision), None, int)
+        return self.run(lambda c: calls.forget_all(c, model, revision), None, int)
 
     def delete_tenant(self, name: str, deadline_s: float = 60.0) -> int:
         """Deletes all that a tenant has stored; how many blocks.
@@ -112,7 +112,7 @@ class Client:
         For its admins, and for operators. Raises DeniedError or UnavailableError if it was not done.
         """
         name = check_tenant(name)
-        deleted: int = self._attempt(lambda c: flows.delete_tenant(c, name), check_deadline(deadline_s))
+        deleted: int = self._attempt(lambda c: calls.delete_tenant(c, name), check_deadline(deadline_s))
         return deleted
 
     def explain(self, keys: Sequence[Key], tenant: str = "", model: str = "") -> list[dict[str, Any]]:
@@ -125,26 +125,26 @@ class Client:
         check_names(model, "")
         owner = check_owner(tenant)
         known: list[dict[str, Any]] = self._attempt(
-            lambda c: flows.explain(c, owner, model, keys), self.deadline_s
+            lambda c: calls.explain(c, owner, model, keys), self.deadline_s
         )
         return known
 
     def status(self) -> dict[str, Any]:
         """The daemon's state. Raises UnavailableError if it does not answer."""
-        state: dict[str, Any] = self._attempt(flows.status, self.deadline_s)
+        state: dict[str, Any] = self._attempt(calls.status, self.deadline_s)
         return state
 
     def control(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """What operators ask by name (`kvstore/daemon/control.py` says what there is), and its answer.
+        """Runs an operator command (`kvstore/daemon/operator/commands.py` lists them) and returns its answer.
 
         Raises DeniedError for what is refused, UnavailableError if the daemon does not answer.
         """
-        answer: dict[str, Any] = self._attempt(lambda c: flows.control(c, call, arguments), self.deadline_s)
+        answer: dict[str, Any] = self._attempt(lambda c: calls.control(c, call, arguments), self.deadline_s)
         return answer
 
     def ping(self) -> None:
         """An empty round trip. Raises UnavailableError if the daemon does not answer."""
-        self._attempt(flows.ping, self.deadline_s)
+        self._attempt(calls.ping, self.deadline_s)
 
     def close(self) -> None:
         """Closes all connections; later calls miss."""
@@ -279,7 +279,7 @@ class Namespace:
     `keys` are one chain in prompt order: each block's parent is the one before it.
     """
 
-    def __init__(self, client: Client, space: flows.Space) -> None:
+    def __init__(self, client: Client, space: calls.Space) -> None:
         self.layout = space.layout
         self._space = space
         self._client = client
@@ -301,9 +301,9 @@ class Namespace:
         `get` of what was looked up deliver it; `put` and `reserve` end it. Pass it where several processes
         ask for one prompt.
         """
-        check_keys(keys if len(keys) < flows.SAMPLE_FROM else keys[:1])
+        check_keys(keys if len(keys) < calls.SAMPLE_FROM else keys[:1])
         anew_s = self._anew_s(recompute_tokens_per_s)
-        return self._client.run(lambda c: flows.lookup(c, self._space, keys, anew_s, prompt), deadline_s, int)
+        return self._client.run(lambda c: calls.lookup(c, self._space, keys, anew_s, prompt), deadline_s, int)
 
     def get(
         self,
@@ -324,7 +324,7 @@ class Namespace:
         flat, gpu = check_out(keys, out, self.layout.block_bytes)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu, prompt),
+            lambda c: calls.get(c, self._space, keys, joined, size, flat, verify, anew_s, gpu, prompt),
             deadline_s,
             int,
         )
@@ -350,7 +350,7 @@ class Namespace:
         said = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
         return self._client.run(
-            lambda c: flows.put(c, self._space, keys, views, parent, gpu, said),
+            lambda c: calls.put(c, self._space, keys, views, parent, gpu, said),
             deadline_s,
             lambda: PutResult(denied=len(keys)),
         )
@@ -380,7 +380,7 @@ class Namespace:
         until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         anew_s = self._anew_s(recompute_tokens_per_s)
         return self._client.run(
-            lambda c: flows.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s, prompt),
+            lambda c: calls.acquire(c, self._space, keys, joined, size, anew_s, gpu, wait_s, prompt),
             until_s,
             lambda: no_lease(self.layout.block_bytes, gpu),
         )
@@ -408,7 +408,7 @@ class Namespace:
             return no_room(self.layout.block_bytes, lost, lambda _: lost, gpu)
 
         return self._client.run(
-            lambda c: flows.reserve(c, self._space, keys, parent, gpu=gpu, tokens=said), deadline_s, nothing
+            lambda c: calls.reserve(c, self._space, keys, parent, gpu=gpu, tokens=said), deadline_s, nothing
         )
 
     def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> int:
@@ -418,7 +418,7 @@ class Namespace:
         stored here; 0 if the network tier is away.
         """
         check_keys(keys)
-        return self._client.run(lambda c: flows.hand_off(c, self._space, keys), deadline_s, int)
+        return self._client.run(lambda c: calls.hand_off(c, self._space, keys), deadline_s, int)
 
     def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> int:
         """Starts bringing the stored prefix into DRAM; how many blocks are there or on their way.
@@ -454,7 +454,7 @@ class Namespace:
     def invalidate(self, keys: Sequence[Key] | None = None) -> int:
         """Makes these keys misses; how many blocks were forgotten. None: the whole namespace, for admins."""
         if keys is None:
-            return self._client.run(lambda c: flows.forget(c, self._space), None, int)
+            return self._client.run(lambda c: calls.forget(c, self._space), None, int)
         return self._count(m.Invalidate, keys)
 
     def publish(self, tenants: Sequence[str]) -> bool:
@@ -463,11 +463,11 @@ class Namespace:
         Whether it is so now; False when the daemon is away or says no (unless strict).
         """
         readers = check_readers(tenants)
-        return self._client.run(lambda c: flows.publish(c, self._space, readers), None, bool)
+        return self._client.run(lambda c: calls.publish(c, self._space, readers), None, bool)
 
     def _count(self, message: type, keys: Sequence[Key], *more: Any) -> int:
         check_keys(keys)
-        return self._client.run(lambda c: flows.count(c, self._space, message, keys, *more), None, int)
+        return self._client.run(lambda c: calls.count(c, self._space, message, keys, *more), None, int)
 
     def _anew_s(self, tokens_per_s: float | None) -> float:
         """What computing a block anew takes (s), by the caller's speed or the client's; 0: nobody knows."""

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.device_ids import resolve, uuids, why_not
 from kvstore.cuda.errors import ALREADY_REGISTERED, OUT_OF_MEMORY, CudaError, failure, no_ipc
-from kvstore.cuda.names import resolve, uuids, why_not
 from kvstore.cuda.stream import Stream
 from kvstore.errors import MisuseError
 

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.config import Config
-from kvstore.daemon.devices import open_devices
-from kvstore.daemon.gpus import Pinner, open_pools
-from kvstore.daemon.listener import Listener, identity, listen, unlink_own
-from kvstore.daemon.notify import FdStore, inherited, notify, watchdog_s
-from kvstore.daemon.server import Server
-from kvstore.daemon.settings import Settings
-from kvstore.daemon.shell import Shell
+from kvstore.daemon.operator.devices import open_devices
+from kvstore.daemon.operator.gpus import Pinner, open_pools
+from kvstore.daemon.operator.settings import Settings
+from kvstore.daemon.runtime.executor import Shell
+from kvstore.daemon.server.connection import Server
+from kvstore.daemon.server.listener import Listener, identity, listen, unlink_own
+from kvstore.daemon.systemd import FdStore, inherited, notify, watchdog_s
 from kvstore.errors import KVStoreError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier

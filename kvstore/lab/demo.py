@@ -16,8 +16,8 @@ from rich.text import Text
 from kvstore import Client, Layout, chain_keys
 from kvstore.config import format_size
 from kvstore.errors import UnavailableError
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.lab.replay import Engine, Tally
-from kvstore.lab.served import ServedDaemon
 from kvstore.types import Tier
 
 LAYOUT = Layout(model="demo", revision="1", dtype="bfloat16", block_tokens=16, block_bytes=256 << 10)

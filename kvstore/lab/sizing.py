@@ -13,8 +13,8 @@ import numpy as np
 from kvstore.config import GIB, MIB, format_size
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.lab.capacity import Capacities, Capacity
+from kvstore.lab.experiment import Study
 from kvstore.lab.report import Point, Report
-from kvstore.lab.study import Study
 from kvstore.types import Tier
 
 Doing = Callable[[str], None]

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import Identity, Where
 from kvstore.errors import TierError
-from kvstore.tiers.owners import Owners
-from kvstore.tiers.worker import Worker
+from kvstore.tiers.job_thread import Worker
+from kvstore.tiers.ownership import Owners
 from kvstore.types import ALIGN, LABEL_BYTES, MAX_KEY_BYTES, Geometry
 
 _log = logging.getLogger(__name__)

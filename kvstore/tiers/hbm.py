@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, Stream
 from kvstore.errors import TierError
-from kvstore.tiers.lent import Lent
-from kvstore.tiers.movers import Batch, Done, Memory, Movers
+from kvstore.tiers.copy_engine import Batch, Done, Memory, Movers
+from kvstore.tiers.ipc_exports import Lent
 from kvstore.types import Geometry
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvstore.errors import UnavailableError
-from kvstore.lab.served import ServedDaemon, Settings
+from kvstore.lab.local_daemon import ServedDaemon, Settings
 
 
 class ShimmedDaemon(ServedDaemon):

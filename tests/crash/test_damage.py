@@ -15,7 +15,7 @@ import pytest
 from kvstore import Client
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, UnavailableError
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.types import Layout
 from tests.crash import files
 from tests.daemons import (

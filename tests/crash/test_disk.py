@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.types import Layout
 from tests.crash import files
 from tests.crash.shimmed import ShimmedDaemon
@@ -23,7 +23,7 @@ from tests.daemons import (
     payloads,
     room_for,
 )
-from tests.tiers.disks import small_disk
+from tests.tiers.nvme.disks import small_disk
 
 LAYOUT = Layout(model="disk", block_bytes=BLOCK)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstore import Client, Tier
 from kvstore.errors import UnavailableError
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.crash import files
 from tests.crash.book import Book
 from tests.crash.load import LAYOUTS, THREADS, Tally, Worker

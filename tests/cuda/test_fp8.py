@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore import Client, Fp8, Layout
 from kvstore.errors import MisuseError
 from kvstore.fp8 import Order
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.cuda.checks import Array, check_fp8
 from tests.cuda.host import HostGpu
 from tests.daemons import SMALL, names, new_layout

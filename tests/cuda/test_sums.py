@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvstore import arena
-from kvstore.cuda import sums
+from kvstore.cuda import checksums
 from kvstore.cuda.device import CudaError, Gpu, uuids
 from tests.cuda.faking import fake_cuda
-from tests.tiers.test_device_io import filled
+from tests.tiers.nvme.test_device_io import filled
 from tests.tiers.test_io_engine import noise
 
 KIB = 1 << 10
@@ -39,18 +39,18 @@ def test_no_group_needs_more_than_there_is(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, lengths: list[int], groups: list[int]
 ) -> None:
     seen: list[int] = []
-    hashed = sums.hashed
+    hashed = checksums.hashed
 
     def spy(stream: Any, blocks: Any, seeds: Any) -> Any:
         seen.append(len(blocks))
         return hashed(stream, blocks, seeds)
 
-    monkeypatch.setattr(sums, "hashed", spy)
-    monkeypatch.setattr(sums, "GROUP_BYTES", 10 * KIB)
+    monkeypatch.setattr(checksums, "hashed", spy)
+    monkeypatch.setattr(checksums, "GROUP_BYTES", 10 * KIB)
     data = [noise(n * KIB, i) for i, n in enumerate(lengths)]
     slots = filled(gpu, *data, slot=96 * KIB)
     blocks = [slot[: len(block)] for slot, block in zip(slots, data, strict=True)]
-    got = sums.checksums(gpu.stream(), blocks, range(len(blocks)))
+    got = checksums.checksums(gpu.stream(), blocks, range(len(blocks)))
     assert got.tolist() == [arena.checksum(memoryview(block), i) for i, block in enumerate(data)]
     assert seen == groups
 
@@ -62,22 +62,22 @@ def test_without_memory_the_processor_does_it(
     def none_left(*_: Any) -> None:
         raise CudaError("none left", code=code)
 
-    monkeypatch.setattr(sums, "hashed", none_left)
+    monkeypatch.setattr(checksums, "hashed", none_left)
     blocks = filled(gpu, noise(5000, 1), noise(5000, 2), slot=5000)
     if computed:
-        got = sums.checksums(gpu.stream(), blocks, [7, 1 << 63])
+        got = checksums.checksums(gpu.stream(), blocks, [7, 1 << 63])
         want = [arena.checksum(memoryview(noise(5000, i)), s) for i, s in ((1, 7), (2, 1 << 63))]
         assert np.array_equal(got, np.array(want, np.uint64))
     else:
         with pytest.raises(CudaError, match="none left"):
-            sums.checksums(gpu.stream(), blocks, [7, 8])
+            checksums.checksums(gpu.stream(), blocks, [7, 8])
 
 
 def test_what_is_reserved_is_used(gpu: Gpu) -> None:
     stream = gpu.stream()
-    sums.reserve(stream)
+    checksums.reserve(stream)
     before = gpu.memory()
-    stream.scratch(sums.GROUP_BYTES // 16)
+    stream.scratch(checksums.GROUP_BYTES // 16)
     stream.scratch(100 * KIB)
     stream.wait()
     assert gpu.memory() == before

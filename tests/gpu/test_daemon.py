@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import test_hbm
+from tests.daemon import test_hbm
 
 ON_A_GPU = (
     "test_a_prefix_is_served_from_the_pool_from_the_second_time_on",

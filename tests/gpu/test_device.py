@@ -18,11 +18,11 @@ import pytest
 
 from kvstore.core.events import CORRUPT, OK
 from kvstore.cuda.device import CudaError, Gpu, resolve, uuids, why_not
-from kvstore.tiers.nvme import gds
-from kvstore.tiers.nvme.posix import PosixEngine
+from kvstore.tiers.nvme import kvikio_engine
+from kvstore.tiers.nvme.posix_engine import PosixEngine
 from tests.cuda.test_device import EXPORTER, IMPORTER, child, ended, filled, held, line
-from tests.tiers.test_device_io import SLOT, Folder
-from tests.tiers.test_device_io import filled as slots_of
+from tests.tiers.nvme.test_device_io import SLOT, Folder
+from tests.tiers.nvme.test_device_io import filled as slots_of
 from tests.tiers.test_hbm import BASE, EXTENT, Site, Told, copied, host, payload, probed, where
 from tests.tiers.test_hbm import LENGTH as PAYLOAD
 from tests.tiers.test_io_engine import aligned, noise
@@ -225,9 +225,9 @@ class TestTier:
 class TestNvme:
     @pytest.fixture(params=["posix", "kvikio"])
     def folder(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-        if request.param == "kvikio" and gds.why_not():
-            pytest.skip(gds.why_not())
-        made = Folder(tmp_path, PosixEngine(2) if request.param == "posix" else gds.KvikioEngine(2))
+        if request.param == "kvikio" and kvikio_engine.why_not():
+            pytest.skip(kvikio_engine.why_not())
+        made = Folder(tmp_path, PosixEngine(2) if request.param == "posix" else kvikio_engine.KvikioEngine(2))
         yield made
         made.tier.close()
 

@@ -17,9 +17,9 @@ from kvstore.errors import KVStoreError, MisuseError
 from kvstore.lab import plots
 from kvstore.lab.capacity import Capacity, parse_capacities
 from kvstore.lab.compare import compare
+from kvstore.lab.experiment import Options, Study
 from kvstore.lab.report import Report, load
 from kvstore.lab.sizing import limit_for
-from kvstore.lab.study import Options, Study
 from kvstore.types import Tier
 from tests.lab.small import call, chats, conversation, write
 

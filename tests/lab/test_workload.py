@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import KVStoreError, MisuseError
+from kvstore.lab.closed_loop import Crowd, of_conversations
 from kvstore.lab.traces import Trace
-from kvstore.lab.users import Crowd, of_conversations
 from kvstore.lab.workload import Workload, of_chats
 from tests.lab.small import agent, call, chat, conversation, prompts_of, workload, write
 

@@ -11,7 +11,7 @@ import random
 from typing import Any, NamedTuple
 
 from kvstore.client.aio import AsyncClient
-from kvstore.client.holds import Lease, Room
+from kvstore.client.leases import Lease, Room
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.types import Layout
 from kvstore.wire import messages as m

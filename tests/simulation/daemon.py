@@ -17,14 +17,14 @@ from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
 from kvstore.core.transfers.admission import Rule
-from kvstore.daemon.server import Server
-from kvstore.daemon.settings import Settings
-from kvstore.daemon.shell import Shell
+from kvstore.daemon.operator.settings import Settings
+from kvstore.daemon.runtime.executor import Shell
+from kvstore.daemon.server.connection import Server
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.job_thread import Worker
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.tiers.worker import Worker
 from tests.simulation.device import Disk, SimEngine, SimSlabs, SimStore, Writer
 from tests.simulation.loop import MICRO, Process
 from tests.simulation.network import Network

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.session import Maps, Session
+from kvstore.client.protocol import Maps, Session
 from kvstore.types import SLOT_RECORD
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames

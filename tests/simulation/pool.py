@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.client.holds import Lease, Room
-from kvstore.client.session import Maps
+from kvstore.client.leases import Lease, Room
+from kvstore.client.protocol import Maps
 from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.errors import CudaError
@@ -57,7 +57,7 @@ class Gpus:
 
 
 class SimExtent:
-    """What a client has mapped of a GPU. See `kvstore.client.session.DeviceExtent`."""
+    """What a client has mapped of a GPU. See `kvstore.client.protocol.DeviceExtent`."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
@@ -255,7 +255,7 @@ class SimPool:
 
 
 def in_place(gpu: Gpus) -> dict[str, Any]:
-    """What takes the place of what, in `kvstore.client.flows`."""
+    """What takes the place of what, in `kvstore.client.calls`."""
     return {"open_extent": gpu.open_extent, "DeviceLease": SimLease, "DeviceRoom": SimRoom}
 
 

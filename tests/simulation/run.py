@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.client.holds import Room
+from kvstore.client.leases import Room
 from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
-from kvstore.daemon import shell
-from kvstore.daemon.devices import open_new
-from kvstore.daemon.tenants import Identity, Role
+from kvstore.daemon.operator.devices import open_new
+from kvstore.daemon.runtime import executor
+from kvstore.daemon.tenancy.auth import Identity, Role
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN, Tier
@@ -189,7 +189,7 @@ class World:
             name, size = state.spec.name, state.extents.extent_bytes
             has = state.extents.limit_bytes // size
             # Of more, the next daemon would cut each into fewer slots: it has few rows here.
-            uncut = max(has, shell._MIN_ROWS // state.extents.geometry(ALIGN).slots)
+            uncut = max(has, executor._MIN_ROWS // state.extents.geometry(ALIGN).slots)
             n = min(wanted[name], state.extents.most_bytes // size, uncut)
             if n != has:
                 self.log(f"tier {tier} of {has} extents gets {n}")
@@ -353,7 +353,7 @@ class World:
         back = [state.lost for state in residency.tiers]
         stay = [tier for tier, state in enumerate(residency.tiers) if back[tier] or not state.leaving]
         nbytes = sum(residency.tiers[tier].extents.limit_bytes for tier in stay)
-        rows = max(nbytes // shell._MIN_BLOCK_BYTES, shell._MIN_ROWS)
+        rows = max(nbytes // executor._MIN_BLOCK_BYTES, executor._MIN_ROWS)
         lost = rows < residency.blocks.capacity
         lost |= any(resizing.is_at_work(tier) for tier in stay if not back[tier])
         self.counts["crashed_while_resizing"] += lost

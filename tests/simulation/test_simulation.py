@@ -19,7 +19,7 @@ import pytest
 
 from kvstore.arena import Extent
 from kvstore.client import aio
-from kvstore.client.holds import Lease
+from kvstore.client.leases import Lease
 from kvstore.core.actions import Left
 from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.blocks.residency import Residency
@@ -32,12 +32,13 @@ from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.transfers import Transfers
-from kvstore.daemon import inherit
-from kvstore.daemon.server import Connection
-from kvstore.daemon.shell import Shell
-from kvstore.daemon.tenancy import Tenancy
+from kvstore.daemon.runtime import recovery
+from kvstore.daemon.runtime.executor import Shell
+from kvstore.daemon.server.connection import Connection
+from kvstore.daemon.tenancy.tenancy import Tenancy
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.nvme import recover, tier
+from kvstore.tiers.nvme import recovery as nvme_recovery
+from kvstore.tiers.nvme import tier
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier
@@ -200,20 +201,20 @@ def leases_for_ever(patch: Patch) -> None:
 
 def forgetful_handover(patch: Patch) -> None:
     """What was in memory is not taken in."""
-    in_memory = inherit.in_memory
-    patch.setattr(inherit, "in_memory", lambda *found: _without_first(in_memory(*found)))
+    in_memory = recovery.in_memory
+    patch.setattr(recovery, "in_memory", lambda *found: _without_first(in_memory(*found)))
 
 
 def forgetful_recovery(patch: Patch) -> None:
     """One record is overlooked at start."""
-    fits = recover._fits
+    fits = nvme_recovery._fits
 
     def all_but_one(*found: Any) -> Any:
         good = fits(*found)
         good[np.flatnonzero(good)[:1]] = False
         return good
 
-    patch.setattr(recover, "_fits", all_but_one)
+    patch.setattr(nvme_recovery, "_fits", all_but_one)
 
 
 def free_while_read(patch: Patch) -> None:
@@ -300,13 +301,13 @@ def drops_at_the_first(patch: Patch) -> None:
 
 def only_the_first_is_restored(patch: Patch) -> None:
     """What other devices than the first have on record is not taken in."""
-    restore = inherit._restore_device
+    restore = recovery._restore_device
 
     def restored(shell: Shell, tier: int, device: NvmeTier, keep: bool) -> None:
         if tier == 1:
             restore(shell, tier, device, keep)
 
-    patch.setattr(inherit, "_restore_device", restored)
+    patch.setattr(recovery, "_restore_device", restored)
 
 
 def hasty_leave(patch: Patch) -> None:

@@ -15,9 +15,9 @@ from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import Identity, Where
 from kvstore.errors import TierError
 from kvstore.tiers.dram import OWNERS, DramTier, Inherited
-from kvstore.tiers.owners import Owners
+from kvstore.tiers.ownership import Owners
 from kvstore.types import ALIGN, LABEL_BYTES
-from tests.tiers.at_once import AtOnce
+from tests.tiers.nvme.at_once import AtOnce
 
 MIB = 1 << 20
 EXTENTS = 3

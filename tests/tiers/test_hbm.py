@@ -17,10 +17,10 @@ import pytest
 from kvstore import arena
 from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
+from kvstore.cuda.checksums import SCRATCH_BYTES
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, uuids
-from kvstore.cuda.sums import SCRATCH_BYTES
 from kvstore.errors import TierError
-from kvstore.tiers import movers
+from kvstore.tiers import copy_engine
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import ALIGN
 from tests.cuda.faking import fake_cuda
@@ -32,7 +32,7 @@ LENGTH = ALIGN + 1000
 SLOT = 2 * ALIGN
 FINGERPRINT = b"fingerprint 16 b"
 WAIT_S = 20.0
-RESERVED = movers.THREADS * SCRATCH_BYTES
+RESERVED = copy_engine.THREADS * SCRATCH_BYTES
 
 
 class Told:
@@ -336,14 +336,14 @@ class TestBlocks:
             assert probed(site, 1) == [OK]
 
     def test_too_much_at_a_time_is_refused(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(movers, "QUEUE_BLOCKS", 4)
-        gate, run = threading.Event(), movers._run
+        monkeypatch.setattr(copy_engine, "QUEUE_BLOCKS", 4)
+        gate, run = threading.Event(), copy_engine._run
 
         def slow(*args: Any) -> Any:
             assert gate.wait(WAIT_S)
             return run(*args)
 
-        monkeypatch.setattr(movers, "_run", slow)
+        monkeypatch.setattr(copy_engine, "_run", slow)
         slots = site.tier.slots(where((BASE, 0), (BASE, 1)))
         batches = [start_copy(site, host(payload(0), payload(1)), [*slots], 2) for _ in range(3)]
         gate.set()

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from kvstore import arena
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.keys import KeyFiles, MasterKey
+from kvstore.tiers.nvme.encryption import Seal, Seals
+from kvstore.tiers.nvme.key_files import KeyFiles, MasterKey
 from kvstore.tiers.nvme.records import ID, Blocks, mapped
-from kvstore.tiers.nvme.recover import strangers
-from kvstore.tiers.nvme.seal import Seal, Seals
+from kvstore.tiers.nvme.recovery import strangers
 from kvstore.tiers.nvme.store import Changes, Loaded, Namespace, RecordStore
 from kvstore.types import ALIGN
 

@@ -24,21 +24,21 @@ import numpy.typing as npt
 from kvstore import arena
 from kvstore.core.actions import Copy, Identity, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK, Restore
+from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
-from kvstore.cuda.sums import checksums
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
-from kvstore.tiers.nvme.bounce import BouncingEngine
-from kvstore.tiers.nvme.bounced import DeviceIO, SealedIO, TagError
+from kvstore.tiers.job_thread import Worker
+from kvstore.tiers.nvme.bounce_buffers import BouncingEngine
+from kvstore.tiers.nvme.encryption import Seal, Seals
 from kvstore.tiers.nvme.journal import Journal, Namespace
-from kvstore.tiers.nvme.keys import MasterKey
+from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.records import RecordBatch
-from kvstore.tiers.nvme.recover import Recovered, recover
-from kvstore.tiers.nvme.seal import Seal, Seals
+from kvstore.tiers.nvme.recovery import Recovered, recover
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import DEFAULT_TENANT
+from kvstore.tiers.nvme.transforms import DeviceIO, SealedIO, TagError
 from kvstore.tiers.results import Done, Results, finish_for_sure
-from kvstore.tiers.worker import Worker
 
 _log = logging.getLogger(__name__)
 

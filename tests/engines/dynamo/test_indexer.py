@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.types import chain_keys
 from tests.daemons import BLOCK, SMALL, WITH_NVME, eventually, idle, payloads
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.cuda.device import Gpu, uuids
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore.tiers.base import BlockIO, IOEngine
 from kvstore.types import ALIGN
 from tests.cuda.faking import fake_cuda
@@ -43,14 +43,14 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestKvikio(IOEngineContract):
     def make(self) -> IOEngine:
-        from kvstore.tiers.nvme.gds import KvikioEngine  # noqa: PLC0415
+        from kvstore.tiers.nvme.kvikio_engine import KvikioEngine  # noqa: PLC0415
 
         return KvikioEngine()
 
 
 @pytest.fixture
 def engine() -> Iterator[IOEngine]:
-    from kvstore.tiers.nvme.gds import best_engine  # noqa: PLC0415
+    from kvstore.tiers.nvme.kvikio_engine import best_engine  # noqa: PLC0415
 
     made = best_engine(2)
     assert made.name == "kvikio"

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.tiers.network import Settings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.mooncake import lanes
+from kvstore.tiers.network.mooncake import subprocess_pool
 from tests.engines.mooncake.cluster import CLIENT_TTL_S, Cluster
 from tests.tiers.network.contract import Contract, block, ends, payload, wanted
 
@@ -306,7 +306,7 @@ def test_a_helper_that_is_killed_is_replaced(shared: Cluster, opened: Callable[.
 def test_a_helper_that_hangs_is_replaced(
     shared: Cluster, opened: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "_GIVE_UP_S", 1.0)
+    monkeypatch.setattr(subprocess_pool, "_GIVE_UP_S", 1.0)
     shared.clear()
     backend, put = opened(shared.url, 1), block(b"k")
     assert backend.write([put], ends()) == [OK]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore_transformers import PrefixCache
 from tests.engines.transformers.models import BLOCK
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore_transformers import Figures, PrefixCache, prefix
 from kvstore_transformers.blocks import BlockShape, Columns
 from tests.daemons import eventually

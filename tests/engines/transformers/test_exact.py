@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore import Client, chain_keys
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore_transformers import Figures, PrefixCache, prefix
 from tests.engines.transformers.models import BLOCK, KINDS, batch, generated, llama, same_bits, tokens
 

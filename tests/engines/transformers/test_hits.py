@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvstore import Client
 from kvstore_transformers import PrefixCache
+from tests.daemon.hits import conversations, counted, figures, since
 from tests.engines.transformers.models import BLOCK, generated, llama, tokens
-from tests.hits import conversations, counted, figures, since
 
 Make = Callable[..., PrefixCache]
 

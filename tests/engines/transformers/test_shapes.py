@@ -11,7 +11,7 @@ import torch
 
 from kvstore import Client
 from kvstore.errors import MisuseError
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore_transformers import PrefixCache
 from tests.engines.transformers.models import BLOCK, generated, tokens
 from tests.engines.transformers.shapes import REFUSED, SERVED

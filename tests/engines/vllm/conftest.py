@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.engines.vllm.engine import Engine, connector, prompt, said
 from tests.engines.vllm.models import make_model
 

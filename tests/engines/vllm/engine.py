@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.engines import environments
 
 BLOCK_TOKENS = 32

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import (
     BLOCK_TOKENS,

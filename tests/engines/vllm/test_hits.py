@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
+from tests.daemon.hits import conversations, counted, figures, since
 from tests.daemons import eventually
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, full_blocks, prompt
-from tests.hits import conversations, counted, figures, since
 
 
 def prompts_of(seed: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore import Client, Layout
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, make_model
 

@@ -8,7 +8,7 @@ import torch
 from kvstore import Client, Layout
 from kvstore.cuda.device import Gpu, uuids
 from kvstore.errors import ConfigError
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from kvstore_vllm.pages import DevicePages, GpuPages, HostPages, Layer, pages_of
 from tests.cuda.faking import fake_cuda
 from tests.daemons import names

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import Client
-from kvstore.lab.served import ServedDaemon
+from kvstore.lab.local_daemon import ServedDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
 
 README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.tiers.network import Settings, open_backend
 from kvstore.tiers.network.base import Outcome
-from kvstore.tiers.network.filesystem import janitor, member
+from kvstore.tiers.network.filesystem import capacity_manager, membership
 from tests.tiers.network.contract import block
 
 BEAT_S, LEASE_S = 0.05, 2.0
@@ -23,10 +23,10 @@ BLOCK_BYTES = 50_000
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
     """All that daemons do in seconds, in parts of one."""
-    patch.setattr(member, "BEAT_S", BEAT_S)
-    patch.setattr(member, "LEASE_S", LEASE_S)
-    patch.setattr(member, "IDLE_S", 1.0)
-    patch.setattr(janitor, "LEASE_S", LEASE_S)
+    patch.setattr(membership, "BEAT_S", BEAT_S)
+    patch.setattr(membership, "LEASE_S", LEASE_S)
+    patch.setattr(membership, "IDLE_S", 1.0)
+    patch.setattr(capacity_manager, "LEASE_S", LEASE_S)
 
 
 def _fall(by: int) -> None:

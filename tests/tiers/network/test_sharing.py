@@ -18,10 +18,10 @@ import pytest
 
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Name, Outcome
-from kvstore.tiers.network.filesystem import janitor
-from kvstore.tiers.network.filesystem.account import Account, Lease, Report, lease_of, report_of, to_note
+from kvstore.tiers.network.filesystem import capacity_manager
 from kvstore.tiers.network.filesystem.backend import Filesystem
-from kvstore.tiers.network.filesystem.tree import CONTROL, Tree
+from kvstore.tiers.network.filesystem.byte_grants import Account, Lease, Report, lease_of, report_of, to_note
+from kvstore.tiers.network.filesystem.safe_paths import CONTROL, Tree
 from tests.tiers.network.contract import SPACE, block, ends, wanted
 from tests.tiers.network.sharing import BLOCK_BYTES, LEASE_S, hurry
 
@@ -305,11 +305,11 @@ class TestCounting:
         folder.mkdir(exist_ok=True)
         (folder / "report").write_bytes(to_note(report))
 
-    def beat(self, tree: Tree, made: janitor.Janitor) -> Lease:
+    def beat(self, tree: Tree, made: capacity_manager.Janitor) -> Lease:
         with tree.at(CONTROL) as at:
             return made.beat(at, [entry.name for entry in tree.entries(CONTROL)], 1)
 
-    def count(self, made: janitor.Janitor) -> None:
+    def count(self, made: capacity_manager.Janitor) -> None:
         while made.step():
             pass
 
@@ -320,7 +320,7 @@ class TestCounting:
         return BLOCK_BYTES
 
     def test_nothing_is_granted_before_all_have_answered(self, tree: Tree) -> None:
-        made = janitor.Janitor(tree, LIMIT, 2)
+        made = capacity_manager.Janitor(tree, LIMIT, 2)
         self.say(tree, A, Report(1, 2, 0, True))
         self.say(tree, B, Report(1, 1, 0, True))
         self.beat(tree, made)
@@ -332,7 +332,7 @@ class TestCounting:
         assert self.beat(tree, made).grants == {A: LIMIT // 40, B: LIMIT // 40}
 
     def test_nothing_is_granted_before_who_is_silent_is_out(self, tree: Tree) -> None:
-        made = janitor.Janitor(tree, LIMIT, 2)
+        made = capacity_manager.Janitor(tree, LIMIT, 2)
         self.say(tree, B, Report(1, 1, 0, True))
         for beat in range(1000):
             self.say(tree, A, Report(beat, 2, 0, True))
@@ -345,7 +345,7 @@ class TestCounting:
         assert self.beat(tree, made).grants == {A: LIMIT // 20}
 
     def test_what_is_granted_counts_until_a_count_has_seen_it(self, tree: Tree) -> None:
-        made = janitor.Janitor(tree, LIMIT, 1)
+        made = capacity_manager.Janitor(tree, LIMIT, 1)
         there = self.put(tree, b"there")
         self.say(tree, A, Report(1, 1, -10, True))
         self.beat(tree, made)
@@ -359,7 +359,7 @@ class TestCounting:
         assert made.bound() == there + 10 + more
 
     def test_what_the_dead_were_granted_counts_until_the_next_count(self, tree: Tree) -> None:
-        made = janitor.Janitor(tree, LIMIT, 1)
+        made = capacity_manager.Janitor(tree, LIMIT, 1)
         for name in (A, B):
             self.say(tree, name, Report(1, 1, 0, True))
         self.beat(tree, made)
@@ -394,13 +394,13 @@ class TestLeftovers:
         for path in (old / "17", foreign / "17", nodes / "clock-1"):
             os.utime(path, (time.time() - 3700,) * 2)
         (old / "18").write_bytes(b"torn")
-        janitor.sweep(Tree(folder))
+        capacity_manager.sweep(Tree(folder))
         assert sorted(path.name for path in nodes.glob("*/*")) == ["17", "17", "18"]
         assert not (old / "17").exists()
         assert not (nodes / "clock-1").exists()
         (old / "18").unlink()
         os.utime(old, (time.time() - 3700,) * 2)
-        janitor.sweep(Tree(folder))
+        capacity_manager.sweep(Tree(folder))
         assert not old.exists()
         assert young.exists()
 

@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.tiers.network import Settings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
-from kvstore.tiers.network.dial import Address
+from kvstore.tiers.network.resolver import Address
 from kvstore.tiers.network.valkey.backend import Valkey
 from kvstore.tiers.network.valkey.url import parse
 from tests.tiers.network.contract import SPACE, Contract, block, ends, payload, wanted

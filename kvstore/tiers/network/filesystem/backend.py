@@ -30,11 +30,11 @@ from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.filesystem.account import Account
-from kvstore.tiers.network.filesystem.member import Member
-from kvstore.tiers.network.filesystem.pool import Call, Pool, Room
-from kvstore.tiers.network.filesystem.tree import CONTROL, Tree, blocks, is_file, refused
-from kvstore.tiers.nvme.gds import best_engine
+from kvstore.tiers.network.filesystem.byte_grants import Account
+from kvstore.tiers.network.filesystem.call_pool import Call, Pool, Room
+from kvstore.tiers.network.filesystem.membership import Member
+from kvstore.tiers.network.filesystem.safe_paths import CONTROL, Tree, blocks, is_file, refused
+from kvstore.tiers.nvme.kvikio_engine import best_engine
 from kvstore.types import ALIGN, slot_bytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from kvstore.arena import checksum, copy, seed
 from kvstore.errors import ConfigError
 from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.mooncake.lanes import Lane, Lanes, ask
+from kvstore.tiers.network.mooncake.subprocess_pool import Lane, Lanes, ask
 from kvstore.tiers.network.objects import HEADER_BYTES
 from kvstore.types import ALIGN
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvstore.tiers.network.base import Outcome
-from kvstore.tiers.network.dial import Address, NoAnswer, Place, Resolver
 from kvstore.tiers.network.objectstore.http import (
     HEAD_BYTES,
     Head,
@@ -31,6 +30,7 @@ from kvstore.tiers.network.objectstore.http import (
     send,
     shake_hands,
 )
+from kvstore.tiers.network.resolver import Address, NoAnswer, Place, Resolver
 
 _AT_ONCE = 8
 _IDLE, _IDLE_S = 64, 20.0

@@ -16,10 +16,10 @@ from functools import partial
 from kvstore.errors import printable
 from kvstore.tiers.network import Settings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.dial import Address
-from kvstore.tiers.network.valkey.link import SMALL_BYTES, Request
-from kvstore.tiers.network.valkey.nodes import Nodes
-from kvstore.tiers.network.valkey.refusals import Judge, judged
+from kvstore.tiers.network.resolver import Address
+from kvstore.tiers.network.valkey.cluster import Nodes
+from kvstore.tiers.network.valkey.connection import SMALL_BYTES, Request
+from kvstore.tiers.network.valkey.errors import Judge, judged
 from kvstore.tiers.network.valkey.resp import Refusal, Reply, command, command_around
 from kvstore.tiers.network.valkey.url import Target, parse
 

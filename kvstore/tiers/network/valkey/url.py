@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network.dial import Address
-from kvstore.tiers.network.valkey.nodes import Place
+from kvstore.tiers.network.resolver import Address
+from kvstore.tiers.network.valkey.cluster import Place
 
 _PORT = 6379
 _OPTIONS = {

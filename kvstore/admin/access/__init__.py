@@ -1,0 +1,1 @@
+"""Authentication, rate limits, the audit log, and errors as problem details (RFC 9457)."""

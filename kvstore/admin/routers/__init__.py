@@ -1,0 +1,1 @@
+"""One function for each REST path, grouped by what it reads or changes."""

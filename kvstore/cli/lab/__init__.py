@@ -1,0 +1,1 @@
+"""Commands of the lab: replays, sizing, recordings, traces, the demo."""

@@ -1,0 +1,1 @@
+"""Options, tables, keys and completions that several commands share."""

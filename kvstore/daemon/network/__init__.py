@@ -1,0 +1,1 @@
+"""The network tier: downloads, uploads, calls of the backend, cached existence checks."""

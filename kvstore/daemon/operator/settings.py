@@ -1,0 +1,155 @@
+"""The configuration while the daemon runs: read again, or changed and kept. One change at a time.
+
+Reading, validating and writing take longer than the event loop may stand still, so they happen beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvstore.config import Config, Source, Values, changes, etag, keep_changes, merged, plain, read
+from kvstore.core.policy import POLICIES, find
+from kvstore.daemon.operator.devices import close_all
+from kvstore.errors import ConfigError, MisuseError
+from kvstore.tiers.nvme.tier import NvmeTier
+
+_log = logging.getLogger(__name__)
+
+Check = Callable[[Config], list[dict[str, Any]]]
+"""What tenants would lose, and claim. Raises ConfigError for what this daemon could not keep."""
+
+Apply = Callable[[Config, list[str], Mapping[str, NvmeTier]], None]
+"""Has a daemon take over what can change at run time, as told, and devices that were opened for that.
+
+Raises ConfigError, and takes over none.
+"""
+
+Opener = Callable[[Config], Callable[[], Mapping[str, NvmeTier]]]
+"""What opens the devices that would come, on another thread. Raises KVStoreError."""
+
+
+class Settings:
+    """Where a daemon's configuration is from, and what holds now."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Reads the configuration at `path`. Raises ConfigError."""
+        self._path = path
+        self._source = read(path)
+        self.config = _checked(self._source)
+        self._lock = asyncio.Lock()
+        self._check: Check = lambda config: []
+        self._apply: Apply = lambda config, changed, opened: None
+        self._opener: Opener = lambda config: dict
+
+    def told_to(self, check: Check, apply: Apply, opener: Opener) -> None:
+        """Who takes over what changes, and says before that what comes of it."""
+        self._check, self._apply, self._opener = check, apply, opener
+
+    async def shown(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What is set of a part (all, or tables by name; None: nothing), its ETag, and all changes."""
+        return await asyncio.to_thread(_shown, self._source, part)
+
+    async def reload(self) -> dict[str, Any]:
+        """Reads files again: what has changed, and what needs a restart. Raises ConfigError."""
+        async with self._lock:
+            source = await asyncio.to_thread(read, self._path)
+            if source.kept_in is None:
+                source = replace(source, changes=self._source.changes)
+            config = await asyncio.to_thread(_checked, source)
+            changed, fixed = changes(self.config, config)
+            await self._take(source, config, changed)
+        _log.info("reloaded: %s", ", ".join(changed) or "nothing has changed")
+        if fixed:
+            _log.warning("needs a restart: %s", ", ".join(fixed))
+        return {"changed": changed, "needs_restart": fixed}
+
+    async def change(
+        self, patch: Values, part: tuple[str, ...] = (), expected: str = "", dry_run: bool = False
+    ) -> dict[str, Any]:
+        """Applies a merge patch and keeps it, if a part is still as `expected` (its ETag; "": however it is).
+
+        Returns what has changed, what comes of it, and the part's new ETag; or, if that is not as expected,
+        only its ETag as `is_now`. Raises ConfigError or MisuseError for what can't be, and changes nothing.
+        Imports no eviction policy that the file does not name, and on a dry run none.
+        """
+        async with self._lock:
+            is_now, source, will_be = await asyncio.to_thread(_patched, self._source, patch, part)
+            if expected not in ("", "*", is_now):
+                return {"is_now": is_now}
+            known = source.file_policy, self.config.policy.eviction
+            config = await asyncio.to_thread(_checked, source, known, imports=not dry_run)
+            changed, fixed = changes(self.config, config, admin=True)
+            if fixed:
+                hint = "edit the file, and restart the daemon"
+                raise MisuseError(f"this can't change while the daemon runs: {', '.join(fixed)}", hint)
+            comes = self._check(config)
+            if not dry_run:
+                await self._take(source, config, changed, keep=True)
+                _log.info("changed: %s", ", ".join(changed) or "nothing")
+        kept = source.kept_in is not None
+        return {"changed": changed, "etag": will_be, "kept": kept, "consequences": comes}
+
+    async def _keep(self, source: Source) -> None:
+        if source.kept_in is not None:
+            await asyncio.to_thread(keep_changes, source.kept_in, source.changes)
+
+    async def _take(self, source: Source, config: Config, changed: list[str], keep: bool = False) -> None:
+        """Takes a configuration over, after keeping it if that is wanted; all of it, or nothing."""
+        self._check(config)
+        opened = await asyncio.to_thread(self._opener(config))
+        kept = False
+        try:
+            if keep:
+                await self._keep(source)
+                kept = True
+            self._apply(config, changed, opened)
+        except BaseException:
+            await asyncio.to_thread(close_all, opened)
+            if kept:
+                await self._keep(self._source)
+            raise
+        self._source, self.config = source, config
+
+
+def _checked(source: Source, known: Container[str] | None = None, imports: bool = True) -> Config:
+    """The configuration, if what it names is there too. Raises ConfigError.
+
+    A policy that is not built in must be among those `known` (None: any): importing it runs its code.
+    """
+    config = source.config()
+    name = config.policy.eviction
+    if ":" in name and known is not None:
+        if name not in known:
+            hint = f"name it in the configuration file and reload, or set one of {', '.join(POLICIES)}"
+            raise ConfigError(f"policy.eviction: {name!r:.120} is not built in", hint)
+        if not imports:
+            return config
+    try:
+        find(name)
+    except MisuseError as error:
+        raise ConfigError(f"{source.name}: policy.eviction: {error.message}", error.hint) from error
+    return config
+
+
+def _patched(source: Source, patch: Values, part: tuple[str, ...]) -> tuple[str, Source, str]:
+    """With a merge patch applied, and the ETags of a part before and after it."""
+    before = source.effective
+    after = merged(before, patch)
+    return etag(_part(before, part)), source.changed(after), etag(_part(after, part))
+
+
+def _shown(source: Source, part: tuple[str, ...]) -> dict[str, Any]:
+    value = _part(source.effective, part)
+    return {"value": plain(value), "etag": etag(value), "changes": plain(source.changes)}
+
+
+def _part(values: Values, part: tuple[str, ...]) -> Any:
+    found: Any = values
+    for name in part:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found

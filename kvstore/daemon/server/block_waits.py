@@ -1,0 +1,157 @@
+"""Calls that wait for a block: the event that stores it wakes them, and so does whatever ends the wait.
+
+A backend on the network tells nobody what is put there. So one task asks it for what is waited for, a few
+blocks at a time, tenant by tenant, however many calls wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.core import actions as ac
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.daemon.tenancy.namespaces import Space
+
+if TYPE_CHECKING:
+    from kvstore.daemon.runtime.executor import Shell
+
+LONGEST_S = 60.0
+"""How long one call waits at most, whatever it asks for."""
+
+KEYS_BYTES = 16 << 20
+"""The most that the keys of a tenant's waiting calls take."""
+
+_ASK_EVERY_S = 0.05
+_ASKED_AT_ONCE = 32
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One call that waits for a block. `number`: the namespace's when the wait began."""
+
+    space: Space
+    number: int
+    key: bytes
+    tenant: int
+    nbytes: int
+    wake: Callable[[], None]
+    timer: asyncio.TimerHandle | None = None
+
+
+class Waits:
+    """All calls of one daemon that wait for a block."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._by_number: dict[int, dict[bytes, set[Wait]]] = {}
+        # In the order in which the network is asked.
+        self._by_tenant: dict[int, dict[Wait, None]] = {}
+        self._nbytes: Counter[int] = Counter()
+        self._asking = False
+
+    def count(self, tenant: int) -> int:
+        """How many calls of a tenant wait."""
+        return len(self._by_tenant.get(tenant, ()))
+
+    def nbytes(self, tenant: int) -> int:
+        """What the keys of a tenant's waiting calls take."""
+        return self._nbytes[tenant]
+
+    def add(self, space: Space, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]) -> Wait:
+        """Has `wake` called once: the first block is stored, the wait ends, or `wait_s` seconds are over."""
+        key, nbytes = keys[0], len(keys.raw)
+        wait = Wait(space, space.number, key, tenant, nbytes, wake)
+        self._nbytes[tenant] += nbytes
+        wait.timer = self._shell.loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
+        self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
+        self._by_tenant.setdefault(tenant, {})[wait] = None
+        self._awaited[_word(key)] += 1
+        self._shell.namespaces.use(space)
+        if self._shell.remote is not None and not self._asking:
+            self._asking = True
+            self._shell.remote.begin(self._ask_network())
+        return wait
+
+    def cancel(self, wait: Wait) -> None:
+        """Nobody waits any more. No effect on one that is being woken already."""
+        if wait not in self._by_tenant.get(wait.tenant, ()):
+            return
+        assert wait.timer is not None
+        wait.timer.cancel()
+        waits = self._by_number[wait.number]
+        waits[wait.key].remove(wait)
+        if not waits[wait.key]:
+            del waits[wait.key]
+        if not waits:
+            del self._by_number[wait.number]
+        self._nbytes[wait.tenant] -= wait.nbytes
+        del self._by_tenant[wait.tenant][wait]
+        if not self._by_tenant[wait.tenant]:
+            del self._by_tenant[wait.tenant]
+        word = _word(wait.key)
+        self._awaited[word] -= 1
+        if not self._awaited[word]:
+            del self._awaited[word]
+        self._shell.namespaces.drop(wait.space)
+
+    def came(self, came: ac.Came) -> None:
+        """Blocks are stored that somebody may wait for."""
+        for i, number in enumerate(came.identity.namespace.tolist()):
+            for wait in list(self._by_number.get(number, {}).get(came.identity.key(i), ())):
+                self._wake(wait)
+
+    def look(self) -> None:
+        """A device can be read again: what it has need not be waited for."""
+        for wait in [wait for waits in self._by_tenant.values() for wait in waits]:
+            if self._shell.placement.stored(wait.number, Keys(wait.key, len(wait.key))):
+                self._wake(wait)
+
+    def end(self, number: int, but: int = -1) -> None:
+        """Nobody, but for one tenant, waits for blocks of a namespace any more."""
+        waits = self._by_number.get(number, {})
+        for wait in [wait for some in waits.values() for wait in some if wait.tenant != but]:
+            self._wake(wait)
+
+    def _wake(self, wait: Wait) -> None:
+        self.cancel(wait)
+        # The event that wakes it has to run to its end first.
+        self._shell.loop.call_soon(wait.wake)
+
+    @property
+    def _awaited(self) -> Counter[int]:
+        return self._shell.placement.residency.awaited
+
+    async def _ask_network(self) -> None:
+        """Wakes calls whose block is on the network, as long as any wait."""
+        remote = self._shell.remote
+        assert remote is not None
+        try:
+            while self._by_tenant:
+                some = [wait for wait in self._next_asked() if remote.serves(wait.space)]
+                there = await remote.has([(wait.space, wait.key) for wait in some])
+                for wait, found in zip(some, there, strict=True):
+                    if found and wait in self._by_tenant.get(wait.tenant, ()):
+                        self._wake(wait)
+                await asyncio.sleep(_ASK_EVERY_S)
+        finally:
+            self._asking = False
+
+    def _next_asked(self) -> list[Wait]:
+        """The waits whose turn it is, of each tenant as many; they go to the end."""
+        asked: list[Wait] = []
+        for tenant in list(self._by_tenant)[:_ASKED_AT_ONCE]:
+            waits = self._by_tenant.pop(tenant)
+            for wait in list(waits)[: max(1, _ASKED_AT_ONCE // (len(self._by_tenant) + 1))]:
+                waits[wait] = waits.pop(wait)
+                asked.append(wait)
+            self._by_tenant[tenant] = waits
+        return asked
+
+
+def _word(key: bytes) -> int:
+    """The first word of a key, as the core has it; see `Residency.awaited`."""
+    return int.from_bytes(key[:8], "little")

@@ -1,0 +1,1 @@
+"""Tenants: peer authentication, the namespaces of a tenant, and its quotas."""

@@ -1,0 +1,153 @@
+"""A study: one trace, read once, and whatever is asked about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from kvstore.config.units import parse_write_budget
+from kvstore.core.policy import find
+from kvstore.errors import MisuseError
+from kvstore.lab.belady import Bound
+from kvstore.lab.capacity import Capacities, parse_capacities, parse_tier
+from kvstore.lab.closed_loop import Crowd, of_conversations
+from kvstore.lab.report import BoundPoint, Point, Report, Settings, TraceInfo
+from kvstore.lab.sweep import Progress, Task, run
+from kvstore.lab.traces import Trace
+from kvstore.lab.workload import of_chats
+from kvstore.types import MAX_BLOCK_BYTES, Tier
+
+AGENT_BLOCK_TOKENS = 256
+_CHECKED_OPTIONS = {
+    "write_policy": ("write_through", "on_evict"),
+    "admission": ("always", "twice", "reuse"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to study a trace. `block_tokens` None: 256 of conversations, else the trace's own.
+
+    `crowd` None: the default one, and only for conversations. `placement` are options of `virtual.Node`.
+    `repeat`: how often the trace is played, one time after another, each with blocks of its own.
+    """
+
+    block_bytes: int = 2 << 20
+    block_tokens: int | None = None
+    crowd: Crowd | None = None
+    skip_bad: bool = False
+    placement: dict[str, str] = field(default_factory=dict)
+    processes: int = 1
+    repeat: int = 1
+
+
+class Study:
+    """Reads the trace.
+
+    Raises KVStoreError for one that cannot be read, MisuseError for options that do not fit it.
+    """
+
+    def __init__(self, path: Path, options: Options) -> None:
+        if not 1 <= options.block_bytes <= MAX_BLOCK_BYTES:
+            raise MisuseError(f"block_bytes is {options.block_bytes}", f"1 to {MAX_BLOCK_BYTES} bytes")
+        for name, allowed in _CHECKED_OPTIONS.items():
+            if options.placement.get(name, allowed[0]) not in allowed:
+                raise MisuseError(
+                    f"unknown {name} {options.placement[name]!r}", f"one of {', '.join(allowed)}"
+                )
+        parse_write_budget(options.placement.get("write_budget", "0"), 1)
+        self.block_bytes = options.block_bytes
+        self.processes = options.processes
+        self._placement = dict(options.placement)
+        trace = Trace(path, options.skip_bad)
+        self._crowd: Crowd | None = None
+        if trace.kind == "conversations":
+            self._crowd = options.crowd or Crowd()
+            self.workload = of_conversations(
+                trace, _or(options.block_tokens, AGENT_BLOCK_TOKENS), self._crowd
+            )
+        elif options.crowd is not None:
+            raise MisuseError(
+                f"{path} holds single requests, which have a clock of their own",
+                "--users, --gap-cap, --shared and --seed are for conversations",
+            )
+        else:
+            self.workload = of_chats(trace, _or(options.block_tokens, trace.block_tokens))
+        self.workload = self.workload.repeated(options.repeat)
+        self.bound = Bound(self.workload)
+        self._trace = trace
+
+    def report(
+        self, policies: Sequence[str], capacities: Sequence[str], progress: Progress | None = None
+    ) -> Report:
+        """Replays every policy with every capacity. Raises MisuseError for unknown ones of either."""
+        parsed = [(text, self.parse(text)) for text in capacities]
+        return self.summary(self.replay(policies, parsed, progress), parsed)
+
+    def replay(
+        self,
+        policies: Sequence[str],
+        capacities: Sequence[tuple[str, Capacities]],
+        progress: Progress | None = None,
+    ) -> list[Point]:
+        """A point for every policy with every capacity, in this order."""
+        tasks = [self._task(policy, text, tiers) for policy in policies for text, tiers in capacities]
+        return run(self.workload, tasks, self.processes, progress)
+
+    def summary(self, points: list[Point], parsed: Sequence[tuple[str, Capacities]]) -> Report:
+        """A report of points, with the bound at each capacity."""
+        bounds = [self.bound_at(text, tiers) for text, tiers in parsed]
+        return Report(self.trace_info(), self.settings(), points, bounds)
+
+    def parse(self, capacity: str) -> Capacities:
+        """What a capacity means for this trace."""
+        return parse_capacities(capacity, self.workload.unique_blocks, self.block_bytes)
+
+    def parse_nvme(self, size: str) -> Capacities:
+        """The same for NVMe alone."""
+        return (parse_tier(size, Tier.NVME, self.workload.unique_blocks, self.block_bytes),)
+
+    def _task(self, policy: str, capacity: str, tiers: Capacities) -> Task:
+        find(policy)
+        return Task(policy, capacity, tiers, self.block_bytes, self._placement)
+
+    def bound_at(self, capacity: str, tiers: Capacities) -> BoundPoint:
+        """Belady's bound for all tiers together."""
+        blocks = sum(tier.blocks(self.block_bytes) for tier in tiers)
+        return BoundPoint(capacity, blocks, self.ratio(self.bound.hits(blocks)))
+
+    def ratio(self, blocks: int) -> float:
+        """The token hit ratio of so many blocks served."""
+        return blocks * self.workload.block_tokens / max(1, int(self.workload.input_tokens.sum()))
+
+    @property
+    def best_ratio(self) -> float:
+        """What a cache with room for everything serves."""
+        return self.ratio(self.bound.hits(self.workload.unique_blocks))
+
+    def trace_info(self) -> TraceInfo:
+        """What is studied."""
+        w = self.workload
+        return TraceInfo(
+            name=self._trace.path.name,
+            digest=w.digest(),
+            kind=self._trace.kind,
+            requests=w.requests,
+            accesses=w.accesses,
+            unique_blocks=w.unique_blocks,
+            input_tokens=int(w.input_tokens.sum()),
+            duration_s=w.duration_s,
+            skipped_lines=len(self._trace.skipped),
+            best_hit_ratio=self.best_ratio,
+        )
+
+    def settings(self) -> Settings:
+        """How."""
+        crowd = asdict(self._crowd) if self._crowd else {}
+        block_tokens = self.workload.block_tokens
+        return Settings(block_tokens, self.block_bytes, self._placement, **crowd)
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given

@@ -1,0 +1,189 @@
+"""Many replays of one workload, policies by capacities, over several processes.
+
+The workload is written once and mapped by every process. So is a file in which stands how far each replay is,
+and, behind that, whether all should stop.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.errors import KVStoreError
+from kvstore.lab.capacity import Capacities
+from kvstore.lab.report import Point
+from kvstore.lab.simulated_node import Node, keys_of
+from kvstore.lab.workload import Workload
+from kvstore.types import Tier
+
+Progress = Callable[[int], None]
+"""Called now and then with the accesses done so far, of all replays together."""
+
+_LOOK_EVERY_S = 0.2
+_DAY_S = 86400.0
+_Done = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One replay. `capacity` is how `capacities` were written; `options` go to Placement."""
+
+    policy: str
+    capacity: str
+    capacities: Capacities
+    block_bytes: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def run(
+    workload: Workload, tasks: Sequence[Task], processes: int, progress: Progress | None = None
+) -> list[Point]:
+    """Replays every task, in as many processes; with one, in this one. Points are in the tasks' order.
+
+    Raises KVStoreError if a process dies.
+    """
+    if processes <= 1 or len(tasks) <= 1:
+        return _run_here(workload, tasks, progress)
+    with tempfile.TemporaryDirectory(prefix="kvstore-lab-") as name:
+        folder = Path(name)
+        workload.save(folder)
+        np.save(folder / "done.npy", np.zeros(len(tasks) + 1, np.int64))
+        done = np.load(folder / "done.npy", mmap_mode="r+")
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(processes, len(tasks)), context, _end_with_parent) as pool:
+            try:
+                with _safe_path():
+                    futures = [pool.submit(_run_there, folder, i, task) for i, task in enumerate(tasks)]
+                return _collect(futures, done[:-1], progress)
+            finally:
+                done[-1] = 1
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Python processes that start meanwhile import nothing from the working directory."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+
+
+def _collect(futures: list[Future[Point]], done: _Done, progress: Progress | None) -> list[Point]:
+    waiting = set(futures)
+    while waiting:
+        ended, waiting = wait(waiting, _LOOK_EVERY_S)
+        for future in ended:
+            if (error := future.exception()) is not None:
+                if isinstance(error, BrokenProcessPool):
+                    hint = "out of memory? fewer --processes take less"
+                    raise KVStoreError("a process of the lab died", hint) from None
+                raise error
+        if progress is not None:
+            progress(int(done.sum()))
+    return [future.result() for future in futures]
+
+
+def _run_here(workload: Workload, tasks: Sequence[Task], progress: Progress | None) -> list[Point]:
+    before, points = 0, []
+    for task in tasks:
+        tell = None if progress is None else _after(before, progress)
+        points.append(replay(workload, task, tell))
+        before += workload.accesses
+    return points
+
+
+def _after(before: int, progress: Progress) -> Progress:
+    return lambda done: progress(before + done)
+
+
+def _end_with_parent() -> None:
+    """However the parent ends, this process does not stay."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="kvstore-lab-parent", daemon=True).start()
+
+
+def _run_there(folder: Path, number: int, task: Task) -> Point:
+    done = np.load(folder / "done.npy", mmap_mode="r+")
+
+    def tell(accesses: int) -> None:
+        done[number] = accesses
+        if done[-1]:
+            raise KVStoreError("stopped: another replay failed, or the lab was told to end")
+
+    return replay(Workload.load(folder), task, tell)
+
+
+def replay(workload: Workload, task: Task, progress: Progress | None = None) -> Point:
+    """Plays a workload on an empty node."""
+    node = Node(task.capacities, task.block_bytes, {"policy": task.policy, **task.options})
+    keys = keys_of(np.arange(workload.unique_blocks))
+    starts, times_s = workload.starts.tolist(), workload.times_s.tolist()
+    begin, told = time.perf_counter(), 0.0
+    for i, now in enumerate(times_s):
+        prompt = keys[workload.blocks[starts[i] : starts[i + 1]]]
+        node.prompt(Keys(prompt.tobytes(), prompt.itemsize), now)
+        if progress is not None and (at := time.perf_counter()) - told > _LOOK_EVERY_S:
+            progress(starts[i + 1])
+            told = at
+    wall_s = time.perf_counter() - begin
+    if progress is not None:
+        progress(workload.accesses)
+    return _point(workload, task, node, wall_s)
+
+
+def _point(workload: Workload, task: Task, node: Node, wall_s: float) -> Point:
+    tiers = {c.tier.name.lower(): c for c in task.capacities}
+    hits = {name: int(node.hits[c.tier]) for name, c in tiers.items()}
+    counters, served = node.placement.counters, sum(hits.values())
+    written = {
+        name: counters["written_blocks"] * task.block_bytes
+        for name, c in tiers.items()
+        if c.tier != task.capacities[0].tier
+    }
+    served_bytes = served * task.block_bytes
+    nvme = tiers.get(Tier.NVME.name.lower())
+    days = workload.duration_s / _DAY_S
+    return Point(
+        policy=task.policy,
+        capacity=task.capacity,
+        blocks_by_tier={name: c.blocks(task.block_bytes) for name, c in tiers.items()},
+        bytes_by_tier={name: c.nbytes(task.block_bytes) for name, c in tiers.items()},
+        hit_ratio=served * workload.block_tokens / max(1, int(workload.input_tokens.sum())),
+        block_hit_ratio=served / max(1, workload.accesses),
+        hits_by_tier=hits,
+        share_by_tier={name: n / max(1, served) for name, n in hits.items()},
+        stored_blocks=counters["stored_blocks"],
+        evicted_blocks=counters["evicted_copies"] + counters["dropped_blocks"],
+        denied_blocks=node.denied,
+        written_bytes_by_tier=written,
+        written_per_served={name: n / served_bytes for name, n in written.items()} if served else None,
+        drive_writes_per_day=(
+            written[nvme.tier.name.lower()] / nvme.nbytes(task.block_bytes) / days if nvme and days else None
+        ),
+        wall_s=wall_s,
+        accesses_per_s=workload.accesses / max(wall_s, 1e-9),
+    )

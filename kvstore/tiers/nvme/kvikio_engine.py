@@ -1,0 +1,151 @@
+"""Blocks between memory and files through kvikio: by GPUDirect Storage where that is, else its POSIX path.
+
+Queues, turns and threads are those of the posix engine; each of its tasks is one of kvikio's, which has
+threads of its own and no errno. Without libcuda kvikio moves nothing: `why_not` says so before. Memory of a
+GPU goes straight to the device where GDS is, and through kvikio's own host buffers where it is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from kvstore.cuda.device import CudaError, DeviceBuffer
+from kvstore.tiers.base import BlockIO
+from kvstore.tiers.nvme.posix_engine import PosixEngine
+
+_log = logging.getLogger(__name__)
+
+_ERRNO = {os.strerror(number): number for number in errno.errorcode}
+_threads = 0
+_counting = threading.Lock()
+
+
+def why_not() -> str:
+    """What keeps kvikio from moving anything here; empty if nothing does."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no libcuda.so.1"
+    try:
+        import kvikio.defaults  # noqa: F401, PLC0415
+    except Exception as error:
+        # A driver that is too old, or half a package, shows itself in many ways.
+        return f"kvikio cannot be used: {error}"[:200]
+    return ""
+
+
+def best_engine(threads: int) -> PosixEngine:
+    """The engine for this machine: kvikio's where that can move anything."""
+    return PosixEngine(threads) if why_not() else KvikioEngine(threads)
+
+
+class KvikioEngine(PosixEngine):
+    """An `IOEngine` for any file, in whatever way kvikio finds. Make one only if `why_not` is empty."""
+
+    name = "kvikio"
+    device_memory = True
+
+    def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
+        """Starts the threads. See `PosixEngine`."""
+        self._files: dict[int, tuple[bool, Any]] = {}
+        self._opening = threading.Lock()
+        self._counted = threads
+        _use(threads, task_bytes)
+        super().__init__(threads, task_bytes, queue_tasks)
+
+    def release(self, fd: int) -> None:
+        """See `IOEngine.release`: kvikio's own descriptors of the file are closed."""
+        with self._opening:
+            known = self._files.pop(fd, None)
+        if known is not None:
+            known[1].close()
+
+    def register(self, buffer: DeviceBuffer) -> None:
+        """See `IOEngine.register`: cuFile then needs no buffer of its own for it."""
+        self._tell("memory_register", buffer)
+
+    def unregister(self, buffer: DeviceBuffer) -> None:
+        """See `IOEngine.unregister`."""
+        self._tell("memory_deregister", buffer)
+
+    def _tell(self, call: str, buffer: DeviceBuffer) -> None:
+        import kvikio.buffer  # noqa: PLC0415
+
+        try:
+            buffer.gpu.select()
+            getattr(kvikio.buffer, call)(buffer)
+        except (CudaError, RuntimeError) as error:
+            # What is not registered moves too, slower.
+            _log.info("%s of %d bytes of device memory: %s", call, buffer.nbytes, error)
+
+    def close(self) -> None:
+        """See `IOEngine.close`."""
+        super().close()
+        for fd in list(self._files):
+            self.release(fd)
+        counted, self._counted = self._counted, 0
+        _use(-counted)
+
+    def _move(self, io: BlockIO, start: int, stop: int) -> None:
+        writable, file = self._file(io.fd)
+        if io.write and not writable:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        part: Any = io.buffer[start:stop]
+        if isinstance(part, DeviceBuffer):
+            try:
+                part.gpu.select()
+            except CudaError as error:
+                raise OSError(errno.EIO, str(error)) from None
+        else:
+            part = np.frombuffer(part, np.uint8)
+        call = file.pwrite if io.write else file.pread
+        try:
+            # The future does not keep the buffer: this frame does, until it ends.
+            moved = call(part, stop - start, io.offset + start, task_size=stop - start).get()
+        except RuntimeError as error:
+            raise _error(str(error)) from None
+        if moved != stop - start:
+            raise OSError(errno.EIO, f"the file ends at {io.offset + start + moved}")
+
+    def _file(self, fd: int) -> tuple[bool, Any]:
+        """Whether a descriptor may be written, and kvikio's file for it."""
+        known = self._files.get(fd)
+        if known is None:
+            from kvikio import CuFile  # noqa: PLC0415
+
+            os.fstat(fd)  # EBADF for what is none
+            writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            with self._opening:
+                known = self._files.get(fd)
+                if known is None:
+                    known = writable, CuFile(f"/proc/self/fd/{fd}", "r+" if writable else "r")
+                    self._files[fd] = known
+        return known
+
+
+def _use(threads: int, task_bytes: int = 0) -> None:
+    """So many threads more (or less) wait for kvikio, whose pool all engines share."""
+    import kvikio.defaults  # noqa: PLC0415
+
+    global _threads  # noqa: PLW0603
+    with _counting:
+        _threads += threads
+        wanted = {"num_threads": max(1, _threads)}
+        if task_bytes:
+            wanted |= {"task_size": task_bytes, "auto_direct_io_read": True, "auto_direct_io_write": True}
+        kvikio.defaults.set(wanted)
+
+
+def _error(said: str) -> OSError:
+    """What kvikio said, with an errno: its errors end with the words for one, or with EOF."""
+    last = said.rpartition(": ")[2].strip()
+    number = errno.EIO if last == "EOF" else _ERRNO.get(last, errno.EIO)
+    return OSError(number, "the file ends" if last == "EOF" else said)

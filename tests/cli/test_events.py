@@ -1,0 +1,155 @@
+"""`kvstore events`: what it prints, and what it prints while it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore import Client
+from kvstore.cli import events as module
+from kvstore.lab.local_daemon import ServedDaemon
+from tests.daemons import SMALL, cli, names, new_layout, payloads
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[ServedDaemon]:
+    with ServedDaemon({**SMALL, "policy": {"eviction": "lru"}}) as served:
+        yield served
+
+
+@pytest.fixture
+def client(daemon: ServedDaemon) -> Iterator[Client]:
+    with Client(daemon.url, deadline_s=10, strict=True) as made:
+        yield made
+
+
+def shown(daemon: ServedDaemon, *args: str) -> list[dict[str, Any]]:
+    done = cli("events", *args, "--json", "--socket", str(daemon.socket))
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def invalidated(client: Client, n: int) -> list[str]:
+    """Stores and invalidates n blocks; their keys in hex."""
+    ns, keys = client.namespace(new_layout()), names(n)
+    ns.put(keys, payloads(keys))
+    assert ns.invalidate(keys) == n
+    return [key.hex() for key in keys]
+
+
+@contextmanager
+def following(daemon: ServedDaemon, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """`kvstore events --follow` for as long as the block lasts, its lines coming as they are written."""
+    command = [sys.executable, "-m", "kvstore", "events", "--follow", "--socket", str(daemon.socket), *args]
+    # Tests that run in the background ignore Ctrl-C, and what they start would too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_latest_are_shown_newest_last(daemon: ServedDaemon, client: Client) -> None:
+    keys = invalidated(client, 130)
+    asked = client.control("events", after=-1)["next"]
+    events = shown(daemon)
+    assert [event["number"] for event in events] == list(range(asked - 99, asked + 1))
+    assert events[-1] == {**client.control("events", after=-1)["events"][0], "at_s": events[-1]["at_s"]}
+    assert [event["number"] for event in shown(daemon, "-n", "3")] == [asked - 2, asked - 1, asked]
+    only = shown(daemon, "--what", "invalidated,quarantined", "-n", "130", "--tenant", "default")
+    assert {event["key"] for event in only} == set(keys)
+    assert shown(daemon, "--what", "quarantined") == []
+    [started] = shown(daemon, "--what", "started")
+    assert started["detail"] == f"pid {daemon.pid}"
+
+
+def test_only_the_last_minutes(daemon: ServedDaemon, client: Client) -> None:
+    time.sleep(1.1)
+    begin = time.time()
+    keys = invalidated(client, 120)
+    events = shown(daemon, "--since", f"{time.time() - begin + 0.9:.2f}")
+    # Started a moment later than asked for, it may show fewer, and never any that came before.
+    assert {event["key"] for event in events if event["key"]} <= set(keys)
+    assert min((event["at_s"] for event in events), default=begin) >= begin - 1
+    assert len(shown(daemon, "--since", "1h")) > 100
+    assert len(shown(daemon, "--since", "1h", "-n", "7")) == 7
+
+
+def test_people_get_a_line_each(daemon: ServedDaemon, client: Client) -> None:
+    [key] = invalidated(client, 1)
+    done = cli("events", "--socket", str(daemon.socket), TZ="UTC")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    last = done.stdout.splitlines()[-1].split()
+    assert (last[2], last[3], last[5]) == ("invalidated", "default", key)
+
+
+def test_what_happens_meanwhile_is_told_and_ctrl_c_is_no_error(daemon: ServedDaemon, client: Client) -> None:
+    with following(daemon, "--what", "dropped,evicted,started", "--json") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["what"] == "started"
+        ns, keys = client.namespace(new_layout()), names(1200, "many")
+        for start in range(0, len(keys), 100):
+            ns.put(keys[start : start + 100], payloads(keys[start : start + 100]))
+        event = json.loads(process.stdout.readline())
+        assert event["what"] == "dropped"
+        assert event["namespace"] == ns.layout.fingerprint("default").hex()
+        assert bytes.fromhex(event["key"]) in keys
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_it_goes_on_with_the_next_daemon() -> None:
+    with ServedDaemon(SMALL) as daemon, following(daemon, "--json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = json.loads(process.stdout.readline())
+        assert (first["what"], first["detail"]) == ("started", f"pid {daemon.pid}")
+        daemon.stop()
+        assert process.stderr.readline() == "the daemon does not answer, waiting for it\n"
+        daemon.start()
+        second = json.loads(process.stdout.readline())
+        assert (second["what"], second["detail"]) == ("started", f"pid {daemon.pid}")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert errors.splitlines()[-1] == "the daemon has been started anew"
+
+
+def test_how_many_were_missed_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = iter([(0, 0), (5, 3), (5, 0)])
+
+    def control(_: str, **asked: Any) -> dict[str, Any]:
+        last, lost = next(told)
+        event = {"number": last, "at_s": 1.0}
+        return {"events": [event] if lost else [], "next": last, "lost": lost, "instance": "a"}
+
+    monkeypatch.setattr(module, "_EVERY_S", 0.0)
+    client: Any = SimpleNamespace(control=control)
+    events = module._told(client, module.Wanted("", (), 0.0), None, follow=True)
+    assert next(events)["number"] == 5
+    assert capsys.readouterr().err == "3 events were overwritten before they were read\n"

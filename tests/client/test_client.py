@@ -1,0 +1,1105 @@
+"""The client's face, against a real daemon: every call, from threads, forks and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import itertools
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvstore import AsyncClient, Client, Layout, PutResult
+from kvstore.client import calls as flows
+from kvstore.client.leases import Lease
+from kvstore.client.protocol import Maps, Session
+from kvstore.client.sync import Namespace
+from kvstore.errors import DeniedError, MisuseError, UnavailableError
+from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.wire import messages as m
+from kvstore.wire.frames import pack
+from tests.daemons import (
+    BLOCK,
+    SMALL,
+    WITH_NVME,
+    eventually,
+    got,
+    idle,
+    names,
+    new_layout,
+    payload,
+    payloads,
+    room_for,
+    tier,
+)
+
+LAYOUT = Layout("misuse", BLOCK)
+MARGIN_S = 1.0
+"""What a loaded machine may add to a deadline."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[ServedDaemon]:
+    with ServedDaemon(WITH_NVME) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def picky() -> Iterator[ServedDaemon]:
+    """A daemon that takes few keys at a time."""
+    with ServedDaemon({**WITH_NVME, "limits": {"batch_keys": 16, "leases_per_connection": 4}}) as served:
+        yield served
+
+
+@pytest.fixture
+def client(daemon: ServedDaemon) -> Iterator[Client]:
+    with Client(daemon.url, deadline_s=10) as made:
+        yield made
+    with Client(daemon.url, deadline_s=10) as other:
+        eventually(lambda: idle(other.status()), 3)
+
+
+@pytest.fixture
+def ns(client: Client) -> Namespace:
+    return client.namespace(new_layout())
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked child; its wait status."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+# -- every call
+
+
+def test_put_get_lookup(ns: Namespace) -> None:
+    keys = names(6)
+    assert ns.put(keys, payloads(keys)) == PutResult(stored=6)
+    assert ns.lookup(keys) == 6
+    out = room_for(6)
+    assert ns.get(keys, out) == 6
+    assert np.array_equal(out, payloads(keys))
+
+
+def test_put_takes_arrays_and_sequences_of_buffers(ns: Namespace) -> None:
+    keys = names(6)
+    assert ns.put(keys[:2], [payload(k) for k in keys[:2]]).stored == 2
+    assert ns.put(keys[2:4], [memoryview(payload(k)) for k in keys[2:4]], parent=keys[1]).stored == 2
+    floats = payloads(keys[4:]).view(np.float32)
+    assert ns.put(keys[4:], floats, parent=keys[3]).stored == 2
+    assert got(ns, keys) == 6
+
+
+def test_get_takes_any_writable_buffer(ns: Namespace) -> None:
+    keys = names(2)
+    ns.put(keys, payloads(keys))
+    out = bytearray(2 * BLOCK)
+    assert ns.get(keys, out) == 2
+    assert out == payload(keys[0]) + payload(keys[1])
+    halves = np.zeros((2, BLOCK // 2), np.float16)
+    assert ns.get(keys, halves, verify=False) == 2
+    assert halves.tobytes() == bytes(out)
+
+
+def test_get_stops_at_the_first_missing_block(ns: Namespace) -> None:
+    keys = names(5)
+    ns.put(keys[:3], payloads(keys[:3]))
+    assert got(ns, keys) == 3
+    assert got(ns, [*keys[:2], b"?" * 32, keys[2]]) == 2
+
+
+def test_nothing_asked_nothing_done(ns: Namespace) -> None:
+    assert ns.lookup([]) == 0
+    assert ns.get([], bytearray()) == 0
+    assert ns.put([], []) == PutResult()
+    with ns.acquire([]) as lease:
+        assert len(lease) == 0
+        assert lease.blocks == []
+
+
+def test_keys_of_all_lengths_and_their_zero_padded_twins(ns: Namespace) -> None:
+    keys = [b"a" + bytes(n) for n in range(64)]
+    for i, key in enumerate(keys):
+        assert ns.put([key], [payload(key, salt=i)]).stored == 1
+    for i, key in enumerate(keys):
+        assert got(ns, [key], salt=i) == 1
+    assert ns.lookup([b"a" * 3]) == 0
+
+
+def test_pin_unpin_and_prefetch_count_blocks(ns: Namespace) -> None:
+    keys = names(5)
+    ns.put(keys[:4], payloads(keys[:4]))
+    assert ns.pin(keys, ttl_s=60) == 4
+    assert ns.unpin(keys[:1]) == 1
+    assert ns.unpin(keys) == 3
+    assert ns.prefetch(keys) == 4
+
+
+def test_pinned_blocks_survive_a_flood(ns: Namespace, client: Client) -> None:
+    keys = names(20)
+    ns.put(keys, payloads(keys))
+    assert ns.pin(keys, ttl_s=60) == 20
+    flood = client.namespace(new_layout())
+    for i in range(40):
+        some = names(128, f"flood {i}")
+        flood.put(some, payloads(some))
+    assert got(ns, keys) == 20
+    assert ns.unpin(keys) == 20
+
+
+def test_invalidated_keys_are_misses(ns: Namespace) -> None:
+    keys = names(4)
+    ns.put(keys, payloads(keys))
+    assert ns.invalidate([*keys[2:], b"?" * 32]) == 2
+    assert ns.lookup(keys) == got(ns, keys) == 2
+    assert ns.put(keys, payloads(keys)).stored == 2
+    assert got(ns, keys) == 4
+
+
+def test_a_chain_needs_its_parent(ns: Namespace) -> None:
+    keys = names(2)
+    result = ns.put(keys[1:], payloads(keys[1:]), parent=keys[0])
+    assert (result.stored, result.denied, result.why) == (0, 1, "the parent is not stored")
+    ns.put(keys[:1], payloads(keys[:1]))
+    assert ns.put(keys[1:], payloads(keys[1:]), parent=keys[0]).stored == 1
+
+
+# -- leases and rooms
+
+
+def test_zero_copy_views_are_read_only_and_equal(ns: Namespace) -> None:
+    keys = names(3)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        assert lease.verify() == 3
+        assert [bytes(view) for view in lease.blocks] == [payload(k) for k in keys]
+        for view in lease.blocks:
+            assert view.readonly
+            with pytest.raises(TypeError):
+                view[0] = 1
+            assert not np.frombuffer(view, np.uint8).flags.writeable
+    with pytest.raises(MisuseError, match="has ended"):
+        lease.blocks  # noqa: B018
+    with pytest.raises(MisuseError, match="has ended"):
+        lease.copy_into(room_for(3))
+    lease.release()
+
+
+def test_the_kernel_stops_writes_through_a_readers_map(ns: Namespace) -> None:
+    keys = names(1)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        address = np.frombuffer(lease.blocks[0], np.uint8).ctypes.data
+
+        def write() -> None:
+            faulthandler.disable()
+            ctypes.memset(address, 0, 1)
+
+        status = in_child(write)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGSEGV
+        assert lease.verify() == 1
+
+
+def test_a_lease_keeps_its_bytes_while_others_press(ns: Namespace, client: Client) -> None:
+    keys = names(10)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        flood = client.namespace(new_layout())
+        for i in range(12):
+            some = names(128, f"press {i}")
+            flood.put(some, payloads(some))
+        ns.invalidate(keys)
+        for i in range(12):
+            some = names(128, f"press again {i}")
+            flood.put(some, payloads(some))
+        assert [bytes(view) for view in lease.blocks] == [payload(k) for k in keys]
+
+
+def test_blocks_that_were_invalidated_under_a_lease_do_not_verify(ns: Namespace) -> None:
+    keys = names(2)
+    ns.put(keys, payloads(keys))
+    with ns.acquire(keys) as lease:
+        ns.invalidate(keys[1:])
+        assert lease.verify() == 1
+        assert lease.copy_into(room_for(2)) == 1
+
+
+def test_a_room_shows_nothing_until_it_is_committed(ns: Namespace) -> None:
+    keys = names(3)
+    with ns.reserve(keys) as room:
+        assert room.wanted == [0, 1, 2]
+        for view, key in zip(room.blocks, keys, strict=True):
+            view[:] = payload(key)
+        assert ns.lookup(keys) == 0
+        assert room.commit() == PutResult(stored=3)
+    assert got(ns, keys) == 3
+    with pytest.raises(MisuseError, match="has ended"):
+        room.commit()
+
+
+def test_a_room_that_is_left_is_given_up(ns: Namespace, client: Client) -> None:
+    keys = names(3)
+    with ns.reserve(keys) as room:
+        room.fill(0, payload(keys[0]))
+    with pytest.raises(ZeroDivisionError), ns.reserve(keys):
+        raise ZeroDivisionError
+    assert ns.lookup(keys) == 0
+    assert client.status()["reservations"] == 0
+
+
+def test_a_room_has_slots_only_for_what_is_missing(ns: Namespace) -> None:
+    keys = names(4)
+    ns.put(keys[:1], payloads(keys[:1]))
+    with ns.reserve(keys) as room:
+        assert room.wanted == [1, 2, 3]
+        assert room.result.present == 1
+        with ns.reserve(keys) as other:
+            assert len(other) == 0
+            assert other.result.present == 4
+        for i, wanted in enumerate(room.wanted):
+            room.fill(i, payload(keys[wanted]))
+        assert room.commit() == PutResult(stored=3, present=1)
+    assert got(ns, keys) == 4
+
+
+def test_layers_are_written_and_read_by_ranges(ns: Namespace) -> None:
+    keys, layers = names(3), 4
+    step = BLOCK // layers
+    with ns.reserve(keys) as room:
+        for layer in range(layers):
+            for i, key in enumerate(keys):
+                room.write(i, payload(key)[layer * step : (layer + 1) * step], layer * step)
+        room.commit()
+    with ns.acquire(keys) as lease:
+        part = bytearray(step)
+        for layer in range(layers):
+            for i, key in enumerate(keys):
+                lease.read(i, part, layer * step)
+                assert part == payload(key)[layer * step : (layer + 1) * step]
+        for i, offset, n in [(3, 0, 1), (-1, 0, 1), (0, BLOCK, 1), (0, -1, 4), (0, 0, BLOCK + 1)]:
+            with pytest.raises(MisuseError, match=f"bytes {offset} to {offset + n} of block {i}"):
+                lease.read(i, bytearray(n), offset)
+    assert got(ns, keys) == 3
+
+
+def test_a_range_written_after_a_fill_counts(ns: Namespace) -> None:
+    [key] = names(1)
+    with ns.reserve([key]) as room:
+        room.fill(0, bytes(BLOCK))
+        room.write(0, payload(key))
+        room.commit()
+    assert got(ns, [key]) == 1
+
+
+def test_blocks_are_gathered_from_parts_and_scattered_into_parts(ns: Namespace) -> None:
+    keys, cuts = names(3), [0, 1, 4097, BLOCK]
+    with ns.reserve(keys) as room:
+        for i, key in enumerate(keys):
+            block = payload(key)
+            room.gather(i, [block[a:b] for a, b in itertools.pairwise(cuts)])
+        room.commit()
+    assert got(ns, keys) == 3
+    sizes = [BLOCK - 1000, 0, 1000]
+    with ns.acquire(keys) as lease:
+        for i, key in enumerate(keys):
+            parts = [np.zeros(n, np.uint8) for n in sizes]
+            assert lease.scatter(i, parts)
+            assert np.concatenate(parts).tobytes() == payload(key)
+        with pytest.raises(MisuseError, match=f"block 1 has {BLOCK - 1} bytes instead of {BLOCK}"):
+            lease.scatter(1, [bytearray(BLOCK - 1)])
+        with pytest.raises(MisuseError, match="block 1 is read-only"):
+            lease.scatter(1, [bytes(BLOCK)])
+        with pytest.raises(MisuseError, match="block 3"):
+            lease.scatter(3, [bytearray(BLOCK)])
+
+
+def test_scattered_blocks_are_verified(ns: Namespace) -> None:
+    good, bad = names(2)
+    ns.put([good], payloads([good]))
+    with ns.reserve([bad], parent=good) as room:
+        view = room.blocks[0]
+        view[:] = payload(bad)
+        room.commit()
+        view[17] ^= 1
+    out = [bytearray(BLOCK)]
+    with ns.acquire([good, bad]) as lease:
+        assert lease.scatter(0, out)
+        assert not lease.scatter(1, out)
+    # NVMe has the block as it was before or after the change: whichever, what comes next is right.
+    assert got(ns, [good, bad]) in (1, 2)
+
+
+def test_committing_an_empty_room_leaves_connections_apart(client: Client) -> None:
+    ns = client.namespace(new_layout())
+    keys = names(200)
+    ns.put(keys, payloads(keys))
+    with ns.reserve(keys[:1]) as room:
+        assert room.commit() == PutResult(present=1)
+    assert len(client._idle) == len(set(map(id, client._idle)))
+
+    def look(n: int) -> bool:
+        return all(ns.lookup([*keys[:n], b"?" * 32]) == n for _ in range(200))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(look, [3, 170]))
+
+
+# -- misuse
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda ns: ns.put([b""], [bytes(BLOCK)]), "a key of 0 bytes"),
+        (lambda ns: ns.lookup([b"x" * 65]), "a key of 65 bytes"),
+        (lambda ns: ns.lookup([b"ab", b"a"]), "keys of one call differ in length"),
+        (lambda ns: ns.get([b"ab", b"abc"], room_for(2)), "keys of one call differ in length"),
+        (lambda ns: ns.acquire(["text"]), "a key is a str"),
+        (lambda ns: ns.put([b"k"], [bytes(BLOCK - 1)]), f"block 0 has {BLOCK - 1} bytes instead of {BLOCK}"),
+        (lambda ns: ns.put([b"k"], room_for(2)), f"blocks has {2 * BLOCK} bytes instead of {BLOCK}"),
+        (lambda ns: ns.put([b"k"], []), "0 blocks for 1 keys"),
+        (lambda ns: ns.put([b"k"], room_for(1, 2 * BLOCK)[:, ::2]), "C-contiguous"),
+        (lambda ns: ns.get([b"k"], bytearray(BLOCK + 1)), f"out has {BLOCK + 1} bytes instead of {BLOCK}"),
+        (lambda ns: ns.get([b"k"], bytes(BLOCK)), "out is read-only"),
+        (lambda ns: ns.put([b"k"], room_for(1), parent=b"p" * 65), "65 bytes"),
+        (lambda ns: ns.put([b"k"], room_for(1), parent="parent"), "str"),
+        (lambda ns: ns.reserve([b"k"], parent=b"p" * 65), "65 bytes"),
+        (lambda ns: ns.pin([b"k"], ttl_s=0), "ttl_s is 0"),
+        (lambda ns: ns.pin([b"k"], ttl_s=float("nan")), "ttl_s is nan"),
+        (lambda ns: ns.get([b"k"], room_for(1), deadline_s=-1), "deadline_s is -1"),
+        (lambda ns: ns.lookup([b"k"], deadline_s=float("nan")), "deadline_s is nan"),
+    ],
+)
+def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        call(ns)
+    keys = names(2)
+    assert ns.put(keys, payloads(keys)).stored == 2, "the next call is not hurt"
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda c: c.namespace(LAYOUT, owner="../a"), "'../a' can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT, owner="a\n"), "can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT, owner=None), "None can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT, ttl_s=-1), "ttl_s is -1"),
+        (lambda c: c.namespace(LAYOUT, ttl_s=float("nan")), "ttl_s is nan"),
+        (lambda c: c.namespace(LAYOUT, ttl_s=float("inf")), "ttl_s is inf"),
+        (lambda c: c.namespace(LAYOUT).publish("team-a"), r"tenants is 'team-a' \(a list of names"),
+        (lambda c: c.namespace(LAYOUT).publish(["a", "b/c"]), "'b/c' can't be a tenant's name"),
+        (lambda c: c.invalidate(model=7), "model is 7"),
+        (lambda c: c.delete_tenant(""), "'' can't be a tenant's name"),
+        (lambda c: c.namespace(LAYOUT).lookup([b"k"], recompute_tokens_per_s=0), "tokens_per_s is 0"),
+        (lambda c: c.namespace(LAYOUT).acquire([b"k"], recompute_tokens_per_s=-1), "tokens_per_s is -1"),
+        (
+            lambda c: c.namespace(LAYOUT).get([b"k"], room_for(1), recompute_tokens_per_s=float("inf")),
+            "tokens_per_s is inf",
+        ),
+        (lambda c: type(c)(recompute_tokens_per_s=float("nan")), "tokens_per_s is nan"),
+        (lambda c: type(c)(token="kvs_\udc80"), "this can't be a token"),
+        (lambda c: type(c)(token=b"kvs_"), "this can't be a token"),
+        (lambda c: type(c)(token="x" * 5000), "this can't be a token"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_misuse_of_tenants_and_speeds_is_named(kind: Callable, call: Callable, why: str) -> None:
+    async def work() -> None:
+        called = call(kind("unix:///nowhere/kvstore.sock", strict=True))
+        await called
+
+    with pytest.raises(MisuseError, match=why):
+        asyncio.run(work())
+
+
+def test_misuse_is_raised_without_a_daemon_too() -> None:
+    ns = Client("unix:///nowhere/kvstore.sock").namespace(new_layout())
+    with pytest.raises(MisuseError, match="a key of 65 bytes"):
+        ns.lookup([b"x" * 65])
+    with pytest.raises(MisuseError, match="differ in length"):
+        ns.lookup([b"a", b"ab"])
+    with pytest.raises(MisuseError, match="instead of"):
+        ns.put([b"k"], [b"short"])
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("tcp://localhost", "cannot connect to 'tcp://localhost'"),
+        ("relative/path", "unix:///absolute/path"),
+        ("unix:///" + "x" * 107, "socket path of 108 bytes"),
+    ],
+)
+def test_addresses_that_cannot_be_are_named(url: str, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        Client(url)
+
+
+def test_the_address_can_come_from_the_environment(
+    daemon: ServedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_SOCKET", daemon.url)
+    with Client() as client:
+        assert client.status()["pid"] == daemon.pid
+    monkeypatch.setenv("KVSTORE_SOCKET", str(daemon.socket))
+    with Client() as client:
+        client.ping()
+
+
+def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(daemon: ServedDaemon) -> None:
+    layout = new_layout(64 << 20)
+    with Client(daemon.url, strict=True) as client:
+        with pytest.raises(DeniedError, match=r"67108864 bytes does not fit .* \(raise dram.limit\)"):
+            client.namespace(layout).lookup([b"k"])
+        client.ping()
+    with Client(daemon.url) as client:
+        assert client.namespace(layout).put([b"k"], [bytes(64 << 20)]).denied == 1
+
+
+# -- many keys
+
+
+def test_calls_beyond_a_batch_are_made_in_batches(picky: ServedDaemon) -> None:
+    with Client(picky.url, deadline_s=10) as client:
+        ns = client.namespace(new_layout())
+        keys = names(100)
+        assert ns.put(keys, payloads(keys)).stored == 100
+        assert ns.lookup(keys) == 100
+        assert ns.lookup([*keys[:50], b"?" * 32]) == 50
+        assert got(ns, keys) == 100
+        assert ns.prefetch(keys) == 100
+        assert ns.pin(keys, ttl_s=5) == 100
+        assert ns.unpin(keys) == 100
+        assert ns.invalidate(keys[20:]) == 80
+        assert ns.lookup(keys) == 20
+
+
+def test_look_ups_of_long_prompts_count_exactly(daemon: ServedDaemon, picky: ServedDaemon) -> None:
+    keys = names(1500)
+    for served in (daemon, picky):
+        with Client(served.url, deadline_s=10) as client:
+            ns = client.namespace(new_layout(100))
+            for at in range(0, 1100, 100):
+                some = keys[at : at + 100]
+                assert ns.put(some, payloads(some, 100), parent=keys[at - 1] if at else None).stored == 100
+                assert ns.lookup(keys) == at + 100
+            for n in (1, 15, 16, 17, 511, 512, 513, 1099, 1100, 1101):
+                assert ns.lookup(keys[:n]) == min(n, 1100)
+
+
+def test_look_ups_of_long_prompts_see_a_lost_parent(ns: Namespace) -> None:
+    keys = names(600)
+    for at in range(0, 600, 200):
+        some = keys[at : at + 200]
+        assert ns.put(some, payloads(some), parent=keys[at - 1] if at else None).stored == 200
+    ns.invalidate(keys[477:478])
+    assert got(ns, keys) == 477
+    assert ns.lookup(keys[:500]) == 477
+    assert ns.lookup(keys) == 477
+
+
+def test_too_many_leases_of_one_client_are_denied_with_a_reason(picky: ServedDaemon) -> None:
+    with Client(picky.url, deadline_s=5, strict=True) as client, contextlib.ExitStack() as held:
+        ns = client.namespace(new_layout())
+        keys = names(1)
+        ns.put(keys, payloads(keys))
+        for _ in range(4):
+            held.enter_context(ns.acquire(keys))
+        with pytest.raises(DeniedError, match=r"too many leases \(at most 4 leases"):
+            ns.acquire(keys)
+        held.close()
+        assert len(ns.acquire(keys)) == 1
+
+
+# -- threads, forks, event loops
+
+
+def test_threads_share_a_client(client: Client, ns: Namespace) -> None:
+    shared = names(16, "shared")
+    ns.put(shared, payloads(shared))
+
+    def work(number: int) -> None:
+        keys = names(12, f"thread {number}")
+        for i in range(12):
+            parent = keys[i - 1] if i else None
+            assert ns.put([keys[i]], [payload(keys[i])], parent=parent).stored == 1
+            assert ns.lookup([*keys, b"?" * 32]) == i + 1
+            assert got(ns, keys) == i + 1
+            assert got(ns, shared) == 16
+            with ns.acquire(shared) as lease, ns.reserve(names(2, f"room {number} {i}")) as room:
+                assert lease.verify() == 16
+                room.abort()
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, i) for i in range(8)]:
+            done.result()
+    assert len(client._idle) <= 24
+
+
+def test_a_key_put_by_many_threads_at_once_is_stored_once(ns: Namespace) -> None:
+    keys = names(20)
+    start = threading.Barrier(6)
+
+    def work(_: int) -> PutResult:
+        start.wait()
+        return ns.put(keys, payloads(keys))
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(work, range(6)))
+    assert sum(r.stored for r in results) == 20
+    assert all(r.stored + r.present == 20 for r in results)
+    assert got(ns, keys) == 20
+
+
+def test_a_fork_gets_its_own_connection(ns: Namespace, client: Client) -> None:
+    keys, childs = names(4), names(4, "child")
+    ns.put(keys, payloads(keys))
+    lease = ns.acquire(keys)
+    connections = client.status()["connections"]
+
+    def work() -> None:
+        assert client.status()["connections"] == connections + 1
+        assert got(ns, keys) == 4
+        assert ns.put(childs, payloads(childs)).stored == 4
+        lease.release()
+
+    assert in_child(work) == 0
+    assert client.status()["leases"] == 1
+    assert lease.verify() == 4
+    lease.release()
+    assert client.status()["leases"] == 0
+    assert got(ns, childs) == 4
+    assert got(ns, keys) == 4
+
+
+def test_a_room_belongs_to_the_process_that_made_it(ns: Namespace, client: Client) -> None:
+    keys = names(3)
+    with ns.reserve(keys) as room:
+        for i, key in enumerate(keys):
+            room.fill(i, payload(key))
+
+        def leave() -> None:
+            assert ns.lookup([b"?" * 32]) == 0
+            room.abort()
+            assert ns.lookup(keys) == 0
+            assert {link.pid for link in client._idle} == {os.getpid()}
+
+        def commit() -> None:
+            with contextlib.suppress(MisuseError):
+                assert room.commit().stored == 0
+            assert ns.lookup(keys) == 0
+
+        assert in_child(leave) == 0
+        assert in_child(commit) == 0
+        assert room.commit().stored == 3
+    assert got(ns, keys) == 3
+
+
+def test_forks_of_a_client_in_use_by_threads(ns: Namespace) -> None:
+    keys = names(8)
+    ns.put(keys, payloads(keys))
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            assert got(ns, keys) == 8
+
+    def child() -> None:
+        for _ in range(5):
+            assert got(ns, keys) == 8
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            assert in_child(child) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_the_asyncio_client_makes_the_same_calls(daemon: ServedDaemon, client: Client) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url, deadline_s=10, strict=True) as a:
+            ns = a.namespace(new_layout())
+            keys = names(6)
+            assert await ns.put(keys, payloads(keys)) == PutResult(stored=6)
+            assert await ns.lookup(keys) == 6
+            out = room_for(6)
+            assert await ns.get(keys, out) == 6
+            assert np.array_equal(out, payloads(keys))
+            with await ns.acquire(keys) as lease:
+                assert [bytes(v) for v in lease.blocks] == [payload(k) for k in keys]
+                assert lease.verify() == 6
+            more = names(3, "more")
+            with await ns.reserve(more, parent=keys[-1]) as room:
+                for i, key in enumerate(more):
+                    room.fill(i, payload(key))
+                assert await room.commit() == PutResult(stored=3)
+            with await ns.reserve(more, parent=keys[-1]) as room:
+                assert await room.commit() == PutResult(present=3)
+            with await ns.reserve(names(2, "never")):
+                pass
+            assert await ns.prefetch(keys) == 6
+            assert await ns.pin(keys, ttl_s=9) == 6
+            assert await ns.unpin(keys) == 6
+            assert await ns.invalidate(more) == 3
+            assert len(a._idle) == len(set(map(id, a._idle)))
+            outs = [room_for(6) for _ in range(20)]
+            assert await asyncio.gather(*(ns.get(keys, out) for out in outs)) == [6] * 20
+            assert all(np.array_equal(out, payloads(keys)) for out in outs)
+            assert (await a.status())["pid"] == daemon.pid
+            assert got(client.namespace(ns.layout), keys) == 6
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_call_ends_when_its_copy_has(
+    daemon: ServedDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, keys = new_layout(), names(1)
+    client.namespace(layout).put(keys, payloads(keys))
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slowly(lease: Lease, out: memoryview, verify: bool) -> int:
+        copying.set()
+        go_on.wait(10)
+        return 0
+
+    monkeypatch.setattr(Lease, "copy_into", slowly)
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url, deadline_s=10) as a:
+            call = asyncio.create_task(a.namespace(layout).get(keys, room_for(1)))
+            await asyncio.to_thread(copying.wait, 10)
+            call.cancel()
+            done, _ = await asyncio.wait([call], timeout=0.1)
+            assert not done, "the buffer is the caller's again, and still written to"
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    asyncio.run(work())
+
+
+def test_the_asyncio_client_refuses_the_same_misuse(daemon: ServedDaemon) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as a:
+            ns = a.namespace(new_layout())
+            with pytest.raises(MisuseError, match="a key of 65 bytes"):
+                await ns.lookup([b"x" * 65])
+            with pytest.raises(MisuseError, match="instead of"):
+                await ns.put([b"k"], [b"short"])
+            with pytest.raises(MisuseError, match="deadline_s"):
+                await ns.lookup([b"k"], deadline_s=0)
+            for ttl_s in (0, -1, float("nan"), 1e9):
+                with pytest.raises(MisuseError, match="ttl_s"):
+                    await ns.pin([b"k"], ttl_s=ttl_s)
+            assert await ns.lookup([b"k"]) == 0
+
+    asyncio.run(work())
+
+
+# -- when the daemon is away
+
+
+def test_no_daemon_is_a_miss_within_the_deadline() -> None:
+    with Client("unix:///nowhere/kvstore.sock", deadline_s=0.2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(2)
+        started = time.monotonic()
+        assert ns.lookup(keys) == 0
+        assert got(ns, keys) == 0
+        result = ns.put(keys, payloads(keys))
+        assert (result.stored, result.denied) == (0, 2)
+        assert result.why
+        assert len(ns.acquire(keys)) == 0
+        with ns.reserve(keys) as room:
+            assert len(room) == 0
+            assert room.commit().denied == 2
+        assert ns.prefetch(keys) == ns.pin(keys, 1) == ns.unpin(keys) == ns.invalidate(keys) == 0
+        assert time.monotonic() - started < 0.2 + MARGIN_S
+
+
+def test_strict_clients_raise_what_others_count_as_a_miss() -> None:
+    with Client("unix:///nowhere/kvstore.sock", strict=True) as client:
+        ns = client.namespace(new_layout())
+        keys = names(1)
+        for call in (
+            lambda: ns.lookup(keys),
+            lambda: ns.get(keys, room_for(1)),
+            lambda: ns.put(keys, payloads(keys)),
+            lambda: ns.acquire(keys),
+            lambda: ns.reserve(keys),
+            lambda: ns.pin(keys, 1),
+            client.status,
+        ):
+            with pytest.raises(UnavailableError):
+                call()
+    with pytest.raises(UnavailableError, match=r"no answer .*/nowhere/kvstore.sock.* \(is it running"):
+        Client("unix:///nowhere/kvstore.sock").status()
+
+
+def test_a_closed_client_misses(daemon: ServedDaemon) -> None:
+    client = Client(daemon.url)
+    ns = client.namespace(new_layout())
+    client.close()
+    assert ns.lookup(names(1)) == 0
+    client.close()
+
+
+def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
+        ns = client.namespace(new_layout())
+        keys = names(20)
+        ns.put(keys, payloads(keys))
+        eventually(lambda: idle(client.status()))
+        with ns.acquire(keys) as lease:
+            views = lease.blocks
+            assert not lease.ended
+            daemon.kill()
+            assert got(ns, keys) == 0
+            assert ns.put(keys, payloads(keys)).stored == 0
+            assert [bytes(v) for v in views] == [payload(k) for k in keys]
+            assert lease.ended
+        daemon.start()
+        assert eventually(lambda: got(ns, keys), 5) == 20
+        daemon.restart()
+        assert got(ns, keys) == 20, "a clean restart is not even a miss"
+
+
+def test_the_asyncio_client_finds_the_new_daemon_too() -> None:
+    async def work(daemon: ServedDaemon) -> None:
+        async with AsyncClient(daemon.url, deadline_s=2) as a:
+            ns = a.namespace(new_layout())
+            keys = names(5)
+            await ns.put(keys, payloads(keys))
+            daemon.kill()
+            assert await ns.lookup(keys) == 0
+            daemon.start()
+            ends = time.monotonic() + 5
+            while not (await ns.put(keys, payloads(keys))).stored:
+                assert time.monotonic() < ends
+                await asyncio.sleep(0.02)
+            assert await ns.lookup(keys) == 5
+
+    with ServedDaemon(SMALL) as daemon:
+        asyncio.run(work(daemon))
+
+
+def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
+    deadline_s = 0.25
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=deadline_s) as client:
+        ns = client.namespace(new_layout())
+        keys = names(4)
+        ns.put(keys, payloads(keys))
+        lease, room = ns.acquire(keys), ns.reserve(names(1, "later"))
+        room.fill(0, payload(keys[0]))
+
+        def in_time(call: Callable[[], object]) -> object:
+            started = time.monotonic()
+            try:
+                return call()
+            finally:
+                assert time.monotonic() - started < deadline_s + MARGIN_S
+
+        async def with_asyncio() -> int:
+            async with AsyncClient(daemon.url, deadline_s=deadline_s) as a:
+                return await a.namespace(ns.layout).lookup(keys)
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            assert in_time(lambda: ns.lookup(keys)) == 0
+            time.sleep(0.1)
+            assert in_time(lambda: got(ns, keys)) == 0
+            assert in_time(lambda: ns.put(keys, payloads(keys)).stored) == 0
+            assert in_time(lambda: len(ns.acquire(keys))) == 0
+            assert in_time(room.commit).stored == 0  # type: ignore[attr-defined]
+            in_time(lease.release)
+            with pytest.raises(UnavailableError):
+                in_time(client.status)
+            assert in_time(lambda: asyncio.run(with_asyncio())) == 0
+            strict = Client(daemon.url, deadline_s=deadline_s, strict=True)
+            with pytest.raises(UnavailableError):
+                in_time(lambda: strict.namespace(ns.layout).lookup(keys))
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert eventually(lambda: got(ns, keys), 5) == 4
+        eventually(lambda: idle(client.status()), 5)
+
+
+def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
+    maps = Maps()
+    sessions = [Session("", maps) for _ in range(3)]
+    for session, instance in zip(sessions, (b"last", b"next", b"next"), strict=True):
+        session.welcome(m.Welcome(m.VERSION, instance, 1 << 20, 16, 16))
+    last, following, other = (session.maps for session in sessions)
+    for known in (following, last):
+        fd = os.memfd_create("extent")
+        os.ftruncate(fd, 4096)
+        known.add(0, False, fd, 4096)
+    assert following.get(0, False) is other.get(0, False)
+    assert following.get(0, False) is not last.get(0, False)
+
+
+def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(2)
+        with ns.reserve(keys) as room:
+            daemon.restart()
+            for i, key in enumerate(keys):
+                room.fill(i, payload(key))
+            result = room.commit()
+            assert (result.stored, result.denied) == (0, 2)
+            assert result.why
+        assert eventually(lambda: ns.put(keys, payloads(keys)).stored, 5) == 2
+        assert got(ns, keys) == 2
+
+
+def test_leases_outlive_a_crowd_of_calls() -> None:
+    crowd = 80
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
+        ns = client.namespace(new_layout())
+        keys = names(crowd)
+        ns.put(keys, payloads(keys))
+        with ThreadPoolExecutor(crowd) as pool:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            calls = [pool.submit(ns.acquire, [key]) for key in keys]
+            time.sleep(0.2)
+            os.kill(daemon.pid, signal.SIGCONT)
+            leases = [call.result() for call in calls]
+        assert [len(lease) for lease in leases] == [1] * crowd
+        assert client.status()["leases"] == crowd
+        for lease in leases:
+            lease.release()
+        eventually(lambda: client.status()["leases"] == 0, 2)
+
+
+def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
+    # What was used before the flood has to go.
+    settings = SMALL | {"policy": {"eviction": "lru"}}
+    with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=0.2) as client:
+        ns = client.namespace(new_layout())
+        keys = names(4)
+        ns.put(keys, payloads(keys))
+        lease = ns.acquire(keys)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        assert ns.lookup(keys) == 0
+        os.kill(daemon.pid, signal.SIGCONT)
+        with Client(daemon.url, deadline_s=5) as other:
+            eventually(lambda: other.status()["leases"] == 0, 2)
+            flood = other.namespace(new_layout())
+            for i in range(12):
+                some = names(128, f"flood {i}")
+                flood.put(some, payloads(some))
+        out = room_for(4)
+        with contextlib.suppress(MisuseError):
+            good = lease.copy_into(out)
+            assert np.array_equal(out[:good], payloads(keys[:good]))
+            assert good == 0
+            assert lease.verify() == 0
+
+
+def test_a_cancelled_call_leaves_nothing_behind(daemon: ServedDaemon, client: Client) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url, deadline_s=10) as a:
+            ns = a.namespace(new_layout())
+            keys = names(64)
+            await ns.put(keys, payloads(keys))
+            for i in range(40):
+                task = asyncio.create_task(ns.get(keys, room_for(64)))
+                await asyncio.sleep(i * 5e-5)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            out = room_for(64)
+            assert await ns.get(keys, out) == 64
+            assert np.array_equal(out, payloads(keys))
+
+    asyncio.run(work())
+    eventually(lambda: idle(client.status()), 3)
+
+
+def test_a_deadline_cuts_the_prefix_instead_of_missing_it() -> None:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+        ns = client.namespace(new_layout())
+        keys = names(100)
+        ns.put(keys, payloads(keys))
+        eventually(lambda: idle(client.status()))
+        flood = client.namespace(new_layout())
+        for i in range(10):
+            some = names(128, f"cut {i}")
+            flood.put(some, payloads(some))
+        n = got(ns, keys, deadline_s=0.003)
+        assert 0 <= n <= 100
+        assert got(ns, keys) == 100
+
+
+def test_a_full_store_says_so() -> None:
+    with ServedDaemon({"dram": {"limit": "2MiB", "huge_pages": False}}) as daemon:
+        layout = new_layout(1 << 20)
+        with Client(daemon.url, deadline_s=5) as client, contextlib.ExitStack() as held:
+            ns = client.namespace(layout)
+            keys = names(4)
+            assert ns.put(keys[:1], payloads(keys[:1], 1 << 20)).stored == 1
+            held.enter_context(ns.acquire(keys[:1]))
+            result = ns.put(keys[1:], payloads(keys[1:], 1 << 20))
+            assert (result.stored, result.denied, result.why) == (0, 3, "no room")
+            assert tier(client.status(), "dram")["used_bytes"] <= 2 << 20
+            held.close()
+            assert ns.put(keys[1:2], payloads(keys[1:2], 1 << 20)).stored == 1
+
+
+def test_two_clients_see_each_others_blocks(daemon: ServedDaemon) -> None:
+    layout = Layout(model="shared by two", block_bytes=BLOCK)
+    keys = names(5)
+    with Client(daemon.url, deadline_s=5) as one, Client(daemon.url, deadline_s=5) as two:
+        one.namespace(layout).put(keys, payloads(keys))
+        assert got(two.namespace(layout), keys) == 5
+
+
+# -- what the daemon says, answer by answer
+
+
+def session_of(batch_keys: int = 16) -> Session:
+    session = Session("", Maps())
+    session.welcome(m.Welcome(m.VERSION, b"x", 1 << 20, batch_keys, batch_keys))
+    return session
+
+
+def call_on(session: Session) -> flows.Call:
+    return flows.Call(
+        session,
+        time.monotonic() + 10,
+        lambda _: None,
+        lambda *_: None,
+        lambda: None,
+        lambda v: v,
+        lambda: False,
+    )
+
+
+def drive(flow: flows.Flow, *answers: object) -> tuple[list[object], object]:
+    """The messages of a flow that gets these answers, and its result or the exception that ends it."""
+    sent, replies, reply = [], list(answers), None
+    try:
+        while True:
+            step = flow.send(reply)
+            sent.append(step)
+            reply = step.call() if isinstance(step, flows.Work) else None
+            if not isinstance(step, flows.Post | flows.Work):
+                reply = replies.pop(0)
+    except StopIteration as end:
+        assert not replies
+        return sent, end.value
+    except DeniedError as error:
+        return sent, error
+
+
+OPENED = m.Opened(1, 7, b"f" * 16)
+
+
+def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
+    busy, space, keys = m.Busy(1, 0.25, "too many requests wait"), flows.Space(LAYOUT), names(2)
+    for flow in (
+        flows.lookup(call_on(session_of()), space, keys),
+        flows.acquire(call_on(session_of()), space, keys, b"".join(keys), 32),
+        flows.put(call_on(session_of()), space, keys, payloads(keys), None),
+        flows.count(call_on(session_of()), space, m.Prefetch, keys),
+        flows.publish(call_on(session_of()), space, ["a"]),
+        flows.forget(call_on(session_of()), space),
+    ):
+        _, error = drive(flow, OPENED, busy)
+        assert isinstance(error, DeniedError)
+        assert (error.message, error.hint) == ("too many requests wait", "try again in 0.25 s")
+    assert isinstance(drive(flows.status(call_on(session_of())), busy)[1], DeniedError)
+    assert isinstance(drive(flows.forget_all(call_on(session_of()), "m", ""), busy)[1], DeniedError)
+
+
+def test_a_put_that_is_refused_on_its_way_counts_what_was_stored() -> None:
+    keys, there = names(40), bytes([flows.PRESENT]) * 16
+    reserved = m.Reserved(1, 0, BLOCK, b"", there, "")
+    flow = flows.put(call_on(session_of()), flows.Space(LAYOUT), keys, payloads(keys), None)
+    sent, result = drive(flow, OPENED, reserved, m.Busy(2, 1.0, "busy"))
+    assert result == PutResult(present=16, denied=24, why="busy")
+    assert sent[2].parent == keys[15]  # type: ignore[attr-defined]
+
+
+def test_a_commit_that_is_refused_gives_its_room_up() -> None:
+    for refusal in (m.Busy(1, 1.0, "busy"), m.Denied(1, "no", "")):
+        sent, error = drive(flows.commit(9, bytes(8), PutResult()), refusal)
+        assert sent == [m.Commit(0, 9, bytes(8), b"\1"), flows.Post(m.Abort(9))]
+        assert isinstance(error, DeniedError)
+
+
+def test_a_namespace_is_opened_again_after_a_refusal() -> None:
+    session, keys = session_of(), names(1)
+    space = flows.Space(LAYOUT, "team-a", 60.0)
+    sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
+    assert sent[0] == m.Open(0, LAYOUT.to_map(), "team-a", 60.0)
+    sent, _ = drive(flows.lookup(call_on(session), space, keys), m.Found(1, 0, False))
+    assert [type(message) for message in sent] == [m.Lookup]
+    assert session.receive(pack(m.Denied(1, "taken back", ""))) == m.Denied(1, "taken back", "")
+    sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
+    assert [type(message) for message in sent] == [m.Open, m.Lookup]
+
+
+def test_how_fast_the_engine_computes_travels_with_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, keys, asked = Layout("m", BLOCK, block_tokens=16), names(1200), []
+
+    def attempt(self: Client, start: Callable, deadline_s: float) -> object:
+        session = session_of(4096)
+        flow = start(call_on(session))
+        answers = {m.Open: OPENED, m.Lookup: m.Found(1, 0, False), m.Acquire: m.Granted(1, 0, BLOCK, b"")}
+        reply = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = flow.send(reply)
+                asked.append(step)
+                reply = answers[type(step)]
+        return 0
+
+    monkeypatch.setattr(Client, "_attempt", attempt)
+    told, plain = Client("unix:///x", recompute_tokens_per_s=8000), Client("unix:///x")
+    for client, speed, expected in (
+        (told, None, 0.002),
+        (told, 1600, 0.01),
+        (plain, 1600, 0.01),
+        (plain, None, 0.0),
+    ):
+        asked.clear()
+        ns = client.namespace(layout)
+        ns.lookup(keys, recompute_tokens_per_s=speed)
+        ns.get(keys, room_for(len(keys)), recompute_tokens_per_s=speed)
+        ns.acquire(keys, recompute_tokens_per_s=speed)
+        reads = [step for step in asked if isinstance(step, m.Lookup | m.Acquire)]
+        assert {step.recompute_s for step in reads} == {expected}
+        lookups = [len(step.keys) // 32 for step in reads if isinstance(step, m.Lookup)]
+        # Where what loading takes counts, no sample of the keys is asked.
+        assert lookups == ([1200] if expected else [35, 33])
+    asked.clear()
+    told.namespace(LAYOUT).lookup(keys)
+    assert asked[-1].recompute_s == 0, "a layout that does not say how many tokens a block has"

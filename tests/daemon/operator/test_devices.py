@@ -1,0 +1,503 @@
+"""Several devices in the NVMe tier of a real daemon: they share the work, come and go, break one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client
+from kvstore.config import parse
+from kvstore.daemon.main import open_tiers
+from kvstore.daemon.operator import devices
+from kvstore.daemon.runtime.executor import Shell
+from kvstore.errors import DeniedError
+from kvstore.lab.local_daemon import ServedDaemon
+from tests.admin.serving import OPERATE, ServedAdmin, problem, settings
+from tests.admin.test_changes import change
+from tests.daemons import (
+    SMALL,
+    WITH_NVME,
+    check_limits,
+    cli,
+    eventually,
+    got,
+    idle,
+    log_of,
+    names,
+    new_layout,
+    payloads,
+    tier,
+)
+
+MIB = 1 << 20
+N = 2400
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Path:
+    folder = tmp_path / "second"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
+    """One device of 64 MiB; changes are kept."""
+    with ServedDaemon({**WITH_NVME, "daemon": {"changes": tmp_path / "changes.json"}}) as served:
+        yield served
+
+
+def both(second: Path, **more: Any) -> dict[str, Any]:
+    """Settings with two devices of 32 MiB."""
+    device = {"path": second, "limit": "32MiB"}
+    nvme = {**WITH_NVME["nvme"], "limit": "32MiB", "devices": {"nvme1": device}}
+    return {**WITH_NVME, "nvme": nvme, **more}
+
+
+def add(client: Client, folder: Path, limit_mib: int = 64, **more: Any) -> dict[str, Any]:
+    device = {"path": str(folder), "limit": limit_mib * MIB}
+    return dict(client.control("change", patch={"nvme": {"devices": {"nvme1": device}}}, **more))
+
+
+def remove(client: Client, **more: Any) -> dict[str, Any]:
+    return dict(client.control("change", patch={"nvme": {"devices": {"nvme1": None}}}, **more))
+
+
+def store(ns: Any, keys: list[bytes]) -> int:
+    return sum(ns.put(keys[i : i + 50], payloads(keys[i : i + 50])).stored for i in range(0, len(keys), 50))
+
+
+def stored(ns: Any, keys: list[bytes]) -> int:
+    """How many of the chains that `store` made are there, in blocks, every one of them compared."""
+    return sum(got(ns, keys[i : i + 50]) for i in range(0, len(keys), 50))
+
+
+def used(client: Client) -> dict[str, int]:
+    return {each["name"]: each["used_bytes"] for each in client.status()["tiers"]}
+
+
+def gone(client: Client) -> bool:
+    return "nvme1" not in used(client)
+
+
+def whole(client: Client) -> bool:
+    """Whether nvme1 has all of its extents."""
+    return tier(client.status(), "nvme1")["capacity_bytes"] > 56 * MIB
+
+
+def test_two_devices_share_what_is_stored_and_both_are_there_after_a_crash(second: Path) -> None:
+    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        held = used(client)
+        assert held["nvme"] == held["nvme1"] > 0
+        check_limits(client.status())
+        assert stored(client.namespace(layout), keys) == N
+        daemon.kill()
+        daemon.start()
+        assert stored(client.namespace(layout), keys) == N
+        check_limits(client.status())
+        hits = client.status()["counters"]
+        assert hits["hit_blocks_nvme"] > 0
+        assert hits["hit_blocks_nvme1"] > 0
+
+
+def test_a_device_that_comes_takes_its_part_and_stays_over_restarts(
+    daemon: ServedDaemon, second: Path
+) -> None:
+    with Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        ns = client.namespace(layout)
+        store(ns, keys[:400])
+        tried = add(client, second, dry_run=True)
+        assert tried["changed"] == ("nvme.devices.nvme1 is new",)
+        assert not os.listdir(second)
+        assert add(client, second)["kept"]
+        eventually(lambda: whole(client))
+        store(ns, keys[400:])
+        eventually(lambda: idle(client.status()))
+        assert used(client)["nvme1"] > 4 * MIB
+        assert stored(ns, keys) == N
+        daemon.restart()
+        assert used(client)["nvme1"] > 4 * MIB
+        assert stored(client.namespace(layout), keys) == N
+        kinds = [e["what"] for e in client.control("events", what=["joined"])["events"]]
+        assert not kinds, "it was there from the start"
+
+
+def test_a_device_that_goes_is_emptied_and_may_come_again(daemon: ServedDaemon, second: Path) -> None:
+    with Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        ns = client.namespace(layout)
+        for _ in range(2):
+            add(client, second)
+            eventually(lambda: whole(client))
+            store(ns, keys)
+            eventually(lambda: idle(client.status()))
+            assert used(client)["nvme1"] > 4 * MIB
+            tried = remove(client, dry_run=True)
+            [row] = tried["consequences"]
+            assert (row["tenant"], row["tier"]) == ("", "nvme1")
+            assert row["evicted_bytes"] == used(client)["nvme1"]
+            remove(client)
+            eventually(lambda: gone(client), within_s=30)
+            assert not os.listdir(second / "slabs")
+            left = stored(ns, keys)
+            assert N // 3 < left <= N
+            check_limits(client.status())
+        daemon.kill()
+        daemon.start()
+        assert gone(client)
+        assert stored(client.namespace(layout), keys) >= left - 1000, "what only DRAM had is lost"
+        assert "Traceback" not in log_of(daemon)
+
+
+def test_reads_and_writes_go_on_while_a_device_comes_and_goes(daemon: ServedDaemon, second: Path) -> None:
+    wrong: list[str] = []
+    done = threading.Event()
+    layout, keys = new_layout(), names(N)
+
+    def use() -> None:
+        try:
+            with Client(daemon.url, strict=True, deadline_s=10) as mine:
+                ns = mine.namespace(layout)
+                while not done.is_set():
+                    store(ns, keys)
+                    stored(ns, keys)
+        except Exception as error:
+            wrong.append(repr(error))
+
+    users = [threading.Thread(target=use) for _ in range(2)]
+    with Client(daemon.url, strict=True, deadline_s=10) as client:
+        for user in users:
+            user.start()
+        for _ in range(4):
+            add(client, second)
+            time.sleep(0.7)
+            remove(client)
+            eventually(lambda: gone(client), within_s=30)
+            check_limits(client.status())
+        done.set()
+        for user in users:
+            user.join()
+        assert not wrong
+        assert client.status()["counters"].get("quarantined_blocks", 0) == 0
+
+
+def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: ServedDaemon, second: Path) -> None:
+    with Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        add(client, second)
+        eventually(lambda: whole(client))
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        remove(client)
+        daemon.kill()
+        daemon.start()
+        assert gone(client)
+        assert stored(client.namespace(layout), keys) > 0
+        # What was left on it may be from before something was invalidated elsewhere: it is not taken in.
+        with pytest.raises(DeniedError, match="holds a cache already"):
+            add(client, second)
+        assert gone(client)
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "hint"),
+    [
+        ("absent", "No such file", "mount the device"),
+        ("a file", "Not a directory", "mount the device"),
+        ("full", "there is 'photos'", "must be empty"),
+        ("nvme", "is given twice", "leave one of them out"),
+    ],
+)
+def test_what_is_no_device_is_refused_and_changes_nothing(
+    daemon: ServedDaemon, tmp_path: Path, path: str, said: str, hint: str
+) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "full" / "photos").mkdir(parents=True)
+    folder = daemon.folder / "nvme" if path == "nvme" else tmp_path / path
+    with Client(daemon.url, strict=True, deadline_s=10) as client:
+        with pytest.raises(DeniedError, match=said) as refused:
+            add(client, folder)
+        assert hint in refused.value.hint
+        assert gone(client)
+        assert client.control("settings")["changes"] == {}
+        store(client.namespace(new_layout()), names(50))
+
+
+def test_a_daemon_without_nvme_can_have_no_second_device(second: Path) -> None:
+    with ServedDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
+        with pytest.raises(DeniedError, match="no first one") as refused:
+            add(client, second)
+        assert refused.value.hint == "set nvme.path"
+
+
+def test_a_device_that_cannot_be_opened_at_a_start_is_left_out_and_said(second: Path) -> None:
+    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        daemon.stop()
+        aside = second.rename(second.with_name("aside"))
+        second.touch()
+        daemon.start()
+        [said] = client.status()["problems"]
+        assert said.startswith("nvme.devices.nvme1 is left out: ")
+        assert 0 < stored(client.namespace(layout), keys) < N
+        daemon.stop()
+        second.unlink()
+        aside.rename(second)
+        daemon.start()
+        assert not client.status()["problems"]
+        assert stored(client.namespace(layout), keys) > N // 3, "what was on it is back"
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_what_was_forgotten_while_a_device_was_away_does_not_come_back(second: Path, forgets: bool) -> None:
+    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        store(client.namespace(layout), keys)
+        eventually(lambda: idle(client.status()))
+        assert client.namespace(layout).invalidate(keys[-50:]) == 50
+        daemon.stop()
+        aside = second.rename(second.with_name("aside"))
+        second.touch()
+        daemon.start()
+        left = stored(client.namespace(layout), keys[:-50])
+        assert 0 < left < N - 50
+        if forgets:
+            ns = client.namespace(layout)
+            ns.invalidate(keys[:50])
+            assert ns.put(keys[:50], payloads(keys[:50], salt=1)).stored == 50
+            eventually(lambda: idle(client.status()))
+        daemon.stop()
+        second.unlink()
+        aside.rename(second)
+        daemon.start()
+        ns = client.namespace(layout)
+        assert got(ns, keys[-50:]) == 0
+        assert ("was away while blocks were forgotten" in log_of(daemon)) is forgets
+        if forgets:
+            assert got(ns, keys[:50], salt=1) == 50
+            assert stored(ns, keys[50:-50]) < N - 100
+            store(ns, keys)
+            daemon.restart()
+            assert used(client)["nvme1"] > MIB, "what came after it is kept"
+        else:
+            assert stored(ns, keys[:-50]) == N - 50
+
+
+def test_a_device_of_another_node_brings_no_block_into_another_namespace(
+    second: Path, tmp_path: Path
+) -> None:
+    theirs, ours, keys = new_layout(), new_layout(), names(400)
+    another = {**WITH_NVME, "nvme": {"path": second}}
+    with ServedDaemon(another) as other, Client(other.url, strict=True) as client:
+        store(client.namespace(theirs), keys)
+        eventually(lambda: idle(client.status()))
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        store(client.namespace(ours), keys[:100])
+        eventually(lambda: idle(client.status()))
+        daemon.stop()
+        with (daemon.folder / "kvstore.toml").open("a") as file:
+            file.write(f'[nvme.devices.nvme1]\npath = "{second}"\n')
+        daemon.start()
+        assert "are forgotten" in log_of(daemon)
+        assert got(client.namespace(ours), keys[:50]) == 50
+        assert stored(client.namespace(theirs), keys) == 0
+        store(client.namespace(theirs), keys)
+        assert stored(client.namespace(theirs), keys) == 400
+
+
+def test_a_tenant_has_its_limit_over_all_devices_together(second: Path) -> None:
+    tenants = {"small": {"uids": [os.getuid()], "role": "admin", "nvme": {"limit": 16 * MIB}}}
+    settings = both(second, tenants=tenants)
+    with ServedDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        store(client.namespace(new_layout()), names(N))
+        eventually(lambda: idle(client.status()))
+        parts = client.control("tenant", name="small")["tiers"]
+        nvme = [part for part in parts if part["name"] != "dram"]
+        assert sum(part["limit_bytes"] for part in nvme) == 16 * MIB
+        assert all(0 < part["used_bytes"] <= part["limit_bytes"] for part in nvme)
+
+
+def test_floors_that_devices_cannot_keep_in_whole_extents_are_refused(second: Path) -> None:
+    tenants = {f"t{i}": {"uids": [70000 + i], "nvme": {"floor": 8 * MIB}} for i in range(8)}
+    tenants["me"] = {"uids": [os.getuid()], "role": "admin"}
+    settings = {**WITH_NVME, "tenants": tenants}
+    with ServedDaemon(settings) as daemon, Client(daemon.url, strict=True) as client:
+        with pytest.raises(DeniedError, match=r"floors of nvme1? take"):
+            add(client, second, 8)
+        assert gone(client)
+        assert not os.listdir(second)
+
+
+def test_sealed_blocks_are_sealed_on_every_device(second: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    tenants = {"me": {"uids": [os.getuid()], "role": "admin", "encrypt": True}}
+    changes = {"changes": tmp_path / "changes.json"}
+    sealed = {**WITH_NVME, "tenants": tenants, "encryption": {"key_file": key}, "daemon": changes}
+    with ServedDaemon(sealed) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        ns = client.namespace(layout)
+        store(ns, keys[:50])
+        add(client, second)
+        eventually(lambda: whole(client))
+        store(ns, keys)
+        eventually(lambda: idle(client.status()))
+        daemon.stop()
+        plain = bytes(payloads(keys[:1])[0])
+        raw = b"".join(path.read_bytes() for path in (second / "slabs").iterdir())
+        assert len(raw) > 8 * MIB
+        assert all(bytes(block) not in raw for block in payloads(keys[::40]))
+        assert plain not in raw
+        daemon.start()
+        assert stored(client.namespace(layout), keys) > N // 2
+
+
+def test_one_device_that_stops_answering_keeps_nobody_from_the_other(second: Path) -> None:
+    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+        layout, keys = new_layout(), names(N)
+        ns = client.namespace(layout)
+        store(ns, keys)
+        eventually(lambda: idle(client.status()))
+        client.control("set_device", name="nvme1", state="fenced", instead_of=None)
+        began = time.monotonic()
+        there = stored(ns, keys)
+        assert 0 < there < N
+        assert time.monotonic() - began < 8
+        store(ns, names(300, "more"))
+        assert client.control("device", name="nvme1")["state"] == "fenced"
+        client.control("set_device", name="nvme1", state="serving", instead_of=None)
+        assert stored(ns, keys) > there
+
+
+def test_fsck_and_doctor_look_at_every_device(second: Path) -> None:
+    with ServedDaemon(both(second)) as daemon:
+        with Client(daemon.url, strict=True, deadline_s=10) as client:
+            store(client.namespace(new_layout()), names(400))
+            eventually(lambda: idle(client.status()))
+        config = str(daemon.folder / "kvstore.toml")
+        assert str(second) in cli("doctor", "-c", config, "--json").stdout
+        daemon.stop()
+        lines = cli("fsck", "-c", config, "--json").stdout.splitlines()
+        reports = [json.loads(line) for line in lines]
+        assert [report["folder"] for report in reports] == [str(daemon.folder / "nvme"), str(second)]
+        assert all(report["records"] > 100 and not report["problems"] for report in reports)
+        slab = next((second / "slabs").iterdir())
+        with slab.open("r+b") as file:
+            file.write(b"\xff" * 8192)
+        ran = cli("fsck", "-c", config, "--json")
+        assert ran.returncode == 1
+        assert [json.loads(line)["problems"] > 0 for line in ran.stdout.splitlines()] == [False, True]
+        daemon.start()
+
+
+def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Path
+) -> None:
+    # As with many millions of rows, which take a while to get their column.
+    monkeypatch.setattr("kvstore.core.capacity.hotplug._ROWS_AT_ONCE", 1)
+    text = f'dram.limit = "8MiB"\n[nvme]\npath = "{tmp_path / "first"}"\nlimit = "16MiB"\n'
+    config, both_of_them = parse(text), parse(f'{text}[nvme.devices.nvme1]\npath = "{second}"\n')
+
+    async def run() -> None:
+        shell = Shell(config, asyncio.get_running_loop(), *open_tiers(config, {}))
+        await shell.start()
+        shell.placement.residency.blocks._fresh = 50
+        shell.reconfigure(both_of_them, devices.opener(shell, both_of_them)())
+        assert len(shell.placement.residency.tiers) == 2
+        shell.reconfigure(config)
+        await asyncio.sleep(0.5)
+        assert shell.placement.residency.tiers[2].gone
+        assert list(shell.devices) == ["nvme"]
+        await shell.stop(1.0)
+
+    asyncio.run(run())
+    assert not os.listdir(second / "slabs")
+
+
+# -- over REST, and by commands
+
+
+def test_a_device_over_rest(tmp_path: Path, second: Path) -> None:
+    kept = {"changes": tmp_path / "changes.json"}
+    with (
+        ServedDaemon({**WITH_NVME, "daemon": kept, "admin": settings()}) as daemon,
+        ServedAdmin(daemon) as admin,
+    ):
+        path, wanted = "/v1/devices/nvme1/settings", {"path": str(second), "limit": 64 * MIB}
+        assert problem(admin.get(path, OPERATE), 404)["hint"] == "PUT adds it"
+        assert change(admin, "PUT", f"{path}?dry_run=true", wanted).json["changed"] == [
+            "nvme.devices.nvme1 is new"
+        ]
+        made = change(admin, "PUT", path, wanted)
+        assert made.json["changed"] == ["nvme.devices.nvme1 is new"]
+        seen = admin.get(path, OPERATE)
+        assert seen.json == {**wanted, "write_budget": 0}
+        assert seen.headers["etag"] == made.headers["etag"]
+        names_of = lambda: [d["name"] for d in admin.get("/v1/devices", OPERATE).json["devices"]]  # noqa: E731
+        eventually(lambda: names_of() == ["dram", "nvme", "nvme1"])
+        budget = change(admin, "PUT", path, {**wanted, "write_budget": "2x"})
+        assert budget.json["changed"] == ["nvme.devices.nvme1.write_budget = 2x"]
+        device = admin.get("/v1/devices/nvme1", OPERATE).json
+        assert device["admission"]["bytes_a_day"] == 128 * MIB
+        other = problem(change(admin, "PUT", path, {**wanted, "path": "/mnt/other"}), 409)
+        assert "can't change while the daemon runs: nvme.devices.nvme1.path" in other["detail"]
+        late = change(admin, "DELETE", path, headers={"If-Match": made.headers["etag"]})
+        problem(late, 412)
+        limit = b'kvstore_tier_limit_bytes{tier="nvme1"} 6.7108864e+07'
+        eventually(lambda: limit in admin.get("/metrics", OPERATE).body)
+        assert change(admin, "DELETE", path).json["changed"] == ["nvme.devices.nvme1 is gone"]
+        eventually(lambda: names_of() == ["dram", "nvme"], within_s=30)
+        problem(change(admin, "DELETE", path), 404)
+        bad = problem(change(admin, "PUT", "/v1/devices/tape/settings", wanted), 409)
+        assert "nvme.devices.tape" in bad["detail"]
+        problem(change(admin, "PUT", path, {**wanted, "path": "mnt"}), 422)
+        eventually(lambda: b'tier="nvme1"' not in admin.get("/metrics", OPERATE).body)
+
+
+def test_devices_by_commands(daemon: ServedDaemon, second: Path) -> None:
+    socket = ("--socket", str(daemon.socket))
+    tried = cli("device", "add", "nvme1", str(second), "--limit", "64MiB", "--dry-run", *socket)
+    assert (tried.returncode, tried.stderr) == (0, "")
+    assert "would be: nvme.devices.nvme1 is new" in tried.stdout
+    done = cli(
+        "device", "add", "nvme1", str(second), "--limit", "64MiB", "--write-budget", "1x", *socket, "--json"
+    )
+    assert json.loads(done.stdout)["changed"] == ["nvme.devices.nvme1 is new"]
+    eventually(lambda: "nvme1" in cli("device", "list", *socket).stdout)
+    for name, said in (("nvme", "no device 'nvme' was added"), ("nvme7", "no device 'nvme7' was added")):
+        refused = cli("device", "remove", name, *socket)
+        assert (refused.returncode, said in refused.stderr) == (2, True)
+    assert cli("device", "add", "tape", str(second), *socket).returncode != 0
+    assert "--limit" in cli("device", "add", "nvme2", str(second), "--limit", "much", *socket).stderr
+    assert "is now: nvme.devices.nvme1 is gone" in cli("device", "remove", "nvme1", *socket).stdout
+    eventually(lambda: "nvme1" not in cli("device", "list", *socket).stdout, within_s=30)
+    told = [json.loads(line) for line in cli("events", "--json", *socket).stdout.splitlines()]
+    assert {"joined", "leaving", "left"} <= {event["what"] for event in told}
+
+
+def test_a_reload_adds_and_removes_what_the_file_says(second: Path) -> None:
+    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True) as client:
+        config = daemon.folder / "kvstore.toml"
+        before = config.read_text()
+        config.write_text(f'{before}\n[nvme.devices.nvme1]\npath = "{second}"\nlimit = "64MiB"\n')
+        os.kill(daemon.pid, signal.SIGHUP)
+        eventually(lambda: not gone(client) and whole(client))
+        config.write_text(before)
+        os.kill(daemon.pid, signal.SIGHUP)
+        eventually(lambda: gone(client), within_s=30)

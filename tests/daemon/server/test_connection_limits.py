@@ -1,0 +1,237 @@
+"""Many connections, silent ones, and frames that take long: who sends them has a bound, others are served."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import cast
+
+import msgpack
+import pytest
+
+from kvstore import Client
+from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.wire import messages as m
+from kvstore.wire.frames import pack
+from tests.daemons import SMALL, Peer, eventually, got, log_of, names, new_layout, payloads
+from tests.tenants import (
+    ATTACKER,
+    VICTIM,
+    Member,
+    TenantDaemon,
+    acting_as,
+    acting_as_root,
+    needs_root,
+    peer_of,
+)
+
+MIB = 1 << 20
+TENANTS = f"[tenants.victim]\nuids = [{VICTIM}]\n[tenants.attacker]\nuids = [{ATTACKER}]\n"
+HELLO = m.Hello(m.MAGIC, m.VERSION, "")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[ServedDaemon]:
+    with ServedDaemon(SMALL) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TenantDaemon]:
+    with TenantDaemon({**SMALL, "limits": {"connections": 80}}, TENANTS) as served:
+        yield served
+
+
+def _array(n: int, item: bytes) -> bytes:
+    """The head of an array of so many items, and these."""
+    return b"\xdd" + struct.pack(">I", n) + item * n
+
+
+def _fan(n: int, item: bytes) -> bytes:
+    """Arrays of 1000 items each."""
+    return b"\xdc" + struct.pack(">H", n) + (b"\xdc" + struct.pack(">H", 1000) + item * 1000) * n
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (_array(MIB, b"\xd4\x01\x00"), f"{MIB} exceeds max_array_len(1024)"),
+        (_array(4 * MIB - 8, b"\x80"), "exceeds max_array_len(1024)"),
+        (_fan(1000, b"\x80"), "more than 16384 values in lists and maps"),
+        (_fan(1000, b"\xd4\x01\x00"), "exceeds max_ext_len(0)"),
+        (b"\x94\x24\x01\xa1x\x81\xa1y" + _fan(20, b"\x01"), "more than 16384 values in lists and maps"),
+        (msgpack.packb((36, 1, "x", {str(i): i for i in range(1025)})), "1025 exceeds max_map_len(1024)"),
+    ],
+    ids=["extensions", "maps", "maps in lists", "extensions in lists", "numbers in a call", "keys in a call"],
+)  # fmt: skip
+def test_a_request_of_too_many_values_ends_its_connection(
+    daemon: ServedDaemon, body: bytes, why: str
+) -> None:
+    with Peer(daemon.socket) as peer:
+        peer.hello()
+        with suppress(BrokenPipeError):
+            peer.send(struct.pack("<I", len(body)), body)
+        assert why in peer.refused().why
+
+
+@needs_root
+def test_a_tenants_request_has_fewer_values_than_an_operators(shared: TenantDaemon) -> None:
+    call = m.Control(1, "none", {"x": [[1] * 100] * 100})
+    with Peer(shared.socket) as operator:
+        operator.hello()
+        assert isinstance(operator.ask(call), m.Denied)
+    with peer_of(shared, ATTACKER) as peer:
+        peer.send(call)
+        assert "more than 1024 values in lists and maps" in peer.refused().why
+
+
+@needs_root
+def test_a_user_who_connects_and_connects_keeps_no_other_waiting() -> None:
+    with TenantDaemon(SMALL, TENANTS) as own, ExitStack() as held:
+        crowd: list[Peer] = []
+        with acting_as(ATTACKER):
+            ends = time.monotonic() + 2.0
+            while time.monotonic() < ends and len(crowd) < 2000:
+                with suppress(BlockingIOError):
+                    crowd.append(held.enter_context(Peer(own.socket)))
+                if len(crowd) % 500 == 100:
+                    with acting_as_root(), Member(own, VICTIM, deadline_s=1.0) as victim:
+                        victim.ping()
+        assert len(crowd) >= 600
+        # Opened are what may be at once, and what the rate allows; those beyond are closed unheard.
+        eventually(lambda: any(not peer.quiet(for_s=0) and _unheard(peer) for peer in crowd))
+
+
+def _unheard(peer: Peer) -> bool:
+    """Whether the daemon hung up without a word."""
+    try:
+        return peer.receive() is None
+    except ConnectionResetError:
+        return True
+
+
+@needs_root
+def test_answers_that_nobody_reads_have_a_bound_for_each_tenant(shared: TenantDaemon) -> None:
+    before = _rss(shared)
+    asks = b"".join(pack(m.Status(n + 1)) for n in range(1000))
+    with ExitStack() as held:
+        peers = [held.enter_context(peer_of(shared, ATTACKER)) for _ in range(8)]
+        ends = time.monotonic() + 30.0
+        while "does not read its answers" not in log_of(shared) and time.monotonic() < ends:
+            for peer in peers:
+                peer.sock.settimeout(0.05)
+                with suppress(TimeoutError, OSError):
+                    peer.send(asks)
+            assert _rss(shared) - before < 128 * MIB
+        assert "does not read its answers" in log_of(shared)
+        with Member(shared, VICTIM) as member:
+            assert member.status()["connections"] == 1
+
+
+def test_what_is_long_is_told_apart_from_what_is_many(daemon: ServedDaemon) -> None:
+    with Peer(daemon.socket) as peer:
+        peer.hello()
+        number = peer.open(new_layout()).namespace
+        found = peer.ask(m.Lookup(2, number, 64, b"".join(bytes([i % 256]) * 64 for i in range(4096)), 0, 0))
+        assert isinstance(found, m.Found)
+
+
+def test_a_stranger_sends_little(daemon: ServedDaemon) -> None:
+    with Peer(daemon.socket) as peer:
+        with suppress(BrokenPipeError):
+            peer.send(m.Hello(m.MAGIC, m.VERSION, "", tuple({} for _ in range(4 * MIB - 100))))
+        assert "the limit is 4096" in peer.refused().why
+
+
+def test_silent_strangers_keep_nobody_out(daemon: ServedDaemon) -> None:
+    with ExitStack() as held, Client(daemon.url, strict=True, deadline_s=10) as client:
+        first = held.enter_context(Peer(daemon.socket))
+        for _ in range(260):
+            held.enter_context(_silent(daemon))
+        assert first.refused().why == "256 peers have not said Hello"
+        ns, keys = client.namespace(new_layout()), names(5)
+        assert ns.put(keys, payloads(keys)).stored == 5
+        assert got(ns, keys) == 5
+
+
+@needs_root
+def test_who_crowds_in_is_crowded_out(shared: TenantDaemon) -> None:
+    with ExitStack() as held:
+        with acting_as(VICTIM):
+            quiet = held.enter_context(Peer(shared.socket))
+        with acting_as(ATTACKER):
+            crowd = [held.enter_context(_silent(shared)) for _ in range(270)]
+        assert crowd[0].refused().why == "256 peers have not said Hello"
+        assert isinstance(quiet.ask(HELLO), m.Welcome), "of another user"
+
+
+@needs_root
+def test_a_tenant_leaves_connections_to_others_and_to_operators(shared: TenantDaemon) -> None:
+    with ExitStack() as held:
+        for uid, most in ((ATTACKER, range(40, 60)), (VICTIM, range(10, 30))):
+            n = 0
+            while True:
+                with acting_as(uid):
+                    peer = held.enter_context(Peer(shared.socket))
+                answer = peer.ask(HELLO)
+                if isinstance(answer, m.Failure):
+                    break
+                n += 1
+            assert n in most
+            assert answer.why.startswith(f"{n} clients of tenant")
+            assert "raise limits.connections" in answer.hint
+        with Client(shared.url, strict=True, deadline_s=10) as operator:
+            assert operator.status()["connections"] >= 50
+    with Member(shared, VICTIM) as member:
+        eventually(member.status)
+
+
+@needs_root
+def test_frames_that_do_not_end_have_a_bound_for_each_tenant(shared: TenantDaemon) -> None:
+    before = _rss(shared)
+    part = struct.pack("<I", 4 * MIB) + bytes(4 * MIB - 1)
+    with ExitStack() as held:
+        peers = [held.enter_context(peer_of(shared, ATTACKER)) for _ in range(30)]
+        for peer in peers:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                peer.send(part)
+        eventually(lambda: "frames of this tenant that have not ended take" in log_of(shared))
+        assert _rss(shared) - before < 128 * MIB
+        with Member(shared, VICTIM) as member:
+            ns, keys = member.namespace(new_layout()), names(5)
+            assert ns.put(keys, payloads(keys)).stored == 5
+            assert got(ns, keys) == 5
+
+
+@pytest.mark.long
+def test_a_frame_has_to_end(daemon: ServedDaemon) -> None:
+    with Peer(daemon.socket, wait_s=30) as peer, Peer(daemon.socket, wait_s=30) as slow:
+        peer.hello()
+        slow.hello()
+        peer.send(pack(m.Ping(7))[:-1])
+        frames = pack(m.Ping(1)) * 26
+        for at in range(0, len(frames), 9):
+            # Always in the middle of a frame, of another one each time.
+            slow.send(frames[at : at + 9])
+            slow.quiet(for_s=0.5)
+        assert peer.refused().why == "a frame has not ended within 10 s"
+        assert slow.ask(m.Status(3)) is not None
+
+
+def _silent(daemon: ServedDaemon) -> Peer:
+    """A connection, as soon as there is room in the queue of those to be accepted."""
+
+    def connected() -> Peer | None:
+        try:
+            return Peer(daemon.socket)
+        except BlockingIOError:
+            return None
+
+    return cast(Peer, eventually(connected))
+
+
+def _rss(daemon: ServedDaemon) -> int:
+    return int(Path(f"/proc/{daemon.pid}/statm").read_text().split()[1]) * 4096

@@ -1,0 +1,184 @@
+"""Commands that documents show, and where they run: a daemon, its interface and a block of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from kvstore import Client, Layout
+from kvstore.errors import UnavailableError
+from tests.daemons import BLOCK, eventually, names, payloads
+from tests.lab.small import chats
+from tests.programs import need
+from tests.spawner import spawn
+
+ROOT = Path(__file__).parents[2]
+SHOWN = ("kvstore", "curl", "make")
+KEY = names(1)[0]
+
+_FAKE_SYSTEMCTL = """#!/bin/sh
+# A fake: does with the one daemon of the test what is asked for; anything else it only notes.
+case "$1" in
+    stop)
+        kill -TERM "$(cat {folder}/pid)"
+        # Its parent is the test, which has not waited for it yet.
+        while grep -q "^State:.[^Z]" "/proc/$(cat {folder}/pid)/status" 2>/dev/null; do sleep 0.05; done ;;
+    reload) kill -HUP "$(cat {folder}/pid)" ;;
+esac
+"""
+_FAKE_RUNUSER = """#!/bin/sh
+# A fake: the user of the test is the daemon's.
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def fenced(text: str) -> list[str]:
+    """Lines of blocks of a shell's, or of no language; continued ones in one piece, without comments."""
+    lines = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if language in ("", "sh", "bash", "shell", "console") and "│" not in block:
+            whole = re.sub(r"\\\n\s*", " ", block)
+            lines += [
+                re.sub(r"(^|\s+)#.*$", "", line.removeprefix("$ ")).strip() for line in whole.splitlines()
+            ]
+    return [line for line in lines if line]
+
+
+def inline(text: str) -> list[str]:
+    """Commands within sentences and tables."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`((?:kvstore|curl) [^`\n]+)`", outside)
+
+
+def handbook(text: str) -> list[str]:
+    """The commands in the second column of a table of symptoms."""
+    table = text.partition("| symptom | command | remedy |")[2].partition("\n\n")[0]
+    return [row.split(" | ")[1].strip("` ") for row in table.splitlines()[2:]]
+
+
+def is_ours(line: str) -> bool:
+    """Whether one of the commands that are run here is in it."""
+    return any(part.split()[:1] and part.split()[0] in SHOWN for part in re.split(r"&&|\|\||;|\||--\s", line))
+
+
+class Site:
+    """A daemon and its interface by one configuration; places of an installation stand for its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("etc", "run", "nvme", "bin", "work"):
+            (folder / name).mkdir()
+        self._make("kvstore", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvstore "$@"\n')
+        self._make("systemctl", _FAKE_SYSTEMCTL.replace("{folder}", str(folder)))
+        self._make("runuser", _FAKE_RUNUSER)
+        (folder / "etc/kvstore.toml").write_text(self.placed(_CONFIG))
+        chats(folder / "work/trace.jsonl", 50)
+        self.env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "COLUMNS": "100"}
+        self.env["KVSTORE_SOCKET"] = f"unix://{folder}/run/kvstore.sock"
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _make(self, name: str, text: str) -> None:
+        file = self.folder / "bin" / name
+        file.write_text(text)
+        file.chmod(0o755)
+
+    def placed(self, text: str) -> str:
+        """With the folders of this site, sizes and times of a test, and names for what stands for one."""
+        for place, here in {"/etc/kvstore": "etc", "/run/kvstore": "run", "/var/lib/kvstore": "nvme"}.items():
+            text = text.replace(place, str(self.folder / here))
+        text = re.sub(r"\S*_trace\.jsonl(\.zst)?", "trace.jsonl", text)
+        text = re.sub(r"(kvstore lab record .*--out )\S+", r"\1recorded.jsonl", text)
+        text = re.sub(r"--for \S+", "--for 1s", text)
+        text = re.sub(r"(kvstore lab (?:replay|size) )", r"\1--processes 1 ", text)
+        text = re.sub(r"(kvstore top)(?!.*--count)", r"\1 --count 1", text)
+        text = re.sub(r"\bNAME\b", "chat", text)
+        return re.sub(r"\bKEY\b", KEY.hex(), text)
+
+    def ready(self) -> None:
+        """Daemon and interface answer, and a block is stored."""
+        config = str(self.folder / "etc/kvstore.toml")
+        for name, command in {"daemon": "serve", "admin": "admin"}.items():
+            if name not in self._running or self._running[name].poll() is not None:
+                line = [sys.executable, "-m", "kvstore", command, "-c", config]
+                with (self.folder / f"{name}.log").open("ab") as log:
+                    self._running[name] = spawn(line, stdout=log, stderr=log)
+        (self.folder / "pid").write_text(str(self._running["daemon"].pid))
+        eventually(self._stored, 30)
+        eventually((self.folder / "run/admin.sock").exists, 30)
+        (self.folder / "work/recorded.jsonl").unlink(missing_ok=True)
+
+    def _stored(self) -> bool:
+        try:
+            with Client(self.env["KVSTORE_SOCKET"], strict=True) as client:
+                client.namespace(Layout("m", BLOCK)).put([KEY], payloads([KEY]))
+            return True
+        except UnavailableError:
+            return False
+
+    def run(self, line: str) -> subprocess.CompletedProcess[str]:
+        """Runs a line as pasted into a shell; a command that serves is told to end once it does."""
+        if "curl" in line:
+            need("curl")
+        self.ready()
+        line = self.placed(line)
+        if re.match(r"kvstore (serve|supervise|admin)\b", line):
+            return self._serves(line)
+        if "kvstore fsck" in line and "systemctl" not in line:
+            line = f"systemctl stop kvstore && {line}"
+        ran = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            capture_output=True, text=True, timeout=120, check=False, env=self.env, cwd=self.folder / "work",
+            start_new_session=True,
+        )  # fmt: skip
+        for file in (self.folder / "work").glob("*.toml"):
+            text = self.placed(file.read_text()).replace('limit = "1GiB"', 'limit = "16MiB"')
+            file.write_text(
+                text.replace("/kvstore.sock", "/own.sock").replace("/admin.sock", "/own-admin.sock")
+            )
+        return ran
+
+    def _serves(self, line: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "-c", f"exec {line}"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.env,
+            cwd=self.folder / "work",
+        )  # fmt: skip
+        said = ""
+        assert process.stdout
+        with process.stdout:
+            for said_line in process.stdout:
+                said += said_line
+                if "serving on" in said_line:
+                    process.send_signal(signal.SIGTERM)
+        return subprocess.CompletedProcess(command, process.wait(30), said, "")
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+            process.wait(30)
+
+
+_CONFIG = """
+[daemon]
+socket = "/run/kvstore/kvstore.sock"
+socket_mode = 0o660
+[dram]
+limit = "16MiB"
+huge_pages = false
+[nvme]
+path = "/var/lib/kvstore"
+limit = "64MiB"
+[admin]
+socket = "/run/kvstore/admin.sock"
+requests_per_s = 10000
+[tenants.chat]
+uids = [0]
+role = "admin"
+"""

@@ -1,0 +1,165 @@
+"""What README and docs tell people to type is typed here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from kvstore.cli import app
+from tests.docs.commands import ROOT, Site, fenced, handbook, inline, is_ours
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+FENCED = [(name, line) for name, text in TEXTS.items() for line in fenced(text)]
+RUN = {line: name for name, line in reversed(FENCED) if is_ours(line) and not line.startswith("make")}
+HANDBOOK = sorted(set(handbook(TEXTS["operations.md"])) - set(RUN))
+
+NOT_RUN = {
+    "systemd-sysusers": "changes the machine's users; test_systemd.py and test_packaging.py run it elsewhere",
+    "usermod": "changes the machine's users",
+    "systemctl": "no service manager is asked by tests; the names of units are checked",
+    "pip": "changes an environment; test_packaging.py installs the wheel",
+    "pipx": "changes an environment; test_packaging.py runs it",
+    "apt": "changes the machine; test_packaging.py installs the package elsewhere",
+    "podman": "there is no container engine; test_packaging.py runs what the recipe runs",
+    "kubectl": "there is no cluster; test_packaging.py reads the manifest",
+    "python": "engines are run by tests/engines, benches by hand",
+    "(umask": "writes a key below /etc",
+}
+"""Lines that begin so are not run, and why."""
+
+ENDS_WITH = {"doctor": {0, 1}}
+"""Commands whose exit code says how the machine is, not whether they work."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("docs"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(("line", "where"), [*reversed(RUN.items())])
+def test_what_is_shown_runs(site: Site, line: str, where: str) -> None:
+    ran = site.run(line)
+    assert ran.returncode in ENDS_WITH.get(line.split()[1], {0}), f"{where}: {ran.stdout}{ran.stderr}"
+    assert "Traceback" not in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("line", HANDBOOK)
+def test_what_the_handbook_asks_for_runs(site: Site, line: str) -> None:
+    ran = site.run(line)
+    assert ran.returncode in ENDS_WITH.get(line.split()[1], {0}), ran.stdout + ran.stderr
+    assert ran.stdout.strip()
+    if line.startswith("curl"):
+        assert '"type":"about:blank"' not in ran.stdout
+
+
+def test_every_line_is_run_or_known_not_to_be() -> None:
+    for name, line in FENCED:
+        first = line.split()[0]
+        assert first in NOT_RUN or is_ours(line) or not re.fullmatch(r"[a-z][a-z-]+", first), (
+            f"{name}: {line}"
+        )
+        if first in NOT_RUN and not is_ours(line):
+            print(f"not run: {line}: {NOT_RUN[first]}")
+
+
+def test_targets_of_make_are_there() -> None:
+    shown = re.findall(r"(?:`|^)make ([a-z-]+)", "\n".join(TEXTS.values()), re.MULTILINE)
+    assert {"demo", "test", "install", "deb"} <= set(shown)
+    for target in sorted(set(shown)):
+        command = ["make", "--dry-run", target]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_units_that_are_named_are_there() -> None:
+    verbs = "enable|disable|start|stop|restart|try-restart|reload|status|edit"
+    lines = re.findall(rf"systemctl (?:{verbs}) ([^`&#\n]*)", "\n".join(TEXTS.values()))
+    units = {
+        word.removesuffix(".service") for line in lines for word in line.split() if word.startswith("kv")
+    }
+    assert {"kvstore", "kvstore-admin", "kvstore@one", "kvstore.socket"} <= units
+    there = {
+        file.name.removesuffix(".in").removesuffix(".service") for file in (ROOT / "systemd").glob("*.in")
+    }
+    assert {re.sub(r"@\w+", "", unit) for unit in units} <= there
+
+
+def known(words: list[str]) -> str:
+    """What is wrong with a command of ours; empty if there is such a one, with these options."""
+    command: Any = get_command(app)
+    while words and not words[0].startswith("-") and getattr(command, "commands", None):
+        if words[0] not in command.commands:
+            return f"there is no {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    options = {name for param in command.params for name in param.opts} | {"--help"}
+    unknown = [word for word in words if re.match(r"--?[a-z]", word) and word.split("=")[0] not in options]
+    return f"no such options: {unknown}" if unknown else ""
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_commands_within_sentences_exist(name: str) -> None:
+    for line in inline(TEXTS[name]):
+        words = shlex.split(re.sub(r"\.\.\.|[<>()]", " ", line))
+        if words[0] == "kvstore":
+            assert known(words[1:]) == "", line
+
+
+def test_a_command_that_is_not_there_would_be_seen() -> None:
+    assert known(["lab", "guess"])
+    assert known(["status", "--colour"])
+    assert not known(["tenant", "delete", "NAME", "--yes"])
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[path.name]):
+            if "://" in target:
+                continue
+            file, _, anchor = target.partition("#")
+            linked: Path = (path.parent / file).resolve() if file else path
+            assert linked.exists(), f"{path.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+                assert anchor in slugs, f"{path.name}: {target}"
+
+
+def test_the_handbook_knows_every_reason_not_to_be_ready() -> None:
+    routes = (ROOT / "kvstore/admin/routers/queries.py").read_text()
+    reasons = re.findall(r'reasons\.append\(f"\{.*?\}: (.*?)"\)', routes) + re.findall(
+        r'reasons = \["(.*?)"\]', routes
+    )
+    assert len(reasons) >= 5
+    rows = [line for line in TEXTS["operations.md"].splitlines() if line.startswith("| `/readyz`")]
+    for reason in reasons:
+        words = set(re.sub("reads are|writes are", "", reason).split())
+        assert any(words <= set(re.findall(r"[\w']+", row)) for row in rows), reason
+
+
+def test_every_promise_of_the_security_page_has_its_test() -> None:
+    """A line of its tables of promises names tests, or a file of them; there are all of these."""
+    there = {
+        name
+        for file in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
+    }
+    rows = [row for row in TEXTS["security.md"].splitlines() if row.startswith("| ")]
+    promises = [row for row in rows if re.search(r"`test", row)]
+    assert len(promises) > 20
+    for row in promises:
+        named = re.findall(r"`(test[\w/.]+)`", row.split("|")[-2])
+        assert named, row
+        for name in named:
+            assert name in there or (ROOT / name).is_file(), f"there is no {name}"

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from kvstore import Client, Layout, config
+from kvstore.cli import app
+from kvstore.daemon.tenancy.auth import hash_of, new_token
+from kvstore.errors import UnavailableError
+from kvstore.lab.local_daemon import ServedDaemon
+from tests.lab.small import chats
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs_as_pasted() -> None:
+    # The others need an engine: they are run where it is, by tests/engines.
+    example, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    command = [sys.executable, "-c", example]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "PutResult(stored=62, present=0, denied=0, why='')",
+        "62 62 True",
+        "8 2097152",
+    ]
+
+
+def test_the_table_has_every_key_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| `?([^`|]+?)`? \|", README, re.MULTILINE))
+    keys = {
+        f"{section}.{name}"
+        for section, field in config.Config.model_fields.items()
+        if section != "tenants"
+        for name in field.annotation.model_fields  # type: ignore[union-attr]
+    }
+    assert set(rows) == keys
+    sections: dict[str, list[str]] = {}
+    for key, default in rows.items():
+        section, name = key.split(".")
+        quoted = (
+            default if re.fullmatch(r"[0-9]+(\.[0-9]+)?|0o[0-7]+|true|false", default) else f'"{default}"'
+        )
+        if default != "none":
+            sections.setdefault(section, []).append(f"{name} = {quoted}")
+    text = "\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
+    assert config.parse(text) == config.Config()
+
+
+def test_the_table_of_tenants_has_every_key() -> None:
+    shown = set(re.findall(r"`tenants\.NAME\.([a-z_.]+)`", README))
+    own = set(config.Tenant.model_fields) - {"dram", "nvme", "hbm", "tokens"}
+    quotas = {f"{tier}.{name}" for tier in ("dram", "nvme", "hbm") for name in config.TierQuota.model_fields}
+    assert shown == own | quotas | {f"tokens.{name}" for name in config.Token.model_fields}
+    defaults = re.findall(r"^\| `tenants\.NAME\.(role|share|encrypt)` \| `(.+?)` \|", README, re.MULTILINE)
+    lines = [f'{key} = "{value}"' if key == "role" else f"{key} = {value}" for key, value in defaults]
+    assert len(lines) == 3
+    assert config.parse("\n".join(["[tenants.a]", *lines])).tenants["a"] == config.Tenant()
+
+
+def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
+    section = README.split("## Running for many tenants")[1].split("\n## ")[0]
+    [text] = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    assert list(config.parse(text).tenants) == ["chat", "batch"]
+    token = new_token(bytes(32))
+    text = re.sub(r"sha256:[0-9a-f]{64}", f"sha256:{hash_of(token).hex()}", text)
+    settings = tomllib.loads(text)
+    del settings["nvme"]["path"]  # a folder of the test's own instead
+    layout, keys = Layout("m", 4096), [b"a", b"b"]
+    with ServedDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as chat:
+        assert daemon.socket.stat().st_mode & 0o777 == 0o666
+        ns = chat.namespace(layout)
+        assert ns.put(keys, np.zeros((2, 4096), np.uint8)).stored == 2
+        assert ns.publish(["batch"])
+        assert [tenant["name"] for tenant in chat.status()["tenants"]] == ["chat"]
+        with Client(daemon.url, "wrong", strict=True) as nobody, pytest.raises(UnavailableError):
+            nobody.namespace(layout).lookup(keys)
+
+
+def test_the_lab_is_as_described(tmp_path: Path) -> None:
+    section = README.split("## Size a cache")[1].split("\n## ")[0]
+    lab = get_command(app).commands["lab"].commands  # type: ignore[attr-defined]
+    options = {o.opts[0]: o for name in ("replay", "size") for o in lab[name].params if o.opts[0][:2] == "--"}
+    rows = re.findall(r"^\| ((?:`--[a-z-]+`(?:, )?)+) \| (?:`(.+?)`)?", section, re.MULTILINE)
+    shown = {name: default for names, default in rows for name in re.findall(r"`(.+?)`", names)}
+    in_commands = " ".join(re.findall(r"^\| `size (.+) \|", section, re.MULTILINE))
+    assert {*shown, *re.findall(r"--[a-z-]+", in_commands)} == set(options)
+    for name, default in shown.items():
+        said = options[name].show_default if isinstance(options[name].show_default, str) else None
+        assert default in ("", said or str(options[name].default)), name
+    assert set(lab) == set(re.findall(r"^\| `([a-z]+) [A-Z-]", section, re.MULTILINE))
+    [command] = re.findall(r"```\nkvstore (.*?)\n```", section)
+    trace = chats(tmp_path / "trace", 50)
+    args = command.replace("mooncake_conversation_trace.jsonl.zst", str(trace)).split()
+    assert args[-2] == "--plot", "which the tests of plots cover"
+    ran = CliRunner().invoke(app, [*args[:-2], "--processes", "1"])
+    assert ran.exit_code == 0, ran.output
+    assert "5%+10%" in ran.output
+
+
+def test_the_places_that_architecture_names_are_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for place in re.findall(r"`((?:core|wire|tiers|daemon|client|lab)/[a-z_/.]*)`", text):
+        assert (ROOT / "kvstore" / place).exists(), place
+    for place in re.findall(r"`((?:tests|bench)/[a-z_/.]*)`", text):
+        assert (ROOT / place).exists(), place
+
+
+def test_what_proves_a_promise_is_there() -> None:
+    section = README.split("## What is promised")[1].split("\n## ")[0]
+    named = re.findall(r"`(tests/[a-z_/.]+?)(?:::([a-z_]+))?`", section)
+    assert len(named) > 10
+    for place, test in named:
+        assert (ROOT / place).exists(), place
+        if test:
+            assert f"def {test}(" in (ROOT / place).read_text(encoding="utf-8"), test

@@ -1,0 +1,477 @@
+"""What is built for others: wheel, image, manifest, manual pages, Debian package; installed and run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from kvstore import Client, Tier, config
+from kvstore.admin.app import make
+from kvstore.cli import app
+from kvstore.config import GIB, MIB
+from kvstore.daemon.doctor import operators
+from kvstore.errors import UnavailableError
+from tests.daemons import eventually, got, idle, names, new_layout, payloads, tier
+from tests.packaging.machine import Machine, can_be_made
+from tests.programs import need, need_debian_python
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("Makefile", "README.md", "connectors", "docs", "kvstore", "packaging", "pyproject.toml", "systemd")
+
+
+def run(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env, cwd=cwd)
+    assert ran.returncode == 0, f"{shlex.join(command)}: {ran.stdout}{ran.stderr}"
+    return ran.stdout + ran.stderr
+
+
+@contextmanager
+def running(*command: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that runs until the block ends, and then ends well."""
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield process
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def answers(url: str, pid_was: int = 0) -> dict[str, Any] | None:
+    """A daemon's status; None while there is none, or still the one from before."""
+    try:
+        with Client(url) as client:
+            status = client.status()
+    except UnavailableError:
+        return None
+    return status if status["pid"] != pid_was else None
+
+
+def copy_of_sources(folder: Path, what: tuple[str, ...] = SOURCES) -> Path:
+    for name in what:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    return folder
+
+
+# -- image
+
+
+class Recipe:
+    """As much of a Containerfile as ours uses."""
+
+    def __init__(self, text: str) -> None:
+        joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+        self.steps = [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.split("\n") if line]
+        second = [i for i, (word, _) in enumerate(self.steps) if word == "FROM"][1]
+        self.build, self.final = self.steps[:second], self.steps[second:]
+
+    def of(self, steps: list[tuple[str, str]], word: str) -> list[str]:
+        return [rest for name, rest in steps if name == word]
+
+
+RECIPE = Recipe((ROOT / "packaging" / "Containerfile").read_text())
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the image's root, in which the first stage has run as written, but for where that is."""
+    root = tmp_path_factory.mktemp("image")
+    for copied in RECIPE.of(RECIPE.build, "COPY"):
+        *sources, _ = copied.split()
+        copy_of_sources(root / "source", tuple(sources))
+    (root / "bin").mkdir()
+    (root / "bin" / "python").symlink_to(sys.executable)
+    [script] = RECIPE.of(RECIPE.build, "RUN")
+    script = re.sub(r"(?<=\s)/(opt|dist)\b", rf"{root}/\1", script)
+    env = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}"}
+    run("sh", "-ec", script, env=env, cwd=root / "source")
+    return root
+
+
+@pytest.fixture
+def clean(image: Path) -> dict[str, str]:
+    """An environment with nothing in it but a PATH."""
+    return {"PATH": f"{image}/opt/kvstore/bin:/usr/bin:/bin"}
+
+
+def site(folder: Path, **daemon: str) -> tuple[Path, str]:
+    """A configuration in a folder, and the URL of its daemon."""
+    file = folder / "kvstore.toml"
+    file.write_text(
+        f'[daemon]\nsocket = "{folder}/kvstore.sock"\n[dram]\nlimit = "16MiB"\n'
+        f'[nvme]\npath = "{folder}/nvme"\nlimit = "64MiB"\n[admin]\nsocket = "{folder}/admin.sock"\n'
+    )
+    return file, f"unix://{folder}/kvstore.sock"
+
+
+@pytest.mark.long
+def test_the_wheel_serves_from_a_clean_environment(
+    image: Path, clean: dict[str, str], tmp_path: Path
+) -> None:
+    file, url = site(tmp_path)
+    [entry], [given] = RECIPE.of(RECIPE.final, "ENTRYPOINT"), RECIPE.of(RECIPE.final, "CMD")
+    serve = [*yaml.safe_load(entry), *yaml.safe_load(given)]
+    assert serve == ["kvstore", "serve", "-c", "/etc/kvstore/kvstore.toml"]
+    kvstore = str(image / "opt/kvstore/bin/kvstore")
+    with running(kvstore, *serve[1:-1], str(file), env=clean):
+        eventually(lambda: answers(url), 30)
+        assert '"pid"' in run(kvstore, "status", "--socket", url, "--json", env=clean)
+        with running(kvstore, "admin", "-c", str(file), env=clean):
+            for probe in ("readinessProbe", "livenessProbe"):
+                command = [
+                    part.replace("/run/operators", str(tmp_path))
+                    for part in container("admin")[probe]["exec"]["command"]
+                ]
+                eventually(lambda command=command: subprocess.run(command, check=False).returncode == 0, 30)
+    python = str(image / "opt/kvstore/bin/python")
+    for absent in ("pytest", "matplotlib", "ruff", "pip"):
+        assert subprocess.run([python, "-c", f"import {absent}"], check=False, stderr=-3).returncode == 1, (
+            absent
+        )
+
+
+def test_the_image_runs_as_nobody_else_and_copies_what_is_there() -> None:
+    assert RECIPE.of(RECIPE.final, "USER") == ["10001:10001"]
+    assert "useradd --uid 10001 --gid 10001" in " ".join(RECIPE.of(RECIPE.final, "RUN"))
+    for copied in RECIPE.of(RECIPE.build, "COPY") + RECIPE.of(RECIPE.final, "COPY"):
+        *sources, _ = [part for part in copied.split() if not part.startswith("--from")]
+        for source in sources:
+            assert source == "/opt/kvstore" or (ROOT / source).exists(), source
+    # Both stages have the same interpreter, or the environment would not run in the second.
+    assert len({image.split()[0] for image in RECIPE.of(RECIPE.steps, "FROM")}) == 1
+    assert RECIPE.of(RECIPE.final, "ENV")[0].startswith("PATH=/opt/kvstore/bin:")
+
+
+@pytest.mark.long
+def test_pipx_installs_the_wheel(image: Path, tmp_path: Path) -> None:
+    [wheel] = (image / "dist").glob("kvstore-*.whl")
+    run(sys.executable, "-m", "venv", str(tmp_path / "pipx"))
+    python = str(tmp_path / "pipx/bin/python")
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "pipx")
+    homes = {"PIPX_HOME": str(tmp_path / "home"), "PIPX_BIN_DIR": str(tmp_path / "bin")}
+    run(python, "-m", "pipx", "install", str(wheel), env={**os.environ, **homes})
+    printed = run(str(tmp_path / "bin/kvstore"), "config", "example", env={"PATH": "/usr/bin:/bin"})
+    assert printed == config.example()
+
+
+# -- manifest
+
+MANIFEST = {
+    document["kind"]: document
+    for document in yaml.safe_load_all((ROOT / "packaging" / "kubernetes.yaml").read_text())
+}
+POD = MANIFEST["DaemonSet"]["spec"]["template"]["spec"]
+
+
+def container(name: str) -> dict[str, Any]:
+    [found] = [c for c in POD["containers"] + POD["initContainers"] if c["name"] == name]
+    return dict(found)
+
+
+def in_cluster() -> config.Config:
+    [(name, text)] = MANIFEST["ConfigMap"]["data"].items()
+    assert name == "kvstore.toml"
+    return config.parse(text)
+
+
+def quantity(text: str) -> int:
+    units = {"Gi": GIB, "Mi": MIB}
+    return int(text[:-2]) * units[text[-2:]]
+
+
+def test_sockets_and_folders_of_the_configuration_are_mounted_from_the_host() -> None:
+    loaded = in_cluster()
+    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+    for name in ("daemon", "admin"):
+        mounts = {m["mountPath"]: m for m in container(name)["volumeMounts"]}
+        assert volumes[mounts["/etc/kvstore"]["name"]]["configMap"]["name"] == "kvstore"
+        # Where an engine's pod may be root, nobody is to be an operator.
+        for path in (loaded.daemon.for_operators, loaded.admin.socket):
+            assert "emptyDir" in volumes[mounts[str(path.parent)]["name"]]
+        assert container(name)["env"] == [
+            {"name": "KVSTORE_SOCKET", "value": f"unix://{loaded.daemon.for_operators}"}
+        ]
+        # Supervisor and libraries write there, and nothing else of the root can be written.
+        assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
+    assert loaded.nvme.path
+    served = {m["mountPath"]: m["name"] for m in container("daemon")["volumeMounts"]}
+    assert volumes[served[str(loaded.daemon.socket.parent)]]["hostPath"]["path"] == "/run/kvstore"
+    assert {line.level for line in operators(loaded)} == {"ok"}
+    mounted = {Path(m["mountPath"]) for m in container("daemon")["volumeMounts"]}
+    assert loaded.nvme.path.parent in mounted
+    owned = {Path(word) for word in container("folders")["command"] if word.startswith("/")}
+    assert owned == {loaded.daemon.socket.parent, loaded.nvme.path.parent}
+    assert owned == {Path(m["mountPath"]) for m in container("folders")["volumeMounts"]}
+
+
+def test_memory_and_time_are_enough() -> None:
+    loaded = in_cluster()
+    limit = quantity(container("daemon")["resources"]["limits"]["memory"])
+    assert quantity(container("daemon")["resources"]["requests"]["memory"]) == limit
+    blocks = (loaded.dram.limit + loaded.nvme.limit) // (64 << 10)
+    assert limit >= loaded.dram.limit + 200 * blocks + GIB
+    assert POD["terminationGracePeriodSeconds"] >= loaded.daemon.stop_timeout + 5
+
+
+def test_versions_with_known_holes_are_below_what_is_required() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = {name: floor for name, _, floor in (entry.partition(">=") for entry in project["dependencies"])}
+    for name, floor in {"h11": (0, 16), "starlette": (0, 49, 1)}.items():
+        assert tuple(map(int, floors[name].split("."))) >= floor, name
+
+
+def test_probes_ask_for_paths_that_there_are() -> None:
+    paths = set(make(in_cluster(), "unix:///run/kvstore/kvstore.sock").openapi()["paths"])
+    for probe, path in {"readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
+        command = container("admin")[probe]["exec"]["command"]
+        assert command[-1] == f"http://localhost{path}"
+        assert path in paths
+        assert command[command.index("--unix-socket") + 1] == str(in_cluster().admin.socket)
+    assert "curl" in " ".join(RECIPE.of(RECIPE.final, "RUN"))
+
+
+def test_containers_run_commands_that_there_are_and_are_locked_down() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for name in ("daemon", "admin"):
+        command, *options = container(name)["args"]
+        known = {name for param in commands[command].params for name in param.opts}
+        assert {option for option in options if option.startswith("-")} <= known
+        assert options[-1] == "/etc/kvstore/kvstore.toml"
+    user = POD["securityContext"]["runAsUser"]
+    assert RECIPE.of(RECIPE.final, "USER") == [f"{user}:{POD['securityContext']['runAsGroup']}"]
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert POD["securityContext"]["runAsNonRoot"]
+    for each in POD["containers"] + POD["initContainers"]:
+        context = each["securityContext"]
+        assert context["readOnlyRootFilesystem"]
+        assert not context["allowPrivilegeEscalation"]
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert context["capabilities"].get("add", []) == (["CHOWN"] if each["name"] == "folders" else [])
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    images = {each["image"] for each in POD["containers"] + POD["initContainers"]}
+    assert images == {f"kvstore:{version[1]}"}
+
+
+def test_the_pod_of_an_engine_reaches_the_socket() -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text(), re.DOTALL)
+    spec = yaml.safe_load(text)["spec"]
+    [engine], [volume] = spec["containers"], spec["volumes"]
+    [mount], [variable] = engine["volumeMounts"], engine["env"]
+    assert mount["name"] == volume["name"]
+    assert mount["readOnly"], "a pod's root could put another socket there"
+    assert volume["hostPath"]["path"] == "/run/kvstore"
+    assert variable == {"name": "KVSTORE_SOCKET", "value": f"unix://{in_cluster().daemon.socket}"}
+    assert spec["securityContext"]["supplementalGroups"] == [POD["securityContext"]["runAsGroup"]]
+    assert in_cluster().daemon.socket_mode & 0o060 == 0o060
+
+
+# -- manual pages
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Each page as it is read, and that nothing in it makes groff complain."""
+    need("groff")
+    folder = tmp_path_factory.mktemp("man")
+    run(sys.executable, str(ROOT / "packaging/man.py"), str(folder))
+    shown = {}
+    for page in folder.rglob("kvstore*"):
+        command = ["groff", "-man", "-ww", "-Tutf8", "-Kutf8", "-P-cbou", "-rLL=200n", str(page)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (ran.returncode, ran.stderr) == (0, ""), page.name
+        shown[page.name] = ran.stdout
+    return shown
+
+
+def leaves(command: Any, path: str = "kvstore") -> Iterator[tuple[str, Any]]:
+    for name, each in getattr(command, "commands", {}).items():
+        yield from leaves(each, f"{path} {name}")
+    if not getattr(command, "commands", {}):
+        yield path, command
+
+
+def test_the_manual_has_every_command_with_every_option(pages: dict[str, str]) -> None:
+    found = dict(re.findall(r"^   (kvstore [a-z -]+)\n(.*?)(?=^   \S|^\S)", pages["kvstore.1"], re.M | re.S))
+    expected = dict(leaves(get_command(app)))
+    assert set(found) == set(expected)
+    for path, command in expected.items():
+        for param in command.params:
+            if param.param_type_name == "option" and param.name != "help":
+                for name in param.opts:
+                    assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", found[path]), (path, name)
+
+
+def test_the_manual_has_the_whole_configuration(pages: dict[str, str]) -> None:
+    page = pages["kvstore.toml.5"]
+    lines = [line.strip() for line in page.splitlines()]
+    for line in config.example().splitlines():
+        assert line.strip() in lines
+    for section in config.Config.model_fields:
+        assert re.search(rf"^ +\[{section}(\.NAME)?\]", page, re.MULTILINE), section
+
+
+# -- Debian package
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The package, and the same as the next version of itself."""
+    need("dpkg-deb")
+    need_debian_python()
+    folder = tmp_path_factory.mktemp("deb")
+    source = copy_of_sources(folder / "source-of-it")
+    traces = folder / "made-in-here"
+    traces.mkdir()
+    run("make", "deb", env={**os.environ, "TMPDIR": str(traces)}, cwd=source)
+    assert not list(traces.iterdir())
+    [built] = (source / "dist").glob("kvstore_*.deb")
+    tree = folder / "tree"
+    run("dpkg-deb", "--raw-extract", str(built), str(tree))
+    for file in (tree / "DEBIAN/control", *tree.glob("usr/lib/kvstore/lib/*/*/kvstore-*.dist-info/METADATA")):
+        file.write_text(re.sub(r"^Version: .*$", "Version: 99.0", file.read_text(), flags=re.MULTILINE))
+    command = ["dpkg-deb", "--root-owner-group", "-Zzstd", "-z1", "--build", str(tree)]
+    run(*command, str(folder / "next.deb"))
+    return built, folder / "next.deb"
+
+
+@pytest.mark.long
+def test_the_package_names_nothing_of_where_it_was_made(packages: tuple[Path, Path]) -> None:
+    tree = packages[1].parent / "tree"
+    for file in tree.rglob("*"):
+        if file.is_symlink():
+            assert "made-in-here" not in os.readlink(file), file
+        elif file.is_file():
+            data = file.read_bytes()
+            assert b"made-in-here" not in data, file
+            assert b"source-of-it" not in data, file
+    assert "home = /usr/bin\n" in (tree / "usr/lib/kvstore/pyvenv.cfg").read_text()
+
+
+@pytest.mark.long
+def test_the_package_has_completion_for_shells(packages: tuple[Path, Path]) -> None:
+    share = packages[1].parent / "tree" / "usr/share"
+    script = f"source {share}/bash-completion/completions/kvstore; complete -p kvstore"
+    assert "_kvstore_completion kvstore" in run("bash", "-c", script)
+    assert (share / "zsh/vendor-completions/_kvstore").read_text().lstrip().startswith("#compdef kvstore")
+    assert "--command kvstore" in (share / "fish/vendor_completions.d/kvstore.fish").read_text()
+
+
+@pytest.mark.long
+def test_the_package_depends_on_what_it_links(packages: tuple[Path, Path]) -> None:
+    [depends] = re.findall(r"^ Depends: (.*)$", run("dpkg-deb", "--info", str(packages[0])), re.MULTILINE)
+    named = {part.split()[0] for part in re.split(r"[,|]", depends)}
+    tree = packages[1].parent / "tree"
+    linked = run("ldd", *map(str, tree.glob("usr/lib/kvstore/lib/**/*.so")))
+    assert "not found" not in linked
+    libraries = set(re.findall(r"^\t\S+ => (/\S+)", linked, re.MULTILINE))
+    system = sorted(path for path in libraries if not path.startswith(str(tree)))
+    assert any("libc.so" in path for path in system)
+    merged = [path if path.startswith("/usr") else f"/usr{path}" for path in system]
+    for path, other in zip(system, merged, strict=True):
+        owner = subprocess.run(
+            ["dpkg", "-S", path, other], capture_output=True, text=True, check=False
+        ).stdout
+        assert {line.split(":")[0] for line in owner.splitlines()} & named, path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Callable[[Path], Machine]]:
+    """Makes a machine on which a package is installed."""
+    if why := can_be_made():
+        pytest.skip(why)
+    made = Machine(tmp_path / "machine")
+
+    def install(package: Path) -> Machine:
+        shutil.copy(package, made.path("/kvstore.deb"))
+        made.run("dpkg", "--install", "/kvstore.deb")
+        return made
+
+    try:
+        yield install
+    finally:
+        made.close()
+
+
+@pytest.mark.long
+def test_an_upgrade_keeps_the_cache_and_only_a_purge_takes_it(
+    machine: Callable[[Path], Machine], packages: tuple[Path, Path]
+) -> None:
+    there = machine(packages[0])
+    assert there.asked_of_systemd() == ["daemon-reload", *there_restarts()]
+    assert re.match(r"kvstore:x:\d+:\d+:", there.run("getent", "passwd", "kvstore"))
+    assert there.run("stat", "--format=%U %a", "/var/lib/kvstore") == "kvstore 700\n"
+    for unit in ("kvstore.service", "kvstore.socket", "kvstore-admin.service", "kvstore@.service"):
+        assert there.run("systemd-analyze", "--no-pager", "verify", f"/usr/lib/systemd/system/{unit}") == ""
+    assert there.run("kvstore", "config", "check", "/etc/kvstore/kvstore.toml")
+    mine = (
+        '[dram]\nlimit = "16MiB"\n[nvme]\npath = "/var/lib/kvstore"\nlimit = "64MiB"\n'
+        '[policy]\neviction = "lru"\n[scrub]\nrate = 0\n'
+    )
+    there.path("/etc/kvstore/kvstore.toml").write_text(mine)
+    url = f"unix://{there.path('/run/kvstore/kvstore.sock')}"
+    there.run("install", "-d", "-o", "kvstore", "/run/kvstore")
+    as_user = ["setpriv", "--reuid=kvstore", "--regid=kvstore", "--init-groups"]
+    supervise = there.command(*as_user, "kvstore", "supervise", "-c", "/etc/kvstore/kvstore.toml")
+    layout, keys = new_layout(), names(40)
+
+    with running(*supervise) as supervisor:
+        before = eventually(lambda: answers(url), 30)
+        there.path("/supervisor.pid").write_text(str(supervisor.pid))
+        with Client(url) as client:
+            assert client.namespace(layout).put(keys, payloads(keys)).stored == 40
+            eventually(lambda: tier(s := client.status(), "nvme")["blocks"] == 40 and idle(s))
+        machine(packages[1])
+        assert there.asked_of_systemd() == ["daemon-reload", *there_restarts()]
+        assert there.path("/etc/kvstore/kvstore.toml").read_text() == mine
+        after = eventually(lambda: answers(url, before["pid"]), 30)
+        assert (before["version"], after["version"]) == (
+            packages[0].name.split("_")[1], "99.0"
+        )  # fmt: skip
+        assert (tier(after, "dram")["blocks"], tier(after, "nvme")["blocks"]) == (40, 40)
+        with Client(url) as client:
+            ns = client.namespace(layout)
+            with ns.acquire(keys) as lease:
+                assert set(lease.tiers) == {Tier.DRAM}
+            assert got(ns, keys) == 40
+
+    with running(*supervise):
+        status = eventually(lambda: answers(url), 30)
+        assert (tier(status, "dram")["blocks"], tier(status, "nvme")["blocks"]) == (0, 40)
+        with Client(url) as client:
+            assert got(client.namespace(layout), keys) == 40
+
+    there.run("dpkg", "--remove", "kvstore")
+    assert "disable --now kvstore-admin.service kvstore.service kvstore.socket" in there.asked_of_systemd()
+    assert not there.path("/usr/lib/kvstore").exists()
+    assert there.path("/etc/kvstore/kvstore.toml").read_text() == mine
+    assert len(list(there.path("/var/lib/kvstore/slabs").iterdir())) == 8
+    there.run("dpkg", "--purge", "kvstore")
+    assert not there.path("/var/lib/kvstore").exists()
+    assert not there.path("/etc/kvstore").exists()
+
+
+def there_restarts() -> list[str]:
+    units = "kvstore.service kvstore@*.service kvstore-admin.service kvstore-admin@*.service"
+    return [f"try-restart {units}"]

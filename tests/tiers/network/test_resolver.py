@@ -1,0 +1,49 @@
+"""Names are looked up on threads of their own: whoever is known already is never waited for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvstore.tiers.network import resolver as dial
+from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver
+from tests.tiers.network.contract import ends
+
+HERE = Address("a-host", 6379)
+
+
+def test_a_resolver_that_hangs_holds_up_only_who_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> list[Any]:
+        released.wait(20)
+        return []
+
+    def knows(*_: Any, **__: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 6379))]
+
+    monkeypatch.setattr(dial, "KEPT_S", 0.0)
+    monkeypatch.setattr(socket, "getaddrinfo", knows)
+    resolver = Resolver()
+    expected = [(socket.AF_INET, ("127.0.0.1", 6379))]
+    assert resolver.places(HERE, ends()) == expected
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    began = time.monotonic()
+    assert resolver.places(HERE, ends()) == resolver.places(HERE, ends()) == expected
+    assert time.monotonic() - began < 5
+    with pytest.raises(NoAnswer, match="another takes too long"):
+        resolver.places(Address("another", 1), ends(0.1))
+    released.set()
+
+
+def test_who_is_unknown_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> list[Any]:
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(OSError, match=r"looking up a-host.*no such name"):
+        Resolver().places(HERE, ends())

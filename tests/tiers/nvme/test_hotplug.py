@@ -1,0 +1,76 @@
+"""Folders of devices that come while the daemon runs: what an earlier life left in them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import Config, parse
+from kvstore.daemon.operator.devices import open_new
+from kvstore.errors import TierError
+from kvstore.tiers.nvme.journal import Namespace
+from kvstore.tiers.nvme.posix_engine import PosixEngine
+from kvstore.tiers.nvme.tier import NvmeTier
+
+MIB = 1 << 20
+EXTENT, EXTENTS = 2 * MIB, 3
+
+
+def config(folder: Path) -> Config:
+    return parse(
+        f'nvme.path = "{folder / "first"}"\n'
+        f'[nvme.devices.nvme1]\npath = "{folder / "second"}"\nlimit = "{EXTENT * EXTENTS // MIB}MiB"\n'
+    )
+
+
+def opened(folder: Path) -> NvmeTier:
+    """The second device, as an earlier daemon had it."""
+    device = NvmeTier.open(folder / "second", EXTENT * EXTENTS, EXTENT, PosixEngine(1))
+    device.load()
+    return device
+
+
+def all_of(device: NvmeTier, extents: int) -> list[int]:
+    """Has extents made; their numbers."""
+    made: list[int] = []
+    ended = threading.Event()
+    device.grow(extents, made.append, lambda error: ended.set())
+    assert ended.wait(10)
+    return made
+
+
+def test_slabs_that_nobody_had_do_not_count_twice(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    before.allocate(lambda extent: None, lambda error: None)
+    before.close()
+    device = open_new(config(tmp_path), ["nvme1"], None)["nvme1"]
+    assert all_of(device, EXTENTS) == [0, 1, 2]
+    slabs = list((tmp_path / "second" / "slabs").iterdir())
+    assert sum(slab.stat().st_size for slab in slabs) == EXTENT * EXTENTS
+    device.close()
+
+
+def test_nobody_reads_a_namespace_because_it_was_published_to_him_once(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    before.put_namespace(3, Namespace("one", {"block_bytes": 100}, bytes(16), readers=("two",)))
+    before.close()
+    device = open_new(config(tmp_path), ["nvme1"], None)["nvme1"]
+    device.put_namespace(4, Namespace("one", {"block_bytes": 100}, bytes(16)))
+    device.close()
+    after = opened(tmp_path)
+    assert list(after.load().namespaces) == [4]
+    after.close()
+
+
+def test_what_holds_blocks_is_not_taken(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    before.allocate(lambda extent: None, lambda error: None)
+    before.format(0, 4096)
+    before.close()
+    with pytest.raises(TierError, match="holds a cache already"):
+        open_new(config(tmp_path), ["nvme1"], None)
+    before = opened(tmp_path)
+    assert before.load().formats == {0: 4096}
+    before.close()

@@ -1,0 +1,618 @@
+"""The journal: what it keeps, in which order it writes, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.errors import MisuseError, TierError
+from kvstore.tiers.nvme import journal as journal_module
+from kvstore.tiers.nvme.journal import Blocks, Journal, Namespace, RecordBatch
+from kvstore.tiers.nvme.store import RecordStore
+from tests.tiers.nvme.disks import KINDS, small_disk
+
+WAIT_S = 30.0
+MIB = 1 << 20
+NOTHING_TO_SYNC = int  # any callable without arguments that succeeds
+
+
+def batch(
+    *keys: bytes, ns: int = 1, version: int = 1, stored_at: float = 0.0, parent: bytes = b""
+) -> RecordBatch:
+    n = len(keys)
+    return RecordBatch(
+        ns=[ns] * n,
+        keys=list(keys),
+        parents=[parent] * n,
+        extent=[3] * n,
+        index=list(range(n)),
+        version=[version] * n,
+        length=[65536] * n,
+        checksum=[(1 << 64) - 1 - version] * n,
+        stored_at=[stored_at] * n,
+    )
+
+
+def keys_of(blocks: Blocks) -> list[bytes]:
+    return [key[:n].tobytes() for key, n in zip(blocks.keys, blocks.key_bytes, strict=True)]
+
+
+def stored(journal: Journal) -> set[bytes]:
+    return set(keys_of(journal.load().blocks))
+
+
+class Answers:
+    """Completion callbacks that remember what they were told, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Exception | None] = {}
+        self._changed = threading.Condition()
+
+    def named(self, name: str) -> Any:
+        def done(error: Exception | None) -> None:
+            with self._changed:
+                assert name not in self.told, "told twice"
+                self.told[name] = error
+                self._changed.notify_all()
+
+        return done
+
+    def wait(self, *names: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(name in self.told for name in names), WAIT_S), self.told
+
+
+class Gate:
+    """A sync that holds the writer until opened, so that what is given meanwhile becomes one group."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+        journal.put(batch(b"gate"), self._sync, lambda _: None)
+        assert self._reached.wait(WAIT_S)
+
+    def _sync(self) -> None:
+        self._reached.set()
+        assert self._open.wait(WAIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    made = Journal.open(tmp_path / "tier", MIB)
+    yield made
+    made.close()
+
+
+def sign(folder: Path, number: int, extents: dict[int, bytes] | None = None) -> None:
+    """Makes it a folder of another format, with such values in its table of extents."""
+    with lmdb.open(str(folder / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+        txn.put(b"format", number.to_bytes(8, "little"), db=env.open_db(b"meta", txn))
+        for extent, value in (extents or {}).items():
+            txn.put(extent.to_bytes(4, "big"), value, db=env.open_db(b"extents", txn))
+
+
+def signed(folder: Path) -> int:
+    with lmdb.open(str(folder / "records"), max_dbs=4, readonly=True) as env, env.begin() as txn:
+        return int.from_bytes(txn.get(b"format", db=env.open_db(b"meta", txn, create=False)), "little")
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+class TestKeeping:
+    def test_a_new_one_is_empty(self, journal: Journal) -> None:
+        loaded = journal.load()
+        assert (loaded.namespaces, loaded.extents, len(loaded.blocks)) == ({}, {}, 0)
+        assert loaded.blocks.keys.shape == (0, 64)
+
+    def test_everything_survives_a_reopen(self, tmp_path: Path, answers: Answers) -> None:
+        namespace = Namespace("tenant", {"model": "m", "block_bytes": 65536}, bytes(range(16)))
+        keys = [b"k", b"x" * 64, b"middle", bytes(8)]
+        parents = [b"", b"p" * 64, b"k", b"\0"]
+        records = RecordBatch(
+            ns=[7, 7, 1 << 31, 7],
+            keys=keys,
+            parents=parents,
+            extent=[0, 1, 2, (1 << 32) - 1],
+            index=[9, 8, 7, (1 << 32) - 1],
+            version=[1, 2, 3, (1 << 64) - 1],
+            length=[4096, 1, 2, (1 << 32) - 1],
+            checksum=[5, 6, 7, (1 << 64) - 1],
+            stored_at=[4.5, 1.25, 3.0, 2.0],
+        )
+        first = Journal.open(tmp_path, MIB)
+        first.put_namespace(7, namespace)
+        first.put_extent(0, 65536, "default")
+        first.put_extent(1, 1 << 33, "default")
+        first.put_extent(5, 1, "default")
+        first.delete_extent(5)
+        first.put(records, NOTHING_TO_SYNC, answers.named("put"))
+        first.close()
+        assert answers.told == {"put": None}
+
+        again = Journal.open(tmp_path, 2 * MIB)
+        assert again.extent_bytes == MIB
+        loaded = again.load()
+        again.close()
+        assert loaded.namespaces == {7: namespace}
+        assert loaded.extents == {0: 65536, 1: 1 << 33}
+        blocks, order = loaded.blocks, [1, 3, 2, 0]
+        assert keys_of(blocks) == [keys[i] for i in order]
+        assert [p[:n].tobytes() for p, n in zip(blocks.parents, blocks.parent_bytes, strict=True)] == [
+            parents[i] for i in order
+        ]
+        assert not blocks.keys[3, 1:].any()
+        for name in ("ns", "extent", "index", "version", "length", "checksum", "stored_at"):
+            column = getattr(blocks, name)
+            assert column.tolist() == [getattr(records, name)[i] for i in order], name
+            assert column.dtype.isnative
+            assert column.flags.c_contiguous
+
+    def test_blocks_of_one_age_come_by_version(self, journal: Journal) -> None:
+        for version in (3, 1, 2):
+            journal.put(batch(b"%d" % version, version=version), NOTHING_TO_SYNC, lambda _: None)
+        journal.drain()
+        assert keys_of(journal.load().blocks) == [b"1", b"2", b"3"]
+
+    def test_many_blocks_of_several_shapes(self, journal: Journal) -> None:
+        n = 70_000
+        rng = np.random.default_rng(1)
+        keys = [rng.bytes(32 if i % 3 else 20) for i in range(n)]
+        parents = [b"" if i % 5 == 0 else keys[i - 1] for i in range(n)]
+        zeros = [0] * n
+        numbers = list(range(n))
+        records = RecordBatch(
+            [2] * n, keys, parents, zeros, numbers, numbers, zeros, numbers, [float(-i) for i in numbers]
+        )
+        journal.put(records, NOTHING_TO_SYNC, lambda _: None)
+        journal.drain()
+        blocks = journal.load().blocks
+        assert blocks.index.tolist() == numbers[::-1]
+        assert keys_of(blocks) == keys[::-1]
+        assert [p[:m].tobytes() for p, m in zip(blocks.parents, blocks.parent_bytes, strict=True)] == parents[
+            ::-1
+        ]
+
+    def test_a_later_record_of_a_key_replaces(self, journal: Journal) -> None:
+        for version in (1, 2):
+            journal.put(batch(b"a", version=version), NOTHING_TO_SYNC, lambda _: None)
+            journal.drain()
+        assert journal.load().blocks.version.tolist() == [2]
+
+    def test_the_same_key_in_two_namespaces_is_two_blocks(self, journal: Journal) -> None:
+        for ns in (1, 2):
+            journal.put(batch(b"a", ns=ns), NOTHING_TO_SYNC, lambda _: None)
+        journal.delete(1, [b"a", b"unknown"])
+        journal.drain()
+        assert journal.load().blocks.ns.tolist() == [2]
+
+    def test_the_map_grows(self, tmp_path: Path) -> None:
+        for turn in range(2):
+            small = Journal.open(tmp_path, MIB, map_bytes=128 << 10)
+            keys = [b"%d %d" % (turn, i) for i in range(4000)]
+            small.put(batch(*keys), NOTHING_TO_SYNC, lambda _: None)
+            small.drain()
+            assert len(stored(small)) == 4000 * (turn + 1)
+            small.close()
+        assert (tmp_path / "records" / "data.mdb").stat().st_size > 2 * (128 << 10)
+
+    def test_commits_are_synchronous(self, tmp_path: Path) -> None:
+        """Without, LMDB neither orders its own writes nor obeys a plain `env.sync()`."""
+        store = RecordStore(tmp_path, MIB, MIB)
+        flags = store._env.flags()
+        assert (flags["sync"], flags["metasync"], flags["writemap"]) == (True, True, False)
+        store.close()
+
+
+class TestOrder:
+    def test_data_first_then_the_record_then_the_answer(self, journal: Journal, answers: Answers) -> None:
+        seen: list[set[bytes]] = []
+
+        def done(error: Exception | None) -> None:
+            seen.append(stored(journal))
+            answers.named("put")(error)
+
+        journal.put(batch(b"a"), lambda: seen.append(stored(journal)), done)
+        answers.wait("put")
+        assert seen == [set(), {b"a"}]
+
+    def test_a_sync_that_fails_leaves_no_record(self, journal: Journal, answers: Answers) -> None:
+        def fail() -> None:
+            raise TierError("cannot sync")
+
+        gate = Gate(journal)
+        journal.put(batch(b"a", b"b"), fail, answers.named("failed"))
+        journal.put(batch(b"c"), NOTHING_TO_SYNC, answers.named("good"))
+        journal.put(batch(b"d"), fail, answers.named("failed too"))
+        gate.open()
+        journal.drain()
+        assert str(answers.told["failed"]) == str(answers.told["failed too"]) == "cannot sync"
+        assert answers.told["good"] is None
+        assert stored(journal) == {b"gate", b"c"}
+
+    def test_a_group_calls_each_sync_once_and_answers_in_order(
+        self, journal: Journal, answers: Answers
+    ) -> None:
+        calls: list[str] = []
+        one, two = lambda: calls.append("one"), lambda: calls.append("two")
+        gate = Gate(journal)
+        for i, sync in enumerate((one, two, one, one, two)):
+            journal.put(batch(b"%d" % i), sync, answers.named(str(i)))
+        gate.open()
+        journal.drain()
+        assert calls == ["one", "two"]
+        assert list(answers.told) == ["0", "1", "2", "3", "4"]
+
+    @pytest.mark.parametrize("grouped", [True, False])
+    def test_the_last_word_on_a_key_counts(self, journal: Journal, grouped: bool) -> None:
+        gate = Gate(journal)
+        step = (lambda: None) if grouped else journal.drain
+        if not grouped:
+            gate.open()
+        journal.put(batch(b"deleted", b"twice", b"back"), NOTHING_TO_SYNC, lambda _: None)
+        step()
+        journal.delete(1, [b"deleted", b"twice", b"back"])
+        step()
+        journal.put(batch(b"back", version=2), NOTHING_TO_SYNC, lambda _: None)
+        journal.delete(1, [b"twice"])
+        gate.open()
+        journal.drain()
+        assert stored(journal) == {b"gate", b"back"}
+        assert sorted(journal.load().blocks.version.tolist()) == [1, 2]
+
+    def test_large_groups_are_cut(
+        self, journal: Journal, answers: Answers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(journal_module, "GROUP_RECORDS", 4)
+        calls: list[int] = []
+        sync = lambda: calls.append(1)  # noqa: E731
+        gate = Gate(journal)
+        for i in range(12):
+            journal.put(batch(b"%d" % i), sync, answers.named(str(i)))
+        gate.open()
+        journal.drain()
+        assert len(calls) == 3
+        assert len(answers.told) == 12
+
+
+class TestFailing:
+    def test_a_commit_that_fails_loses_its_puts_and_owes_its_deletions(
+        self, journal: Journal, answers: Answers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        journal.put(batch(b"old", b"older"), NOTHING_TO_SYNC, lambda _: None)
+        journal.drain()
+
+        def fail(*_: Any) -> None:
+            raise lmdb.DiskError("No space left on device")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(RecordStore, "commit", fail)
+            gate = Gate(journal)
+            journal.put(batch(b"new"), NOTHING_TO_SYNC, answers.named("new"))
+            journal.delete(1, [b"old"])
+            journal.put_extent(4, 4096, "default")
+            gate.open()
+            with pytest.raises(TierError, match=r"cannot write records in .*/tier: .*No space left"):
+                journal.drain()
+            assert isinstance(answers.told["new"], TierError)
+        assert stored(journal) == {b"old", b"older"}
+        journal.put(batch(b"newer"), NOTHING_TO_SYNC, answers.named("newer"))
+        journal.drain()
+        assert answers.told["newer"] is None
+        assert stored(journal) == {b"older", b"newer"}
+        assert journal.load().extents == {4: 4096}
+
+    def test_deletions_owed_at_the_end_are_reported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise lmdb.DiskError("no")
+
+        journal = Journal.open(tmp_path, MIB)
+        monkeypatch.setattr(RecordStore, "commit", fail)
+        journal.delete(1, [b"a"])
+        with caplog.at_level(logging.ERROR):
+            journal.close()
+        assert "deletions were not written" in caplog.text
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_full_disk_refuses_and_keeps_what_was_committed(
+        self, tmp_path: Path, answers: Answers, kind: str
+    ) -> None:
+        kept: set[bytes] = set()
+        with small_disk(kind, tmp_path / "disk", MIB):
+            journal = Journal.open(tmp_path / "disk", MIB)
+            for i in range(200):
+                keys = [b"%d %d" % (i, k) for k in range(100)]
+                journal.put(batch(*keys), NOTHING_TO_SYNC, answers.named(str(i)))
+                answers.wait(str(i))
+                if answers.told[str(i)] is not None:
+                    break
+                kept.update(keys)
+            assert "is there room on the disk?" in str(answers.told[str(i)])
+            assert len(kept) > 1000
+            assert stored(journal) == kept
+            journal.close()
+            again = Journal.open(tmp_path / "disk", MIB)
+            assert stored(again) == kept
+            again.close()
+
+    def test_records_that_cannot_be_packed_fail_alone(self, journal: Journal, answers: Answers) -> None:
+        short = batch(b"a", b"b")
+        object.__setattr__(short, "version", [1])
+        huge = batch(b"c")
+        object.__setattr__(huge, "extent", [1 << 32])
+        gate = Gate(journal)
+        bad = {
+            "short": short,
+            "huge": huge,
+            "empty key": batch(b""),
+            "long key": batch(b"x" * 65),
+            "long parent": batch(b"d", parent=b"x" * 65),
+        }
+        for name, records in bad.items():
+            journal.put(records, NOTHING_TO_SYNC, answers.named(name))
+        journal.put(batch(b"good"), NOTHING_TO_SYNC, answers.named("good"))
+        gate.open()
+        journal.drain()
+        assert answers.told.pop("good") is None
+        assert all(isinstance(error, MisuseError) for error in answers.told.values()), answers.told
+        assert stored(journal) == {b"gate", b"good"}
+
+    def test_too_much_waiting_is_refused(
+        self, journal: Journal, answers: Answers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(journal_module, "WAITING_RECORDS", 4)
+        gate = Gate(journal)
+        journal.put(batch(b"a", b"b", b"c"), NOTHING_TO_SYNC, answers.named("fits"))
+        journal.put(batch(b"d", b"e"), NOTHING_TO_SYNC, answers.named("over"))
+        journal.put(batch(b"f"), NOTHING_TO_SYNC, answers.named("still fits"))
+        journal.delete(1, [b"a"])
+        gate.open()
+        journal.drain()
+        assert (answers.told["fits"], answers.told["still fits"]) == (None, None)
+        assert "3 records wait for" in str(answers.told["over"])
+        assert stored(journal) == {b"gate", b"b", b"c", b"f"}
+
+    def test_a_callback_that_raises_harms_nobody(
+        self, journal: Journal, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def broken(_: Exception | None) -> None:
+            raise ZeroDivisionError("in the callback")
+
+        with caplog.at_level(logging.CRITICAL + 1):
+            journal.put(batch(b"a"), NOTHING_TO_SYNC, broken)
+            journal.drain()
+        assert stored(journal) == {b"a"}
+
+    def test_after_close(self, journal: Journal) -> None:
+        journal.close()
+        with pytest.raises(TierError, match="closed"):
+            journal.put(batch(b"a"), NOTHING_TO_SYNC, lambda _: None)
+        with pytest.raises(TierError, match="closed"):
+            journal.delete(1, [b"a"])
+        journal.close()
+
+
+class TestOpening:
+    def test_a_folder_has_one_daemon(self, journal: Journal, tmp_path: Path) -> None:
+        words = f"folder {tmp_path}/tier is in use by pid {os.getpid()} .*another folder"
+        with pytest.raises(TierError, match=words):
+            Journal.open(tmp_path / "tier", MIB)
+        journal.close()
+        Journal.open(tmp_path / "tier", MIB).close()
+
+    @pytest.mark.parametrize("where", ["file/tier", "/proc/tier"])
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path: Path, where: str) -> None:
+        (tmp_path / "file").touch()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TierError, match=f"cannot use folder {tmp_path / where}: .*may write"):
+            Journal.open(tmp_path / where, MIB)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_another_format_is_refused(self, tmp_path: Path) -> None:
+        Journal.open(tmp_path, MIB).close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+            txn.put(b"format", (99).to_bytes(8, "little"), db=env.open_db(b"meta", txn))
+        for _ in range(2):
+            with pytest.raises(TierError, match=f"{tmp_path} holds format 99, this daemon reads 2 and 3"):
+                Journal.open(tmp_path, MIB)
+
+    @pytest.mark.parametrize("number", [1, 4])
+    def test_formats_before_and_after_are_refused(self, tmp_path: Path, number: int) -> None:
+        Journal.open(tmp_path, MIB).close()
+        sign(tmp_path, number)
+        with pytest.raises(TierError, match=f"holds format {number}, this daemon reads 2 and 3"):
+            Journal.open(tmp_path, MIB)
+
+    def test_the_format_before_is_read_as_the_default_tenants_and_signed_anew(self, tmp_path: Path) -> None:
+        Journal.open(tmp_path, MIB).close()
+        sign(tmp_path, 2, {4: (65536).to_bytes(8, "little")})
+        with closing(RecordStore(tmp_path, None, MIB)) as looked_at:
+            assert looked_at.load().owners == {4: "default"}
+        assert signed(tmp_path) == 2, "looking changes nothing"
+        for _ in range(2):
+            journal = Journal.open(tmp_path, MIB)
+            loaded = journal.load()
+            assert (loaded.extents, loaded.owners) == ({4: 65536}, {4: "default"})
+            journal.close()
+            assert signed(tmp_path) == 3
+
+    def test_whose_an_extent_is_stays(self, tmp_path: Path) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        for extent, tenant in enumerate(["default", "team-ä", "x" * 200]):
+            journal.put_extent(extent, 4096, tenant)
+        journal.close()
+        sign(tmp_path, 3, {7: b"short", 8: (4096).to_bytes(8, "little") + b"\xff"})
+        journal = Journal.open(tmp_path, MIB)
+        loaded = journal.load()
+        journal.close()
+        assert loaded.owners == {0: "default", 1: "team-ä", 2: "x" * 200}, (
+            "and what makes no sense is left out"
+        )
+        assert set(loaded.extents) == {0, 1, 2}
+
+    @pytest.mark.parametrize("how", ["garbage", "cut", "odd"])
+    def test_what_lmdb_cannot_read_is_moved_aside(self, tmp_path: Path, how: str, answers: Answers) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        journal.put(batch(*(b"%d" % i for i in range(2000))), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        data = tmp_path / "records" / "data.mdb"
+        nbytes = data.stat().st_size
+        if how == "garbage":
+            data.write_bytes(b"garbage!" * (nbytes // 8))
+        else:
+            os.truncate(data, nbytes // 2 if how == "cut" else nbytes // 4 + 5)
+        again = Journal.open(tmp_path, MIB)
+        [aside] = tmp_path.glob("records.corrupt-*")
+        assert (aside / "data.mdb").exists()
+        [problem] = again.problems
+        assert f"were moved to {aside}: the NVMe tier starts empty" in problem
+        assert len(again.load().blocks) == 0
+        again.close()
+
+    @pytest.mark.parametrize("what", ["no module", "no access", "no memory"])
+    def test_records_that_cannot_be_tried_are_left_alone(
+        self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Journal.open(tmp_path, MIB).close()
+        failing = {
+            "no access": "open = lambda *_, **__: (_ for _ in ()).throw(Error('Permission denied'))",
+            "no memory": "open = lambda *_, **__: (_ for _ in ()).throw(MemoryError('Cannot allocate'))",
+        }
+        library = tmp_path / "library"
+        library.mkdir()
+        names = ("MemoryError", "DiskError", "ReadonlyError", "LockError", "MapFullError", "NotFoundError")
+        text = "class Error(Exception): pass\n" + "".join(f"class {n}(Error): pass\n" for n in names)
+        (library / "lmdb.py").write_text("import nowhere" if what == "no module" else text + failing[what])
+        monkeypatch.setenv("PYTHONPATH", str(library))
+        with pytest.raises(TierError, match=f"cannot read the records in {tmp_path}: .*nothing was changed"):
+            Journal.open(tmp_path, MIB)
+        monkeypatch.undo()
+        assert not list(tmp_path.glob("records.corrupt-*"))
+        Journal.open(tmp_path, MIB).close()
+
+    def test_records_that_fill_their_file_are_in_order(self, tmp_path: Path) -> None:
+        """One transaction leaves no free page behind: there must be room to try whether one can write."""
+        store = RecordStore(tmp_path, MIB, 64 << 20)
+        store.commit({"blocks": dict(batch(*(b"%064d" % i for i in range(100_000))).pack())})
+        store.close()
+        again = RecordStore(tmp_path, MIB, 64 << 20)
+        assert again.problems == []
+        assert len(again.load().blocks) == 100_000
+        again.close()
+
+    def test_records_that_make_no_sense_are_told_apart(self, tmp_path: Path, answers: Answers) -> None:
+        journal = Journal.open(tmp_path, MIB)
+        journal.put_namespace(1, Namespace("default", {"block_bytes": 4096}, bytes(16)))
+        journal.put_extent(1, 4096, "default")
+        journal.put(batch(b"good", b"flipped"), NOTHING_TO_SYNC, answers.named("put"))
+        journal.close()
+        with lmdb.open(str(tmp_path / "records"), max_dbs=4) as env, env.begin(write=True) as txn:
+            tables = {name: env.open_db(name, txn) for name in (b"blocks", b"namespaces", b"extents")}
+            [key] = [k for k, _ in txn.cursor(tables[b"blocks"]) if k.endswith(b"flipped")]
+            value = bytearray(txn.get(key, db=tables[b"blocks"]))
+            value[5] ^= 1
+            txn.put(key, bytes(value), db=tables[b"blocks"])
+            txn.put(b"\0\0\0\1short", b"short", db=tables[b"blocks"])
+            txn.put(b"\0\0\0\2", b"\xc1", db=tables[b"namespaces"])
+            txn.put(b"\0\0\0\2", b"odd", db=tables[b"extents"])
+        journal = Journal.open(tmp_path, MIB)
+        loaded = journal.load()
+        assert [k.tobytes().rstrip(b"\0") for k in loaded.blocks.keys] == [b"good"]
+        assert sorted(loaded.damaged) == sorted([key, b"\0\0\0\1short"])
+        assert set(loaded.namespaces) == set(loaded.extents) == {1}
+        journal.forget(loaded.damaged)
+        journal.drain()
+        assert journal.load().damaged == []
+        journal.close()
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+from kvstore.tiers.nvme.journal import Journal, RecordBatch
+
+journal, room = Journal.open(Path(sys.argv[1]), 1 << 20), threading.Semaphore(100)
+
+def put(number):
+    def done(error):
+        os.write(1, b"%d %d\\n" % (number, error is None))
+        room.release()
+
+    n = 1 + number % 7
+    keys = [b"%d/%d" % (number, i) for i in range(n)]
+    same, checksums = [number] * n, [~number % 2**64] * n
+    records = RecordBatch([1] * n, keys, [b""] * n, [n] * n, same, same, [1] * n, checksums, [0.0] * n)
+    journal.put(records, int, done)
+
+for number in range(int(sys.argv[2]), 1 << 31):
+    room.acquire()
+    put(number)
+"""
+
+
+def test_sigkill_loses_nothing_acknowledged_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(kvstore.__file__).parents[1])}
+    acknowledged: set[int] = set()
+    for turn in range(4):
+        command = [sys.executable, "-c", KILLED, str(tmp_path), str(turn * 1_000_000)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
+            assert child.stdout is not None
+            for _ in range(50 + 500 * turn):
+                number, well = child.stdout.readline().split()
+                assert well == b"1"
+                acknowledged.add(int(number))
+            child.send_signal(signal.SIGKILL)
+            rest = child.stdout.read().splitlines(keepends=True)
+            acknowledged.update(int(line.split()[0]) for line in rest if line.endswith(b"\n"))
+        journal = Journal.open(tmp_path, MIB)
+        blocks = journal.load().blocks
+        journal.close()
+        numbers, counts = np.unique(blocks.version, return_counts=True)
+        assert acknowledged <= set(numbers.tolist())
+        assert counts.tolist() == [1 + number % 7 for number in numbers.tolist()]
+        assert np.array_equal(blocks.checksum, ~blocks.version)
+        assert np.array_equal(blocks.index, blocks.version)
+        assert set(keys_of(blocks)) == {b"%d/%d" % (n, i) for n in numbers.tolist() for i in range(1 + n % 7)}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../../other")])
+def test_records_that_are_no_file_are_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "records").mkdir()
+    make(tmp_path / "records" / "data.mdb")
+    with pytest.raises(TierError, match=r"data\.mdb is no regular file"):
+        Journal.open(tmp_path, MIB)
+
+
+def test_a_lock_is_not_looked_for_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"somebody's")
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(TierError, match="cannot use folder"):
+        Journal.open(tmp_path, MIB)
+    assert (tmp_path / "other").read_bytes() == b"somebody's"
+
+
+def test_a_folder_that_everybody_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o777)
+    Journal.open(tmp_path, MIB).close()
+    assert "may be written by everybody" in caplog.text

@@ -1,0 +1,81 @@
+"""What an extent of memory says of blocks that the next daemon does not take in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Where
+from kvstore.core.placement import Placement
+from kvstore.core.transfers.devices import TierSpec
+from kvstore.daemon.runtime.recovery import _void_others
+from kvstore.daemon.tenancy.namespaces import in_memory
+from kvstore.tiers.dram import DramTier
+from kvstore.types import ALIGN, Tier
+from tests.tiers.test_dram import MIB, Keeper, make, stamp, tier_of
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    made = Keeper()
+    yield made
+    for fd in made.kept.values():
+        os.close(fd)
+
+
+def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
+    """How many of what a tier has are blocks of a core with so many rows; whether others stay is checked."""
+    placement = Placement([TierSpec(Tier.DRAM, MIB, MIB, table=True)], max_blocks=rows)
+    shell: Any = SimpleNamespace(placement=placement)
+    found = tier.load()
+    placement.handle(ev.OpenNamespace(0, 1, ALIGN), 0.0)
+    for extent, size in found.formats.items():
+        placement.handle(ev.ExtentReady(0, extent, size, found.versions[extent]), 0.0)
+    ends = np.full(len(found.headers), np.inf)
+    owners = dict.fromkeys(found.formats, 0 if known else -1)
+    placement.handle(in_memory(found, owners, lambda *_: 1, ends), 0.0)
+    _void_others(shell, tier, found)
+    placement.check()
+    return int((placement.residency.tiers[0].extents.owner >= 0).sum())
+
+
+def test_a_header_that_is_altered_changes_no_payload_size(keeper: Keeper) -> None:
+    tier = tier_of(keeper, MIB)
+    make(tier)
+    tier.format(0, ALIGN)
+    stamp(tier, Where(np.arange(5, dtype=np.uint64)))
+    tier.close()
+    after = tier_of(keeper, MIB)
+    found = after.load()
+    found.headers["length"][0] = ALIGN - 1
+    sizes: list[int] = []
+
+    def number_of(tenant: int, fingerprint: bytes, size: int) -> int:
+        sizes.append(size)
+        return 1
+
+    restore = in_memory(found, dict.fromkeys(found.formats, 0), number_of, np.full(5, np.inf))
+    assert sizes == [ALIGN]
+    assert len(restore.index) == 4, "without the one that is altered"
+    after.close()
+
+
+@pytest.mark.parametrize(("rows", "known", "kept"), [(512, True, 5), (3, True, 3), (512, False, 0)])
+def test_what_is_not_taken_in_never_comes_back(keeper: Keeper, rows: int, known: bool, kept: int) -> None:
+    before = tier_of(keeper, MIB)
+    make(before)
+    before.format(0, ALIGN)
+    stamp(before, Where(np.arange(5, dtype=np.uint64)))
+    before.close()
+    fewer = tier_of(keeper, MIB)
+    assert taken_in(fewer, rows, known) == kept
+    fewer.close()
+    after = tier_of(keeper, MIB)
+    assert taken_in(after, 512) == kept
+    after.close()
