@@ -24,7 +24,7 @@ import numpy as np
 from bench.harness import KIB, MIB, PROCESSES, Bench, NotDone, Result, Target, expect, quantile
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon, Settings
+from kvstore.lab.local_daemon import LocalDaemon, Settings
 
 BLOCKS, CHAINS = 32, 8
 PACE_S = 0.0005
@@ -42,7 +42,7 @@ class Sizes:
 
 
 SMOKE = Sizes(16 * KIB, 16 * MIB, 100, 0.0)
-Served = Callable[[Settings], AbstractContextManager[ServedDaemon]]
+Served = Callable[[Settings], AbstractContextManager[LocalDaemon]]
 PATHS = ("/metrics", "/v1/status", "/v1/tiers", "/v1/tenants", "/v1/namespaces")
 
 
@@ -141,8 +141,8 @@ def _ask(path: Path, asks: Event, answers: object) -> None:
 
 
 @contextmanager
-def _with_process(settings: Settings) -> Iterator[ServedDaemon]:
-    with ServedDaemon(settings) as daemon:
+def _with_process(settings: Settings) -> Iterator[LocalDaemon]:
+    with LocalDaemon(settings) as daemon:
         command = [sys.executable, "-P", "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
@@ -154,7 +154,7 @@ def _with_process(settings: Settings) -> Iterator[ServedDaemon]:
 
 
 @contextmanager
-def _with_thread(settings: Settings) -> Iterator[ServedDaemon]:
+def _with_thread(settings: Settings) -> Iterator[LocalDaemon]:
     with _InThread(settings) as daemon:
         _wait_for(daemon.folder / "admin.sock")
         yield daemon
@@ -176,7 +176,7 @@ def _wait_until(done: Callable[[], bool], why: str) -> None:
         time.sleep(0.02)
 
 
-class _InThread(ServedDaemon):
+class _InThread(LocalDaemon):
     """A daemon with the interface in a thread."""
 
     def _command(self) -> list[str]:

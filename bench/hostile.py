@@ -34,7 +34,7 @@ from bench.hostile_load import Call, Post, Tally
 from bench.served import complete, wait_until
 from bench.tenant_load import Cue, Site, running
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 
 VICTIM, HOSTILE, READER = "victim", "hostile", "reader"
 ROLES = {VICTIM: "admin", HOSTILE: "write", READER: "read"}
@@ -120,7 +120,7 @@ def run(bench: Bench) -> Iterator[Result]:
     yield from _admin(bench, z)
 
 
-def _loads(bench: Bench, z: Sizes, daemon: ServedDaemon) -> Iterator[Result]:
+def _loads(bench: Bench, z: Sizes, daemon: LocalDaemon) -> Iterator[Result]:
     victim = Site(daemon.url, _token(VICTIM), z.layout)
     with Client(victim.url, victim.token, deadline_s=30.0, strict=True) as client:
         client.namespace(z.layout).publish([READER])
@@ -145,7 +145,7 @@ def _within(calls: list[Call], time_s: tuple[float, float]) -> list[Call]:
 
 
 @contextmanager
-def _served(z: Sizes, folder: Path) -> Iterator[ServedDaemon]:
+def _served(z: Sizes, folder: Path) -> Iterator[LocalDaemon]:
     """A daemon that other users reach. Its disk is for what is recorded of namespaces, not for blocks."""
     settings: dict[str, dict[str, object]] = {
         "daemon": {"socket_mode": 0o666},
@@ -160,7 +160,7 @@ def _served(z: Sizes, folder: Path) -> Iterator[ServedDaemon]:
         # The brackets make it an array of tables, as TOML writes them.
         settings[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": role}
     settings[f"tenants.{VICTIM}.dram"] = {"floor": z.dram_bytes // 2}
-    with ServedDaemon(settings) as daemon:
+    with LocalDaemon(settings) as daemon:
         daemon.folder.chmod(0o755)
         with Client(daemon.url, "", deadline_s=30.0) as client:  # an operator
             wait_until(client, complete)
@@ -174,7 +174,7 @@ def _token(tenant: str) -> str:
 class _Attacked:
     """One daemon with a victim at work, and the memory that it had before the first attack."""
 
-    def __init__(self, bench: Bench, z: Sizes, daemon: ServedDaemon) -> None:
+    def __init__(self, bench: Bench, z: Sizes, daemon: LocalDaemon) -> None:
         self._bench, self._z, self._daemon = bench, z, daemon
         self._seconds = max(bench.seconds, z.least_s)
         self.idle_mib = _memory_mib(daemon.pid, "VmRSS")
@@ -317,7 +317,7 @@ def _interface(z: Sizes) -> Iterator[int]:
         "dram": {"limit": z.dram_bytes},
         "admin": {"listen": f"127.0.0.1:{port}", "requests_per_s": 1000},
     }
-    with ServedDaemon(settings) as daemon:
+    with LocalDaemon(settings) as daemon:
         command = [sys.executable, "-P", "-m", "kvstore", "admin", "-c", str(daemon.folder / "kvstore.toml")]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:

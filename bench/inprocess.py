@@ -23,7 +23,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.runtime.executor import Shell
-from kvstore.daemon.tenancy.auth import Identity, Role
+from kvstore.daemon.tenancy.auth import Principal, Role
 
 _CLIENT = 1
 _WITHIN_S = 60.0
@@ -37,7 +37,7 @@ class InProcess:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
-        space, _ = shell.tenancy.open(Identity(0, "default", Role.ADMIN, operator=True), layout)
+        space, _ = shell.tenancy.open(Principal(0, "default", Role.ADMIN, operator=True), layout)
         assert space is not None
         self.namespace = space.number
         self._fingerprint = space.fingerprint
@@ -54,7 +54,7 @@ class InProcess:
         assert isinstance(grant, ac.Grant), grant
         return grant
 
-    def slots(self, given: ac.Grant | ac.Room) -> list[memoryview]:
+    def slots(self, given: ac.Grant | ac.Reserved) -> list[memoryview]:
         """The memory that a lease or a reservation is on."""
         return self._shell.dram.slots(given.where)
 
@@ -69,7 +69,7 @@ class InProcess:
         """
         until = self._loop.time() + _WITHIN_S
         room = await self._ask(ev.Reserve(0, _CLIENT, self.namespace, _joined(keys), b"", until))
-        assert isinstance(room, ac.Room), room
+        assert isinstance(room, ac.Reserved), room
         n = len(room.where)
         sums, written = np.zeros(n, np.uint64), np.ones(n, np.bool_)
         if data is not None:

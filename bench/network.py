@@ -32,7 +32,7 @@ from bench.harness import KIB, MIB, MIN_ROUNDS, PROCESSES, Bench, Result, Target
 from bench.objectstore import started
 from bench.served import complete, wait_until
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 
 HIT_BLOCKS, PACE_S = 32, 0.001
 
@@ -128,7 +128,7 @@ def nodes(z: Sizes, url: str, n: int, **more: Any) -> Iterator[list[Client]]:
     with ExitStack() as stack:
         clients = []
         for _ in range(n):
-            daemon = stack.enter_context(ServedDaemon(settings))
+            daemon = stack.enter_context(LocalDaemon(settings))
             client = stack.enter_context(Client(daemon.url, deadline_s=30.0, strict=True))
             wait_until(client, lambda status: complete(status) and status["network"]["usable"])
             clients.append(client)

@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.harness import GIB, KIB, MIB, Bench, Result, Target, expect
 from kvstore.arena import checksum, seed
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
 
 
@@ -48,7 +48,7 @@ def run(bench: Bench) -> Iterator[Result]:
     peer = _RAW % (z.blocks * z.block_bytes)
     with started("-m", "bench.s3server") as endpoint, started("-c", peer) as raw_port:
         url = f"s3://bucket/bench?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
-        backend = open_backend(Settings(url, user="bench", password="bench"))
+        backend = open_backend(BackendSettings(url, user="bench", password="bench"))
         raw = socket.create_connection(("127.0.0.1", int(raw_port)))
         try:
             _put(backend, things, 0)

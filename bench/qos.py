@@ -33,7 +33,7 @@ from bench.tenant_load import (
     running,
 )
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon, Settings
+from kvstore.lab.local_daemon import LocalDaemon, Settings
 from tests.crash.shimmed import ShimmedDaemon
 
 VICTIM, AGGRESSOR = "victim", "aggressor"
@@ -134,15 +134,15 @@ def settings(dram_bytes: int, nvme: Path | None = None, nvme_bytes: int = 0) -> 
 
 
 @contextmanager
-def _served(made: Settings) -> Iterator[ServedDaemon]:
-    with ServedDaemon(made) as daemon:
+def _served(made: Settings) -> Iterator[LocalDaemon]:
+    with LocalDaemon(made) as daemon:
         # While extents are still being made, a core is busy with that.
         with Client(daemon.url, "", deadline_s=30.0) as client:
             wait_until(client, complete)
         yield daemon
 
 
-def _site(daemon: ServedDaemon, tenant: str, layout: Layout) -> Site:
+def _site(daemon: LocalDaemon, tenant: str, layout: Layout) -> Site:
     return Site(daemon.url, token(tenant), layout)
 
 

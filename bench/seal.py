@@ -21,9 +21,9 @@ import numpy as np
 
 from bench.harness import GIB, KIB, MIB, Bench, Result, Sample, expect, like_the_daemon
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Where
+from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import OK
-from kvstore.tiers.nvme.encryption import Seal
+from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -72,7 +72,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 def _cipher(bench: Bench, memory: arena.Extent, z: Sizes) -> Iterator[Result]:
     block_bytes = z.block_bytes
-    seal = Seal(os.urandom(32), bytes(16), block_bytes)
+    seal = BlockCipher(os.urandom(32), bytes(16), block_bytes)
     size = slot_bytes(block_bytes + SEAL_BYTES)
     payload, slot = memory.view[:block_bytes], memory.view[block_bytes : block_bytes + size]
     seal.seal(b"key", payload, slot)
@@ -151,7 +151,7 @@ class _Tier:
         sums = [arena.checksum(slot, seed) for slot, seed in zip(self._slots, seeds, strict=True)]
         words = np.frombuffer(b"".join(keys), np.uint64).reshape(BLOCKS, 8)
         ones = np.ones(BLOCKS, np.uint16)
-        identity = Identity(ones, words, np.full(BLOCKS, 64, np.uint8), np.array(sums, np.uint64))
+        identity = BlockIds(ones, words, np.full(BLOCKS, 64, np.uint8), np.array(sums, np.uint64))
         where = Where(np.arange(BLOCKS, dtype=np.uint64))
         version = np.ones(BLOCKS, np.uint32)
         self._copy = Copy(1, 0, 1, identity, [b""] * BLOCKS, where, where, version, False, None)

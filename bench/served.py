@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import extent_bytes
 
 _WITHIN_S = 60.0
@@ -21,7 +21,7 @@ def serve(
     nvme: tuple[Path, int] | None = None,
     hbm_bytes: int = 0,
     **more: dict[str, object],
-) -> Iterator[tuple[Client, ServedDaemon]]:
+) -> Iterator[tuple[Client, LocalDaemon]]:
     """A strict client and its daemon; `nvme` is folder and limit in bytes, `hbm_bytes` a pool a GPU.
 
     `more`: further sections of the settings. The eviction policy is `lru`, which refuses no block.
@@ -35,7 +35,7 @@ def serve(
     if nvme is not None:
         settings["nvme"] = {"path": nvme[0], "limit": nvme[1]}
     with (
-        ServedDaemon(settings) as daemon,
+        LocalDaemon(settings) as daemon,
         Client(daemon.url, deadline_s=30.0, strict=True) as client,
     ):
         wait_until(client, complete)

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.harness import GIB, MIB, MIN_ROUNDS, Bench, Result, Target, expect
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.tiers.nvme.journal import Journal, Namespace, RecordBatch
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import extent_bytes
@@ -47,7 +47,7 @@ def run(bench: Bench) -> Iterator[Result]:
             "scrub": {"rate": 0},  # the blocks have no bytes
         }
         seconds: list[float] = []
-        with ServedDaemon(settings) as daemon:
+        with LocalDaemon(settings) as daemon:
             daemon.stop()
             while sum(seconds) < bench.seconds or len(seconds) < bench.pick(MIN_ROUNDS, 1):
                 bench.doing("starting", min(1.0, sum(seconds) / bench.seconds))

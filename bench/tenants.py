@@ -204,7 +204,7 @@ class Crowd:
         start = time.perf_counter()
         room = self._ask(ev.Reserve(0, 1, tenant, keys, parent, self.now))
         stored = 0
-        if isinstance(room, ac.Room) and room.lease:
+        if isinstance(room, ac.Reserved) and room.lease:
             n = len(room.where)
             commit = ev.Commit(0, 1, room.lease, np.zeros(n, np.uint64), np.ones(n, np.bool_))
             stored = int(self._ask(commit).value)

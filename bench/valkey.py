@@ -22,7 +22,7 @@ from typing import Any
 from bench.harness import GIB, KIB, MIB, PROCESSES, Bench, Result, Target, Unable, expect, like_the_daemon
 from bench.objectstore import spoil
 from kvstore.arena import checksum, seed
-from kvstore.tiers.network import Settings, objects, open_backend
+from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
 
 
@@ -47,7 +47,7 @@ def run(bench: Bench) -> Iterator[Result]:
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder, _server(folder) as url, _peer(z) as peer, like_the_daemon():
-        backend = open_backend(Settings(url, threads=1))
+        backend = open_backend(BackendSettings(url, threads=1))
         blocks = _blocks(z)
         ways: list[Way] = [partial(_ours, backend, blocks), partial(_raw, peer, _blocks(z))]
         if (other := _redis(url, blocks)) is not None:
@@ -166,7 +166,7 @@ def _server(folder: Path) -> Iterator[str]:
 
 
 def _await(url: str) -> None:
-    backend, ends = open_backend(Settings(url)), time.monotonic() + _WAIT_S
+    backend, ends = open_backend(BackendSettings(url)), time.monotonic() + _WAIT_S
     while True:
         try:
             backend.health(ends)

@@ -2,9 +2,9 @@
 
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
-from kvstore.client.barrier import Guard
-from kvstore.client.gpu import DeviceLease, DeviceRoom
-from kvstore.client.leases import Lease, PutResult, Room
+from kvstore.client.barrier import ExceptionBarrier
+from kvstore.client.gpu import DeviceLease, DeviceReservation
+from kvstore.client.leases import Lease, PutResult, Reservation
 from kvstore.client.sync import Client, Namespace
 from kvstore.cuda.array_interop import wrap as on_device
 from kvstore.cuda.buffer import DeviceBuffer
@@ -12,21 +12,24 @@ from kvstore.cuda.device_ids import why_not as why_no_gpu
 from kvstore.fp8 import Fp8
 from kvstore.types import Key, Layout, Tier, chain_keys
 
+# Earlier names of these classes, which callers may still import.
+Guard, Room, DeviceRoom = ExceptionBarrier, Reservation, DeviceReservation
+
 __all__ = [
     "AsyncClient",
     "AsyncNamespace",
     "Client",
     "DeviceBuffer",
     "DeviceLease",
-    "DeviceRoom",
+    "DeviceReservation",
+    "ExceptionBarrier",
     "Fp8",
-    "Guard",
     "Key",
     "Layout",
     "Lease",
     "Namespace",
     "PutResult",
-    "Room",
+    "Reservation",
     "Tier",
     "chain_keys",
     "errors",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.programs import SKIP_NOTHING, untested
 from tests.spawner import spawn
 
@@ -18,7 +18,7 @@ settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=5000)
 settings.load_profile("ci")
 
-ServedDaemon.popen = staticmethod(spawn)
+LocalDaemon.popen = staticmethod(spawn)
 
 
 @pytest.hookimpl(wrapper=True)

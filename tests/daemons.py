@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
@@ -90,7 +90,7 @@ def check_limits(status: Mapping[str, Any]) -> None:
         assert each["used_bytes"] <= each["capacity_bytes"] <= each["limit_bytes"]
 
 
-def log_of(daemon: ServedDaemon) -> str:
+def log_of(daemon: LocalDaemon) -> str:
     return (daemon.folder / "daemon.log").read_text()
 
 
@@ -188,7 +188,7 @@ class Peer:
 
 
 @contextmanager
-def greeted(daemon: ServedDaemon, layout: Layout | None = None) -> Iterator[tuple[Peer, int]]:
+def greeted(daemon: LocalDaemon, layout: Layout | None = None) -> Iterator[tuple[Peer, int]]:
     """A peer that has said Hello and opened a namespace, and the namespace's number."""
     with Peer(daemon.socket) as peer:
         peer.hello()

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.client.connection import Link
-from kvstore.lab.local_daemon import ServedDaemon, Settings
+from kvstore.client.connection import Connection
+from kvstore.lab.local_daemon import LocalDaemon, Settings
 from kvstore.wire import messages as m
 from tests.daemons import Peer, eventually, log_of
 
@@ -29,7 +29,7 @@ _PR_SET_DUMPABLE = 4
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as several users")
 
 
-class TenantDaemon(ServedDaemon):
+class TenantDaemon(LocalDaemon):
     """A daemon whose socket everybody can reach; `tenants` is the part of the configuration about them."""
 
     def __init__(self, settings: Settings, tenants: str, supervised: bool = False) -> None:
@@ -54,7 +54,7 @@ class TenantDaemon(ServedDaemon):
         return str(eventually(lambda: _reloads(self)[before:])[0])
 
 
-def _reloads(daemon: ServedDaemon) -> list[str]:
+def _reloads(daemon: LocalDaemon) -> list[str]:
     return [line for line in log_of(daemon).splitlines() if "reloaded:" in line]
 
 
@@ -87,18 +87,18 @@ class Member(Client):
     """A client that connects as a user."""
 
     def __init__(
-        self, daemon: ServedDaemon, uid: int, deadline_s: float = 10.0, strict: bool = True, **more: Any
+        self, daemon: LocalDaemon, uid: int, deadline_s: float = 10.0, strict: bool = True, **more: Any
     ) -> None:
         self.uid = uid
         super().__init__(daemon.url, deadline_s=deadline_s, strict=strict, **more)
 
-    def _connect(self, ends: float) -> Link:
+    def _connect(self, ends: float) -> Connection:
         with acting_as(self.uid):
             return super()._connect(ends)
 
 
 @contextmanager
-def peer_of(daemon: ServedDaemon, uid: int, token: str = "") -> Iterator[Peer]:
+def peer_of(daemon: LocalDaemon, uid: int, token: str = "") -> Iterator[Peer]:
     """A raw connection of a user that has said Hello."""
     with acting_as(uid):
         peer = Peer(daemon.socket)
@@ -169,7 +169,7 @@ def _tell(tell: int, work: Callable[[], Any]) -> None:
         pickle.dump(result, file)
 
 
-def found_on_disk(daemon: ServedDaemon, what: bytes) -> list[str]:
+def found_on_disk(daemon: LocalDaemon, what: bytes) -> list[str]:
     """Files of the NVMe folder that hold these bytes."""
     files = [f for f in sorted((daemon.folder / "nvme").rglob("*")) if f.is_file()]
     return [str(f.relative_to(daemon.folder)) for f in files if what in f.read_bytes()]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvstore import Client, Guard, Key, chain_keys
+from kvstore import Client, ExceptionBarrier, Key, chain_keys
 from kvstore_transformers.blocks import BlockShape, Columns
 from kvstore_transformers.checks import check_call, check_layers, check_model, check_pads, check_settings
 from kvstore_transformers.identity import layout_of, settings_of
@@ -86,7 +86,7 @@ class PrefixCache:
         self._shape = BlockShape(model, block_tokens)
         try_prefix(model)
         self._ns = client.namespace(layout_of(model, self._shape, revision))
-        self._guard = Guard(_logger)
+        self._guard = ExceptionBarrier(_logger)
         self._settings = settings_of(model)
 
     @property

@@ -21,13 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvstore import Client, Guard, Layout
+from kvstore import Client, ExceptionBarrier, Layout
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
 from kvstore_vllm.messages import Figures, Handshake, Progress, Step
 from kvstore_vllm.pages import pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
-from kvstore_vllm.settings import Settings, check_engine, check_model, why_off
+from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, why_off
 from kvstore_vllm.worker import NULL_BLOCK, WorkerHalf
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class KVStoreConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config, settings)
         self._off = why_off(vllm_config, settings)
         self._asynchronous = settings.load == "async"
         self._may_sleep = vllm_config.model_config.enable_sleep_mode
-        self._guard = Guard(logger)
+        self._guard = ExceptionBarrier(logger)
         self._failures_told = 0
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
         self._block_tokens = vllm_config.cache_config.block_size

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvstore import DeviceBuffer, Lease, Room, on_device, why_no_gpu
+from kvstore import DeviceBuffer, Lease, Reservation, on_device, why_no_gpu
 from kvstore.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Pages(Protocol):
     at_once: int
     """Blocks of a lease that are best loaded by one call."""
 
-    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """Fills a slot of a room from engine blocks."""
 
     def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
@@ -92,7 +92,7 @@ class HostPages:
         self._unwanted = [np.empty(rows.shape[1], np.uint8) for rows in self._layers]
         self.block_bytes = sum(rows.shape[1] for rows in self._layers)
 
-    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """See Pages."""
         room.gather(slot, self._parts(block_ids))
 
@@ -145,7 +145,7 @@ class GpuPages:
         self._unwanted = gpu.allocate(max(layer.row_bytes for layer in layers))
         self.block_bytes = sum(layer.row_bytes for layer in layers)
 
-    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """See Pages."""
         room.gather(slot, self._parts(block_ids))
 
@@ -178,7 +178,7 @@ class DevicePages:
         self.block_bytes = sum(self._sizes)
         self._mine = threading.local()
 
-    def save(self, room: Room, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """See Pages."""
         buffer = self._buffer(len(block_ids))
         with self._stream():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore import Client, Guard, Layout
+from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.identity import in_epoch
 from kvstore_vllm.messages import Load, Progress, Save, Step
@@ -57,7 +57,7 @@ class SchedulerHalf:
     def __init__(
         self,
         client: Client,
-        guard: Guard,
+        guard: ExceptionBarrier,
         block_tokens: int,
         blocks_per_key: int,
         asynchronous: bool,

@@ -24,7 +24,7 @@ HINTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     """`url` of the daemon (empty: KVSTORE_SOCKET, or the default path); `deadline_s` bounds every transfer;
     `load` is "async" (requests wait for their blocks while others run) or "sync" (the step waits);
     `block_tokens` a stored block holds (0: as many as the engine's own); `weights_revision` names the
@@ -40,7 +40,7 @@ class Settings:
     without_prefix_caching: str = ""
 
     @classmethod
-    def of(cls, extra: dict[str, Any]) -> Settings:
+    def of(cls, extra: dict[str, Any]) -> ConnectorSettings:
         """The settings in an engine's extra config."""
         known = {field.name: field for field in fields(cls)}
         for name, value in extra.items():
@@ -87,7 +87,7 @@ def check_model(model: Any) -> None:
     )
 
 
-def check_engine(config: Any, kv_cache_config: Any, settings: Settings) -> None:
+def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
     """Raises ConfigError for an engine whose blocks we could not name, find again or restore."""
     cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
     check_model(config.model_config)
@@ -161,7 +161,7 @@ def _check_groups(groups: Sequence[Any]) -> None:
             raise ConfigError(f"the model's KV cache has {name} {value!r}", f"only {served!r} is served")
 
 
-def why_off(config: Any, settings: Settings) -> str:
+def why_off(config: Any, settings: ConnectorSettings) -> str:
     """Why nothing may be loaded or stored, as a clause; empty if it may.
 
     An engine whose prefix cache is off may be one that cannot begin in the middle of a prompt.

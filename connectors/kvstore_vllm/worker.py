@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore import Client, Guard, Layout
+from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.identity import in_epoch
 from kvstore_vllm.messages import Load, Save, Step
 from kvstore_vllm.pages import Pages
@@ -52,7 +52,7 @@ class WorkerHalf:
     def __init__(
         self,
         client: Client,
-        guard: Guard,
+        guard: ExceptionBarrier,
         pages: Pages,
         layout: Layout,
         asynchronous: bool,

@@ -9,10 +9,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.admin.access import problem_details
 from kvstore.admin.access.audit import Audited, AuditLog
-from kvstore.admin.access.auth import Callers
-from kvstore.admin.daemon_state import Snapshots
+from kvstore.admin.access.auth import Authenticator
+from kvstore.admin.daemon_state import DaemonState
 from kvstore.admin.dashboard import page
-from kvstore.admin.history import Hour
+from kvstore.admin.history import History
 from kvstore.admin.routers import configuration, queries
 from kvstore.admin.routers.changes import changes
 from kvstore.admin.routers.recordings import Recorder, recordings
@@ -48,13 +48,13 @@ def make(config: Config, url: str) -> FastAPI:
         redirect_slashes=False,
         swagger_ui_oauth2_redirect_url=None,
     )
-    app.state.callers = Callers(config.admin)
-    app.state.snapshots = Snapshots(
+    app.state.callers = Authenticator(config.admin)
+    app.state.snapshots = DaemonState(
         AsyncClient(url, token="", deadline_s=_DEADLINE_S),
         AsyncClient(url, token="", deadline_s=_CHANGING_S),
     )
     app.state.recorder = Recorder(url)
-    app.state.hour = Hour()
+    app.state.hour = History()
     app.include_router(page)
     app.include_router(queries.health)
     app.include_router(queries.v1)

@@ -18,7 +18,7 @@ FRESH_S = 0.5
 _MOST_PAGES = 64
 
 
-class Snapshots:
+class DaemonState:
     """Ways to the daemon, and what it said of itself just now."""
 
     def __init__(self, client: AsyncClient, changing: AsyncClient) -> None:

@@ -8,8 +8,8 @@ from fastapi import Depends, Header, Path, Query, Request
 
 from kvstore.admin.access.auth import PEER, Caller, Role
 from kvstore.admin.access.problem_details import ProblemError
-from kvstore.admin.daemon_state import Snapshots
-from kvstore.admin.history import Hour
+from kvstore.admin.daemon_state import DaemonState
+from kvstore.admin.history import History
 from kvstore.admin.schemas.responses import KEY_PATTERN
 from kvstore.types import TENANT_PATTERN
 
@@ -25,13 +25,13 @@ NamespacePath = Annotated[str, Path(pattern=_FINGERPRINT, description="The `id` 
 KeyPath = Annotated[str, Path(pattern=KEY_PATTERN, description="A key in hex.")]
 
 
-def _snapshots(request: Request) -> Snapshots:
-    snapshots: Snapshots = request.app.state.snapshots
+def _snapshots(request: Request) -> DaemonState:
+    snapshots: DaemonState = request.app.state.snapshots
     return snapshots
 
 
-def _hour(request: Request) -> Hour:
-    hour: Hour = request.app.state.hour
+def _hour(request: Request) -> History:
+    hour: History = request.app.state.hour
     return hour
 
 
@@ -60,8 +60,8 @@ def _operator(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> 
     request.state.operates = True
 
 
-Daemon = Annotated[Snapshots, Depends(_snapshots)]
-LastHour = Annotated[Hour, Depends(_hour)]
+Daemon = Annotated[DaemonState, Depends(_snapshots)]
+LastHour = Annotated[History, Depends(_hour)]
 ANYBODY = Depends(_anybody)
 VIEWER = Depends(_caller)
 OPERATOR = Depends(_operator)

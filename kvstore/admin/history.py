@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.admin.daemon_state import Snapshots
+from kvstore.admin.daemon_state import DaemonState
 from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import KVStoreError
 
@@ -39,7 +39,7 @@ class Point:
     p99_s: float | None = None
 
 
-class Hour:
+class History:
     """The latest points, and what went to each tier today (UTC)."""
 
     def __init__(self, points: int = POINTS) -> None:
@@ -149,7 +149,7 @@ class Hour:
         }
 
 
-async def keep(hour: Hour, daemon: Snapshots, clock: Callable[[], float] = time.time) -> None:
+async def keep(hour: History, daemon: DaemonState, clock: Callable[[], float] = time.time) -> None:
     """Adds a point every `EVERY_S` until it is cancelled. `clock` tells Unix time."""
     while True:
         try:

@@ -202,9 +202,9 @@ def config_check(file: Path, as_json: JsonOption = False) -> None:
 
     Example: kvstore config check kvstore.toml
     """
-    from kvstore.daemon.operator.settings import Settings  # noqa: PLC0415
+    from kvstore.daemon.operator.settings import LiveConfig  # noqa: PLC0415
 
-    tenants = Settings(file).config.tenants
+    tenants = LiveConfig(file).config.tenants
     if as_json:
         typer.echo(json.dumps({"file": str(file), "tenants": list(tenants)}))
         return

@@ -36,8 +36,8 @@ from kvstore.client.checks import (
     socket_path,
     with_wait,
 )
-from kvstore.client.connection import Backoff, BaseLink
-from kvstore.client.leases import Buffer, Lease, PutResult, Room
+from kvstore.client.connection import Backoff, BaseConnection
+from kvstore.client.leases import Buffer, Lease, PutResult, Reservation
 from kvstore.client.prompts import Prompts
 from kvstore.client.protocol import POST_WAIT_S, Maps
 from kvstore.errors import (
@@ -59,7 +59,7 @@ _WATCH_EVERY_S = 0.1
 _QUEUE_FULL_S = 0.002
 
 
-class AsyncLink(BaseLink):
+class AsyncConnection(BaseConnection):
     """One connection on the running loop."""
 
     def __init__(self, token: str, maps: Maps) -> None:
@@ -200,7 +200,7 @@ class AsyncClient:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._idle: list[AsyncLink] = []
+        self._idle: list[AsyncConnection] = []
         self._maps = Maps()
         self._prompts = Prompts()
         self._backoff = Backoff()
@@ -208,7 +208,7 @@ class AsyncClient:
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> AsyncNamespace:
         """The blocks of one layout. Needs no daemon yet."""
-        return AsyncNamespace(self, calls.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
+        return AsyncNamespace(self, calls.Scope(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
 
     async def invalidate(self, model: str = "", revision: str = "") -> int:
         """Deletes the tenant's namespaces of this model and revision."""
@@ -296,7 +296,7 @@ class AsyncClient:
             return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
 
-    async def _borrow(self, ends: float) -> tuple[AsyncLink, bool]:
+    async def _borrow(self, ends: float) -> tuple[AsyncConnection, bool]:
         if os.getpid() != self._pid:
             self._reset()
         if self._closed:
@@ -308,7 +308,7 @@ class AsyncClient:
             link.close()
         return await self._connect(ends), False
 
-    def _give_back(self, link: AsyncLink) -> None:
+    def _give_back(self, link: AsyncConnection) -> None:
         if link.pid != os.getpid():
             return
         # A connection that closes takes its leases with it.
@@ -318,9 +318,9 @@ class AsyncClient:
         else:
             self._idle.append(link)
 
-    async def _connect(self, ends: float) -> AsyncLink:
+    async def _connect(self, ends: float) -> AsyncConnection:
         self._backoff.check()
-        link = AsyncLink(self._token, self._maps)
+        link = AsyncConnection(self._token, self._maps)
         try:
             await asyncio.wait_for(link.connect(self.path), max(ends - time.monotonic(), 0.001))
         except (OSError, RemoteProtocolError) as error:
@@ -331,7 +331,7 @@ class AsyncClient:
             raise
         return link
 
-    async def _drive(self, link: AsyncLink, start: Callable[[Call], Flow], ends: float) -> Any:
+    async def _drive(self, link: AsyncConnection, start: Callable[[Call], Flow], ends: float) -> Any:
         call = Call(
             link.session,
             ends,
@@ -361,7 +361,7 @@ class AsyncClient:
         self._backoff.succeeded()
         return result
 
-    async def _resume(self, link: AsyncLink, flow: Flow, miss: Any) -> Any:
+    async def _resume(self, link: AsyncConnection, flow: Flow, miss: Any) -> Any:
         try:
             async with asyncio.timeout(self.deadline_s):
                 result = await _pump(link, flow)
@@ -376,7 +376,7 @@ async def _answered(value: Any) -> Any:
     return value
 
 
-async def _pump(link: AsyncLink, flow: Flow) -> Any:
+async def _pump(link: AsyncConnection, flow: Flow) -> Any:
     """Drives a flow to its end on a connection."""
     reply: Any = None
     failed: Exception | None = None
@@ -418,7 +418,7 @@ async def _in_thread(call: Callable[[], T]) -> T:
 class AsyncNamespace:
     """See `kvstore.client.sync.Namespace`; every method is awaited, leases and rooms work as there."""
 
-    def __init__(self, client: AsyncClient, space: calls.Space) -> None:
+    def __init__(self, client: AsyncClient, space: calls.Scope) -> None:
         self.layout = space.layout
         self._space = space
         self._client = client
@@ -502,7 +502,7 @@ class AsyncNamespace:
         deadline_s: float | None = None,
         device: int | str | None = None,
         tokens: Any = None,
-    ) -> Room:
+    ) -> Reservation:
         """Slots to fill; `await room.commit()` makes them readable."""
         check_keys(keys)
         check_parent(parent)
@@ -513,7 +513,7 @@ class AsyncNamespace:
         async def lost_again(_: bytes) -> PutResult:
             return lost
 
-        def nothing() -> Room:
+        def nothing() -> Reservation:
             return no_room(self.layout.block_bytes, lost, lost_again, gpu)
 
         return await self._client.run(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Guard:
+class ExceptionBarrier:
     """Counts failures by hook in `failures`; logs one a minute at most, and how many came since the last.
 
         with guard("lookup"):

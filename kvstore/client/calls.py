@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.gpu import DeviceLease, DeviceRoom, open_extent
-from kvstore.client.leases import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.gpu import DeviceLease, DeviceReservation, open_extent
+from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, Slots
 from kvstore.client.prompts import Prompts, Question
-from kvstore.client.protocol import Session
+from kvstore.client.protocol import ProtocolState
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, KVStoreError, TierError
 from kvstore.types import EXPLAIN_KEYS, HBM_EXTENTS, SLOT_RECORD, Key, Layout, check_keys
@@ -62,7 +62,7 @@ class Call:
     something to await. `ended` tells whether the connection has ended, and its leases with it.
     """
 
-    session: Session
+    session: ProtocolState
     ends: float
     post: Callable[[Any], None]
     run: Callable[[Flow, Any], Any]
@@ -77,7 +77,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class Scope:
     """The namespace that calls are about: a layout's, of a tenant ("": one's own), and for how long (s).
 
     `ttl_s` 0: for as long as the tenant's configuration says. `prompts`: those that its client asks for.
@@ -94,7 +94,7 @@ class Space:
         return self.layout, self.owner
 
 
-def open_namespace(call: Call, space: Space) -> Flow:
+def open_namespace(call: Call, space: Scope) -> Flow:
     """(number, fingerprint) of the namespace on this connection."""
     layout = space.layout
     # By identity, since hashing a layout's seven fields costs more than the rest of the step.
@@ -107,7 +107,7 @@ def open_namespace(call: Call, space: Space) -> Flow:
     return known[:2]
 
 
-def count(call: Call, space: Space, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
+def count(call: Call, space: Scope, make: Callable[..., Any], keys: Sequence[Key], *more: Any) -> Flow:
     """A call about keys that is answered by a number; in batches, and the sum of theirs."""
     namespace, _ = yield from open_namespace(call, space)
     total, batch = 0, call.session.batch_keys
@@ -119,7 +119,7 @@ def count(call: Call, space: Space, make: Callable[..., Any], keys: Sequence[Key
 
 
 def lookup(
-    call: Call, space: Space, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
+    call: Call, space: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
 ) -> Flow:
     """Length of the stored prefix; with `recompute_s`, of that which is worth loading before the call ends.
 
@@ -166,7 +166,7 @@ def lookup(
 
 def acquire(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     joined: bytes,
     size: int,
@@ -184,7 +184,7 @@ def acquire(
 
 def lease(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     joined: bytes,
     size: int,
@@ -247,7 +247,7 @@ def lease(
     return made.held_over(call.ended) if number else made
 
 
-def hand_off(call: Call, space: Space, keys: Sequence[Key]) -> Flow:
+def hand_off(call: Call, space: Scope, keys: Sequence[Key]) -> Flow:
     """How many leading blocks of one prompt are on the network, when all are or time is up."""
     namespace, _ = yield from open_namespace(call, space)
     total, batch = 0, call.session.batch_keys
@@ -262,7 +262,7 @@ def hand_off(call: Call, space: Space, keys: Sequence[Key]) -> Flow:
 
 def get(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     joined: bytes,
     size: int,
@@ -286,7 +286,7 @@ def get(
 
 def _copy(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     joined: bytes,
     size: int,
@@ -327,17 +327,17 @@ def _copy(
 
 def reserve(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     parent: Key | None,
     keep: bool = True,
     gpu: Gpu | None = None,
     tokens: bytes = b"",
 ) -> Flow:
-    """A room for those keys that are not stored yet; with `keep` it keeps the connection until it ends.
+    """Reserves slots for the keys that are not stored yet. `keep`: it keeps the connection until it ends.
 
-    Keys beyond what one reservation takes count as denied. With `gpu` it is a `DeviceRoom`. `tokens`: of all
-    keys, or empty.
+    Keys beyond what one reservation takes count as denied. With `gpu` it is a `DeviceReservation`.
+    `tokens`: of all keys, or empty.
     """
     beyond = max(0, len(keys) - call.session.reserve_keys)
     tokens = tokens[: 4 * space.layout.block_tokens * call.session.reserve_keys]
@@ -380,8 +380,8 @@ def reserve(
 
     over = end if lease else _nothing
     if gpu is None:
-        return Room(slots, keys, fingerprint, wanted, result, lease, over, finish)
-    return DeviceRoom(slots, keys, fingerprint, wanted, result, lease, over, finish).on(gpu)
+        return Reservation(slots, keys, fingerprint, wanted, result, lease, over, finish)
+    return DeviceReservation(slots, keys, fingerprint, wanted, result, lease, over, finish).on(gpu)
 
 
 def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
@@ -399,7 +399,7 @@ def commit(lease: int, checksums: bytes, result: PutResult) -> Flow:
 
 def put(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     views: Sequence[Buffer],
     parent: Key | None,
@@ -430,7 +430,7 @@ def put(
 
 def _put_batch(
     call: Call,
-    space: Space,
+    space: Scope,
     keys: Sequence[Key],
     views: Sequence[Buffer],
     parent: Key | None,
@@ -449,14 +449,14 @@ def _put_batch(
     return (yield from commit(room.lease, sums, room.result))
 
 
-def publish(call: Call, space: Space, tenants: Sequence[str]) -> Flow:
+def publish(call: Call, space: Scope, tenants: Sequence[str]) -> Flow:
     """Lets these tenants, and no others, read a namespace; True."""
     namespace, _ = yield from open_namespace(call, space)
     _check((yield m.Publish(0, namespace, tuple(tenants))))
     return True
 
 
-def forget(call: Call, space: Space) -> Flow:
+def forget(call: Call, space: Scope) -> Flow:
     """Deletes a namespace; how many blocks."""
     namespace, _ = yield from open_namespace(call, space)
     return _value((yield m.Forget(0, namespace, "", "")))
@@ -502,7 +502,7 @@ def ping(call: Call) -> Flow:
     return _value((yield m.Ping(0)))
 
 
-def _fill(room: Room, views: Sequence[Buffer]) -> bytes:
+def _fill(room: Reservation, views: Sequence[Buffer]) -> bytes:
     room.gather_all([[views[wanted]] for wanted in room.wanted])
     return room.checksums()
 

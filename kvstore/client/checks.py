@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.client.gpu import is_on_device, no_room_on, nothing_on
-from kvstore.client.leases import Buffer, Lease, PutResult, Room, as_bytes
+from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, as_bytes
 from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device import Gpu, resolve, why_not
@@ -178,8 +178,10 @@ def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:
     return Lease.on_nothing(block_bytes) if gpu is None else nothing_on(gpu, block_bytes)
 
 
-def no_room(block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any], gpu: Gpu | None) -> Room:
+def no_room(
+    block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any], gpu: Gpu | None
+) -> Reservation:
     """What a refusal gets."""
     if gpu is None:
-        return Room.on_nothing(block_bytes, lost, commit)
+        return Reservation.on_nothing(block_bytes, lost, commit)
     return no_room_on(gpu, block_bytes, lost, commit)

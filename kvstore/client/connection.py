@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.client import calls
 from kvstore.client.calls import Flow
-from kvstore.client.protocol import POST_WAIT_S, Maps, Session
+from kvstore.client.protocol import POST_WAIT_S, Maps, ProtocolState
 from kvstore.errors import RemoteProtocolError, UnavailableError, printable
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Backoff:
         self._refused = False
 
 
-class BaseLink:
+class BaseConnection:
     """What blocking and asynchronous connections share: the socket, what is sent over it, and its end.
 
     `post` never waits. What the socket does not take stays in the session's outbox and goes out before the
@@ -72,7 +72,7 @@ class BaseLink:
     def __init__(self, token: str, maps: Maps, flags: int = 0) -> None:
         self.pid = os.getpid()
         self.closed = False
-        self.session = Session(token, maps)
+        self.session = ProtocolState(token, maps)
         self._outbox = self.session.outbox
         self._sending = threading.Lock()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | flags)
@@ -156,7 +156,7 @@ class BaseLink:
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
-class Link(BaseLink):
+class Connection(BaseConnection):
     """One blocking connection."""
 
     def __init__(self, path: str, token: str, maps: Maps, ends: float) -> None:
@@ -266,7 +266,7 @@ class Link(BaseLink):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
-def pump(link: Link, flow: Flow, ends: float) -> Any:
+def pump(link: Connection, flow: Flow, ends: float) -> Any:
     """Drives a flow to its end on a connection."""
     reply: Any = None
     failed: Exception | None = None

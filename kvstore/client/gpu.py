@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.client.leases import Buffer, Lease, PutResult, Room, Slots
+from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, Slots
 from kvstore.client.protocol import DeviceExtent, Maps, quietly
 from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
@@ -254,12 +254,12 @@ class DeviceLease(Lease):
         return len(blocks)
 
 
-class DeviceRoom(Room):
+class DeviceReservation(Reservation):
     """Slots to fill from the memory of `gpu`."""
 
     gpu: Gpu
 
-    def on(self, gpu: Gpu) -> DeviceRoom:
+    def on(self, gpu: Gpu) -> DeviceReservation:
         """Says which GPU."""
         self.gpu = gpu
         return self
@@ -371,10 +371,10 @@ def nothing_on(gpu: Gpu, block_bytes: int) -> Lease:
     return DeviceLease(empty, (), b"", _nothing, _nothing, gpu)
 
 
-def no_room_on(gpu: Gpu, block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any]) -> Room:
+def no_room_on(gpu: Gpu, block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any]) -> Reservation:
     """What a refusal gets."""
     empty = Slots({}, b"", 0, block_bytes)
-    return DeviceRoom(empty, (), b"", [], lost, 0, _nothing, commit).on(gpu)
+    return DeviceReservation(empty, (), b"", [], lost, 0, _nothing, commit).on(gpu)
 
 
 def _nothing(*_: Any) -> None:

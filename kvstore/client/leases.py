@@ -1,4 +1,4 @@
-"""What a client holds in the daemon: a `Lease` on blocks to read, a `Room` of slots to fill.
+"""What a client holds in the daemon: a `Lease` on blocks to read, a `Reservation` of slots to fill.
 
 Both end with the `with` block, with `release`/`commit`/`abort`, or with the connection. Views of a lease
 are read-only and the kernel sees to it; after the release their bytes may change.
@@ -105,7 +105,7 @@ def _never() -> bool:
     return False
 
 
-class _Hold:
+class _Held:
     """What leases and rooms share: views, and an end that happens once."""
 
     def __init__(self, slots: Slots, end: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ class _Hold:
         return part
 
 
-class Lease(_Hold):
+class Lease(_Held):
     """The leading blocks of an acquire; `len` says how many."""
 
     def __init__(
@@ -293,7 +293,7 @@ class PutResult:
     why: str = ""
 
 
-class Room(_Hold):
+class Reservation(_Held):
     """Slots to fill. `wanted` has the positions (in the keys asked for) of those blocks."""
 
     def __init__(
@@ -318,7 +318,7 @@ class Room(_Hold):
         self._written: dict[int, tuple[int, xxh3_64]] = {}
 
     @classmethod
-    def on_nothing(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Room:
+    def on_nothing(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Reservation:
         """What a refusal gets."""
         return cls(_no_slots(block_bytes), (), b"", [], result, 0, _nothing, commit)
 
@@ -385,7 +385,7 @@ class Room(_Hold):
     def _seed(self, i: int) -> int:
         return arena.seed(self._namespace, self._keys[self.wanted[i]], self._slots.block_bytes)
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> Reservation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:

@@ -212,7 +212,7 @@ class Outbox:
             self._post_bytes = 0
 
 
-class Session:
+class ProtocolState:
     """What one connection knows. `send` and `receive` turn messages to bytes and back."""
 
     def __init__(self, token: str, maps: Maps) -> None:

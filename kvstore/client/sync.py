@@ -36,8 +36,8 @@ from kvstore.client.checks import (
     socket_path,
     with_wait,
 )
-from kvstore.client.connection import Backoff, Link, pump
-from kvstore.client.leases import Buffer, Lease, PutResult, Room
+from kvstore.client.connection import Backoff, Connection, pump
+from kvstore.client.leases import Buffer, Lease, PutResult, Reservation
 from kvstore.client.prompts import Prompts
 from kvstore.client.protocol import Maps
 from kvstore.errors import (
@@ -85,7 +85,7 @@ class Client:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._idle: list[Link] = []
+        self._idle: list[Connection] = []
         self._maps = Maps()
         self._backoff = Backoff()
         self._closed = False
@@ -96,7 +96,7 @@ class Client:
         `owner` is the tenant whose blocks they are, "" for one's own: another's can be read while it
         publishes them to this tenant. `ttl_s` after they were stored, blocks are misses (0: as configured).
         """
-        return Namespace(self, calls.Space(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
+        return Namespace(self, calls.Scope(layout, check_owner(owner), check_keep(ttl_s), self._prompts))
 
     def invalidate(self, model: str = "", revision: str = "") -> int:
         """Deletes the tenant's namespaces of this model and revision, "" for any; how many blocks went.
@@ -201,7 +201,7 @@ class Client:
             return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
         return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
 
-    def _drive(self, link: Link, start: Callable[[Call], Flow], ends: float) -> Any:
+    def _drive(self, link: Connection, start: Callable[[Call], Flow], ends: float) -> Any:
         call = Call(
             link.session,
             ends,
@@ -230,7 +230,7 @@ class Client:
         self._backoff.succeeded()
         return result
 
-    def _resume(self, link: Link, flow: Flow, miss: Any) -> Any:
+    def _resume(self, link: Connection, flow: Flow, miss: Any) -> Any:
         """Drives a later flow of a call that has kept its connection."""
         try:
             return pump(link, flow, time.monotonic() + self.deadline_s)
@@ -240,7 +240,7 @@ class Client:
         finally:
             self._give_back(link)
 
-    def _borrow(self, ends: float) -> tuple[Link, bool]:
+    def _borrow(self, ends: float) -> tuple[Connection, bool]:
         if os.getpid() != self._pid:
             self._reset()
         with self._lock:
@@ -253,15 +253,15 @@ class Client:
                 link.close()
         return self._connect(ends), False
 
-    def _connect(self, ends: float) -> Link:
+    def _connect(self, ends: float) -> Connection:
         self._backoff.check()
         try:
-            link = Link(self.path, self._token, self._maps, ends)
+            link = Connection(self.path, self._token, self._maps, ends)
         except (OSError, RemoteProtocolError) as error:
             raise self._gone(error) from error
         return link
 
-    def _give_back(self, link: Link) -> None:
+    def _give_back(self, link: Connection) -> None:
         if link.pid != os.getpid():
             return
         with self._lock:
@@ -279,7 +279,7 @@ class Namespace:
     `keys` are one chain in prompt order: each block's parent is the one before it.
     """
 
-    def __init__(self, client: Client, space: calls.Space) -> None:
+    def __init__(self, client: Client, space: calls.Scope) -> None:
         self.layout = space.layout
         self._space = space
         self._client = client
@@ -392,10 +392,10 @@ class Namespace:
         deadline_s: float | None = None,
         device: int | str | None = None,
         tokens: Any = None,
-    ) -> Room:
+    ) -> Reservation:
         """Slots for those keys that are not stored yet, to be filled in place and committed.
 
-        With `device`, a `DeviceRoom`: filled from that GPU's memory, in the daemon's pool there if it can be.
+        With `device`, a `DeviceReservation`: filled from that GPU's memory, in the daemon's pool there if it can be.
         `tokens`: see put.
         """
         check_keys(keys)
@@ -404,7 +404,7 @@ class Namespace:
         gpu = check_device(device)
         lost = PutResult(denied=len(keys), why="the daemon did not answer")
 
-        def nothing() -> Room:
+        def nothing() -> Reservation:
             return no_room(self.layout.block_bytes, lost, lambda _: lost, gpu)
 
         return self._client.run(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.aio import AsyncLink
+from kvstore.client.aio import AsyncConnection
 from kvstore.client.checks import check_token, socket_path
 from kvstore.client.protocol import Maps
 from kvstore.errors import DeniedError, RemoteProtocolError, UnavailableError
@@ -50,7 +50,9 @@ async def record(
     DeniedError if the daemon refuses, UnavailableError if it is away.
     """
     path = socket_path(url)
-    link = AsyncLink(check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token), Maps())
+    link = AsyncConnection(
+        check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token), Maps()
+    )
     try:
         async with asyncio.timeout(_ANSWER_WITHIN_S):
             await link.connect(path)
@@ -84,7 +86,7 @@ def trace_line(asked: Asked, block_tokens: int) -> bytes:
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
-async def _call(link: AsyncLink, message: Any) -> Any:
+async def _call(link: AsyncConnection, message: Any) -> Any:
     async with asyncio.timeout(_ANSWER_WITHIN_S):
         answer = await link.call(message)
     if isinstance(answer, m.Denied | m.Busy):

@@ -38,7 +38,7 @@ class Where:
 
 
 @dataclass(slots=True)
-class Identity:
+class BlockIds:
     """Who the blocks of an action are, one entry a block. `words` is (n, 8): keys padded with zeros."""
 
     namespace: npt.NDArray[np.uint16]
@@ -50,9 +50,9 @@ class Identity:
         """Key of block i."""
         return bytes(self.words[i].tobytes()[: int(self.key_bytes[i])])
 
-    def only(self, which: npt.NDArray[np.bool_]) -> Identity:
+    def only(self, which: npt.NDArray[np.bool_]) -> BlockIds:
         """The same for some of the blocks."""
-        return Identity(self.namespace[which], self.words[which], self.key_bytes[which], self.checksum[which])
+        return BlockIds(self.namespace[which], self.words[which], self.key_bytes[which], self.checksum[which])
 
     def __len__(self) -> int:
         return len(self.words)
@@ -118,7 +118,7 @@ class Grant(_Slots):
 
 
 @dataclass(slots=True)
-class Room(_Slots):
+class Reserved(_Slots):
     """Answer to Reserve: `status` for every key asked, slots for the GRANTED ones in the same order."""
 
     status: npt.NDArray[np.uint8]
@@ -169,7 +169,7 @@ class Copy:
     transfer: int
     source: int
     target: int
-    identity: Identity
+    identity: BlockIds
     parents: list[bytes]
     source_where: Where
     target_where: Where
@@ -179,7 +179,7 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Stamp:
+class WriteHeader:
     """Memory tiers: these slots now hold these blocks; write their headers.
 
     `parents` says whose children they are, keys of 0 bytes for roots; `lives` how many seconds longer they
@@ -187,8 +187,8 @@ class Stamp:
     """
 
     tier: int
-    identity: Identity
-    parents: Identity
+    identity: BlockIds
+    parents: BlockIds
     where: Where
     version: U32
     lives: npt.NDArray[np.float64] | None
@@ -198,7 +198,7 @@ class Stamp:
 class Offer:
     """These blocks, now in DRAM, are worth having on the network."""
 
-    identity: Identity
+    identity: BlockIds
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ class Drop:
     """
 
     tier: int
-    identity: Identity
+    identity: BlockIds
     where: Where
 
 
@@ -221,8 +221,8 @@ class Moved:
     """
 
     tier: int
-    identity: Identity
-    parents: Identity | None
+    identity: BlockIds
+    parents: BlockIds | None
 
     @property
     def gained(self) -> bool:
@@ -234,7 +234,7 @@ class Moved:
 class Came:
     """These blocks have a copy more in a tier; somebody may wait for them, see `Residency.awaited`."""
 
-    identity: Identity
+    identity: BlockIds
 
 
 @dataclass(slots=True)
@@ -244,7 +244,7 @@ class Probe:
     probe: int
     tier: int
     slot_bytes: int
-    identity: Identity
+    identity: BlockIds
     where: Where
 
 
@@ -275,14 +275,14 @@ class Remove:
 
 
 @dataclass(slots=True)
-class Joined:
+class DeviceAdded:
     """A device is there, with this number and without extents: SetLimit has some asked for."""
 
     tier: int
 
 
 @dataclass(slots=True)
-class Left:
+class DeviceRemoved:
     """A device that was to be removed holds nothing any more, and is not spoken of again."""
 
     tier: int
@@ -305,12 +305,12 @@ class Make:
 
 Action = (
     Grant
-    | Room
+    | Reserved
     | Answer
     | Explained
     | Deny
     | Copy
-    | Stamp
+    | WriteHeader
     | Offer
     | Drop
     | Moved
@@ -320,7 +320,7 @@ Action = (
     | Renew
     | Remove
     | Make
-    | Joined
-    | Left
+    | DeviceAdded
+    | DeviceRemoved
     | Closed
 )

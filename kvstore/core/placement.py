@@ -23,7 +23,7 @@ from kvstore.core.blocks.block_table import LIVE, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.hotplug import Hotplug
-from kvstore.core.capacity.quotas import Pool
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.capacity.resizing import Resizing
 from kvstore.core.insight.explain import explain
 from kvstore.core.insight.hints import hint
@@ -366,7 +366,7 @@ class Placement:
             self.transfers.eviction.renew(event.tier, event.extent)
         cut = None
         if event.slot_bytes:
-            cut = extents.assign(Pool(event.tenant, event.domain, event.slot_bytes), event.extent)
+            cut = extents.assign(SlotPool(event.tenant, event.domain, event.slot_bytes), event.extent)
             self.transfers.eviction.shrink(event.tier, event.tenant)
         if event.versions is not None and cut is not None:
             slots = extents.slots_of(event.extent)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.residency import PolicyGeneration, Residency
-from kvstore.core.capacity.quotas import Pool
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.policy import Policy, find
 from kvstore.core.policy.migrating import MigratingPolicy
 from kvstore.errors import MisuseError
@@ -22,7 +22,7 @@ _ROWS_AT_ONCE = 64
 _POOLS_AT_ONCE = 4
 _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
-_NOBODY = Pool(0, 0, 4096)
+_NOBODY = SlotPool(0, 0, 4096)
 _PARTS = [name for name in (*Policy.__annotations__, *vars(Policy)) if not name.startswith("_")]
 _WANTED = "a class like those in kvstore.core.policy"
 
@@ -37,7 +37,7 @@ class PolicyMigration:
         self._r = residency
         self.name = self.wanted = name
         self.rows_at_once = _ROWS_AT_ONCE
-        self._todo: list[tuple[int, Pool]] = []
+        self._todo: list[tuple[int, SlotPool]] = []
         self._marks: list[npt.NDArray[np.uint32]] = []
         self._under_way = False
         self._next_step = math.inf
@@ -96,7 +96,7 @@ class PolicyMigration:
         if not self._todo:
             self._end(now)
 
-    def _move_some(self, tier: int, pool: Pool, n: int, now: float) -> int:
+    def _move_some(self, tier: int, pool: SlotPool, n: int, now: float) -> int:
         """Moves up to n rows of a pool; how many. The pool is done when it has no more."""
         state = self._r.tiers[tier]
         policy = state.policies[pool]

@@ -49,7 +49,7 @@ _PRESERVING_SYSTEMD = 254
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Check:
     """One check: `found` is what is there, `advice` what to do about it, empty where nothing need be done."""
 
     level: Level
@@ -58,7 +58,7 @@ class Line:
     advice: str = ""
 
 
-def examine(config: Config) -> list[Line]:
+def examine(config: Config) -> list[Check]:
     """Every check, on this machine. Makes a file in the NVMe folder and removes it; changes nothing else."""
     lines = [
         kernel(platform.release()),
@@ -71,7 +71,7 @@ def examine(config: Config) -> list[Line]:
         *operators(config),
     ]
     if config.nvme.path is None:
-        lines.append(Line(OK, "nvme", "no nvme.path: no such tier"))
+        lines.append(Check(OK, "nvme", "no nvme.path: no such tier"))
     for name, path in config.nvme.paths.items():
         folder = _existing(path)
         lines += [direct_io(folder), space(path, _free_bytes(folder), config.nvme.limits[name])]
@@ -86,26 +86,26 @@ def examine(config: Config) -> list[Line]:
     return lines
 
 
-def kernel(release: str) -> Line:
+def kernel(release: str) -> Check:
     """`release` as uname gives it."""
     found = tuple(map(int, re.findall(r"\d+", release)[:2]))
     for needed, why in _KERNEL:
         if found < needed:
-            return Line(WARN, "kernel", release, f"a newer kernel: {why}")
-    return Line(OK, "kernel", release)
+            return Check(WARN, "kernel", release, f"a newer kernel: {why}")
+    return Check(OK, "kernel", release)
 
 
-def packages(python: str, versions: Mapping[str, str | None]) -> Line:
+def packages(python: str, versions: Mapping[str, str | None]) -> Check:
     """Versions by package, None for those that are absent."""
     found = ", ".join([f"python {python}", *(f"{name} {v or 'absent'}" for name, v in versions.items())])
     absent = [name for name, version in versions.items() if version is None]
     if not absent:
-        return Line(OK, "packages", found)
+        return Check(OK, "packages", found)
     level = WARN if absent == ["uvloop"] else FAIL
-    return Line(level, "packages", found, f"pip install {' '.join(absent)}")
+    return Check(level, "packages", found, f"pip install {' '.join(absent)}")
 
 
-def open_files(limit: tuple[int, int], config: Config) -> Line:
+def open_files(limit: tuple[int, int], config: Config) -> Check:
     """`limit` is (soft, hard) of open files: one an extent of every tier, one a client."""
     extents = config.dram.limit // extent_bytes(config.dram.limit)
     for name in config.nvme.paths:
@@ -115,80 +115,83 @@ def open_files(limit: tuple[int, int], config: Config) -> Line:
     found = f"{_count(limit[0])} here, {need} for {extents} extents and limits.connections"
     advice = f"ulimit -n {need} before kvstore serve; a unit sets its own LimitNOFILE="
     if 0 <= limit[0] < need:
-        return Line(FAIL if limit[0] < least else WARN, "open files", found, advice)
-    return Line(OK, "open files", found)
+        return Check(FAIL if limit[0] < least else WARN, "open files", found, advice)
+    return Check(OK, "open files", found)
 
 
-def locked_memory(soft_bytes: int, dram_bytes: int) -> Line:
+def locked_memory(soft_bytes: int, dram_bytes: int) -> Check:
     """`soft_bytes` is the limit of locked memory, negative for none."""
     if soft_bytes < 0:
-        return Line(OK, "locked memory", "unlimited")
+        return Check(OK, "locked memory", "unlimited")
     found = f"{format_size(soft_bytes)} here, dram.limit is {format_size(dram_bytes)}"
     if soft_bytes >= dram_bytes:
-        return Line(OK, "locked memory", found)
-    return Line(
+        return Check(OK, "locked memory", found)
+    return Check(
         WARN, "locked memory", found, "who pins extents for a device needs LimitMEMLOCK=infinity or ulimit -l"
     )
 
 
-def memory(meminfo: str, cgroup_bytes: Iterable[int], dram_bytes: int) -> Line:
+def memory(meminfo: str, cgroup_bytes: Iterable[int], dram_bytes: int) -> Check:
     """`meminfo` is /proc/meminfo, `cgroup_bytes` the limits of our control group and those above it."""
     sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
     total = min([sizes["MemTotal"], *cgroup_bytes])
     free = min(sizes["MemAvailable"], total)
     found = f"{format_size(free)} available of {format_size(total)}, dram.limit is {format_size(dram_bytes)}"
     if total < dram_bytes:
-        return Line(FAIL, "memory", found, "lower dram.limit, or give machine or control group more memory")
+        return Check(FAIL, "memory", found, "lower dram.limit, or give machine or control group more memory")
     if free < dram_bytes:
-        return Line(WARN, "memory", found, "lower dram.limit, unless a running daemon has what is missing")
-    return Line(OK, "memory", found)
+        return Check(WARN, "memory", found, "lower dram.limit, unless a running daemon has what is missing")
+    return Check(OK, "memory", found)
 
 
-def huge_pages(wanted: bool, try_it: Callable[[], bool], settings: Path) -> Line:
+def huge_pages(wanted: bool, try_it: Callable[[], bool], settings: Path) -> Check:
     """Tries a piece of shared memory; `settings` is the kernel's folder of transparent huge pages."""
     chosen = [f"{name} {_chosen(settings / name)}" for name in ("enabled", "shmem_enabled")]
     if not wanted:
-        return Line(OK, "huge pages", "dram.huge_pages is off")
+        return Check(OK, "huge pages", "dram.huge_pages is off")
     if try_it():
-        return Line(OK, "huge pages", f"the kernel gives them ({', '.join(chosen)})")
+        return Check(OK, "huge pages", f"the kernel gives them ({', '.join(chosen)})")
     advice = (
         f"echo advise > {settings / 'shmem_enabled'}, on Linux 6.1 or later; else dram.huge_pages = false"
     )
-    return Line(WARN, "huge pages", f"the kernel gives none ({', '.join(chosen)})", advice)
+    return Check(WARN, "huge pages", f"the kernel gives none ({', '.join(chosen)})", advice)
 
 
-def socket(path: Path) -> Line:
+def socket(path: Path) -> Check:
     """The folder must be there, or be made by the daemon."""
     found = f"{path}, {len(os.fsencode(path))} of at most {SOCKET_PATH_BYTES} bytes"
     if os.path.lexists(path) and not path.is_socket():
-        return Line(FAIL, "socket", f"{path} is no socket", "set daemon.socket to another path")
+        return Check(FAIL, "socket", f"{path} is no socket", "set daemon.socket to another path")
     folder = _existing(path.parent)
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         advice = "run this as the daemon's user, or set daemon.socket to a path that it may make"
-        return Line(FAIL, "socket", f"{folder} is not writable for uid {os.geteuid()}", advice)
-    return Line(OK, "socket", found)
+        return Check(FAIL, "socket", f"{folder} is not writable for uid {os.geteuid()}", advice)
+    return Check(OK, "socket", found)
 
 
-def operators(config: Config) -> list[Line]:
+def operators(config: Config) -> list[Check]:
     """Where everybody may connect, a peer may be root in a container: that should make no operator of it."""
     daemon, admin = config.daemon, config.admin
     lines = []
     if daemon.operator_socket is not None:
-        lines = [socket(daemon.operator_socket), Line(OK, "operators", f"by {daemon.operator_socket} only")]
+        lines = [
+            socket(daemon.operator_socket),
+            Check(OK, "operators", f"by {daemon.operator_socket} only"),
+        ]
         folder = daemon.socket.parent
         if folder in (daemon.operator_socket.parent, admin.socket.parent):
             advice = (
                 "a folder of their own for daemon.operator_socket and admin.socket, which no container mounts"
             )
-            lines[-1] = Line(
+            lines[-1] = Check(
                 WARN, "operators", f"operators' sockets lie in {folder}, beside daemon.socket", advice
             )
     elif daemon.socket_mode & 0o006:
         advice = "daemon.operator_socket, if containers have daemon.socket: there, anybody may be root"
-        lines = [Line(WARN, "operators", "everybody may connect, and root is an operator", advice)]
+        lines = [Check(WARN, "operators", "everybody may connect, and root is an operator", advice)]
     if 0 in {uid for tenant in config.tenants.values() for uid in tenant.uids}:
         advice = "name users, or give it a token: root in any container is that tenant"
-        lines.append(Line(WARN, "tenants", "root is a member of a tenant", advice))
+        lines.append(Check(WARN, "tenants", "root is a member of a tenant", advice))
     readers = [
         name
         for name, tenant in config.tenants.items()
@@ -196,11 +199,11 @@ def operators(config: Config) -> list[Line]:
     ]
     if readers:
         advice = "another user: root, and who runs the daemon, get no memory for reading only"
-        lines.append(Line(WARN, "readers", f"{readers[0]} only reads, and is root or this user", advice))
+        lines.append(Check(WARN, "readers", f"{readers[0]} only reads, and is root or this user", advice))
     return lines
 
 
-def direct_io(folder: Path) -> Line:
+def direct_io(folder: Path) -> Check:
     """Writes a file past the page cache."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file, mmap.mmap(-1, ALIGN) as data:
@@ -211,42 +214,42 @@ def direct_io(folder: Path) -> Line:
                 os.close(fd)
     except PermissionError:
         found = f"{folder} is not writable for uid {os.geteuid()}"
-        return Line(FAIL, "direct I/O", found, "run this as the daemon's user, or chown the folder to it")
+        return Check(FAIL, "direct I/O", found, "run this as the daemon's user, or chown the folder to it")
     except OSError as error:
         advice = "use ext4 or XFS on a local device: without direct I/O the page cache takes memory too"
-        return Line(WARN, "direct I/O", f"{folder}: {error.strerror}", advice)
-    return Line(OK, "direct I/O", f"{folder} takes it")
+        return Check(WARN, "direct I/O", f"{folder}: {error.strerror}", advice)
+    return Check(OK, "direct I/O", f"{folder} takes it")
 
 
-def space(path: Path, free_bytes: int, limit_bytes: int) -> Line:
+def space(path: Path, free_bytes: int, limit_bytes: int) -> Check:
     """Slabs have their full size, so what is there already needs no more room."""
     have = sum(slab.stat().st_blocks * 512 for slab in path.glob("slabs/*.slab"))
     sizes = f"{format_size(have)} in slabs, {format_size(free_bytes)} free"
     found = f"{sizes}, nvme.limit is {format_size(limit_bytes)}"
     if have + free_bytes >= limit_bytes:
-        return Line(OK, "space", found)
-    return Line(FAIL, "space", found, f"make room in {path}, or lower nvme.limit")
+        return Check(OK, "space", found)
+    return Check(FAIL, "space", found, f"make room in {path}, or lower nvme.limit")
 
 
-def lock(path: Path) -> Line:
+def lock(path: Path) -> Check:
     """Who uses the folder."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return Line(OK, "folder", f"{path}: no daemon has used it")
+        return Check(OK, "folder", f"{path}: no daemon has used it")
     except OSError as error:
-        return Line(FAIL, "folder", f"{path}: {error.strerror}", "run this as the daemon's user")
+        return Check(FAIL, "folder", f"{path}: {error.strerror}", "run this as the daemon's user")
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return Line(OK, "folder", f"{path}: not in use")
+        return Check(OK, "folder", f"{path}: not in use")
     except BlockingIOError:
         pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
-        return Line(OK, "folder", f"{path}: in use by pid {pid or 'unknown'}")
+        return Check(OK, "folder", f"{path}: in use by pid {pid or 'unknown'}")
     finally:
         os.close(fd)
 
 
-def records(path: Path) -> Line:
+def records(path: Path) -> Check:
     """Whether there are records, and whether some had to be moved aside."""
     aside = sorted(each.name for each in path.glob("records.corrupt-*"))
     if aside:
@@ -254,96 +257,96 @@ def records(path: Path) -> Line:
             f"blocks written before that are lost and computed again: look for a failing device "
             f"(dmesg, smartctl -a), then delete {path / aside[-1]}"
         )
-        return Line(FAIL, "records", f"moved aside as corrupt: {', '.join(aside)}", advice)
+        return Check(FAIL, "records", f"moved aside as corrupt: {', '.join(aside)}", advice)
     try:
         nbytes = (path / "records" / "data.mdb").stat().st_size
     except FileNotFoundError:
-        return Line(OK, "records", "none yet")
+        return Check(OK, "records", "none yet")
     except OSError as error:
-        return Line(FAIL, "records", f"{path}: {error.strerror}", "run this as the daemon's user")
-    return Line(OK, "records", f"{format_size(nbytes)}, not checked (kvstore fsck does)")
+        return Check(FAIL, "records", f"{path}: {error.strerror}", "run this as the daemon's user")
+    return Check(OK, "records", f"{format_size(nbytes)}, not checked (kvstore fsck does)")
 
 
-def engine(why_not: str, nvidia_fs: bool) -> Line:
+def engine(why_not: str, nvidia_fs: bool) -> Check:
     """`why_not`: what keeps kvikio from being used; `nvidia_fs`: whether the module of GDS is there."""
     if why_not:
-        return Line(OK, "NVMe I/O", f"posix: {why_not}")
+        return Check(OK, "NVMe I/O", f"posix: {why_not}")
     way = "by GPUDirect Storage" if nvidia_fs else "in compatibility mode: nvidia-fs is not loaded"
-    return Line(OK, "NVMe I/O", f"kvikio, to and from a GPU {way}")
+    return Check(OK, "NVMe I/O", f"kvikio, to and from a GPU {way}")
 
 
-def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) -> list[Line]:
+def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) -> list[Check]:
     """The daemon needs none; what engines need beside one is told only where there is one."""
     devices = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     if not devices:
-        return [Line(OK, "GPU", "none, and the daemon needs none")]
+        return [Check(OK, "GPU", "none, and the daemon needs none")]
     found = {
         "libcuda": (libcuda, "install the NVIDIA driver's user space (libcuda.so.1)"),
         "nvidia-fs": ((drivers / "nvidia-fs").exists(), "for GPUDirect Storage: modprobe nvidia-fs"),
         **{name: (there, f"pip install {name}") for name, there in modules.items()},
     }
-    lines = [Line(OK, "GPU", ", ".join(devices))]
+    lines = [Check(OK, "GPU", ", ".join(devices))]
     for name, (there, advice) in found.items():
-        lines.append(Line(OK, name, "found") if there else Line(WARN, name, "absent", advice))
+        lines.append(Check(OK, name, "found") if there else Check(WARN, name, "absent", advice))
     return lines
 
 
-def hbm(config: Config) -> list[Line]:
+def hbm(config: Config) -> list[Check]:
     """Whether there can be pools of GPU memory; where not, blocks are served from DRAM."""
     limit = config.hbm.limit
     if not limit:
-        return [Line(OK, "hbm", "hbm.limit is 0: no pool of GPU memory")]
+        return [Check(OK, "hbm", "hbm.limit is 0: no pool of GPU memory")]
     if reason := no_cuda():
-        return [Line(WARN, "hbm", reason, "pip install 'kvstore[cuda]' beside a driver, or hbm.limit = 0")]
+        return [Check(WARN, "hbm", reason, "pip install 'kvstore[cuda]' beside a driver, or hbm.limit = 0")]
     try:
         names = uuids() if config.hbm.gpus is None else config.hbm.gpus
         return [_pool(Gpu.open(resolve(name)), limit) for name in names]
     except KVStoreError as error:
-        return [Line(WARN, "hbm", error.message, error.hint)]
+        return [Check(WARN, "hbm", error.message, error.hint)]
 
 
-def network(config: Config) -> Line:
+def network(config: Config) -> Check:
     """Whether what nodes share can be written and read now; where not, each node has what it has."""
     if config.network.url is None:
-        return Line(OK, "network", "no network.url: no such tier")
+        return Check(OK, "network", "no network.url: no such tier")
     backend, why_not = open_network(config.network)
     if backend is None:
-        return Line(FAIL, "network", why_not[0], "without it, each node has only its own blocks")
+        return Check(FAIL, "network", why_not[0], "without it, each node has only its own blocks")
     try:
         backend.health(time.monotonic() + _NETWORK_WITHIN_S)
     except KVStoreError as error:
-        return Line(FAIL, "network", error.message, error.hint)
+        return Check(FAIL, "network", error.message, error.hint)
     finally:
         backend.close()
-    return Line(OK, "network", f"{backend.kind}: can be written and read")
+    return Check(OK, "network", f"{backend.kind}: can be written and read")
 
 
-def _pool(gpu: Gpu, limit_bytes: int) -> Line:
+def _pool(gpu: Gpu, limit_bytes: int) -> Check:
     free, total = gpu.memory()
     found = f"{gpu.uuid}: {format_size(free)} of {format_size(total)} free, limit {format_size(limit_bytes)}"
     if total < limit_bytes:
-        return Line(WARN, "hbm", found, "lower hbm.limit: there will be no pool on this GPU")
+        return Check(WARN, "hbm", found, "lower hbm.limit: there will be no pool on this GPU")
     if free < limit_bytes:
-        return Line(WARN, "hbm", found, "lower hbm.limit, unless a running daemon has what is missing")
+        return Check(WARN, "hbm", found, "lower hbm.limit, unless a running daemon has what is missing")
     piece = gpu.allocate(1)
     try:
         gpu.export(piece)
     except CudaError as error:
-        return Line(WARN, "hbm", error.message, error.hint)
+        return Check(WARN, "hbm", error.message, error.hint)
     finally:
         gpu.free(piece)
-    return Line(OK, "hbm", found)
+    return Check(OK, "hbm", found)
 
 
-def systemd(output: str) -> Line:
+def systemd(output: str) -> Check:
     """`output` is what `systemctl --version` prints, empty without systemd."""
     version = re.match(r"systemd (\d+)", output)
     if version is None:
-        return Line(OK, "systemd", "none: run kvstore serve under another supervisor")
+        return Check(OK, "systemd", "none: run kvstore serve under another supervisor")
     if int(version[1]) < _PRESERVING_SYSTEMD:
         advice = f"{_PRESERVING_SYSTEMD} keeps DRAM's contents over a stop too; older ones over a restart"
-        return Line(WARN, "systemd", version[1], advice)
-    return Line(OK, "systemd", version[1])
+        return Check(WARN, "systemd", version[1], advice)
+    return Check(OK, "systemd", version[1])
 
 
 def _existing(path: Path) -> Path:

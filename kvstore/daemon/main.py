@@ -20,7 +20,7 @@ from pathlib import Path
 from kvstore.config import Config
 from kvstore.daemon.operator.devices import open_devices
 from kvstore.daemon.operator.gpus import Pinner, open_pools
-from kvstore.daemon.operator.settings import Settings
+from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.connection import Server
 from kvstore.daemon.server.listener import Listener, identity, listen, unlink_own
@@ -47,7 +47,7 @@ def run(path: Path | None) -> int:
 
     Returns the exit code. Raises KVStoreError if it cannot start.
     """
-    settings = Settings(path)
+    settings = LiveConfig(path)
     logging.basicConfig(
         level=settings.config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
     )
@@ -76,7 +76,7 @@ def _give_memory_back() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: LiveConfig) -> int:
     loop, config = asyncio.get_running_loop(), settings.config
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -151,7 +151,7 @@ def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
 class _Reloads:
     """Reads the configuration again when it is told to, and tells the service manager."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LiveConfig) -> None:
         self._settings = settings
         self._task: asyncio.Task[None] | None = None
 

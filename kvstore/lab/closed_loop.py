@@ -18,7 +18,7 @@ from kvstore.lab.workload import Blocks, Numbering, Workload, assemble
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class ClosedLoop:
     """Who plays. `shared` is the part of tools and system prompt that all conversations have in common."""
 
     users: int = 64
@@ -35,7 +35,7 @@ class Crowd:
             raise MisuseError(f"shared is {self.shared}", "a share from 0 to 1")
 
 
-def of_conversations(trace: Trace, block_tokens: int, crowd: Crowd) -> Workload:
+def of_conversations(trace: Trace, block_tokens: int, crowd: ClosedLoop) -> Workload:
     """What the crowd asks for while it plays each conversation of the trace once."""
     numbering = Numbering(block_tokens, trace.block_tokens)
     prompts: list[Blocks] = []
@@ -58,7 +58,7 @@ def _capped(times_s: Sequence[float], cap_s: float) -> list[float]:
     return out
 
 
-def _starts(lengths_s: Sequence[float], crowd: Crowd) -> list[float]:
+def _starts(lengths_s: Sequence[float], crowd: ClosedLoop) -> list[float]:
     """When each conversation begins, in seconds from the start of all."""
     dice = random.Random(crowd.seed)
     order = list(range(len(lengths_s)))

@@ -16,7 +16,7 @@ from rich.text import Text
 from kvstore import Client, Layout, chain_keys
 from kvstore.config import format_size
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.replay import Engine, Tally
 from kvstore.types import Tier
 
@@ -58,7 +58,7 @@ def run(console: Console) -> bool:
     )
     start_s = time.perf_counter()
     with (
-        ServedDaemon(settings, supervised=True) as daemon,
+        LocalDaemon(settings, supervised=True) as daemon,
         Client(daemon.url, deadline_s=DEADLINE_S) as client,
     ):
         turns, forgotten = _play(daemon, client, console)
@@ -66,7 +66,7 @@ def run(console: Console) -> bool:
     return _summary(console, turns, forgotten, time.perf_counter() - start_s)
 
 
-def _play(daemon: ServedDaemon, client: Client, console: Console) -> tuple[list[Tally], int]:
+def _play(daemon: LocalDaemon, client: Client, console: Console) -> tuple[list[Tally], int]:
     """One tally a turn, and how many blocks were missed although they had been stored before."""
     engine, chats = Engine(client, LAYOUT), Chats()
     turns: list[Tally] = []

@@ -11,8 +11,8 @@ from kvstore.core.policy import find
 from kvstore.errors import MisuseError
 from kvstore.lab.belady import Bound
 from kvstore.lab.capacity import Capacities, parse_capacities, parse_tier
-from kvstore.lab.closed_loop import Crowd, of_conversations
-from kvstore.lab.report import BoundPoint, Point, Report, Settings, TraceInfo
+from kvstore.lab.closed_loop import ClosedLoop, of_conversations
+from kvstore.lab.report import BoundPoint, Point, ReplaySettings, Report, TraceInfo
 from kvstore.lab.sweep import Progress, Task, run
 from kvstore.lab.traces import Trace
 from kvstore.lab.workload import of_chats
@@ -35,14 +35,14 @@ class Options:
 
     block_bytes: int = 2 << 20
     block_tokens: int | None = None
-    crowd: Crowd | None = None
+    crowd: ClosedLoop | None = None
     skip_bad: bool = False
     placement: dict[str, str] = field(default_factory=dict)
     processes: int = 1
     repeat: int = 1
 
 
-class Study:
+class Experiment:
     """Reads the trace.
 
     Raises KVStoreError for one that cannot be read, MisuseError for options that do not fit it.
@@ -61,9 +61,9 @@ class Study:
         self.processes = options.processes
         self._placement = dict(options.placement)
         trace = Trace(path, options.skip_bad)
-        self._crowd: Crowd | None = None
+        self._crowd: ClosedLoop | None = None
         if trace.kind == "conversations":
-            self._crowd = options.crowd or Crowd()
+            self._crowd = options.crowd or ClosedLoop()
             self.workload = of_conversations(
                 trace, _or(options.block_tokens, AGENT_BLOCK_TOKENS), self._crowd
             )
@@ -142,11 +142,11 @@ class Study:
             best_hit_ratio=self.best_ratio,
         )
 
-    def settings(self) -> Settings:
+    def settings(self) -> ReplaySettings:
         """How."""
         crowd = asdict(self._crowd) if self._crowd else {}
         block_tokens = self.workload.block_tokens
-        return Settings(block_tokens, self.block_bytes, self._placement, **crowd)
+        return ReplaySettings(block_tokens, self.block_bytes, self._placement, **crowd)
 
 
 def _or(given: int | None, default: int) -> int:

@@ -29,7 +29,7 @@ Settings = Mapping[str, Mapping[str, object]]
 _LOG_TAIL_CHARS = 2000
 
 
-class ServedDaemon:
+class LocalDaemon:
     """Runs `kvstore serve` for as long as the `with` block lasts.
 
     `settings` override the default configuration; the socket is always our own. An `nvme` section without a
@@ -78,7 +78,7 @@ class ServedDaemon:
         """The running daemon's process id; 0 if it does not run. It is not the supervisor's."""
         return self._pid
 
-    def __enter__(self) -> ServedDaemon:
+    def __enter__(self) -> LocalDaemon:
         self._folder = Path(tempfile.mkdtemp(prefix="kvstore-"))
         try:
             text = self._config_text()

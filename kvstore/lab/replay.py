@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvstore import Client, Layout
 from kvstore.errors import MisuseError
-from kvstore.lab.traces import Session, Trace
+from kvstore.lab.traces import Trace, TraceSession
 from kvstore.types import Tier
 
 BUFFER_BYTES = 32 << 20
@@ -283,7 +283,7 @@ class _Run:
                 tally.input_tokens = request.input_tokens
                 self._account(tally)
 
-    def _take(self) -> Iterator[Session]:
+    def _take(self) -> Iterator[TraceSession]:
         while True:
             with self._lock:
                 session = next(self._sessions, None)

@@ -34,7 +34,7 @@ class TraceInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ReplaySettings:
     """How it was replayed. `users` to `seed` are None where the trace has a clock of its own."""
 
     block_tokens: int
@@ -88,7 +88,7 @@ class Report:
     """A whole run. `version` is that of this format."""
 
     trace: TraceInfo
-    settings: Settings
+    settings: ReplaySettings
     points: list[Point]
     bounds: list[BoundPoint]
     version: int = VERSION

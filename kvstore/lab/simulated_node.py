@@ -37,7 +37,7 @@ def _rule(options: dict[str, Any], limit_bytes: int) -> Rule:
     return Rule(options.pop("admission", "always"), float(options.pop("admission_threshold", 0.2)), budget)
 
 
-class Node:
+class SimulatedNode:
     """One node that serves prompts. `options` go to Placement, such as `policy` and `write_policy`,
     or say what NVMe takes, as in the configuration: `admission`, `admission_threshold`, `write_budget`.
 
@@ -141,7 +141,7 @@ class Node:
                     todo.append(ev.ProbeDone(action.probe, np.zeros(len(action.identity), np.uint8)))
                 elif isinstance(action, ac.Renew):
                     todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
-                elif isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Deny) and action.request:
+                elif isinstance(action, ac.Grant | ac.Reserved | ac.Answer | ac.Deny) and action.request:
                     answer = action
         return answer
 

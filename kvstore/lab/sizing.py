@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.config import GIB, MIB, format_size
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.lab.capacity import Capacities, Capacity
-from kvstore.lab.experiment import Study
+from kvstore.lab.experiment import Experiment
 from kvstore.lab.report import Point, Report
 from kvstore.types import Tier
 
@@ -65,7 +65,7 @@ class Prices:
 class _Tried:
     """What was replayed so far with one policy."""
 
-    def __init__(self, study: Study, policy: str, doing: Doing) -> None:
+    def __init__(self, study: Experiment, policy: str, doing: Doing) -> None:
         self._study, self._policy, self._doing = study, policy, doing
         self._named: dict[str, Capacities] = {}
         self._points: dict[str, Point] = {}
@@ -97,7 +97,7 @@ class _Tried:
         return Sizing(f"{searched}: {len(self._points)} replays", answer, limits, cost, report)
 
 
-def for_hit_ratio(study: Study, policy: str, wanted: float, nvme: Capacities, doing: Doing) -> Sizing:
+def for_hit_ratio(study: Experiment, policy: str, wanted: float, nvme: Capacities, doing: Doing) -> Sizing:
     """The smallest DRAM, to 2 %, that serves at least `wanted` of all tokens beside this NVMe (or none).
 
     Raises KVStoreError if no cache could, or this policy cannot.
@@ -135,13 +135,13 @@ def for_hit_ratio(study: Study, policy: str, wanted: float, nvme: Capacities, do
     return tried.sizing(searched, best, None)
 
 
-def _least(study: Study, wanted: float) -> int:
+def _least(study: Experiment, wanted: float) -> int:
     """The blocks below which not even the best policy serves that much."""
     sizes = range(1, study.workload.unique_blocks + 1)
     return sizes[bisect_left(sizes, wanted, key=lambda n: study.ratio(study.bound.hits(n)))]
 
 
-def for_budget(study: Study, policy: str, budget: float, prices: Prices, doing: Doing) -> Sizing:
+def for_budget(study: Experiment, policy: str, budget: float, prices: Prices, doing: Doing) -> Sizing:
     """The split of a budget between DRAM and NVMe that serves most.
 
     Of splits that serve as much, within a tenth of a point, the one with more hits in DRAM. Raises
@@ -174,7 +174,7 @@ def _worth(point: Point) -> tuple[float, int]:
     return round(point.hit_ratio / _ALIKE), point.hits_by_tier[Tier.DRAM.name.lower()]
 
 
-def _bought(study: Study, budget: float, share: float, prices: Prices) -> Capacities | None:
+def _bought(study: Experiment, budget: float, share: float, prices: Prices) -> Capacities | None:
     """What a budget buys, of which so much is for DRAM, but no more than the trace can use.
 
     None if DRAM cannot hold the longest prompt.

@@ -26,7 +26,7 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.errors import KVStoreError
 from kvstore.lab.capacity import Capacities
 from kvstore.lab.report import Point
-from kvstore.lab.simulated_node import Node, keys_of
+from kvstore.lab.simulated_node import SimulatedNode, keys_of
 from kvstore.lab.workload import Workload
 from kvstore.types import Tier
 
@@ -139,7 +139,7 @@ def _run_there(folder: Path, number: int, task: Task) -> Point:
 
 def replay(workload: Workload, task: Task, progress: Progress | None = None) -> Point:
     """Plays a workload on an empty node."""
-    node = Node(task.capacities, task.block_bytes, {"policy": task.policy, **task.options})
+    node = SimulatedNode(task.capacities, task.block_bytes, {"policy": task.policy, **task.options})
     keys = keys_of(np.arange(workload.unique_blocks))
     starts, times_s = workload.starts.tolist(), workload.times_s.tolist()
     begin, told = time.perf_counter(), 0.0
@@ -155,7 +155,7 @@ def replay(workload: Workload, task: Task, progress: Progress | None = None) -> 
     return _point(workload, task, node, wall_s)
 
 
-def _point(workload: Workload, task: Task, node: Node, wall_s: float) -> Point:
+def _point(workload: Workload, task: Task, node: SimulatedNode, wall_s: float) -> Point:
     tiers = {c.tier.name.lower(): c for c in task.capacities}
     hits = {name: int(node.hits[c.tier]) for name, c in tiers.items()}
     counters, served = node.placement.counters, sum(hits.values())

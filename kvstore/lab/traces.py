@@ -102,7 +102,7 @@ class _Conversation(_Row):
     requests: list[_Entry]
 
 
-class Session:
+class TraceSession:
     """Requests that one client sends one after another. Iterating makes them, keys included, one at a time.
 
     `calls` are the same requests without keys. `own_clock` tells whether their times count from the session's
@@ -139,10 +139,10 @@ class Session:
             yield Request(call.t, keys, call.tokens_in, call.tokens_out, self._block_tokens, self.number)
             last_salt, last_ids, last_keys = salt, ids, keys
 
-    def head(self, n: int) -> Session:
+    def head(self, n: int) -> TraceSession:
         """The same session with its first `n` requests only."""
         calls = self.calls[:n]
-        return Session(
+        return TraceSession(
             self.number, self._block_tokens, calls, self.own_clock, self.where, self.preamble_tokens
         )
 
@@ -203,7 +203,7 @@ class Trace:
         """How many sessions there are; reads the whole file but understands none of it."""
         return sum(1 for _ in self._lines())
 
-    def sessions(self, limit: int | None = None) -> Iterator[Session]:
+    def sessions(self, limit: int | None = None) -> Iterator[TraceSession]:
         """All sessions in the file's order, cut off after `limit` requests in total."""
         for session in self._sessions():
             if limit is None:
@@ -214,7 +214,7 @@ class Trace:
             yield session.head(limit)
             limit -= len(session)
 
-    def _sessions(self) -> Iterator[Session]:
+    def _sessions(self) -> Iterator[TraceSession]:
         self.skipped = []
         number, clock = 0, _Clock()
         for where, line in self._lines():
@@ -229,7 +229,7 @@ class Trace:
             yield session
             number += 1
 
-    def _chat(self, number: int, where: str, line: bytes, clock: _Clock) -> Session:
+    def _chat(self, number: int, where: str, line: bytes, clock: _Clock) -> TraceSession:
         row = _parse(_Chat, where, line)
         self._check_size(where, "block_tokens", row.block_tokens)
         call = Call.model_construct(
@@ -237,16 +237,16 @@ class Trace:
         )
         _check_ids(where, call, self.block_tokens)
         call.t = clock.seconds_at(where, row.timestamp)
-        return Session(number, self.block_tokens, [call], own_clock=False, where=where)
+        return TraceSession(number, self.block_tokens, [call], own_clock=False, where=where)
 
-    def _conversation(self, number: int, where: str, line: bytes) -> Session:
+    def _conversation(self, number: int, where: str, line: bytes) -> TraceSession:
         row = _parse(_Conversation, where, line)
         self._check_size(where, "block_size", row.block_size)
         calls = sorted(_flatten(where, row.requests), key=lambda call: call.t)
         for call in calls:
             _check_ids(where, call, self.block_tokens)
         preamble_tokens = row.tool_tokens + row.system_tokens
-        return Session(number, self.block_tokens, calls, True, where, preamble_tokens)
+        return TraceSession(number, self.block_tokens, calls, True, where, preamble_tokens)
 
     def _check_size(self, where: str, field: str, tokens: int) -> None:
         if tokens != self.block_tokens:

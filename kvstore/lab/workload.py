@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import KVStoreError, MisuseError
-from kvstore.lab.traces import Session, Trace
+from kvstore.lab.traces import Trace, TraceSession
 
 Blocks = npt.NDArray[np.int32]
 Names = npt.NDArray[np.uint64]
@@ -115,7 +115,7 @@ class Numbering:
         self._common: dict[int, list[int]] = {}
         self._known: dict[tuple[int, int, int], int] = {}
 
-    def prompts(self, session: Session, shared: float) -> list[Blocks]:
+    def prompts(self, session: TraceSession, shared: float) -> list[Blocks]:
         """The blocks of each prompt. A share of what its main prompts start with is all sessions'."""
         if session.own_clock:
             self._known = {}

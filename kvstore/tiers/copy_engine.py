@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.core.actions import Identity
+from kvstore.core.actions import BlockIds
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.checksums import checksums, reserve
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, Stream
@@ -36,7 +36,7 @@ QUEUE_BLOCKS = 1 << 14
 class Batch:
     """Blocks to copy and verify; without `sources`, only to verify. `lengths` are of payloads, in bytes."""
 
-    identity: Identity
+    identity: BlockIds
     sources: Sequence[Memory] | None
     targets: Sequence[Memory]
     fingerprints: list[bytes]
@@ -45,7 +45,7 @@ class Batch:
     refused: bool = False
 
 
-class Movers:
+class CopyEngine:
     """Callbacks come on its threads, once a batch, whatever happens."""
 
     def __init__(self, gpu: Gpu, failed: Callable[[CudaError], None]) -> None:

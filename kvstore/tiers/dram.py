@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.arena import HEADER, MAGIC, Extent
-from kvstore.core.actions import Identity, Where
+from kvstore.core.actions import BlockIds, Where
 from kvstore.errors import TierError
-from kvstore.tiers.job_thread import Worker
-from kvstore.tiers.ownership import Owners
+from kvstore.tiers.job_thread import JobThread
+from kvstore.tiers.ownership import OwnershipTable
 from kvstore.types import ALIGN, LABEL_BYTES, MAX_KEY_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class DramTier:
         self._stamp = 1
         self._last = -1
         self._stop = threading.Event()
-        self._worker = Worker("kvstore-dram")
+        self._worker = JobThread("kvstore-dram")
         given = dict(inherited or {})
         labelled = OWNERS not in given
         self._owners = self._open_owners(given.pop(OWNERS, -1))
@@ -111,13 +111,13 @@ class DramTier:
 
     # -- start and stop
 
-    def _open_owners(self, fd: int) -> Owners:
+    def _open_owners(self, fd: int) -> OwnershipTable:
         if fd >= 0:
             try:
-                return Owners(fd)
+                return OwnershipTable(fd)
             except TierError as error:
                 self._refuse(OWNERS, str(error))
-        owners = Owners.create()
+        owners = OwnershipTable.create()
         if self._keeper is not None:
             self._keeper.keep(OWNERS, owners.fd)
         return owners
@@ -328,8 +328,8 @@ class DramTier:
 
     def stamp(
         self,
-        identity: Identity,
-        parents: Identity,
+        identity: BlockIds,
+        parents: BlockIds,
         where: Where,
         version: npt.NDArray[np.uint32],
         fingerprints: dict[int, bytes],

@@ -19,11 +19,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from kvstore.core.actions import Copy, Identity, Probe, Where
+from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, Stream
 from kvstore.errors import TierError
-from kvstore.tiers.copy_engine import Batch, Done, Memory, Movers
-from kvstore.tiers.ipc_exports import Lent
+from kvstore.tiers.copy_engine import Batch, CopyEngine, Done, Memory
+from kvstore.tiers.ipc_exports import IpcExports
 from kvstore.types import Geometry
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class HbmTier:
         self._extents: dict[int, DeviceBuffer] = {}
         self._cuts: dict[int, Geometry] = {}
         self._handles: dict[int, bytes] = {}
-        self._lent = Lent()
+        self._lent = IpcExports()
         self._lock = threading.Lock()  # of the four above
         self._going: dict[int, tuple[DeviceBuffer, Callable[[], None]]] = {}
         self._watchers: list[Watcher] = []
@@ -76,7 +76,7 @@ class HbmTier:
         self._stop = threading.Event()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kvstore-hbm", daemon=True)
-        self._movers = Movers(gpu, self._failed)
+        self._movers = CopyEngine(gpu, self._failed)
 
     # -- start and stop
 
@@ -291,7 +291,7 @@ class HbmTier:
 
     def _submit_batch(
         self,
-        identity: Identity,
+        identity: BlockIds,
         sources: list[Memory] | None,
         targets: list[Memory],
         fingerprints: dict[int, bytes],

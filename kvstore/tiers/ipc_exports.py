@@ -11,7 +11,7 @@ import select
 from pathlib import Path
 
 
-class Lent:
+class IpcExports:
     """By number of extent, descriptors of the processes that may map it. One thread at a time may call."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 
-class Worker:
+class JobThread:
     """Its thread starts with the first job, and does not keep the process from ending."""
 
     def __init__(self, name: str) -> None:

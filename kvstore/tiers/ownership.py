@@ -22,7 +22,7 @@ _FREE, _UNCUT, _CUTTING = range(3)
 """What `slot_bytes` says besides a size: no extent; one that was nobody's yet; one that is being cut."""
 
 
-class Owners:
+class OwnershipTable:
     """A row for each extent. The first row has the magic number in place of an extent's."""
 
     def __init__(self, fd: int) -> None:
@@ -43,7 +43,7 @@ class Owners:
         self._at = {int(self._rows["number"][i]): i for i in used}
 
     @classmethod
-    def create(cls) -> Owners:
+    def create(cls) -> OwnershipTable:
         """An empty one. TierError if there is no memory for it."""
         extent = Extent.create("kvstore-owners", _NBYTES)
         np.frombuffer(extent.view, _ROW, count=1)["number"] = _MAGIC

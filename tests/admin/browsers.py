@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.serving import ServedAdmin
 from tests.programs import need
 
@@ -68,18 +68,18 @@ def prefer(driver: webdriver.Chrome, **features: str) -> None:
 class QuickAdmin(ServedAdmin):
     """Its hours pass so many times as fast: a point is added as often, and its clock says so."""
 
-    def __init__(self, daemon: ServedDaemon, times: float) -> None:
+    def __init__(self, daemon: LocalDaemon, times: float) -> None:
         super().__init__(daemon)
         self.command = (sys.executable, "-c", _QUICK.format(times=times))
 
 
 _QUICK = """
 import functools, time
-from kvstore.admin import hour, snapshots
+from kvstore.admin import daemon_state, history
 began_s = time.time()
-hour.EVERY_S /= {times}
-snapshots.FRESH_S /= {times}
-hour.keep = functools.partial(hour.keep, clock=lambda: began_s + (time.time() - began_s) * {times})
+history.EVERY_S /= {times}
+daemon_state.FRESH_S /= {times}
+history.keep = functools.partial(history.keep, clock=lambda: began_s + (time.time() - began_s) * {times})
 from kvstore.cli import app
 app()
 """

@@ -20,7 +20,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from kvstore import Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.browsers import QuickAdmin, browser, prefer, resize
 from tests.admin.serving import VIEW, settings
 from tests.daemons import names
@@ -57,7 +57,7 @@ _USERS = ((61001, 260, 0.9), (61002, 120, 1.2), (61003, 900, 0.2), (61004, 60, 0
 """Who, how many conversations, and how much oftener some of them go on than others."""
 
 
-def _converse(daemon: ServedDaemon, uid: int, conversations: int, skew: float, ends_s: float) -> None:
+def _converse(daemon: LocalDaemon, uid: int, conversations: int, skew: float, ends_s: float) -> None:
     """Conversations that go on one after another: what is stored is read, what is missing is stored."""
     rng, began_s = np.random.default_rng(uid), time.monotonic()
     chance = 1 / np.arange(1, conversations + 1) ** skew

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from kvstore.daemon.tenancy.auth import hash_of, new_token
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.spawner import spawn
 
@@ -79,7 +79,7 @@ class ServedAdmin:
 
     command: Sequence[str] = (sys.executable, "-m", "kvstore")
 
-    def __init__(self, daemon: ServedDaemon) -> None:
+    def __init__(self, daemon: LocalDaemon) -> None:
         self.daemon = daemon
         self.socket = daemon.folder / "admin.sock"
         self.log = daemon.folder / "admin.log"

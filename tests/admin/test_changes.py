@@ -16,7 +16,7 @@ import pytest
 from kvstore import Client
 from kvstore.admin.access import audit
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.serving import OPERATE, VIEW, Answer, ServedAdmin, problem, settings
 from tests.daemons import WITH_NVME, eventually, got, idle, names, new_layout, payloads
 
@@ -35,21 +35,21 @@ CHANGES = (
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedDaemon]:
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDaemon]:
     section = settings(audit_log=tmp_path_factory.mktemp("audit") / "audit")
     tenants = {"chat": {"uids": [70001]}, "batch": {"uids": [70002]}}
-    with ServedDaemon({**WITH_NVME, "admin": section, "tenants": tenants}) as served:
+    with LocalDaemon({**WITH_NVME, "admin": section, "tenants": tenants}) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def admin(daemon: ServedDaemon) -> Iterator[ServedAdmin]:
+def admin(daemon: LocalDaemon) -> Iterator[ServedAdmin]:
     with ServedAdmin(daemon) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
@@ -68,12 +68,12 @@ def change(admin: ServedAdmin, method: str, path: str, body: object = None, **mo
     return admin.get(path, OPERATE, method=method, body=raw, headers=headers, **more)
 
 
-def audit_log(daemon: ServedDaemon) -> Path:
+def audit_log(daemon: LocalDaemon) -> Path:
     text = (daemon.folder / "kvstore.toml").read_text()
     return Path(text.split('audit_log = "')[1].split('"')[0])
 
 
-def written(daemon: ServedDaemon, end: str = "") -> list[dict[str, Any]]:
+def written(daemon: LocalDaemon, end: str = "") -> list[dict[str, Any]]:
     """What the audit log says, or (`.refused`) that of refusals."""
     file = audit_log(daemon)
     return [json.loads(line) for line in file.with_name(file.name + end).read_text().splitlines()]
@@ -84,7 +84,7 @@ def written(daemon: ServedDaemon, end: str = "") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 def test_changes_need_a_token_that_operates(
-    admin: ServedAdmin, daemon: ServedDaemon, method: str, path: str
+    admin: ServedAdmin, daemon: LocalDaemon, method: str, path: str
 ) -> None:
     body = {"PUT": b'{"tenants": [], "ttl_s": 1}'}.get(method)
     asked = {"method": method, "body": body, "over_tcp": True}
@@ -190,7 +190,7 @@ def test_a_namespace_is_emptied_and_can_be_used_again(admin: ServedAdmin, client
 
 def test_all_that_a_tenant_has_stored_is_deleted() -> None:
     with (
-        ServedDaemon({**WITH_NVME, "admin": settings()}) as daemon,
+        LocalDaemon({**WITH_NVME, "admin": settings()}) as daemon,
         ServedAdmin(daemon) as admin,
         Client(daemon.url, deadline_s=10, strict=True) as client,
     ):
@@ -276,7 +276,7 @@ def test_a_body_that_does_not_say_how_long_it_is_is_bounded_too(admin: ServedAdm
 
 
 def test_every_try_is_written_down_before_it_is_answered(
-    admin: ServedAdmin, daemon: ServedDaemon, client: Client
+    admin: ServedAdmin, daemon: LocalDaemon, client: Client
 ) -> None:
     _, path, keys = put(client, 1)
     pin = f"{path}/blocks/{keys[0].hex()}/pin"
@@ -295,7 +295,7 @@ def test_every_try_is_written_down_before_it_is_answered(
 
 def test_refusals_roll_no_change_away_and_are_bounded(tmp_path: Path) -> None:
     section = settings(audit_log=tmp_path / "audit")
-    with ServedDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
         change(admin, "DELETE", "/v1/tenants/default/blocks")
         connection = admin.connection(over_tcp=True)
         for n in range(audit.REFUSALS + 5):

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import DeniedError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.traces import Trace
 from tests.admin.serving import OPERATE, VIEW, ServedAdmin, problem, settings
 from tests.admin.test_changes import change, written
@@ -35,16 +35,16 @@ CHANGES = (
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
+def daemon(tmp_path: Path) -> Iterator[LocalDaemon]:
     section = settings(audit_log=tmp_path / "audit")
     tenants = {"chat": {"uids": [70001]}, "mine": {"uids": [os.getuid()], "role": "admin"}}
     kept = {"changes": tmp_path / "changes.json"}
-    with ServedDaemon({**WITH_NVME, "daemon": kept, "admin": section, "tenants": tenants}) as served:
+    with LocalDaemon({**WITH_NVME, "daemon": kept, "admin": section, "tenants": tenants}) as served:
         yield served
 
 
 @pytest.fixture
-def admin(daemon: ServedDaemon) -> Iterator[ServedAdmin]:
+def admin(daemon: LocalDaemon) -> Iterator[ServedAdmin]:
     with ServedAdmin(daemon) as served:
         yield served
 
@@ -62,7 +62,7 @@ def test_changing_settings_needs_a_token_that_operates(admin: ServedAdmin) -> No
 # -- tenants
 
 
-def test_a_tenant_is_made_looked_at_changed_and_removed(admin: ServedAdmin, daemon: ServedDaemon) -> None:
+def test_a_tenant_is_made_looked_at_changed_and_removed(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     path = "/v1/tenants/new/settings"
     assert "PUT" in problem(admin.get(path), 404)["hint"]
     made = change(admin, "PUT", path, {"uids": [70009], "dram": {"limit": 4 << 20}, "ttl": 60})
@@ -90,7 +90,7 @@ def test_a_tenant_is_made_looked_at_changed_and_removed(admin: ServedAdmin, daem
     problem(change(admin, "DELETE", path), 404)
 
 
-def test_a_dry_run_says_what_would_go(admin: ServedAdmin, daemon: ServedDaemon) -> None:
+def test_a_dry_run_says_what_would_go(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     keys = names(400)
     with Client(daemon.url, strict=True) as client:
         ns = client.namespace(new_layout())
@@ -149,7 +149,7 @@ def test_nobody_undoes_what_another_changes_at_the_same_time(admin: ServedAdmin)
 # -- tokens
 
 
-def test_a_tenants_token_opens_the_door_and_closes_it(admin: ServedAdmin, daemon: ServedDaemon) -> None:
+def test_a_tenants_token_opens_the_door_and_closes_it(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     path = "/v1/tenants/chat/tokens"
     made = change(admin, "POST", path, {"role": "read", "expires_in_s": 600})
     assert made.status == 201
@@ -207,7 +207,7 @@ def test_settings_are_patched_against_an_etag(admin: ServedAdmin) -> None:
     problem(change(admin, "PATCH", "/v1/settings", {"dram": {"huge_pages": True}}), 409)
 
 
-def test_a_reload_reads_the_file_again_here_and_there(admin: ServedAdmin, daemon: ServedDaemon) -> None:
+def test_a_reload_reads_the_file_again_here_and_there(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     file = daemon.folder / "kvstore.toml"
     file.write_text(file.read_text().replace("requests_per_s = 10000", "requests_per_s = 1"))
     file.write_text(
@@ -222,7 +222,7 @@ def test_a_reload_reads_the_file_again_here_and_there(admin: ServedAdmin, daemon
 
 
 def test_what_is_asked_for_is_recorded_and_fetched(
-    admin: ServedAdmin, daemon: ServedDaemon, tmp_path: Path
+    admin: ServedAdmin, daemon: LocalDaemon, tmp_path: Path
 ) -> None:
     keys = names(5)
     assert admin.get("/v1/recording").json["running"] is False
@@ -246,7 +246,7 @@ def test_what_is_asked_for_is_recorded_and_fetched(
     assert admin.get("/v1/recording/trace").body == b""
 
 
-def test_a_recording_ends_with_the_daemon_and_says_so(admin: ServedAdmin, daemon: ServedDaemon) -> None:
+def test_a_recording_ends_with_the_daemon_and_says_so(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     change(admin, "PUT", "/v1/recording", {"seconds": 600})
     daemon.kill()
     ended = eventually(lambda: not (said := admin.get("/v1/recording").json)["running"] and said)

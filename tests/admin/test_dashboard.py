@@ -18,8 +18,8 @@ from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 from kvstore import Client
-from kvstore.admin.history import Hour, quantile
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.admin.history import History, quantile
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.browsers import QuickAdmin, browser, prefer, resize
 from tests.admin.serving import EXPIRED, VIEW, problem, settings
 from tests.daemons import WITH_NVME, eventually, got, names, new_layout, payloads
@@ -71,7 +71,7 @@ def said(
 
 
 def test_an_hour_says_what_happened_between_two_points() -> None:
-    hour = Hour()
+    hour = History()
     hour.add(1000.0, *said(served=10, missed=5, written=100))
     hour.add(1010.0, *said(served=40, missed=15, late=10, written=350, counts=(0, 5, 0, 0), evicted=3))
     c = hour.columns()
@@ -91,7 +91,7 @@ def test_an_hour_says_what_happened_between_two_points() -> None:
 
 
 def test_an_hour_stays_as_long_as_it_is_and_its_columns_too() -> None:
-    hour = Hour(points=5)
+    hour = History(points=5)
     for n in range(50):
         hour.add(10.0 * n, *said(served=n, evicted=n))
     c = hour.columns()
@@ -102,7 +102,7 @@ def test_an_hour_stays_as_long_as_it_is_and_its_columns_too() -> None:
 
 
 def test_a_daemon_that_was_away_or_began_anew_leaves_a_gap_and_no_negative_rate() -> None:
-    hour = Hour()
+    hour = History()
     hour.add(0.0, *said(served=100))
     hour.miss(10.0)
     hour.add(20.0, *said(served=130))
@@ -118,7 +118,7 @@ def test_a_daemon_that_was_away_or_began_anew_leaves_a_gap_and_no_negative_rate(
 
 
 def test_what_was_written_today_is_counted_over_restarts_until_midnight() -> None:
-    noon, hour = 1.5 * 86_400, Hour()
+    noon, hour = 1.5 * 86_400, History()
     hour.add(noon, *said(written=500))
     assert hour.columns()["today_since_s"] == noon, "what went before is another day's, perhaps"
     hour.add(noon + 10, *said(written=600))
@@ -128,7 +128,7 @@ def test_what_was_written_today_is_counted_over_restarts_until_midnight() -> Non
     hour.add(noon + 43_210, *said(written=70, instance="two", uptime_s=40_000))
     assert hour.columns()["devices"][0]["written_today_bytes"] == 20
     assert hour.columns()["today_since_s"] == 2 * 86_400
-    young = Hour()
+    young = History()
     young.add(noon, *said(written=500, uptime_s=100))
     assert young.columns()["devices"][0]["written_today_bytes"] == 500
     assert young.columns()["today_since_s"] == noon - 100
@@ -145,13 +145,13 @@ def test_a_quantile_lies_within_its_bucket() -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**WITH_NVME, "admin": settings()}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**WITH_NVME, "admin": settings()}) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def admin(daemon: ServedDaemon) -> Iterator[QuickAdmin]:
+def admin(daemon: LocalDaemon) -> Iterator[QuickAdmin]:
     """Beside a daemon that has served from both tiers, missed, and evicted."""
     with QuickAdmin(daemon, times=20) as served, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns = client.namespace(new_layout())
@@ -194,7 +194,7 @@ def test_nothing_of_the_page_comes_from_elsewhere_or_goes_in_as_markup() -> None
             assert bad not in text, (file.name, bad)
 
 
-def test_the_history_is_what_the_daemon_counted(admin: QuickAdmin, daemon: ServedDaemon) -> None:
+def test_the_history_is_what_the_daemon_counted(admin: QuickAdmin, daemon: LocalDaemon) -> None:
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         figures = client.control("figures")
 
@@ -449,7 +449,7 @@ def test_what_the_server_says_is_text_whatever_it_looks_like(page: webdriver.Chr
         assert page.execute_script("return window.hit") is None
 
 
-def test_a_device_that_an_operator_drains_is_told_so(page: webdriver.Chrome, daemon: ServedDaemon) -> None:
+def test_a_device_that_an_operator_drains_is_told_so(page: webdriver.Chrome, daemon: LocalDaemon) -> None:
     shown(page)
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         for state, said in (
@@ -462,7 +462,7 @@ def test_a_device_that_an_operator_drains_is_told_so(page: webdriver.Chrome, dae
 
 
 def test_a_daemon_that_goes_away_is_told_so_and_when_it_is_back(
-    page: webdriver.Chrome, daemon: ServedDaemon
+    page: webdriver.Chrome, daemon: LocalDaemon
 ) -> None:
     shown(page)
     before = text(page, "#picture .sizes")

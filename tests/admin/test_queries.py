@@ -28,7 +28,7 @@ from kvstore.admin import app as application
 from kvstore.admin.daemon_state import FRESH_S, _Shared
 from kvstore.daemon.operator.latency import BOUNDS_S, Calls, Histogram
 from kvstore.errors import ConfigError, DeniedError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.admin.serving import EXPIRED, OPERATE, VIEW, ServedAdmin, free_port, problem, self_signed, settings
 from tests.daemons import (
@@ -47,20 +47,20 @@ from tests.tenants import ATTACKER, VICTIM, Member, TenantDaemon, as_user, needs
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedDaemon]:
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDaemon]:
     network = {"url": f"file://{tmp_path_factory.mktemp('network')}/shared"}
-    with ServedDaemon({**WITH_NVME, "admin": settings(), "network": network}) as served:
+    with LocalDaemon({**WITH_NVME, "admin": settings(), "network": network}) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def admin(daemon: ServedDaemon) -> Iterator[ServedAdmin]:
+def admin(daemon: LocalDaemon) -> Iterator[ServedAdmin]:
     with ServedAdmin(daemon) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
@@ -100,7 +100,7 @@ def test_what_openapi_promises_is_what_is_answered(
 ) -> None:
     # It changes settings and tokens too, so this is a daemon of its own.
     settled = {**WITH_NVME, "admin": settings()}
-    with ServedDaemon(settled) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
+    with LocalDaemon(settled) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
         ns, keys = client.namespace(new_layout()), names(40)
         ns.put(keys, payloads(keys))
         _schemathesis(admin, tmp_path, examples, options)
@@ -204,7 +204,7 @@ def _raw(path: Path, token: str = "", asked: str = "/v1/tiers") -> bytes:
 
 
 def test_tokens_and_rates_are_read_again_on_sighup() -> None:
-    with ServedDaemon({**WITH_NVME, "admin": settings()}) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon({**WITH_NVME, "admin": settings()}) as daemon, ServedAdmin(daemon) as admin:
         file = daemon.folder / "kvstore.toml"
         good = file.read_text()
         file.write_text(good.replace("requests_per_s = 10000", "requests_per_s = 0"))
@@ -257,7 +257,7 @@ def test_garbage_ends_that_connection_and_nothing_else(admin: ServedAdmin) -> No
 
 def test_who_asks_too_often_is_told_so_and_others_are_not() -> None:
     section = settings(requests_per_s=5)
-    with ServedDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
         answers = [admin.get("/v1/tiers", VIEW) for _ in range(100)]
         refused = [answer for answer in answers if answer.status == 429]
         assert len(refused) >= 20
@@ -318,7 +318,7 @@ def test_what_cannot_be_listened_on_is_said_at_the_start(admin: ServedAdmin, tmp
 
 
 def test_it_is_ready_while_the_daemon_serves_and_says_why_not() -> None:
-    with ServedDaemon({**WITH_NVME, "admin": settings()}) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon({**WITH_NVME, "admin": settings()}) as daemon, ServedAdmin(daemon) as admin:
         assert admin.get("/readyz").json == {"ready": True, "reasons": []}
         assert admin.get("/version").json["daemon"] == admin.get("/version").json["admin"]
         daemon.kill()
@@ -335,8 +335,8 @@ def test_it_is_ready_while_the_daemon_serves_and_says_why_not() -> None:
         assert readings(admin)["kvstore_up", ()] == 1.0
 
 
-def test_a_daemon_outlives_its_interface(daemon: ServedDaemon, client: Client) -> None:
-    own = ServedDaemon({**WITH_NVME, "admin": settings()})
+def test_a_daemon_outlives_its_interface(daemon: LocalDaemon, client: Client) -> None:
+    own = LocalDaemon({**WITH_NVME, "admin": settings()})
     with own, Client(own.url, deadline_s=10, strict=True) as asking:
         admin = ServedAdmin(own)
         admin.start()
@@ -356,7 +356,7 @@ def test_tls_where_it_is_configured(tmp_path: Path) -> None:
     self_signed(certificate, key)
     port = free_port()
     section = settings(listen=f"127.0.0.1:{port}", certificate=certificate, key=key)
-    with ServedDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
         trusted = ssl.create_default_context(cafile=str(certificate))
         plain = socket.create_connection(("127.0.0.1", port), timeout=10)
         with trusted.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
@@ -472,7 +472,7 @@ def test_tenants_and_namespaces_come_a_page_at_a_time() -> None:
     tenants = {f"t{n:02}": {"uids": [70000 + n]} for n in range(7)}
     section = {**WITH_NVME, "admin": settings(), "tenants": tenants}
     with (
-        ServedDaemon(section) as daemon,
+        LocalDaemon(section) as daemon,
         ServedAdmin(daemon) as admin,
         Client(daemon.url, deadline_s=10, strict=True) as client,
     ):
@@ -526,7 +526,7 @@ def test_a_block_is_explained(admin: ServedAdmin, client: Client) -> None:
     assert admin.get("/v1/blocks/00").json == {"blocks": []}
 
 
-def test_status_and_tiers_are_those_of_the_command(admin: ServedAdmin, daemon: ServedDaemon) -> None:
+def test_status_and_tiers_are_those_of_the_command(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     shown = json.loads(cli("status", "--json", "--socket", str(daemon.socket)).stdout)
     status = admin.get("/v1/status").json
     assert (status["pid"], status["nvme_io"]) == (shown["pid"], shown["nvme_io"])
@@ -542,7 +542,7 @@ def test_status_and_tiers_are_those_of_the_command(admin: ServedAdmin, daemon: S
 
 def test_hits_and_misses_are_counted_by_tenant_and_tier_in_blocks_tokens_and_bytes() -> None:
     section = {**WITH_NVME, "dram": {"limit": "4MiB", "huge_pages": False}, "admin": settings()}
-    with ServedDaemon(section) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon(section) as daemon, ServedAdmin(daemon) as admin:
         with Client(daemon.url, deadline_s=10, strict=True) as client:
             layout = Layout(model="counted", block_bytes=BLOCK, block_tokens=16)
             ns, keys = client.namespace(layout), names(400)
@@ -623,7 +623,7 @@ def test_of_many_tenants_most_share_a_label() -> None:
         f"t{n:02}": {"tokens": [{"hash": f"sha256:{n:064x}"}], "uids": [70000 + n]} for n in range(30)
     }
     section = {**WITH_NVME, "admin": settings(), "tenants": tenants}
-    with ServedDaemon(section) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon(section) as daemon, ServedAdmin(daemon) as admin:
         with Client(daemon.url, deadline_s=10, strict=True) as client:
             ns, keys = client.namespace(new_layout()), names(30)
             ns.put(keys, payloads(keys))
@@ -685,7 +685,7 @@ def test_only_operators_control_and_only_by_what_there_is(client: Client) -> Non
     ],
 )
 def test_wrong_arguments_are_denied_with_what_is_wrong(
-    daemon: ServedDaemon, call: str, arguments: dict[Any, Any], why: str
+    daemon: LocalDaemon, call: str, arguments: dict[Any, Any], why: str
 ) -> None:
     with Peer(daemon.socket) as peer:
         peer.hello()

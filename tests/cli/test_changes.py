@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import WITH_NVME, cli, names, new_layout, payloads
 
 TENANTS = {"tenants": {"chat": {"share": 1.0}}}
 
 
 @pytest.fixture
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**WITH_NVME, **TENANTS}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**WITH_NVME, **TENANTS}) as served:
         yield served
 
 
-def changed(daemon: ServedDaemon, *args: str) -> dict[str, Any]:
+def changed(daemon: LocalDaemon, *args: str) -> dict[str, Any]:
     done = cli(*args, "--socket", str(daemon.socket), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def test_a_quota_is_set_and_taken_back(daemon: ServedDaemon) -> None:
+def test_a_quota_is_set_and_taken_back(daemon: LocalDaemon) -> None:
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         asked = ("quota", "set", "chat", "--dram-limit", "4MiB", "--share", "2")
         assert changed(daemon, *asked, "--dry-run")["dry_run"] is True
@@ -40,13 +40,13 @@ def test_a_quota_is_set_and_taken_back(daemon: ServedDaemon) -> None:
         assert client.control("tenant", name="chat")["tiers"][0]["limit_bytes"] is None
 
 
-def test_the_policy_is_another_one_from_then_on(daemon: ServedDaemon) -> None:
+def test_the_policy_is_another_one_from_then_on(daemon: LocalDaemon) -> None:
     assert len(changed(daemon, "policy", "set", "arc")["changed"]) == 1
     done = cli("policy", "show", "--socket", str(daemon.socket), "--json")
     assert json.loads(done.stdout)["policy"] == "arc"
 
 
-def test_people_are_told_what_comes_of_a_quota(daemon: ServedDaemon) -> None:
+def test_people_are_told_what_comes_of_a_quota(daemon: LocalDaemon) -> None:
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(300)
         for at in range(0, 300, 100):

@@ -19,7 +19,7 @@ from kvstore.cli.shared.changes import lines
 from kvstore.cli.shared.keys import batches
 from kvstore.core.policy import POLICIES
 from kvstore.errors import MisuseError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import BLOCK, SMALL, WITH_NVME, cli, eventually, idle, names, new_layout, payloads
 from tests.lab.small import chats
 from tests.tenants import VICTIM, TenantDaemon, as_user, needs_root
@@ -29,13 +29,13 @@ RUN_RATHER_THAN_ANSWER = {"serve", "admin", "supervise", "demo", "config example
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(WITH_NVME) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(WITH_NVME) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
@@ -48,7 +48,7 @@ def stored(client: Client, n: int) -> tuple[Any, str, list[bytes]]:
     return ns, ns.layout.fingerprint("default").hex(), keys
 
 
-def run(daemon: ServedDaemon, *args: str) -> subprocess.CompletedProcess[str]:
+def run(daemon: LocalDaemon, *args: str) -> subprocess.CompletedProcess[str]:
     return in_process(*args, "--socket", str(daemon.socket))
 
 
@@ -59,7 +59,7 @@ def in_process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(args, done.exit_code, done.stdout, done.stderr)
 
 
-def told(daemon: ServedDaemon, *args: str, code: int = 0) -> Any:
+def told(daemon: LocalDaemon, *args: str, code: int = 0) -> Any:
     """What a command prints as JSON."""
     done = run(daemon, *args, "--json")
     assert (done.returncode, done.stderr) == (code, ""), done
@@ -167,7 +167,7 @@ def _in_process(args: list[str]) -> tuple[int, str]:
     ],
 )
 def test_what_makes_no_sense_is_an_error_with_a_hint(
-    daemon: ServedDaemon, args: tuple[str, ...], says: str
+    daemon: LocalDaemon, args: tuple[str, ...], says: str
 ) -> None:
     done = run(daemon, *args)
     assert (done.returncode, done.stdout) == (2, "")
@@ -178,7 +178,7 @@ def test_what_makes_no_sense_is_an_error_with_a_hint(
 # -- namespaces
 
 
-def test_namespaces_are_listed_page_by_page_shown_and_published(daemon: ServedDaemon, client: Client) -> None:
+def test_namespaces_are_listed_page_by_page_shown_and_published(daemon: LocalDaemon, client: Client) -> None:
     for _ in range(70):
         client.namespace(new_layout()).lookup(names(1))
     ns, id, _ = stored(client, 1)
@@ -199,7 +199,7 @@ def test_namespaces_are_listed_page_by_page_shown_and_published(daemon: ServedDa
 
 def test_no_name_that_a_client_gives_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
     model = "\x1b]0;owned\x07[bold]\u202e\x9b31m[/nothing]"
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = client.namespace(Layout(model, BLOCK, revision=model, shard=model)), names(2)
         ns.put(keys, payloads(keys))
         [row] = client.control("namespaces")["namespaces"]
@@ -213,7 +213,7 @@ def test_no_name_that_a_client_gives_is_obeyed_by_the_terminal(tmp_path: Path) -
                 assert "\\x1b]0" in shown
 
 
-def test_a_namespace_is_forgotten(daemon: ServedDaemon, client: Client) -> None:
+def test_a_namespace_is_forgotten(daemon: LocalDaemon, client: Client) -> None:
     ns, id, keys = stored(client, 3)
     assert told(daemon, "ns", "forget", id, "--yes") == {"namespace": id, "deleted_blocks": 3}
     assert ns.lookup(keys) == 0
@@ -222,7 +222,7 @@ def test_a_namespace_is_forgotten(daemon: ServedDaemon, client: Client) -> None:
 # -- blocks
 
 
-def test_blocks_are_pinned_and_let_go(daemon: ServedDaemon, client: Client, tmp_path: Path) -> None:
+def test_blocks_are_pinned_and_let_go(daemon: LocalDaemon, client: Client, tmp_path: Path) -> None:
     ns, id, keys = stored(client, 3)
     file = tmp_path / "keys"
     file.write_text("\n".join(key.hex() for key in keys[1:]))
@@ -235,7 +235,7 @@ def test_blocks_are_pinned_and_let_go(daemon: ServedDaemon, client: Client, tmp_
     assert [b["pinned_s"] for b in client.explain(keys, model=ns.layout.model)] == [None] * 3
 
 
-def test_blocks_are_shown_brought_up_and_forgotten(daemon: ServedDaemon, client: Client) -> None:
+def test_blocks_are_shown_brought_up_and_forgotten(daemon: LocalDaemon, client: Client) -> None:
     ns, id, keys = stored(client, 2)
     first = keys[0].hex()
     [block] = told(daemon, "blocks", "show", first, "--model", ns.layout.model)["blocks"]
@@ -250,7 +250,7 @@ def test_blocks_are_shown_brought_up_and_forgotten(daemon: ServedDaemon, client:
     "args", [("blocks", "prefetch"), ("blocks", "invalidate", "--yes"), ("pin", "add"), ("pin", "remove")]
 )
 def test_blocks_that_are_not_there_are_exit_code_one(
-    daemon: ServedDaemon, client: Client, args: tuple[str, ...]
+    daemon: LocalDaemon, client: Client, args: tuple[str, ...]
 ) -> None:
     _, id, _ = stored(client, 1)
     absent = names(1, "absent")[0].hex()
@@ -268,7 +268,7 @@ def test_many_keys_are_asked_for_in_parts(tmp_path: Path) -> None:
 # -- what there is
 
 
-def test_tiers_and_devices_are_what_the_daemon_says(daemon: ServedDaemon, client: Client) -> None:
+def test_tiers_and_devices_are_what_the_daemon_says(daemon: LocalDaemon, client: Client) -> None:
     stored(client, 40)
     status, figures = plain(client.control("status")), plain(client.control("figures"))
     assert told(daemon, "tier", "list")["tiers"] == status["tiers"]
@@ -289,7 +289,7 @@ def test_tiers_and_devices_are_what_the_daemon_says(daemon: ServedDaemon, client
     assert "nvme" in run(daemon, "tier", "list").stdout
 
 
-def test_the_policy_is_the_one_that_evicts(daemon: ServedDaemon) -> None:
+def test_the_policy_is_the_one_that_evicts(daemon: LocalDaemon) -> None:
     assert told(daemon, "policy", "show") == {"policy": "lru", "policies": list(POLICIES)}
 
 
@@ -358,7 +358,7 @@ def test_a_trace_is_summed_up(tmp_path: Path) -> None:
     assert json.loads(skipped.stdout)["bad_lines"] == 1
 
 
-def test_recording_is_reached_as_trace_and_as_lab(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_recording_is_reached_as_trace_and_as_lab(daemon: LocalDaemon, tmp_path: Path) -> None:
     for group in ("trace", "lab"):
         out = tmp_path / group
         assert told(daemon, group, "record", "--out", str(out), "--for", "0.2s")["requests"] == 0
@@ -376,7 +376,7 @@ def completed(words: str, socket: Path | str, shell: str = "bash") -> list[str]:
     return done.stdout.split()
 
 
-def test_the_shell_completes_what_the_daemon_knows(daemon: ServedDaemon, client: Client) -> None:
+def test_the_shell_completes_what_the_daemon_knows(daemon: LocalDaemon, client: Client) -> None:
     _, id, _ = stored(client, 1)
     for words in ("kvstore ns show ", f"kvstore ns publish {id[:30]}", "kvstore pin add "):
         assert id in completed(words, daemon.socket)

@@ -17,23 +17,23 @@ import pytest
 
 from kvstore import Client
 from kvstore.cli import events as module
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import SMALL, cli, names, new_layout, payloads
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**SMALL, "policy": {"eviction": "lru"}}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**SMALL, "policy": {"eviction": "lru"}}) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
 
-def shown(daemon: ServedDaemon, *args: str) -> list[dict[str, Any]]:
+def shown(daemon: LocalDaemon, *args: str) -> list[dict[str, Any]]:
     done = cli("events", *args, "--json", "--socket", str(daemon.socket))
     assert (done.returncode, done.stderr) == (0, "")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -48,7 +48,7 @@ def invalidated(client: Client, n: int) -> list[str]:
 
 
 @contextmanager
-def following(daemon: ServedDaemon, *args: str) -> Iterator[subprocess.Popen[str]]:
+def following(daemon: LocalDaemon, *args: str) -> Iterator[subprocess.Popen[str]]:
     """`kvstore events --follow` for as long as the block lasts, its lines coming as they are written."""
     command = [sys.executable, "-m", "kvstore", "events", "--follow", "--socket", str(daemon.socket), *args]
     # Tests that run in the background ignore Ctrl-C, and what they start would too.
@@ -70,7 +70,7 @@ def following(daemon: ServedDaemon, *args: str) -> Iterator[subprocess.Popen[str
             process.kill()
 
 
-def test_the_latest_are_shown_newest_last(daemon: ServedDaemon, client: Client) -> None:
+def test_the_latest_are_shown_newest_last(daemon: LocalDaemon, client: Client) -> None:
     keys = invalidated(client, 130)
     asked = client.control("events", after=-1)["next"]
     events = shown(daemon)
@@ -84,7 +84,7 @@ def test_the_latest_are_shown_newest_last(daemon: ServedDaemon, client: Client) 
     assert started["detail"] == f"pid {daemon.pid}"
 
 
-def test_only_the_last_minutes(daemon: ServedDaemon, client: Client) -> None:
+def test_only_the_last_minutes(daemon: LocalDaemon, client: Client) -> None:
     time.sleep(1.1)
     begin = time.time()
     keys = invalidated(client, 120)
@@ -96,7 +96,7 @@ def test_only_the_last_minutes(daemon: ServedDaemon, client: Client) -> None:
     assert len(shown(daemon, "--since", "1h", "-n", "7")) == 7
 
 
-def test_people_get_a_line_each(daemon: ServedDaemon, client: Client) -> None:
+def test_people_get_a_line_each(daemon: LocalDaemon, client: Client) -> None:
     [key] = invalidated(client, 1)
     done = cli("events", "--socket", str(daemon.socket), TZ="UTC")
     assert done.returncode == 0
@@ -105,7 +105,7 @@ def test_people_get_a_line_each(daemon: ServedDaemon, client: Client) -> None:
     assert (last[2], last[3], last[5]) == ("invalidated", "default", key)
 
 
-def test_what_happens_meanwhile_is_told_and_ctrl_c_is_no_error(daemon: ServedDaemon, client: Client) -> None:
+def test_what_happens_meanwhile_is_told_and_ctrl_c_is_no_error(daemon: LocalDaemon, client: Client) -> None:
     with following(daemon, "--what", "dropped,evicted,started", "--json") as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["what"] == "started"
@@ -122,7 +122,7 @@ def test_what_happens_meanwhile_is_told_and_ctrl_c_is_no_error(daemon: ServedDae
 
 
 def test_it_goes_on_with_the_next_daemon() -> None:
-    with ServedDaemon(SMALL) as daemon, following(daemon, "--json") as process:
+    with LocalDaemon(SMALL) as daemon, following(daemon, "--json") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = json.loads(process.stdout.readline())

@@ -11,13 +11,13 @@ import pytest
 from kvstore import Client
 from kvstore.cli.top import between, look_at
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import SMALL, WITH_NVME, cli, got, names, new_layout, payloads
 from tests.tenants import VICTIM, Member, TenantDaemon, needs_root
 
 
 def test_it_shows_what_is_asked_for_meanwhile() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(20)
         ns.put(keys, payloads(keys))
         stop = threading.Event()

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from kvstore.errors import DeniedError, MisuseError, RemoteProtocolError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import EXPLAIN_KEYS
 from kvstore.wire import messages as m
 from tests.daemons import WITH_NVME, cli, eventually, got, greeted, idle, log_of, names, new_layout, payloads
@@ -28,13 +28,13 @@ role = "admin"
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(WITH_NVME) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(WITH_NVME) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
@@ -47,7 +47,7 @@ def stored(client: Client, n: int) -> tuple[Any, list[bytes]]:
     return ns, keys
 
 
-def why(daemon: ServedDaemon, *args: str) -> tuple[int, dict[str, Any]]:
+def why(daemon: LocalDaemon, *args: str) -> tuple[int, dict[str, Any]]:
     done = cli("why", *args, "--socket", str(daemon.socket), "--json")
     assert done.stderr == "", done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -56,7 +56,7 @@ def why(daemon: ServedDaemon, *args: str) -> tuple[int, dict[str, Any]]:
 # -- explain
 
 
-def test_a_stored_key_is_explained_to_operators(daemon: ServedDaemon, client: Client) -> None:
+def test_a_stored_key_is_explained_to_operators(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 3)
     ns.pin(keys[:1], 100.0)
     for text in (keys[0].hex(), "0x" + keys[0].hex().upper()):
@@ -70,7 +70,7 @@ def test_a_stored_key_is_explained_to_operators(daemon: ServedDaemon, client: Cl
         assert 0 < block["pinned_s"] <= 100.0
 
 
-def test_a_chain_in_a_file_is_a_table(daemon: ServedDaemon, client: Client, tmp_path: Path) -> None:
+def test_a_chain_in_a_file_is_a_table(daemon: LocalDaemon, client: Client, tmp_path: Path) -> None:
     ns, keys = stored(client, EXPLAIN_KEYS + 4)
     file = tmp_path / "chain"
     file.write_text("\n".join(["", *(key.hex() for key in keys), "0x" + names(1, "absent")[0].hex()]) + "\n")
@@ -84,7 +84,7 @@ def test_a_chain_in_a_file_is_a_table(daemon: ServedDaemon, client: Client, tmp_
     assert shown.stdout.count("live") == len(keys)
 
 
-def test_what_went_says_why(daemon: ServedDaemon, client: Client) -> None:
+def test_what_went_says_why(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 2)
     ns.invalidate(keys[1:])
     code, told = why(daemon, keys[1].hex(), "--model", ns.layout.model)
@@ -99,7 +99,7 @@ def test_what_went_says_why(daemon: ServedDaemon, client: Client) -> None:
 
 @pytest.mark.parametrize("harm", ["none", "cut", "other"])
 def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
-    with ServedDaemon({**WITH_NVME, "policy": {"eviction": "hazard"}}) as daemon:
+    with LocalDaemon({**WITH_NVME, "policy": {"eviction": "hazard"}}) as daemon:
         with Client(daemon.url, deadline_s=10, strict=True) as client:
             ns, keys = stored(client, 3)
             for _ in range(4):
@@ -119,7 +119,7 @@ def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
         assert ("reuse is learned anew" in log_of(daemon)) is (harm != "none")
 
 
-def test_what_is_not_known_at_all_is_exit_code_one(daemon: ServedDaemon) -> None:
+def test_what_is_not_known_at_all_is_exit_code_one(daemon: LocalDaemon) -> None:
     absent = names(1, "absent")[0].hex()
     assert why(daemon, absent) == (1, {"keys": 1, "blocks": []})
     done = cli("why", absent, "--socket", str(daemon.socket))
@@ -134,7 +134,7 @@ def test_what_is_not_known_at_all_is_exit_code_one(daemon: ServedDaemon) -> None
         ("ab" * 65, "is neither a key nor a file"),
     ],
 )
-def test_what_is_no_key_is_an_error_with_a_hint(daemon: ServedDaemon, text: str, says: str) -> None:
+def test_what_is_no_key_is_an_error_with_a_hint(daemon: LocalDaemon, text: str, says: str) -> None:
     done = cli("why", text, "--socket", str(daemon.socket))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
@@ -151,7 +151,7 @@ def test_what_is_no_key_is_an_error_with_a_hint(daemon: ServedDaemon, text: str,
     ],
 )
 def test_a_file_of_other_things_is_an_error_with_a_hint(
-    daemon: ServedDaemon, tmp_path: Path, content: str, says: str
+    daemon: LocalDaemon, tmp_path: Path, content: str, says: str
 ) -> None:
     file = tmp_path / "keys"
     file.write_text(content)
@@ -160,7 +160,7 @@ def test_a_file_of_other_things_is_an_error_with_a_hint(
     assert says in done.stderr
 
 
-def test_a_folder_is_no_file(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_a_folder_is_no_file(daemon: LocalDaemon, tmp_path: Path) -> None:
     done = cli("why", str(tmp_path), "--socket", str(daemon.socket))
     assert done.returncode == 2
     assert "cannot read" in done.stderr
@@ -184,7 +184,7 @@ def test_tenants_know_of_their_own_and_operators_of_all() -> None:
             assert operator.explain(keys, model="other") == []
 
 
-def test_too_many_keys_at_a_time_are_refused_by_the_daemon(daemon: ServedDaemon) -> None:
+def test_too_many_keys_at_a_time_are_refused_by_the_daemon(daemon: LocalDaemon) -> None:
     with greeted(daemon) as (peer, _):
         raw = b"".join(names(EXPLAIN_KEYS + 1))
         denied = peer.ask(m.Explain(5, "", "", 32, raw))
@@ -193,7 +193,7 @@ def test_too_many_keys_at_a_time_are_refused_by_the_daemon(daemon: ServedDaemon)
         assert isinstance(peer.ask(m.Explain(6, "", "", 32, raw[32:])), m.Explained)
 
 
-def test_the_client_for_event_loops_explains_too(daemon: ServedDaemon, client: Client) -> None:
+def test_the_client_for_event_loops_explains_too(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 2)
 
     async def ask() -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ def test_the_client_for_event_loops_explains_too(daemon: ServedDaemon, client: C
 # -- hints
 
 
-def test_hints_are_taken_and_nothing_is_lost_by_them(daemon: ServedDaemon, client: Client) -> None:
+def test_hints_are_taken_and_nothing_is_lost_by_them(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 5)
     assert ns.hint(keys, next_use_s=30.0, priority=1) == 5
     assert ns.hint([*keys[:3], b"x" * 32], closed=True) == 3
@@ -249,7 +249,7 @@ def test_misused_hints_raise_before_anything_is_sent(more: dict[str, Any], says:
         away.namespace(new_layout()).hint(names(1), **more)
 
 
-def test_malformed_hints_are_refused_by_the_daemon(daemon: ServedDaemon) -> None:
+def test_malformed_hints_are_refused_by_the_daemon(daemon: LocalDaemon) -> None:
     with greeted(daemon) as (peer, number):
         assert peer.ask(m.Hint(1, number, 32, names(1)[0], True, 2.0, False, m.HIGH)) == m.Value(1, 0)
         denied = peer.ask(m.Hint(2, number + 7, 32, names(1)[0], False, 0.0, True, m.LOW))

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from kvstore import Guard
+from kvstore import ExceptionBarrier
 
 
 def test_failures_are_counted_and_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
-    guard = Guard(logging.getLogger("a.connector"), clock=lambda: now)
+    guard = ExceptionBarrier(logging.getLogger("a.connector"), clock=lambda: now)
     for _ in range(3):
         with guard("lookup"):
             raise ValueError("the disk is square")
@@ -27,7 +27,7 @@ def test_failures_are_counted_and_logged_once_a_minute(caplog: pytest.LogCapture
 
 
 def test_what_does_not_fail_passes_through() -> None:
-    guard = Guard(logging.getLogger("a.connector"))
+    guard = ExceptionBarrier(logging.getLogger("a.connector"))
 
     def hook() -> int:
         with guard("hook"):

@@ -21,10 +21,10 @@ import pytest
 from kvstore import AsyncClient, Client, Layout, PutResult
 from kvstore.client import calls as flows
 from kvstore.client.leases import Lease
-from kvstore.client.protocol import Maps, Session
+from kvstore.client.protocol import Maps, ProtocolState
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
 from tests.daemons import (
@@ -48,20 +48,20 @@ MARGIN_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(WITH_NVME) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(WITH_NVME) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def picky() -> Iterator[ServedDaemon]:
+def picky() -> Iterator[LocalDaemon]:
     """A daemon that takes few keys at a time."""
-    with ServedDaemon({**WITH_NVME, "limits": {"batch_keys": 16, "leases_per_connection": 4}}) as served:
+    with LocalDaemon({**WITH_NVME, "limits": {"batch_keys": 16, "leases_per_connection": 4}}) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10) as made:
         yield made
     with Client(daemon.url, deadline_s=10) as other:
@@ -456,7 +456,7 @@ def test_addresses_that_cannot_be_are_named(url: str, why: str) -> None:
 
 
 def test_the_address_can_come_from_the_environment(
-    daemon: ServedDaemon, monkeypatch: pytest.MonkeyPatch
+    daemon: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_SOCKET", daemon.url)
     with Client() as client:
@@ -466,7 +466,7 @@ def test_the_address_can_come_from_the_environment(
         client.ping()
 
 
-def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(daemon: ServedDaemon) -> None:
+def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(daemon: LocalDaemon) -> None:
     layout = new_layout(64 << 20)
     with Client(daemon.url, strict=True) as client:
         with pytest.raises(DeniedError, match=r"67108864 bytes does not fit .* \(raise dram.limit\)"):
@@ -479,7 +479,7 @@ def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(daemon: ServedD
 # -- many keys
 
 
-def test_calls_beyond_a_batch_are_made_in_batches(picky: ServedDaemon) -> None:
+def test_calls_beyond_a_batch_are_made_in_batches(picky: LocalDaemon) -> None:
     with Client(picky.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(100)
@@ -494,7 +494,7 @@ def test_calls_beyond_a_batch_are_made_in_batches(picky: ServedDaemon) -> None:
         assert ns.lookup(keys) == 20
 
 
-def test_look_ups_of_long_prompts_count_exactly(daemon: ServedDaemon, picky: ServedDaemon) -> None:
+def test_look_ups_of_long_prompts_count_exactly(daemon: LocalDaemon, picky: LocalDaemon) -> None:
     keys = names(1500)
     for served in (daemon, picky):
         with Client(served.url, deadline_s=10) as client:
@@ -518,7 +518,7 @@ def test_look_ups_of_long_prompts_see_a_lost_parent(ns: Namespace) -> None:
     assert ns.lookup(keys) == 477
 
 
-def test_too_many_leases_of_one_client_are_denied_with_a_reason(picky: ServedDaemon) -> None:
+def test_too_many_leases_of_one_client_are_denied_with_a_reason(picky: LocalDaemon) -> None:
     with Client(picky.url, deadline_s=5, strict=True) as client, contextlib.ExitStack() as held:
         ns = client.namespace(new_layout())
         keys = names(1)
@@ -640,7 +640,7 @@ def test_forks_of_a_client_in_use_by_threads(ns: Namespace) -> None:
             thread.join()
 
 
-def test_the_asyncio_client_makes_the_same_calls(daemon: ServedDaemon, client: Client) -> None:
+def test_the_asyncio_client_makes_the_same_calls(daemon: LocalDaemon, client: Client) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url, deadline_s=10, strict=True) as a:
             ns = a.namespace(new_layout())
@@ -677,7 +677,7 @@ def test_the_asyncio_client_makes_the_same_calls(daemon: ServedDaemon, client: C
 
 
 def test_a_cancelled_call_ends_when_its_copy_has(
-    daemon: ServedDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
+    daemon: LocalDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, keys = new_layout(), names(1)
     client.namespace(layout).put(keys, payloads(keys))
@@ -704,7 +704,7 @@ def test_a_cancelled_call_ends_when_its_copy_has(
     asyncio.run(work())
 
 
-def test_the_asyncio_client_refuses_the_same_misuse(daemon: ServedDaemon) -> None:
+def test_the_asyncio_client_refuses_the_same_misuse(daemon: LocalDaemon) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url) as a:
             ns = a.namespace(new_layout())
@@ -762,7 +762,7 @@ def test_strict_clients_raise_what_others_count_as_a_miss() -> None:
         Client("unix:///nowhere/kvstore.sock").status()
 
 
-def test_a_closed_client_misses(daemon: ServedDaemon) -> None:
+def test_a_closed_client_misses(daemon: LocalDaemon) -> None:
     client = Client(daemon.url)
     ns = client.namespace(new_layout())
     client.close()
@@ -771,7 +771,7 @@ def test_a_closed_client_misses(daemon: ServedDaemon) -> None:
 
 
 def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(20)
         ns.put(keys, payloads(keys))
@@ -791,7 +791,7 @@ def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
 
 
 def test_the_asyncio_client_finds_the_new_daemon_too() -> None:
-    async def work(daemon: ServedDaemon) -> None:
+    async def work(daemon: LocalDaemon) -> None:
         async with AsyncClient(daemon.url, deadline_s=2) as a:
             ns = a.namespace(new_layout())
             keys = names(5)
@@ -805,13 +805,13 @@ def test_the_asyncio_client_finds_the_new_daemon_too() -> None:
                 await asyncio.sleep(0.02)
             assert await ns.lookup(keys) == 5
 
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         asyncio.run(work(daemon))
 
 
 def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
     deadline_s = 0.25
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=deadline_s) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=deadline_s) as client:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))
@@ -852,7 +852,7 @@ def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
 
 def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
     maps = Maps()
-    sessions = [Session("", maps) for _ in range(3)]
+    sessions = [ProtocolState("", maps) for _ in range(3)]
     for session, instance in zip(sessions, (b"last", b"next", b"next"), strict=True):
         session.welcome(m.Welcome(m.VERSION, instance, 1 << 20, 16, 16))
     last, following, other = (session.maps for session in sessions)
@@ -865,7 +865,7 @@ def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
 
 
 def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=2) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=2) as client:
         ns = client.namespace(new_layout())
         keys = names(2)
         with ns.reserve(keys) as room:
@@ -881,7 +881,7 @@ def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:
 
 def test_leases_outlive_a_crowd_of_calls() -> None:
     crowd = 80
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(crowd)
         ns.put(keys, payloads(keys))
@@ -901,7 +901,7 @@ def test_leases_outlive_a_crowd_of_calls() -> None:
 def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
     # What was used before the flood has to go.
     settings = SMALL | {"policy": {"eviction": "lru"}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=0.2) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=0.2) as client:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))
@@ -923,7 +923,7 @@ def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
             assert lease.verify() == 0
 
 
-def test_a_cancelled_call_leaves_nothing_behind(daemon: ServedDaemon, client: Client) -> None:
+def test_a_cancelled_call_leaves_nothing_behind(daemon: LocalDaemon, client: Client) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url, deadline_s=10) as a:
             ns = a.namespace(new_layout())
@@ -944,7 +944,7 @@ def test_a_cancelled_call_leaves_nothing_behind(daemon: ServedDaemon, client: Cl
 
 
 def test_a_deadline_cuts_the_prefix_instead_of_missing_it() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns = client.namespace(new_layout())
         keys = names(100)
         ns.put(keys, payloads(keys))
@@ -959,7 +959,7 @@ def test_a_deadline_cuts_the_prefix_instead_of_missing_it() -> None:
 
 
 def test_a_full_store_says_so() -> None:
-    with ServedDaemon({"dram": {"limit": "2MiB", "huge_pages": False}}) as daemon:
+    with LocalDaemon({"dram": {"limit": "2MiB", "huge_pages": False}}) as daemon:
         layout = new_layout(1 << 20)
         with Client(daemon.url, deadline_s=5) as client, contextlib.ExitStack() as held:
             ns = client.namespace(layout)
@@ -973,7 +973,7 @@ def test_a_full_store_says_so() -> None:
             assert ns.put(keys[1:2], payloads(keys[1:2], 1 << 20)).stored == 1
 
 
-def test_two_clients_see_each_others_blocks(daemon: ServedDaemon) -> None:
+def test_two_clients_see_each_others_blocks(daemon: LocalDaemon) -> None:
     layout = Layout(model="shared by two", block_bytes=BLOCK)
     keys = names(5)
     with Client(daemon.url, deadline_s=5) as one, Client(daemon.url, deadline_s=5) as two:
@@ -984,13 +984,13 @@ def test_two_clients_see_each_others_blocks(daemon: ServedDaemon) -> None:
 # -- what the daemon says, answer by answer
 
 
-def session_of(batch_keys: int = 16) -> Session:
-    session = Session("", Maps())
+def session_of(batch_keys: int = 16) -> ProtocolState:
+    session = ProtocolState("", Maps())
     session.welcome(m.Welcome(m.VERSION, b"x", 1 << 20, batch_keys, batch_keys))
     return session
 
 
-def call_on(session: Session) -> flows.Call:
+def call_on(session: ProtocolState) -> flows.Call:
     return flows.Call(
         session,
         time.monotonic() + 10,
@@ -1023,7 +1023,7 @@ OPENED = m.Opened(1, 7, b"f" * 16)
 
 
 def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
-    busy, space, keys = m.Busy(1, 0.25, "too many requests wait"), flows.Space(LAYOUT), names(2)
+    busy, space, keys = m.Busy(1, 0.25, "too many requests wait"), flows.Scope(LAYOUT), names(2)
     for flow in (
         flows.lookup(call_on(session_of()), space, keys),
         flows.acquire(call_on(session_of()), space, keys, b"".join(keys), 32),
@@ -1042,7 +1042,7 @@ def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
 def test_a_put_that_is_refused_on_its_way_counts_what_was_stored() -> None:
     keys, there = names(40), bytes([flows.PRESENT]) * 16
     reserved = m.Reserved(1, 0, BLOCK, b"", there, "")
-    flow = flows.put(call_on(session_of()), flows.Space(LAYOUT), keys, payloads(keys), None)
+    flow = flows.put(call_on(session_of()), flows.Scope(LAYOUT), keys, payloads(keys), None)
     sent, result = drive(flow, OPENED, reserved, m.Busy(2, 1.0, "busy"))
     assert result == PutResult(present=16, denied=24, why="busy")
     assert sent[2].parent == keys[15]  # type: ignore[attr-defined]
@@ -1057,7 +1057,7 @@ def test_a_commit_that_is_refused_gives_its_room_up() -> None:
 
 def test_a_namespace_is_opened_again_after_a_refusal() -> None:
     session, keys = session_of(), names(1)
-    space = flows.Space(LAYOUT, "team-a", 60.0)
+    space = flows.Scope(LAYOUT, "team-a", 60.0)
     sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
     assert sent[0] == m.Open(0, LAYOUT.to_map(), "team-a", 60.0)
     sent, _ = drive(flows.lookup(call_on(session), space, keys), m.Found(1, 0, False))

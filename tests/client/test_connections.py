@@ -20,12 +20,12 @@ import pytest
 from kvstore import AsyncClient, Client
 from kvstore.client import aio, protocol
 from kvstore.client import connection as link
-from kvstore.client.aio import AsyncLink
-from kvstore.client.connection import Link
+from kvstore.client.aio import AsyncConnection
+from kvstore.client.connection import Connection
 from kvstore.client.leases import Lease
 from kvstore.client.protocol import Maps
 from kvstore.errors import MisuseError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
 from tests.daemons import SMALL, eventually, got, names, new_layout, payload, payloads
@@ -73,7 +73,7 @@ class Blocking:
         return what()
 
     def link(self, path: Path) -> Any:
-        return Link(str(path), "", Maps(), time.monotonic() + DEADLINE_S)
+        return Connection(str(path), "", Maps(), time.monotonic() + DEADLINE_S)
 
     def call(self, connection: Any, message: Any, deadline_s: float = DEADLINE_S) -> Any:
         return connection.call(message, time.monotonic() + deadline_s)
@@ -98,8 +98,8 @@ class Awaiting:
         return self.own.call(what)
 
     def link(self, path: Path) -> Any:
-        async def connected() -> AsyncLink:
-            made = AsyncLink("", Maps())
+        async def connected() -> AsyncConnection:
+            made = AsyncConnection("", Maps())
             await made.connect(str(path))
             return made
 
@@ -206,13 +206,13 @@ def leased(kind: Any, client: Any, count: int) -> tuple[Any, list[Lease]]:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SMALL) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(SMALL) as served:
         yield served
 
 
 @pytest.fixture
-def watcher(daemon: ServedDaemon) -> Iterator[Client]:
+def watcher(daemon: LocalDaemon) -> Iterator[Client]:
     """Asks the daemon for its own figures."""
     with Client(daemon.url, deadline_s=DEADLINE_S) as made:
         yield made
@@ -241,7 +241,7 @@ def test_a_full_queue_of_connections_is_waited_for(kind: Any, tmp_path: Path) ->
 
 
 def test_leases_released_while_the_daemon_is_stopped_are_released(
-    kind: Any, daemon: ServedDaemon, watcher: Client
+    kind: Any, daemon: LocalDaemon, watcher: Client
 ) -> None:
     client = kind.client(daemon.url)
     _, leases = leased(kind, client, LEASES)
@@ -263,9 +263,7 @@ def test_leases_released_while_the_daemon_is_stopped_are_released(
     kind.run(client.close())
 
 
-def test_what_waits_goes_out_before_the_next_request(
-    kind: Any, daemon: ServedDaemon, watcher: Client
-) -> None:
+def test_what_waits_goes_out_before_the_next_request(kind: Any, daemon: LocalDaemon, watcher: Client) -> None:
     client = kind.client(daemon.url)
     ns, leases = leased(kind, client, LEASES)
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -281,7 +279,7 @@ def test_what_waits_goes_out_before_the_next_request(
 
 
 def test_a_daemon_that_does_not_read_in_time_loses_the_connection(
-    kind: Any, daemon: ServedDaemon, watcher: Client, monkeypatch: pytest.MonkeyPatch
+    kind: Any, daemon: LocalDaemon, watcher: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (link, aio):
         monkeypatch.setattr(module, "POST_WAIT_S", 0.2)
@@ -303,7 +301,7 @@ def test_a_daemon_that_does_not_read_in_time_loses_the_connection(
 
 
 def test_too_many_posts_end_the_connection(
-    kind: Any, daemon: ServedDaemon, watcher: Client, monkeypatch: pytest.MonkeyPatch
+    kind: Any, daemon: LocalDaemon, watcher: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "POST_BYTES", 100)
     client = kind.client(daemon.url)
@@ -321,7 +319,7 @@ def test_too_many_posts_end_the_connection(
 
 
 def test_a_lease_sees_that_the_daemon_has_hung_up(kind: Any) -> None:
-    with ServedDaemon(SMALL) as served:
+    with LocalDaemon(SMALL) as served:
         client = kind.client(served.url)
         ns, [held, copied, released] = leased(kind, client, 3)
         views, keys = held.blocks, names(1)
@@ -341,7 +339,7 @@ def test_a_lease_sees_that_the_daemon_has_hung_up(kind: Any) -> None:
         kind.run(client.close())
 
 
-def test_a_closed_client_misses(kind: Any, daemon: ServedDaemon, watcher: Client) -> None:
+def test_a_closed_client_misses(kind: Any, daemon: LocalDaemon, watcher: Client) -> None:
     client = kind.client(daemon.url)
     ns, [lease] = leased(kind, client, 1)
     kind.run(client.ping())
@@ -352,7 +350,7 @@ def test_a_closed_client_misses(kind: Any, daemon: ServedDaemon, watcher: Client
         kind.run(client.ping())
 
 
-def test_few_idle_connections_are_kept(daemon: ServedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_idle_connections_are_kept(daemon: LocalDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "_IDLE_LINKS", 2)
 
     async def work() -> None:
@@ -363,7 +361,7 @@ def test_few_idle_connections_are_kept(daemon: ServedDaemon, monkeypatch: pytest
     asyncio.run(work())
 
 
-def test_a_fork_of_an_asynchronous_client_leaves_its_connections_alone(daemon: ServedDaemon) -> None:
+def test_a_fork_of_an_asynchronous_client_leaves_its_connections_alone(daemon: LocalDaemon) -> None:
     client = AsyncClient(daemon.url, deadline_s=DEADLINE_S)
     ns, keys = client.namespace(new_layout()), names(2)
 

@@ -283,7 +283,7 @@ def test_a_write_down_from_dram_frees_nothing_in_a_pool() -> None:
     assert routes(w) == [(0, 1)]
     assert isinstance(w.acquire(0, 1, keys, at=gpu), ac.Grant)
     room = w.reserve(0, 1, chain("b", 2), at=gpu)
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert w.tier_of(room) == 0, "all of the pool is in use"
     w.finish_all()
     assert [held(w, key) for key in keys] == [[0, 1, gpu]] * 4, "DRAM needed no room"
@@ -312,7 +312,7 @@ def test_what_is_committed_in_a_pool_is_written_straight_to_nvme() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     room = w.reserve(0, 1, keys, at=gpu)
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert w.tier_of(room) == gpu
     assert w.commit(0, room, w.fill(1, keys, room)) == 4
     assert routes(w) == [(gpu, 1)]
@@ -345,7 +345,7 @@ def test_an_aborted_reservation_gives_its_slots_in_the_pool_back() -> None:
     gpu = w.pools[0]
     for how in ("abort", "lost"):
         room = w.reserve(3, 1, chain("a"), at=gpu)
-        assert isinstance(room, ac.Room)
+        assert isinstance(room, ac.Reserved)
         assert (w.used(gpu), w.used(0)) == (4 * ALIGN, 0)
         w.send(ev.Abort(3, room.lease) if how == "abort" else ev.ClientLost(3))
         assert w.used(gpu) == 0
@@ -467,7 +467,7 @@ def test_room_for_new_blocks_is_found_in_dram_where_a_pool_has_none() -> None:
     w.finish_all()
     assert isinstance(w.acquire(0, 1, chain("a", 3), at=gpu), ac.Grant)
     room = w.reserve(0, 1, chain("b", 2), at=gpu)
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert w.tier_of(room) == 0
     assert room.status.tolist() == [ac.GRANTED] * 2
     assert w.commit(0, room, w.fill(1, chain("b", 2), room)) == 2
@@ -568,7 +568,7 @@ def test_a_pin_keeps_a_block_in_a_pool_only_where_nothing_else_has_it() -> None:
     assert isinstance(pinned, ac.Answer)
     assert pinned.value == 2
     room = w.reserve(0, 1, chain("b"), at=gpu)
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert w.tier_of(room) == 0, "the pool's are the only copies"
     w.send(ev.Abort(0, room.lease))
     assert w.get(1, keys) == values(keys)
@@ -847,7 +847,7 @@ def test_forgetting_a_tenant_takes_its_leases_and_rooms_in_a_pool() -> None:
     w.finish_all()
     assert isinstance(w.acquire(0, 1, chain("a", 2), at=gpu), ac.Grant)
     assert isinstance(w.acquire(0, 2, chain("b", 2), at=gpu), ac.Grant)
-    assert isinstance(w.reserve(0, 1, chain("c", 2), at=gpu), ac.Room)
+    assert isinstance(w.reserve(0, 1, chain("c", 2), at=gpu), ac.Reserved)
     assert w.ask(ev.ForgetTenant(0, 1)) is None
     request = w.last_request
     w.pass_time(2)

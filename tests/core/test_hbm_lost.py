@@ -13,7 +13,7 @@ from tests.core.test_hbm import answer, chain, held, put_in_nvme_alone, routes, 
 from tests.core.world import World, joined, payload
 
 
-def commit_what_was_written(w: World, room: ac.Room, n: int) -> int:
+def commit_what_was_written(w: World, room: ac.Reserved, n: int) -> int:
     return w.commit(0, room, np.arange(n, dtype=np.uint64))
 
 
@@ -343,7 +343,7 @@ def test_blocks_reserved_in_a_lost_pool_are_not_stored() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     room = w.reserve(0, 1, keys, at=gpu)
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     w.lose(gpu)
     w.pass_time(1)
     assert w.left == [], "somebody still writes there"

@@ -55,7 +55,7 @@ class OpenRoom:
     client: int
     namespace: int
     keys: list[bytes]
-    room: ac.Room
+    room: ac.Reserved
     salt: int
     dead: set[bytes] = field(default_factory=set)
 
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
     # -- what the model makes of answers
 
     def take_room(self, asked: Asked, room: ac.Action) -> None:
-        if not isinstance(room, ac.Room):
+        if not isinstance(room, ac.Reserved):
             assert isinstance(room, ac.Deny)
             assert room.why
             return

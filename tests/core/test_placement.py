@@ -27,7 +27,7 @@ def told(w: World) -> list[tuple[object, ...]]:
 
 
 def _plain(a: ac.Action) -> tuple[object, ...]:
-    if isinstance(a, ac.Room):
+    if isinstance(a, ac.Reserved):
         return ("room", *(STATUS[s] for s in a.status.tolist()))
     if isinstance(a, ac.Grant):
         return ("grant", len(a.where), a.tiers.tolist())
@@ -42,7 +42,7 @@ def _plain(a: ac.Action) -> tuple[object, ...]:
     keys = [a.identity.key(i) for i in range(len(a.identity))]
     if isinstance(a, ac.Copy):
         return ("copy", TIERS[a.source], TIERS[a.target], *keys)
-    if isinstance(a, ac.Stamp | ac.Drop | ac.Probe):
+    if isinstance(a, ac.WriteHeader | ac.Drop | ac.Probe):
         return (type(a).__name__.lower(), TIERS[a.tier], *keys)
     raise AssertionError(a)
 
@@ -62,8 +62,8 @@ def full_of(w: World, n: int, prefix: bytes = b"r") -> list[bytes]:
     return keys
 
 
-def room_of(action: ac.Action | None) -> ac.Room:
-    assert isinstance(action, ac.Room), action
+def room_of(action: ac.Action | None) -> ac.Reserved:
+    assert isinstance(action, ac.Reserved), action
     return action
 
 
@@ -102,7 +102,7 @@ def test_reserve_grants_slots_and_commit_makes_them_readable() -> None:
     assert told(w) == [("format", "dram", 0, ALIGN), ("room", "granted", "granted")]
     assert w.lookup(1, [b"a", b"b"]) == 0
     assert w.commit(0, room, w.fill(1, [b"a", b"b"], room)) == 2
-    assert told(w) == [("stamp", "dram", b"a", b"b"), ("answer", 2)]
+    assert told(w) == [("writeheader", "dram", b"a", b"b"), ("answer", 2)]
     assert w.lookup(1, [b"a", b"b", b"c"]) == 2
     assert w.get(1, [b"a", b"b", b"c"]) == [payload(1, b"a"), payload(1, b"b")]
 
@@ -587,7 +587,7 @@ def test_write_through_copies_down_after_every_commit() -> None:
     w = world(nvme=4)
     w.put(0, 1, [b"a", b"b"])
     assert told(w) == [
-        ("stamp", "dram", b"a", b"b"),
+        ("writeheader", "dram", b"a", b"b"),
         ("answer", 2),
         ("format", "nvme", 0, ALIGN),
         ("copy", "dram", "nvme", b"a", b"b"),
@@ -628,7 +628,7 @@ def test_on_evict_writes_only_what_leaves() -> None:
     assert ("copy", "dram", "nvme", keys[0]) in told(w)
     waiting = w.last_request
     w.finish_all()
-    assert isinstance(w.answers[waiting], ac.Room)
+    assert isinstance(w.answers[waiting], ac.Reserved)
     assert ("drop", "dram", keys[0]) in told(w)
     assert w.get(1, keys[:1]) == [payload(1, keys[0])]
 
@@ -648,7 +648,7 @@ def test_a_hit_below_is_promoted_and_the_lower_copy_kept() -> None:
     assert ("copy", "nvme", "dram", keys[0]) in told(w)
     asked = w.last_request
     w.finish_all()
-    assert told(w) == [("stamp", "dram", keys[0]), ("grant", 1, [2])]
+    assert told(w) == [("writeheader", "dram", keys[0]), ("grant", 1, [2])]
     assert w.read(1, keys[:1], grant_of(w.answers[asked])) == [payload(1, keys[0])]
     assert (1, keys[0]) in w.records
 

@@ -316,11 +316,11 @@ class World:
         return self._request
 
     def _run(self, action: ac.Action) -> None:
-        if isinstance(action, ac.Grant | ac.Room | ac.Answer | ac.Explained | ac.Deny):
+        if isinstance(action, ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny):
             if action.request:
                 assert action.request not in self.answers, "answered twice"
                 self.answers[action.request] = action
-            if isinstance(action, ac.Grant | ac.Room) and action.lease:
+            if isinstance(action, ac.Grant | ac.Reserved) and action.lease:
                 self._check_mapping(self.asked[action.request], action)
         elif isinstance(action, ac.Moved):
             who = action.identity
@@ -346,15 +346,15 @@ class World:
             before = self.whose.setdefault((action.tier, action.extent), action.domain)
             assert before == action.domain, "an extent has changed hands as it was"
             self.kept[action.tier][action.extent] = action.slot_bytes
-        elif isinstance(action, ac.Joined):
+        elif isinstance(action, ac.DeviceAdded):
             self.joined.append(action.tier)
         elif isinstance(action, ac.Closed):
             del self.namespaces[action.namespace], self.opened[action.namespace]
-        elif isinstance(action, ac.Left):
+        elif isinstance(action, ac.DeviceRemoved):
             assert not self.kept[action.tier], "a device was left with something in it"
             assert not self.journals[action.tier], "a device was left with records"
             self.left.append(action.tier)
-        elif isinstance(action, ac.Stamp):
+        elif isinstance(action, ac.WriteHeader):
             assert action.tier == 0, "only DRAM has headers"
             for i, place in enumerate(self.places(action.tier, action.where)):
                 self._headers += 1
@@ -378,7 +378,7 @@ class World:
                         p for c in self.copies.values() for p in self.places(c.target, c.target_where)
                     }
 
-    def _check_mapping(self, event: ev.Event, answer: ac.Grant | ac.Room) -> None:
+    def _check_mapping(self, event: ev.Event, answer: ac.Grant | ac.Reserved) -> None:
         """Whoever is told of a slot may map its extent: the namespace's tenant, or readers of its domain."""
         space, tier = self.p.residency.spaces[event.namespace], self.tier_of(answer)
         assert tier not in self.lost, "a slot of a device that is lost"
@@ -389,7 +389,7 @@ class World:
                 assert tier == 0, "what a GPU holds is shown to a reader of another tenant"
                 assert domain == space.pools[0].domain, "a reader is led to an extent that it may not map"
 
-    def tier_of(self, answer: ac.Grant | ac.Room) -> int:
+    def tier_of(self, answer: ac.Grant | ac.Reserved) -> int:
         """The tier of memory that slots told to a client are in, as the client sees it."""
         first = int(answer.where.extent[0]) if len(answer.where) else 0
         pool = first // HBM_EXTENTS
@@ -605,7 +605,7 @@ class World:
     ) -> ac.Action | None:
         return self.ask(ev.Reserve(0, client, namespace, joined(keys), parent, self.now + wait, at))
 
-    def fill(self, namespace: int, keys: list[bytes], room: ac.Room, salt: int = 0) -> np.ndarray:
+    def fill(self, namespace: int, keys: list[bytes], room: ac.Reserved, salt: int = 0) -> np.ndarray:
         """Writes the payloads of the granted keys; returns their checksums."""
         granted, tier = granted_of(keys, room), self.tier_of(room)
         for key, place in zip(granted, self.places(tier, room.where), strict=True):
@@ -615,7 +615,9 @@ class World:
             self.rotten.discard(place)
         return np.array([hash_of(payload(namespace, k, salt)) for k in granted], np.uint64)
 
-    def commit(self, client: int, room: ac.Room, sums: np.ndarray, written: list[bool] | None = None) -> int:
+    def commit(
+        self, client: int, room: ac.Reserved, sums: np.ndarray, written: list[bool] | None = None
+    ) -> int:
         marks = np.ones(len(sums), np.bool_) if written is None else np.array(written, np.bool_)
         answer = self.ask(ev.Commit(0, client, room.lease, sums, marks))
         assert isinstance(answer, ac.Answer), answer
@@ -632,7 +634,7 @@ class World:
     ) -> int:
         """Stores a chain at once; returns how many blocks were stored."""
         room = self.reserve(client, namespace, keys, parent, at=at)
-        if not isinstance(room, ac.Room) or not room.lease:
+        if not isinstance(room, ac.Reserved) or not room.lease:
             return 0
         return self.commit(client, room, self.fill(namespace, keys, room, salt))
 
@@ -737,7 +739,7 @@ def joined(keys: list[bytes]) -> Keys:
     return Keys(b"".join(keys), len(keys[0]) if keys else 1)
 
 
-def granted_of(keys: list[bytes], room: ac.Room) -> list[bytes]:
+def granted_of(keys: list[bytes], room: ac.Reserved) -> list[bytes]:
     """Those of the keys that a room has slots for."""
     return [k for k, s in zip(keys, room.status.tolist(), strict=True) if s == ac.GRANTED]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon, Settings
+from kvstore.lab.local_daemon import LocalDaemon, Settings
 
 
-class ShimmedDaemon(ServedDaemon):
+class ShimmedDaemon(LocalDaemon):
     """Starts under the shim while there are `options` for it. A start that fails there is no error."""
 
     def __init__(self, settings: Settings, options: Sequence[str] = ()) -> None:

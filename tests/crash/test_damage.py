@@ -15,7 +15,7 @@ import pytest
 from kvstore import Client
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from tests.crash import files
 from tests.daemons import (
@@ -48,7 +48,7 @@ def served(ns: Namespace, keys: list[bytes]) -> list[int]:
     return found
 
 
-def store(daemon: ServedDaemon, keys: list[bytes]) -> None:
+def store(daemon: LocalDaemon, keys: list[bytes]) -> None:
     """Puts blocks and returns when they are on record."""
     with Client(daemon.url, deadline_s=20, strict=True) as client:
         assert client.namespace(LAYOUT).put(keys, payloads(keys)).stored == len(keys)
@@ -57,7 +57,7 @@ def store(daemon: ServedDaemon, keys: list[bytes]) -> None:
 
 def test_every_flipped_bit_is_found() -> None:
     keys, dice = names(1000), random.Random(1)
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         folder = daemon.folder / "nvme"
         store(daemon, keys)
         daemon.stop()
@@ -122,7 +122,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]
     """An NVMe folder that a daemon has left, and the keys in it: enough for records of many pages."""
     keys = names(300)
     folder = tmp_path_factory.mktemp("stored") / "nvme"
-    with ServedDaemon({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}}) as daemon:
+    with LocalDaemon({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}}) as daemon:
         store(daemon, keys)
         with Client(daemon.url, deadline_s=20, strict=True) as client:
             assert client.namespace(LAYOUT).invalidate(keys[100:200]) == 100
@@ -145,7 +145,7 @@ def _survives(folder: Path, keys: list[bytes]) -> bool:
     """Whether a daemon starts on this folder, serves nothing wrong, and lives through writes of all kinds."""
     fresh, aside = names(50, "fresh"), set(folder.glob("records.corrupt-*"))
     try:
-        with ServedDaemon({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}}) as daemon:
+        with LocalDaemon({**SETTINGS, "nvme": {**SETTINGS["nvme"], "path": folder}}) as daemon:
             with Client(daemon.url, deadline_s=20, strict=True) as client:
                 ns = client.namespace(LAYOUT)
                 served(ns, keys + fresh)
@@ -165,7 +165,7 @@ def _survives(folder: Path, keys: list[bytes]) -> bool:
 
 def test_a_short_slab_keeps_the_blocks_before_the_cut() -> None:
     keys = names(200)
-    with ServedDaemon(SETTINGS) as daemon:
+    with LocalDaemon(SETTINGS) as daemon:
         folder = daemon.folder / "nvme"
         store(daemon, keys)
         daemon.kill()
@@ -189,7 +189,7 @@ def test_a_short_slab_keeps_the_blocks_before_the_cut() -> None:
 
 def test_blocks_of_a_missing_slab_can_be_stored_again() -> None:
     keys = names(200)
-    with ServedDaemon(SETTINGS) as daemon:
+    with LocalDaemon(SETTINGS) as daemon:
         folder = daemon.folder / "nvme"
         store(daemon, keys)
         daemon.kill()
@@ -206,7 +206,7 @@ def test_blocks_of_a_missing_slab_can_be_stored_again() -> None:
         _is_whole(daemon, keys)
 
 
-def _is_whole(daemon: ServedDaemon, keys: list[bytes]) -> None:
+def _is_whole(daemon: LocalDaemon, keys: list[bytes]) -> None:
     """All is there after one more crash, and the slabs have their full size."""
     daemon.kill()
     folder = daemon.folder / "nvme"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from tests.crash import files
 from tests.crash.shimmed import ShimmedDaemon
@@ -35,7 +35,7 @@ def test_a_kill_on_a_full_disk_loses_nothing_that_was_committed(tmp_path: Path) 
         settings = {"dram": WITH_NVME["dram"], "nvme": {"path": folder, "limit": 16 << 20, "io_threads": 2}}
         chains = [names(16, f"full/{i}") for i in range(200)]
         put: set[bytes] = set()
-        with ServedDaemon(settings) as daemon:
+        with LocalDaemon(settings) as daemon:
             eventually(lambda: "bytes free" in log_of(daemon))  # no more slabs: LMDB gets what is left
             for seed in range(3):
                 _fill_until_killed(daemon, chains[seed::3], put)
@@ -54,7 +54,7 @@ def test_a_kill_on_a_full_disk_loses_nothing_that_was_committed(tmp_path: Path) 
             assert "No space left on device" in log_of(daemon)
 
 
-def _fill_until_killed(daemon: ServedDaemon, chains: list[list[bytes]], put: set[bytes]) -> None:
+def _fill_until_killed(daemon: LocalDaemon, chains: list[list[bytes]], put: set[bytes]) -> None:
     killed = threading.Event()
 
     def load() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstore import Client, Tier
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.crash import files
 from tests.crash.book import Book
 from tests.crash.load import LAYOUTS, THREADS, Tally, Worker
@@ -42,7 +42,7 @@ class World:
         policy = self._dice.choice(("write_through",) * 4 + ("on_evict",))
         self._supervised = self._dice.random() < 0.5
         self._ending = threading.Event()
-        self._daemon = ServedDaemon(
+        self._daemon = LocalDaemon(
             {
                 "dram": {"limit": 16 << 20, "huge_pages": False},
                 "nvme": {"limit": self.nvme_bytes, "write_policy": policy, "io_threads": 2},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore import Client, Fp8, Layout
 from kvstore.errors import MisuseError
 from kvstore.fp8 import Order
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.cuda.checks import Array, check_fp8
 from tests.cuda.host import HostGpu
 from tests.daemons import SMALL, names, new_layout
@@ -216,13 +216,13 @@ def test_what_can_be_no_such_block_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SMALL) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(SMALL) as served:
         yield served
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_go_through_a_daemon_and_plain_ones_never_meet_them(daemon: ServedDaemon, dtype: str) -> None:
+def test_blocks_go_through_a_daemon_and_plain_ones_never_meet_them(daemon: LocalDaemon, dtype: str) -> None:
     plain = replace(new_layout(2 * 2 * 2 * 16 * 4 * 32), dtype=dtype, block_tokens=16)
     fp8, keys = Fp8(plain, 4, 32), names(5)
     values = np.random.default_rng(2).standard_normal((5, plain.block_bytes // 2), np.float32)

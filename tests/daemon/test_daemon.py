@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import Client, Tier
 from kvstore.errors import KVStoreError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.daemons import (
     BLOCK,
@@ -42,13 +42,13 @@ DRAM_BLOCKS = 8 * 126
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(WITH_NVME) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(WITH_NVME) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
@@ -93,7 +93,7 @@ def test_layouts_and_their_blocks_are_apart(client: Client) -> None:
 
 def test_blocks_of_any_size_live_beside_each_other() -> None:
     sizes = (1, 100, 4096, 4097, BLOCK, 300_003, 1 << 20)
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
         fill(client, DRAM_BLOCKS)
         spaces = [client.namespace(new_layout(nbytes)) for nbytes in sizes]
         keys = names(4)
@@ -140,7 +140,7 @@ def test_usage_stays_under_the_limits_and_old_blocks_leave_leaf_first(client: Cl
     assert got(ns, chain[::-1]) in (0, 64)
 
 
-def test_status_tells_what_is_where(daemon: ServedDaemon, client: Client) -> None:
+def test_status_tells_what_is_where(daemon: LocalDaemon, client: Client) -> None:
     fill(client, 10)
     status = settled(client)
     assert status["pid"] == daemon.pid
@@ -152,7 +152,7 @@ def test_status_tells_what_is_where(daemon: ServedDaemon, client: Client) -> Non
     assert int(status["connections"]) >= 1
 
 
-def test_the_status_command_shows_it(daemon: ServedDaemon) -> None:
+def test_the_status_command_shows_it(daemon: LocalDaemon) -> None:
     shown = cli("status", "--socket", str(daemon.socket))
     assert shown.returncode == 0, shown.stderr
     assert "nvme" in shown.stdout
@@ -161,7 +161,7 @@ def test_the_status_command_shows_it(daemon: ServedDaemon) -> None:
 # -- descriptors
 
 
-def map_of(daemon: ServedDaemon, client: Client, writable: bool) -> tuple[int, int]:
+def map_of(daemon: LocalDaemon, client: Client, writable: bool) -> tuple[int, int]:
     """(descriptor, bytes) of an extent, as the daemon passes it."""
     fill(client, 1)
     with greeted(daemon) as (peer, _):
@@ -171,7 +171,7 @@ def map_of(daemon: ServedDaemon, client: Client, writable: bool) -> tuple[int, i
         return os.dup(fd), mapped.extent_bytes
 
 
-def test_a_read_only_descriptor_cannot_be_mapped_writable(daemon: ServedDaemon, client: Client) -> None:
+def test_a_read_only_descriptor_cannot_be_mapped_writable(daemon: LocalDaemon, client: Client) -> None:
     fd, nbytes = map_of(daemon, client, writable=False)
     try:
         assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
@@ -185,7 +185,7 @@ def test_a_read_only_descriptor_cannot_be_mapped_writable(daemon: ServedDaemon, 
         os.close(fd)
 
 
-def test_no_client_can_resize_an_extent(daemon: ServedDaemon, client: Client) -> None:
+def test_no_client_can_resize_an_extent(daemon: LocalDaemon, client: Client) -> None:
     fd, nbytes = map_of(daemon, client, writable=True)
     try:
         assert os.fstat(fd).st_size == nbytes
@@ -198,7 +198,7 @@ def test_no_client_can_resize_an_extent(daemon: ServedDaemon, client: Client) ->
         os.close(fd)
 
 
-def test_an_extent_that_is_not_there_is_denied(daemon: ServedDaemon) -> None:
+def test_an_extent_that_is_not_there_is_denied(daemon: LocalDaemon) -> None:
     with greeted(daemon) as (peer, _):
         for extent in (999, 2**64 - 1):
             answer = peer.ask(m.Map(3, extent, False))
@@ -210,7 +210,7 @@ def test_an_extent_that_is_not_there_is_denied(daemon: ServedDaemon) -> None:
 # -- ends and starts
 
 
-def test_a_clean_restart_keeps_nvme_bit_for_bit(daemon: ServedDaemon, client: Client) -> None:
+def test_a_clean_restart_keeps_nvme_bit_for_bit(daemon: LocalDaemon, client: Client) -> None:
     layouts = [new_layout(), new_layout(16_000)]
     keys = names(150)
     for layout in layouts:
@@ -229,7 +229,7 @@ def test_a_clean_restart_keeps_nvme_bit_for_bit(daemon: ServedDaemon, client: Cl
             assert ns.put(tail, payloads(tail, layout.block_bytes), parent=keys[-1]).stored == 1
 
 
-def test_invalidated_blocks_do_not_come_back(daemon: ServedDaemon, client: Client) -> None:
+def test_invalidated_blocks_do_not_come_back(daemon: LocalDaemon, client: Client) -> None:
     ns = client.namespace(new_layout())
     keys = names(10)
     ns.put(keys, payloads(keys, salt=1))
@@ -242,7 +242,7 @@ def test_invalidated_blocks_do_not_come_back(daemon: ServedDaemon, client: Clien
 
 
 def test_a_kill_in_the_middle_of_puts_loses_nothing_that_was_written_down() -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         layout = new_layout()
         keys = names(40, "early")
         with Client(daemon.url, deadline_s=10) as client:
@@ -279,7 +279,7 @@ def test_a_kill_in_the_middle_of_puts_loses_nothing_that_was_written_down() -> N
 
 
 def test_on_evict_writes_everything_down_before_a_stop() -> None:
-    with ServedDaemon({**SMALL, "nvme": {"limit": "64MiB", "write_policy": "on_evict"}}) as daemon:
+    with LocalDaemon({**SMALL, "nvme": {"limit": "64MiB", "write_policy": "on_evict"}}) as daemon:
         layout, keys = new_layout(), names(300)
         with Client(daemon.url, deadline_s=10) as client:
             client.namespace(layout).put(keys, payloads(keys))
@@ -290,7 +290,7 @@ def test_on_evict_writes_everything_down_before_a_stop() -> None:
 
 
 def test_without_nvme_a_restart_forgets_and_nothing_is_wrong() -> None:
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         layout, keys = new_layout(), names(10)
         with Client(daemon.url, deadline_s=10) as client:
             ns = client.namespace(layout)
@@ -302,7 +302,7 @@ def test_without_nvme_a_restart_forgets_and_nothing_is_wrong() -> None:
 
 
 def test_a_smaller_limit_is_kept_to_from_the_start() -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         layout, keys = new_layout(), names(3000)
         with Client(daemon.url, deadline_s=10) as client:
             for at in range(0, len(keys), 250):
@@ -326,7 +326,7 @@ def test_a_smaller_limit_is_kept_to_from_the_start() -> None:
 
 
 def test_a_stop_leaves_no_socket_and_a_killed_daemons_socket_is_taken_over() -> None:
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         daemon.kill()
         assert daemon.socket.exists()
         daemon.start()
@@ -336,7 +336,7 @@ def test_a_stop_leaves_no_socket_and_a_killed_daemons_socket_is_taken_over() -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_in_order(number: signal.Signals) -> None:
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         assert daemon._process is not None
         process = daemon._process
         os.kill(daemon.pid, number)
@@ -347,7 +347,7 @@ def test_signals_end_it_in_order(number: signal.Signals) -> None:
 
 
 def test_a_stop_does_not_wait_for_clients_that_stay() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))
@@ -366,6 +366,6 @@ def test_a_stop_does_not_wait_for_clients_that_stay() -> None:
 def test_a_daemon_that_cannot_start_says_why_in_its_log() -> None:
     with (
         pytest.raises(KVStoreError, match="exit code 2"),
-        ServedDaemon({**SMALL, "nvme": {"path": "/dev/null/nvme"}}),
+        LocalDaemon({**SMALL, "nvme": {"path": "/dev/null/nvme"}}),
     ):
         pass

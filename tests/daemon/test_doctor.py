@@ -16,8 +16,8 @@ import pytest
 
 from kvstore import config as configuration
 from kvstore.daemon import doctor
-from kvstore.daemon.doctor import FAIL, OK, WARN, Line
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.daemon.doctor import FAIL, OK, WARN, Check
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.cuda.faking import fake_cuda
 from tests.daemons import WITH_NVME, cli
 
@@ -28,7 +28,7 @@ NEED = 8 + 16 + 64 + 100
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  1 kB\nMemAvailable:  4194304 kB\nHugePages_Total:   0\n"
 
 
-def told(line: Line, level: str, *words: str) -> None:
+def told(line: Check, level: str, *words: str) -> None:
     assert line.level == level, line
     assert (line.advice == "") == (level == OK), line
     for word in words:
@@ -192,7 +192,7 @@ def test_systemd() -> None:
 
 
 def test_a_running_daemon_is_named() -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         ran = cli("doctor", "--json", "-c", str(daemon.folder / "kvstore.toml"))
         lines = {line["name"]: line for line in json.loads(ran.stdout)["lines"]}
         assert lines["folder"]["found"].endswith(f"in use by pid {daemon.pid}")

@@ -25,7 +25,7 @@ from kvstore import Client, Tier
 from kvstore.client.sync import Namespace
 from kvstore.core.actions import GRANTED
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import SLOT_RECORD, Geometry
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
@@ -57,20 +57,20 @@ CLIENT = "is the peer a kvstore client?"
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(WITH_NVME) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(WITH_NVME) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def silent(daemon: ServedDaemon) -> Iterator[Peer]:
+def silent(daemon: LocalDaemon) -> Iterator[Peer]:
     """A peer that says nothing from the first test on."""
     with Peer(daemon.socket, wait_s=10) as peer:
         yield peer
 
 
 @pytest.fixture(scope="module")
-def bystander(daemon: ServedDaemon) -> Iterator[Client]:
+def bystander(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=5, strict=True) as client:
         yield client
 
@@ -105,7 +105,7 @@ def alone(bystander: Client) -> bool:
 
 
 @contextmanager
-def victim(daemon: ServedDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
+def victim(daemon: LocalDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
     """A peer with a namespace and blocks in it."""
     layout, keys = new_layout(), names(3)
     with Client(daemon.url, deadline_s=5, strict=True) as client:
@@ -136,7 +136,7 @@ def victim(daemon: ServedDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_strangers_are_told_and_turned_away(daemon: ServedDaemon, raw: bytes, why: str, hint: str) -> None:
+def test_strangers_are_told_and_turned_away(daemon: LocalDaemon, raw: bytes, why: str, hint: str) -> None:
     with Peer(daemon.socket) as peer:
         peer.send(raw)
         failure = peer.refused()
@@ -162,7 +162,7 @@ def test_strangers_are_told_and_turned_away(daemon: ServedDaemon, raw: bytes, wh
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
 def test_peers_that_break_the_protocol_are_told_and_dropped(
-    daemon: ServedDaemon, message: Any, why: str
+    daemon: LocalDaemon, message: Any, why: str
 ) -> None:
     with victim(daemon) as (peer, _, _):
         threading.Thread(target=send_in_spite, args=(peer, message)).start()
@@ -176,7 +176,7 @@ def send_in_spite(peer: Peer, message: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf"), -1.0, 1e300])
-def test_times_that_are_none_hurt_nobody(daemon: ServedDaemon, bystander: Client, seconds: float) -> None:
+def test_times_that_are_none_hurt_nobody(daemon: LocalDaemon, bystander: Client, seconds: float) -> None:
     with victim(daemon) as (peer, ns, keys):
         joined = b"".join(keys)
         for query in (
@@ -201,7 +201,7 @@ def test_times_that_are_none_hurt_nobody(daemon: ServedDaemon, bystander: Client
 
 
 def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on(
-    daemon: ServedDaemon,
+    daemon: LocalDaemon,
 ) -> None:
     with greeted(daemon) as (peer, opened):
         for number in (opened + 77, 0, 2**64 - 1):
@@ -222,7 +222,7 @@ def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on
         assert peer.ask(m.Lookup(6, opened, 4, b"abcd", 0.0, 0.0)).value == 0
 
 
-def test_a_namespace_opened_by_another_is_not_open_here(daemon: ServedDaemon) -> None:
+def test_a_namespace_opened_by_another_is_not_open_here(daemon: LocalDaemon) -> None:
     with (
         victim(daemon) as (_, number, keys),
         greeted(daemon) as (stranger, own),
@@ -251,7 +251,7 @@ def test_a_namespace_opened_by_another_is_not_open_here(daemon: ServedDaemon) ->
     ],
 )
 def test_layouts_that_make_no_sense_are_denied_and_named(
-    daemon: ServedDaemon, layout: dict[str, Any], why: str
+    daemon: LocalDaemon, layout: dict[str, Any], why: str
 ) -> None:
     with greeted(daemon) as (peer, _):
         answer = peer.ask(m.Open(8, layout, "", 0.0))
@@ -260,7 +260,7 @@ def test_layouts_that_make_no_sense_are_denied_and_named(
         assert peer.ask(m.Ping(9)) == m.Value(9, 0)
 
 
-def test_too_many_keys_are_denied_with_the_limit(daemon: ServedDaemon) -> None:
+def test_too_many_keys_are_denied_with_the_limit(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket) as peer:
         limits = peer.hello()
         number = peer.open(new_layout()).namespace
@@ -274,14 +274,14 @@ def test_too_many_keys_are_denied_with_the_limit(daemon: ServedDaemon) -> None:
         assert str(limits.reserve_keys) in answer.hint
 
 
-def test_a_key_twice_in_a_reservation_is_denied(daemon: ServedDaemon) -> None:
+def test_a_key_twice_in_a_reservation_is_denied(daemon: LocalDaemon) -> None:
     with greeted(daemon) as (peer, number):
         answer = peer.ask(m.Reserve(5, number, 4, b"abcdefghabcd", b"", 0.1))
         assert isinstance(answer, m.Denied)
         assert answer.why == "a key occurs twice in one call"
 
 
-def test_a_key_asked_for_twice_hurts_nobody(daemon: ServedDaemon, bystander: Client) -> None:
+def test_a_key_asked_for_twice_hurts_nobody(daemon: LocalDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, number, keys):
         for _ in range(3):
             granted = peer.ask(m.Acquire(5, number, 32, keys[0] * 5, 1.0, 0.0))
@@ -295,7 +295,7 @@ def test_a_key_asked_for_twice_hurts_nobody(daemon: ServedDaemon, bystander: Cli
     assert eventually(lambda: not bystander.status()["copies_under_way"])
 
 
-def test_leases_of_others_cannot_be_ended(daemon: ServedDaemon, bystander: Client) -> None:
+def test_leases_of_others_cannot_be_ended(daemon: LocalDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, number, keys), greeted(daemon) as (thief, _):
         granted = peer.ask(m.Acquire(5, number, 32, keys[0], 1.0, 0.0))
         assert granted.lease
@@ -308,7 +308,7 @@ def test_leases_of_others_cannot_be_ended(daemon: ServedDaemon, bystander: Clien
 
 
 def test_a_commit_of_the_wrong_length_is_denied_and_frees_the_slots(
-    daemon: ServedDaemon, bystander: Client
+    daemon: LocalDaemon, bystander: Client
 ) -> None:
     with greeted(daemon) as (peer, number):
         room = peer.ask(m.Reserve(5, number, 4, b"abcdefgh", b"", 0.1))
@@ -319,7 +319,7 @@ def test_a_commit_of_the_wrong_length_is_denied_and_frees_the_slots(
         assert peer.ask(m.Lookup(7, number, 4, b"abcd", 0.0, 0.0)).value == 0
 
 
-def test_a_frame_cut_short_by_the_end_is_no_message(daemon: ServedDaemon, bystander: Client) -> None:
+def test_a_frame_cut_short_by_the_end_is_no_message(daemon: LocalDaemon, bystander: Client) -> None:
     for at in (1, 3, 4, 5, 20):
         with victim(daemon) as (peer, number, keys):
             peer.send(pack(m.Invalidate(3, number, 32, keys[0]))[:at])
@@ -329,7 +329,7 @@ def test_a_frame_cut_short_by_the_end_is_no_message(daemon: ServedDaemon, bystan
     assert "in the middle of a frame" in log_of(daemon)
 
 
-def test_frames_may_come_byte_by_byte(daemon: ServedDaemon) -> None:
+def test_frames_may_come_byte_by_byte(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket) as peer:
         for byte in pack(m.Hello(m.MAGIC, m.VERSION, "")) + pack(m.Ping(7)):
             peer.send(bytes([byte]))
@@ -337,13 +337,13 @@ def test_frames_may_come_byte_by_byte(daemon: ServedDaemon) -> None:
         assert peer.receive() == m.Value(7, 0)
 
 
-def test_a_peer_that_leaves_before_its_answer_is_nobodys_error(daemon: ServedDaemon) -> None:
+def test_a_peer_that_leaves_before_its_answer_is_nobodys_error(daemon: LocalDaemon) -> None:
     for _ in range(30):
         with greeted(daemon) as (peer, number):
             peer.send(*[m.Map(1, 0, False), m.Status(2), m.Lookup(3, number, 4, b"abcd", 0.0, 0.0)] * 3)
 
 
-def test_many_requests_at_once_are_answered_in_order(daemon: ServedDaemon) -> None:
+def test_many_requests_at_once_are_answered_in_order(daemon: LocalDaemon) -> None:
     with victim(daemon) as (peer, number, keys):
         joined = b"".join(keys)
         peer.send(*(m.Lookup(i, number, 32, joined, 0.0, 0.0) for i in range(2000)))
@@ -351,7 +351,7 @@ def test_many_requests_at_once_are_answered_in_order(daemon: ServedDaemon) -> No
         assert [(answer.id, answer.value) for answer in answers] == [(i, 3) for i in range(2000)]
 
 
-def test_a_peer_that_reads_nothing_is_cut_off(daemon: ServedDaemon, bystander: Client) -> None:
+def test_a_peer_that_reads_nothing_is_cut_off(daemon: LocalDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, _, _):
         peer.sock.settimeout(60)
         requests = b"".join(pack(m.Status(i)) for i in range(1000))
@@ -365,7 +365,7 @@ def test_a_peer_that_reads_nothing_is_cut_off(daemon: ServedDaemon, bystander: C
 
 
 def test_more_connections_than_allowed_are_told_so() -> None:
-    with ServedDaemon({**SMALL, "limits": {"connections": 2}}) as daemon, ExitStack() as held:
+    with LocalDaemon({**SMALL, "limits": {"connections": 2}}) as daemon, ExitStack() as held:
         for _ in range(2):
             held.enter_context(greeted(daemon))
         with Peer(daemon.socket) as third:
@@ -404,7 +404,7 @@ time.sleep(60)
 
 
 def test_a_killed_client_frees_its_leases_and_its_half_put_shows_nothing(
-    daemon: ServedDaemon, bystander: Client
+    daemon: LocalDaemon, bystander: Client
 ) -> None:
     layout = new_layout()
     eventually(lambda: not bystander.status()["copies_under_way"])
@@ -434,7 +434,7 @@ def test_a_killed_client_frees_its_leases_and_its_half_put_shows_nothing(
     assert ns.put([b"n" * 32], [payload(b"n")], parent=keys[-1]).stored == 1
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(daemon: ServedDaemon, bystander: Client) -> None:
+def test_a_client_that_leaves_while_it_waits_is_forgotten(daemon: LocalDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, number, _):
         for i in range(50):
             peer.send(m.Reserve(i, number, 4, i.to_bytes(4, "big") * 1, b"", 30.0))
@@ -458,7 +458,7 @@ def scribble(peer: Peer, granted: m.Granted | m.Reserved, payload_at: int = 100)
 @pytest.mark.parametrize("nvme", [True, False])
 def test_a_payload_altered_in_shared_memory_is_found_quarantined_and_not_served(nvme: bool) -> None:
     layout, keys = new_layout(), names(3)
-    with ServedDaemon(WITH_NVME if nvme else SMALL) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(WITH_NVME if nvme else SMALL) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns = client.namespace(layout)
         ns.put(keys, payloads(keys))
         eventually(lambda: idle(client.status()))
@@ -478,7 +478,7 @@ def test_a_payload_altered_in_shared_memory_is_found_quarantined_and_not_served(
 
 
 def test_a_bad_copy_in_dram_is_put_out_of_the_way_and_the_good_one_on_nvme_is_served(
-    daemon: ServedDaemon,
+    daemon: LocalDaemon,
 ) -> None:
     layout, [key] = new_layout(), names(1)
     with Client(daemon.url, deadline_s=5) as client, greeted(daemon, layout) as (peer, number):
@@ -490,7 +490,7 @@ def test_a_bad_copy_in_dram_is_put_out_of_the_way_and_the_good_one_on_nvme_is_se
         assert got(ns, [key]) == 1
 
 
-def test_a_writer_that_lies_about_its_checksum_is_found_out(daemon: ServedDaemon) -> None:
+def test_a_writer_that_lies_about_its_checksum_is_found_out(daemon: LocalDaemon) -> None:
     layout, [key] = new_layout(), names(1)
     with Client(daemon.url, deadline_s=5) as client, greeted(daemon, layout) as (peer, number):
         room = peer.ask(m.Reserve(5, number, 32, key, b"", 1.0))
@@ -505,7 +505,7 @@ def test_a_writer_that_lies_about_its_checksum_is_found_out(daemon: ServedDaemon
 
 @pytest.mark.parametrize("how", ["flip", "swap", "zero", "cut", "gone"])
 def test_a_payload_altered_on_disk_while_stopped_is_a_miss(how: str) -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         layout, keys = new_layout(), names(40)
         with Client(daemon.url, deadline_s=5) as client:
             client.namespace(layout).put(keys, payloads(keys))
@@ -547,7 +547,7 @@ def test_a_payload_altered_on_disk_while_stopped_is_a_miss(how: str) -> None:
 
 
 def test_records_that_lmdb_cannot_read_are_moved_aside_and_the_tier_starts_empty() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns, keys = client.namespace(new_layout()), names(20)
         ns.put(keys, payloads(keys))
         daemon.stop()
@@ -566,7 +566,7 @@ def test_records_that_lmdb_cannot_read_are_moved_aside_and_the_tier_starts_empty
 
 
 def test_a_folder_of_another_version_is_refused_and_left_alone() -> None:
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         daemon.stop()
         records = daemon.folder / "nvme" / "records"
         with lmdb.open(str(records), max_dbs=8) as env, env.begin(write=True) as txn:
@@ -591,7 +591,7 @@ def test_a_disk_with_too_little_room_is_used_as_far_as_it_goes(kind: str, tmp_pa
     folder = tmp_path / "disk"
     with small_disk(kind, folder, nbytes):
         settings = {**SMALL, "nvme": {"path": str(folder / "nvme"), "limit": "64MiB"}}
-        with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
+        with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
             [problem] = eventually(lambda: client.status()["problems"])
             assert f"cannot allocate {8 * MIB} bytes in {folder / 'nvme' / 'slabs'}" in problem
             assert "give the tier less, or make room there" in problem
@@ -617,7 +617,7 @@ def test_a_disk_that_is_full_from_the_start_does_not_stop_the_daemon(tmp_path: P
     with small_disk("mount", folder, MIB):
         (folder / "ballast").write_bytes(bytes(MIB - 300 * 1024))
         settings = {**SMALL, "nvme": {"path": str(folder / "nvme"), "limit": "64MiB"}}
-        with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
+        with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
             assert eventually(lambda: client.status()["problems"])
             ns = client.namespace(new_layout())
             for i in range(12):
@@ -630,7 +630,7 @@ def test_a_disk_that_fills_up_while_running_loses_nothing_committed(tmp_path: Pa
     folder = tmp_path / "disk"
     with small_disk("mount", folder, 80 * MIB):
         settings = {**SMALL, "nvme": {"path": str(folder / "nvme"), "limit": "64MiB"}}
-        with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
+        with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
             ns = client.namespace(new_layout())
             first = names(200, "before")
             ns.put(first, payloads(first))
@@ -677,7 +677,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_a_hint(tmp_path: Path) ->
     assert not (tmp_path / "own.sock").exists()
 
 
-def test_two_daemons_on_one_folder_the_second_names_the_first(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_two_daemons_on_one_folder_the_second_names_the_first(daemon: LocalDaemon, tmp_path: Path) -> None:
     folder = daemon.folder / "nvme"
     said = refused(tmp_path, config_for(tmp_path, nvme=str(folder)))
     assert f"folder {folder} is in use by pid {daemon.pid}" in said
@@ -685,7 +685,7 @@ def test_two_daemons_on_one_folder_the_second_names_the_first(daemon: ServedDaem
     assert not (tmp_path / "own.sock").exists()
 
 
-def test_two_daemons_on_one_socket_the_second_ends(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_two_daemons_on_one_socket_the_second_ends(daemon: LocalDaemon, tmp_path: Path) -> None:
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(daemon.socket)))
     assert f"another daemon serves {daemon.socket}" in said
     assert "(stop it, or set daemon.socket to another path)" in said
@@ -759,7 +759,7 @@ def test_status_without_a_daemon_is_an_error_in_one_line() -> None:
 # -- slow peers
 
 
-def test_a_stopped_client_delays_nobody(daemon: ServedDaemon, bystander: Client) -> None:
+def test_a_stopped_client_delays_nobody(daemon: LocalDaemon, bystander: Client) -> None:
     layout = new_layout()
     child = subprocess.Popen(
         [sys.executable, "-c", _HOLDER, daemon.url, layout.model, str(BLOCK)], stdout=subprocess.PIPE
@@ -784,7 +784,7 @@ def test_a_stopped_client_delays_nobody(daemon: ServedDaemon, bystander: Client)
     eventually(lambda: bystander.status()["reservations"] == 0, 2)
 
 
-def test_promotions_show_where_blocks_were_found(daemon: ServedDaemon, bystander: Client) -> None:
+def test_promotions_show_where_blocks_were_found(daemon: LocalDaemon, bystander: Client) -> None:
     ns = bystander.namespace(new_layout())
     keys = names(30)
     ns.put(keys, payloads(keys))
@@ -799,13 +799,13 @@ def test_promotions_show_where_blocks_were_found(daemon: ServedDaemon, bystander
         assert lease.verify() == 30
 
 
-def test_a_peer_without_a_hello_is_asked_to_leave(daemon: ServedDaemon, silent: Peer) -> None:
+def test_a_peer_without_a_hello_is_asked_to_leave(daemon: LocalDaemon, silent: Peer) -> None:
     failure = silent.refused()
     assert failure.why == "no Hello within 5 s"
     assert failure.hint == "is the peer a kvstore client?"
 
 
-def test_namespaces_are_fine_after_all_that(daemon: ServedDaemon, bystander: Client) -> None:
+def test_namespaces_are_fine_after_all_that(daemon: LocalDaemon, bystander: Client) -> None:
     ns: Namespace = bystander.namespace(new_layout())
     keys = names(50)
     assert ns.put(keys, payloads(keys)).stored == 50

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client, Layout, errors
-from kvstore.client.gpu import DeviceLease, DeviceRoom
+from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device import Gpu, uuids
 from kvstore.daemon.tenancy.auth import hash_of, new_token
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Tier
 from kvstore.wire import messages as m
 from tests.cuda.faking import fake_cuda
@@ -56,8 +56,8 @@ def control() -> Iterator[Any]:
 
 
 @contextmanager
-def serving(settings: Any = POOL, **more: Any) -> Iterator[tuple[ServedDaemon, Client]]:
-    with ServedDaemon(settings, **more) as daemon, Client(daemon.url, deadline_s=20, strict=True) as client:
+def serving(settings: Any = POOL, **more: Any) -> Iterator[tuple[LocalDaemon, Client]]:
+    with LocalDaemon(settings, **more) as daemon, Client(daemon.url, deadline_s=20, strict=True) as client:
         eventually(lambda: complete(client))
         yield daemon, client
 
@@ -68,7 +68,7 @@ def complete(client: Client) -> bool:
     return all(t["capacity_bytes"] > 0 for t in tiers)
 
 
-def who_reads(daemon: ServedDaemon, token: str) -> Client:
+def who_reads(daemon: LocalDaemon, token: str) -> Client:
     """A client that is no root, who would get no memory for reading only."""
     if os.getuid():
         return Client(daemon.url, token, deadline_s=20, strict=True)
@@ -205,7 +205,7 @@ def test_rooms_are_filled_from_parts_on_the_device(control: Any) -> None:
         ns, keys = client.namespace(new_layout()), names(4)
         there = [on_device(payloads([key])) for key in keys]
         with ns.reserve(keys, device="cuda:0") as room:
-            assert isinstance(room, DeviceRoom)
+            assert isinstance(room, DeviceReservation)
             room.gather(0, [there[0].part(0, 1000), there[0].part(1000, BLOCK)])
             room.fill(1, there[1])
             room.write(2, there[2].part(0, 100))
@@ -365,7 +365,7 @@ def test_where_the_daemon_cannot_export_clients_use_dram(
 def test_what_keeps_a_pool_from_being_there_is_said_and_the_daemon_serves(
     fake: dict[str, Any], hbm: dict[str, Any], said: str
 ) -> None:
-    with fake_cuda(**fake), ServedDaemon({**WITH_NVME, "hbm": hbm}) as daemon:
+    with fake_cuda(**fake), LocalDaemon({**WITH_NVME, "hbm": hbm}) as daemon:
         with Client(daemon.url, deadline_s=20, strict=True) as client:
             ns, keys = stored(client)
             assert got(ns, keys) == 6
@@ -441,7 +441,7 @@ with client.namespace(layout).acquire(keys, device={device!r}) as lease:
 
 @contextmanager
 def process(
-    daemon: ServedDaemon, layout: Layout, keys: list[bytes], what: str, then: str
+    daemon: LocalDaemon, layout: Layout, keys: list[bytes], what: str, then: str
 ) -> Iterator[subprocess.Popen[str]]:
     code = CODE.format(device="cuda:0", then=then)
     args = [daemon.url, repr(layout.to_map()), what, ",".join(key.hex() for key in keys)]

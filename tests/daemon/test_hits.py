@@ -20,10 +20,10 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.insight.hit_counters import HitCounters, spread
 from kvstore.daemon.server.prompts import Prompts
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import MisuseError
-from kvstore.lab.experiment import Options, Study
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.experiment import Experiment, Options
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.replay import Options as LiveOptions
 from kvstore.lab.replay import replay
 from kvstore.lab.traces import Trace
@@ -41,13 +41,13 @@ POINT = 0.001
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**WITH_NVME, "admin": settings()}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**WITH_NVME, "admin": settings()}) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=30, strict=True) as connected:
         yield connected
 
@@ -55,7 +55,7 @@ def client(daemon: ServedDaemon) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def small_dram() -> Iterator[Client]:
     """A client of a daemon whose NVMe holds more than its DRAM, for blocks of one size."""
-    with ServedDaemon(WITH_NVME) as served, Client(served.url, deadline_s=30, strict=True) as connected:
+    with LocalDaemon(WITH_NVME) as served, Client(served.url, deadline_s=30, strict=True) as connected:
         yield connected
 
 
@@ -205,7 +205,7 @@ def test_two_threads_with_one_prompt_have_asked_for_two(client: Client, ns: Any)
     assert count() == {"requested": 20, "missed": 20}
 
 
-def test_an_async_client_counts_alike(client: Client, daemon: ServedDaemon) -> None:
+def test_an_async_client_counts_alike(client: Client, daemon: LocalDaemon) -> None:
     workers = [[keys_of([9000 * n + i for i in p]) for p in conversations(n, 15)] for n in range(1, 5)]
     truth = [counted([tuple(keys) for keys in prompts]) for prompts in workers]
     count = counting(client)
@@ -285,10 +285,10 @@ def test_a_caller_says_what_is_a_first_question(client: Client, ns: Any) -> None
 def test_a_trace_its_replay_its_simulation_and_metrics_agree(tmp_path: Path) -> None:
     """Look up, then acquire what was found: acquires alone never miss."""
     path = chats(tmp_path / "trace", 250, apart_ms=25)
-    study = Study(path, Options(block_bytes=64 << 10))
+    study = Experiment(path, Options(block_bytes=64 << 10))
     section = {"dram": {"limit": "5MiB", "huge_pages": False}, "policy": {"eviction": "lru"}}
     whole = {**section, "scrub": {"rate": 0}, "admin": settings()}
-    with ServedDaemon(whole) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
+    with LocalDaemon(whole) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
         live = replay(client, Trace(path), LiveOptions(concurrency=1, block_bytes=64 << 10))
         served = sum(live.hits_by_tier.values())
         seen = eventually(lambda: (s := metrics(admin))["kvstore_delivered_blocks_total"] == served and s)
@@ -354,7 +354,7 @@ def test_tiers_count_apart(small_dram: Client) -> None:
 def test_what_is_corrupt_is_found_and_not_delivered() -> None:
     layout = Layout(model="corrupt", block_bytes=16 << 10)
     keys = names(5)
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(layout)
         ns.put(keys, np.zeros((5, 16 << 10), np.uint8))
         with greeted(daemon, layout) as (peer, number):
@@ -395,7 +395,7 @@ def test_what_a_deadline_cuts_off_is_too_late() -> None:
     grant = w.answers[asked]
     assert isinstance(grant, ac.Grant)
 
-    counters, space = HitCounters(), Space(1, b"", 0, BLOCK)
+    counters, space = HitCounters(), NamespaceEntry(1, b"", 0, BLOCK)
     connection = Prompts(counters, 0)
     connection.asked(m.Acquire(asked, 1, 1, b"abc", 0.5, 0.0, asks=3), space)
     connection.answered(asked, grant)
@@ -432,7 +432,7 @@ def test_what_was_missed_never_decreases() -> None:
     assert counters.of(1)["missed", -2] == (140, 2240, 1400)
 
 
-def test_no_layout_makes_sums_that_fit_into_no_message(daemon: ServedDaemon) -> None:
+def test_no_layout_makes_sums_that_fit_into_no_message(daemon: LocalDaemon) -> None:
     layout = {**new_layout().to_map(), "block_tokens": (1 << 64) - 1}
     with Peer(daemon.socket) as peer:
         peer.hello()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore import Client, Tier
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import WITH_NVME, eventually, got, idle, names, new_layout, payloads
 
 
@@ -23,7 +23,7 @@ def stored_below(client: Client, n: int) -> tuple[Any, list[bytes]]:
 
 def test_what_follows_comes_up_with_what_is_asked_for() -> None:
     settings = {**WITH_NVME, "nvme": {**WITH_NVME["nvme"], "prefetch_blocks": 16}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = stored_below(client, 64)
         with ns.acquire(keys[:16]) as lease:
             assert set(lease.tiers) == {Tier.NVME}
@@ -35,7 +35,7 @@ def test_what_follows_comes_up_with_what_is_asked_for() -> None:
 
 
 def test_nothing_comes_unasked_by_default() -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = stored_below(client, 64)
         with ns.acquire(keys[:16]) as lease:
             assert len(lease) == 16

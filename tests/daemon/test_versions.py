@@ -26,9 +26,9 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout
-from kvstore.client.protocol import Session
+from kvstore.client.protocol import ProtocolState
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, SLOT_RECORD, Geometry
 from kvstore.wire import messages as m
 from tests.daemons import SMALL, WITH_NVME, Peer, eventually, log_of, names, new_layout, payloads, room_for
@@ -83,7 +83,7 @@ def payloads_in(fd: int, nbytes: int, slot_bytes: int, slots: np.ndarray, writab
 
 
 def test_a_client_of_version_7_is_answered_as_by_a_daemon_of_version_7() -> None:
-    with ServedDaemon(SMALL) as daemon, Peer(daemon.socket) as peer:
+    with LocalDaemon(SMALL) as daemon, Peer(daemon.socket) as peer:
         with Client(daemon.url, strict=True, deadline_s=10) as client:
             eventually(lambda: client.status()["tiers"][0]["capacity_bytes"] == 16 << 20)
         fds: dict[bool, tuple[int, int]] = {}
@@ -199,7 +199,7 @@ def test_a_client_of_today_asks_a_daemon_of_version_7_what_that_knows(tmp_path: 
 
 def test_two_of_today_tell_each_other_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvstore")
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, token="", strict=True, deadline_s=10) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, token="", strict=True, deadline_s=10) as client:
         assert conversation(client) == TOLD
         with Peer(daemon.socket) as old:
             assert isinstance(old.ask(m.Hello(m.MAGIC, 7, "")), m.Welcome)
@@ -237,7 +237,7 @@ def test_who_is_too_far_apart_misses_and_both_say_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = names(2)
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         monkeypatch.setattr(m, "OLDEST", speaks[0])
         monkeypatch.setattr(m, "VERSION", speaks[1])
         with Client(daemon.url, deadline_s=10) as client:
@@ -262,7 +262,7 @@ def test_who_is_too_far_apart_misses_and_both_say_so_once(
     assert all(f"this client: the client speaks {theirs}" in line for line in told_here)
 
 
-class OldDaemon(ServedDaemon):
+class OldDaemon(LocalDaemon):
     """A daemon that speaks version 7 only, until it is `upgraded`."""
 
     upgraded = False
@@ -297,12 +297,12 @@ def test_engines_go_on_over_an_upgrade_of_the_daemon() -> None:
                 time.sleep(0.005)
             seen[f"after {who}"] += bool(daemon.upgraded and got == n)
 
-    def note(session: Session, welcome: m.Welcome) -> None:
+    def note(session: ProtocolState, welcome: m.Welcome) -> None:
         spoken.add(welcome.version)
         kept(session, welcome)
 
-    kept = Session.welcome
-    Session.welcome = note  # type: ignore[method-assign]
+    kept = ProtocolState.welcome
+    ProtocolState.welcome = note  # type: ignore[method-assign]
     try:
         with OldDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=2) as client:
             engines = [threading.Thread(target=engine, args=(who, client)) for who in range(4)]
@@ -327,4 +327,4 @@ def test_engines_go_on_over_an_upgrade_of_the_daemon() -> None:
             assert seen["wrong"] == 0
             assert spoken == {7, m.VERSION}
     finally:
-        Session.welcome = kept  # type: ignore[method-assign]
+        ProtocolState.welcome = kept  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from kvstore import Client, Layout, config
 from kvstore.cli import app
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.lab.small import chats
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
     settings = tomllib.loads(text)
     del settings["nvme"]["path"]  # a folder of the test's own instead
     layout, keys = Layout("m", 4096), [b"a", b"b"]
-    with ServedDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as chat:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as chat:
         assert daemon.socket.stat().st_mode & 0o777 == 0o666
         ns = chat.namespace(layout)
         assert ns.put(keys, np.zeros((2, 4096), np.uint8)).stored == 2

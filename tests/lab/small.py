@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvstore.lab.traces import CHAT_BLOCK_TOKENS, Call, Session
+from kvstore.lab.traces import CHAT_BLOCK_TOKENS, Call, TraceSession
 from kvstore.lab.workload import Numbering, Workload, assemble
 
 
@@ -58,7 +58,7 @@ def workload(prompts: Iterable[Sequence[int]]) -> Workload:
     blocks = []
     for n, ids in enumerate(prompts):
         one = Call.model_construct(t=0.0, tokens_in=len(ids), tokens_out=0, hash_ids=list(ids))
-        blocks += numbering.prompts(Session(n, 1, [one], own_clock=False), 0.0)
+        blocks += numbering.prompts(TraceSession(n, 1, [one], own_clock=False), 0.0)
     return assemble(numbering, blocks, list(range(len(blocks))), [len(each) for each in blocks])
 
 

@@ -17,7 +17,7 @@ from kvstore.errors import KVStoreError, MisuseError
 from kvstore.lab import plots
 from kvstore.lab.capacity import Capacity, parse_capacities
 from kvstore.lab.compare import compare
-from kvstore.lab.experiment import Options, Study
+from kvstore.lab.experiment import Experiment, Options
 from kvstore.lab.report import Report, load
 from kvstore.lab.sizing import limit_for
 from kvstore.types import Tier
@@ -165,7 +165,7 @@ def test_compare(trace: Path, talks: Path, tmp_path: Path) -> None:
 
 
 def test_compare_counts_points(trace: Path) -> None:
-    report = Study(trace, Options(block_bytes=BLOCK)).report(["lru"], ["5%"])
+    report = Experiment(trace, Options(block_bytes=BLOCK)).report(["lru"], ["5%"])
     better = [replace(p, hit_ratio=p.hit_ratio + 0.025) for p in report.points]
     [pair] = compare(report, replace(report, points=better)).pairs
     assert pair.points == pytest.approx(2.5)
@@ -285,7 +285,7 @@ def test_plots(trace: Path, tmp_path: Path) -> None:
 
 
 def _report(trace: Path) -> Report:
-    return Study(trace, Options(block_bytes=BLOCK)).report(["lru"], ["5%"])
+    return Experiment(trace, Options(block_bytes=BLOCK)).report(["lru"], ["5%"])
 
 
 def test_plots_without_matplotlib(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

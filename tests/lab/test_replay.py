@@ -20,7 +20,7 @@ from kvstore import Client
 from kvstore.cli import app
 from kvstore.errors import ConfigError, KVStoreError, MisuseError, UnavailableError
 from kvstore.lab import demo, replay
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.replay import Engine, Options, Payload
 from kvstore.lab.traces import Trace
 from kvstore.types import Layout, Tier
@@ -303,12 +303,12 @@ def test_an_error_in_a_worker_ends_the_replay(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as served:
         yield served
 
 
-def test_replay_against_a_daemon(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_replay_against_a_daemon(daemon: LocalDaemon, tmp_path: Path) -> None:
     with Client(daemon.url, deadline_s=5.0) as client:
         options = Options(concurrency=3, block_bytes=BLOCK)
         result = replay.replay(client, Trace(agent_trace(tmp_path / "t")), options)
@@ -328,7 +328,7 @@ def test_what_does_not_fit_dram_comes_from_nvme_also_after_a_restart(tmp_path: P
         "nvme": {"limit": "64MiB"},
         "scrub": {"rate": 0},
     }
-    with ServedDaemon(settings) as served:
+    with LocalDaemon(settings) as served:
         options = Options(concurrency=1, block_bytes=256 << 10)
         with Client(served.url, deadline_s=10.0) as client:
             first = replay.replay(client, Trace(path), options)
@@ -342,8 +342,8 @@ def test_what_does_not_fit_dram_comes_from_nvme_also_after_a_restart(tmp_path: P
     assert second.token_hit_ratio == 1.0
 
 
-def test_a_served_daemon_leaves_nothing_behind(daemon: ServedDaemon) -> None:
-    with ServedDaemon({"dram": {"limit": "2MiB"}, "nvme": {"limit": "4MiB"}}) as served:
+def test_a_served_daemon_leaves_nothing_behind(daemon: LocalDaemon) -> None:
+    with LocalDaemon({"dram": {"limit": "2MiB"}, "nvme": {"limit": "4MiB"}}) as served:
         folder, first = served.folder, served.pid
         assert folder != daemon.folder
         served.kill()
@@ -357,11 +357,11 @@ def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with (
         pytest.raises(UnavailableError, match="ended with exit code") as caught,
-        ServedDaemon({"nvme": {"path": tmp_path / "file", "limit": "4MiB"}}),
+        LocalDaemon({"nvme": {"path": tmp_path / "file", "limit": "4MiB"}}),
     ):
         pass
     assert "file" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"dram\.limit"), ServedDaemon({"dram": {"limit": "soon"}}):
+    with pytest.raises(ConfigError, match=r"dram\.limit"), LocalDaemon({"dram": {"limit": "soon"}}):
         pass
 
 
@@ -391,7 +391,7 @@ def run(*args: str | Path, code: int = 0) -> Any:
     return result
 
 
-def test_status(daemon: ServedDaemon) -> None:
+def test_status(daemon: LocalDaemon) -> None:
     state = json.loads(run("status", "--socket", daemon.socket, "--json").stdout)
     assert state["pid"] == daemon.pid
     assert [tier["name"] for tier in state["tiers"]] == ["dram"]
@@ -427,7 +427,7 @@ def test_serve_with_a_bad_configuration(tmp_path: Path) -> None:
     assert "No such file" in run("serve", "-c", tmp_path / "none.toml", code=2).stderr
 
 
-def test_replay_prints_one_object(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_replay_prints_one_object(daemon: LocalDaemon, tmp_path: Path) -> None:
     trace = chat_trace(tmp_path / "t")
     args = ("replay", trace, "--socket", daemon.socket, "--block-bytes", "8KiB", "--json")
     result = run(*args)
@@ -452,7 +452,7 @@ def test_replay_with_a_daemon_of_its_own(tmp_path: Path) -> None:
 
 
 def test_replay_fails_when_a_block_is_wrong(
-    daemon: ServedDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: LocalDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Payload, "count_wrong", lambda *_: 1)
     trace = chat_trace(tmp_path / "t")
@@ -474,7 +474,7 @@ def test_replay_fails_when_a_block_is_wrong(
     ],
 )
 def test_replay_options_that_cannot_be(
-    daemon: ServedDaemon, tmp_path: Path, args: list[str], says: str
+    daemon: LocalDaemon, tmp_path: Path, args: list[str], says: str
 ) -> None:
     socket = [] if "--serve" in args else ["--socket", str(daemon.socket)]
     assert says in run("replay", chat_trace(tmp_path / "t"), *socket, *args, code=2).stderr

@@ -18,12 +18,12 @@ from kvstore.errors import KVStoreError
 from kvstore.lab import sweep
 from kvstore.lab.belady import Bound
 from kvstore.lab.capacity import Capacities, Capacity
-from kvstore.lab.experiment import Options, Study
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.experiment import Experiment, Options
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.replay import Options as LiveOptions
 from kvstore.lab.replay import replay as replay_live
 from kvstore.lab.report import Point
-from kvstore.lab.simulated_node import Node, keys_of
+from kvstore.lab.simulated_node import SimulatedNode, keys_of
 from kvstore.lab.sweep import Task
 from kvstore.lab.traces import Trace
 from kvstore.lab.workload import Workload
@@ -88,7 +88,7 @@ def test_on_evict_writes_what_dram_lets_go_of() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
-    study = Study(chats(tmp_path / "t", 150), Options(block_bytes=BLOCK))
+    study = Experiment(chats(tmp_path / "t", 150), Options(block_bytes=BLOCK))
     report = study.report([policy], ["5%", "20%", "5%+5%", "100%"])
     bounds = {bound.capacity: bound for bound in report.bounds}
     for point in report.points:
@@ -103,13 +103,13 @@ def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
 def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> None:
     """By order alone, as fast as it goes; or by the trace's clock too, from which a policy learns."""
     path = chats(tmp_path / "t", 1200, apart_ms=25)
-    study = Study(path, Options(block_bytes=BLOCK))
+    study = Experiment(path, Options(block_bytes=BLOCK))
     # Nothing else goes on: the scrubber would keep a quarter of so few blocks from being evicted at a time.
     settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": policy}, "scrub": {"rate": 0}}
     [point] = study.report([policy], ["18MiB"]).points
     # A machine that is busy for a moment plays late, and the policy learns other times: then once more.
     for _ in range(3 if speed else 1):
-        with ServedDaemon(settings) as daemon, Client(daemon.url) as client:
+        with LocalDaemon(settings) as daemon, Client(daemon.url) as client:
             live = replay_live(
                 client, Trace(path), LiveOptions(concurrency=1, block_bytes=BLOCK, speed=speed)
             )
@@ -122,7 +122,7 @@ def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> N
 
 
 def test_prompts_longer_than_dram_come_in_pieces() -> None:
-    node = Node(slots(4, 64), BLOCK)
+    node = SimulatedNode(slots(4, 64), BLOCK)
     keys = Keys(keys_of(workload([range(12)]).blocks).tobytes(), 8)
     long, other = keys.take(0, 8), keys.take(8, 12)
     assert [node.prompt(each, 0.0) for each in (long.take(0, 4), long, other, long)] == [0, 4, 0, 8]
@@ -142,7 +142,7 @@ def same(points: list[Point]) -> list[Point]:
 
 
 def test_the_same_again_also_in_other_processes(tmp_path: Path) -> None:
-    study = Study(chats(tmp_path / "t", 100), Options(block_bytes=BLOCK))
+    study = Experiment(chats(tmp_path / "t", 100), Options(block_bytes=BLOCK))
     tasks = [Task("lru", name, study.parse(name), BLOCK) for name in ("5%", "20%", "5%+10%")]
     told: list[int] = []
     here = sweep.run(study.workload, tasks, 1, told.append)
@@ -157,7 +157,7 @@ def test_the_same_again_also_in_other_processes(tmp_path: Path) -> None:
 def test_other_processes_import_nothing_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = Study(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    study = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     task = Task("lru", "", slots(9), BLOCK)
     (tmp_path / "multiprocessing.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\n")
     monkeypatch.chdir(tmp_path)
@@ -166,14 +166,14 @@ def test_other_processes_import_nothing_from_the_working_directory(
 
 
 def test_errors_of_other_processes_come_home(tmp_path: Path) -> None:
-    study = Study(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    study = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     bad = Task("lru", "", (Capacity(Tier.DRAM, limit_bytes=2 << 20),), 4 << 20)
     with pytest.raises(KVStoreError, match="does not fit into an extent"):
         sweep.run(study.workload, [bad, bad], 2)
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = Study(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    study = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     task = Task("lru", "", slots(9), BLOCK, {"policy_that_dies": Dying()})
     with pytest.raises(KVStoreError, match="a process of the lab died"):
         sweep.run(study.workload, [task, task], 2)

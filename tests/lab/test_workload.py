@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import KVStoreError, MisuseError
-from kvstore.lab.closed_loop import Crowd, of_conversations
+from kvstore.lab.closed_loop import ClosedLoop, of_conversations
 from kvstore.lab.traces import Trace
 from kvstore.lab.workload import Workload, of_chats
 from tests.lab.small import agent, call, chat, conversation, prompts_of, workload, write
@@ -55,7 +55,7 @@ TALKS = [
 
 
 def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **crowd: float) -> Workload:
-    return of_conversations(Trace(write(tmp_path / "t", rows)), 64, Crowd(**{"users": 1, **crowd}))  # type: ignore[arg-type]
+    return of_conversations(Trace(write(tmp_path / "t", rows)), 64, ClosedLoop(**{"users": 1, **crowd}))  # type: ignore[arg-type]
 
 
 def test_what_conversations_share(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_users_play_one_after_another(tmp_path: Path) -> None:
 )
 def test_crowds_that_cannot_be(bad: dict[str, float]) -> None:
     with pytest.raises(MisuseError, match=next(iter(bad))):
-        Crowd(**bad)  # type: ignore[arg-type]
+        ClosedLoop(**bad)  # type: ignore[arg-type]
 
 
 GOOD = chat(3000, [1, 2])

@@ -11,7 +11,7 @@ import random
 from typing import Any, NamedTuple
 
 from kvstore.client.aio import AsyncClient
-from kvstore.client.leases import Lease, Room
+from kvstore.client.leases import Lease, Reservation
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.types import Layout
 from kvstore.wire import messages as m
@@ -211,7 +211,7 @@ class Engine:
         over_at = math.inf
         try:
             reserved = ns.reserve(keys, device=self.world.device())
-            room: Room = await self._timed(f"reserve {space} {keys[-1].decode()}", reserved)
+            room: Reservation = await self._timed(f"reserve {space} {keys[-1].decode()}", reserved)
             with room:
                 await self._fill(space, keys, room, salt)
                 what = self.dice.random()
@@ -220,7 +220,7 @@ class Engine:
         finally:
             self.world.oracle.put_ends(puts, over_at)
 
-    async def _fill(self, space: int, keys: list[bytes], room: Room, salt: int) -> None:
+    async def _fill(self, space: int, keys: list[bytes], room: Reservation, salt: int) -> None:
         for i, wanted in enumerate(room.wanted):
             if self.dice.random() < 0.3:
                 await asyncio.sleep(self.dice.expovariate(1 / self.pace_s))

@@ -17,12 +17,12 @@ from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
 from kvstore.core.transfers.admission import Rule
-from kvstore.daemon.operator.settings import Settings
+from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.connection import Server
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.job_thread import Worker
+from kvstore.tiers.job_thread import JobThread
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.tier import NvmeTier
 from tests.simulation.device import Disk, SimEngine, SimSlabs, SimStore, Writer
@@ -209,7 +209,7 @@ class Life:
             return handle(event, now)
 
         self.shell.placement.handle = counted  # type: ignore[method-assign]
-        self.server = Server(self.shell, Settings(None), lambda: disk.loop.now, _Stopwatch(disk))
+        self.server = Server(self.shell, LiveConfig(None), lambda: disk.loop.now, _Stopwatch(disk))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.connections = _Ordered()  # type: ignore[assignment]
         self._serving = self._serve()
@@ -314,7 +314,7 @@ class _Nvme(NvmeTier):
         self._worker = _Worker(process)
 
 
-class _Worker(Worker):
+class _Worker(JobThread):
     """Does its jobs some time later; what they report comes one after another, with pauses."""
 
     def __init__(self, process: Process) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.protocol import Maps, Session
+from kvstore.client.protocol import Maps, ProtocolState
 from kvstore.types import SLOT_RECORD
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames
@@ -216,7 +216,7 @@ class Link:
         self.net = net
         self.number = number
         self.pid = os.getpid()
-        self.session = Session(token, maps)
+        self.session = ProtocolState(token, maps)
         self.owner: Process = asyncio.get_running_loop()  # type: ignore[assignment]
         self.due: dict[int, tuple[str, float]] = {}
         self._answered = 0

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.client.leases import Lease, Room
+from kvstore.client.leases import Lease, Reservation
 from kvstore.client.protocol import Maps
-from kvstore.core.actions import Copy, Identity, Probe, Where
+from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.errors import CudaError
 from kvstore.types import HBM_EXTENTS, Geometry
@@ -85,8 +85,8 @@ class SimLease(Lease):
         return good
 
 
-class SimRoom(Room):
-    """See `kvstore.client.gpu.DeviceRoom`."""
+class SimRoom(Reservation):
+    """See `kvstore.client.gpu.DeviceReservation`."""
 
     def on(self, gpu: Gpus) -> SimRoom:
         """Where it is, its slots say."""
@@ -226,7 +226,7 @@ class SimPool:
 
     def _move(
         self,
-        identity: Identity,
+        identity: BlockIds,
         sources: Sequence[memoryview] | None,
         targets: Sequence[memoryview],
         fingerprints: dict[int, bytes],
@@ -256,7 +256,7 @@ class SimPool:
 
 def in_place(gpu: Gpus) -> dict[str, Any]:
     """What takes the place of what, in `kvstore.client.calls`."""
-    return {"open_extent": gpu.open_extent, "DeviceLease": SimLease, "DeviceRoom": SimRoom}
+    return {"open_extent": gpu.open_extent, "DeviceLease": SimLease, "DeviceReservation": SimRoom}
 
 
 def check_device(device: Gpus | None) -> Gpus | None:
@@ -268,5 +268,5 @@ def no_lease(block_bytes: int, gpu: Any) -> Lease:
     return Lease.on_nothing(block_bytes)
 
 
-def no_room(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Room:
-    return Room.on_nothing(block_bytes, lost, commit)
+def no_room(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
+    return Reservation.on_nothing(block_bytes, lost, commit)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.client.leases import Room
+from kvstore.client.leases import Reservation
 from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
 from kvstore.daemon.operator.devices import open_new
 from kvstore.daemon.runtime import executor
-from kvstore.daemon.tenancy.auth import Identity, Role
+from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN, Tier
@@ -264,7 +264,7 @@ class World:
         mine = [x for x in self.net.connections.values() if x.owner is process]
         return self.dice.choice(mine) if mine else None
 
-    def may_write(self, room: Room) -> bool:
+    def may_write(self, room: Reservation) -> bool:
         """Whether a room's slots are still its own; if not, whether this run lets its writer go on."""
         if not room.lease or not room._slots.records:
             return True
@@ -517,7 +517,7 @@ class World:
             pass
         self.audit()
         self._checked("nothing is held in the end", audit.nothing_is_held, self.life)
-        self.life.server.status(Identity(0, "default", Role.ADMIN, operator=True))
+        self.life.server.status(Principal(0, "default", Role.ADMIN, operator=True))
 
     def close(self) -> None:
         """Lets go of descriptors, memory and tasks."""

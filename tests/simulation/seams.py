@@ -11,7 +11,7 @@ from unittest import mock
 
 from kvstore.client import aio, calls
 from kvstore.client import connection as client_connection
-from kvstore.client.leases import Room
+from kvstore.client.leases import Reservation
 from kvstore.config import Config
 from kvstore.daemon.operator import devices, gpus, resizing
 from kvstore.daemon.runtime import executor
@@ -32,7 +32,7 @@ def in_simulation(world: Any) -> Iterator[None]:
     now = types.SimpleNamespace(monotonic=lambda: world.loop.now)
     fill = calls._fill
 
-    def filled(room: Room, views: object) -> bytes:
+    def filled(room: Reservation, views: object) -> bytes:
         if not world.may_write(room):
             raise ConnectionResetError("noticed in time that the daemon is gone")
         return fill(room, views)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def in_simulation(world: Any) -> Iterator[None]:
         for module in (aio, calls, client_connection):
             stack.enter_context(mock.patch.object(module, "time", now))
         stack.enter_context(mock.patch.object(client_connection, "random", world.dice))
-        stack.enter_context(mock.patch.object(aio, "AsyncLink", world.net.link))
+        stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
         stack.enter_context(mock.patch.object(calls, "_fill", filled))
         stack.enter_context(mock.patch.object(executor, "threading", threading))
         for module in (devices, gpus):

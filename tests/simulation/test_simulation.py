@@ -20,7 +20,7 @@ import pytest
 from kvstore.arena import Extent
 from kvstore.client import aio
 from kvstore.client.leases import Lease
-from kvstore.core.actions import Left
+from kvstore.core.actions import DeviceRemoved
 from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.eviction import Eviction
@@ -316,7 +316,7 @@ def hasty_leave(patch: Patch) -> None:
     def remove(self: Hotplug, event: Any, now: float) -> None:
         state = self._r.tiers[event.tier]
         state.leaving = state.gone = True
-        self._r.out.append(Left(event.tier))
+        self._r.out.append(DeviceRemoved(event.tier))
 
     patch.setattr(Hotplug, "remove", remove)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvstore.arena import HEADER, MAGIC, Extent
-from kvstore.core.actions import Identity, Where
+from kvstore.core.actions import BlockIds, Where
 from kvstore.errors import TierError
 from kvstore.tiers.dram import OWNERS, DramTier, Inherited
-from kvstore.tiers.ownership import Owners
+from kvstore.tiers.ownership import OwnershipTable
 from kvstore.types import ALIGN, LABEL_BYTES
 from tests.tiers.nvme.at_once import AtOnce
 
@@ -95,7 +95,7 @@ def stamp(tier: DramTier, where: Where, expires: float | None = None) -> None:
     sizes = np.full(n, 3, np.uint8)
     words = np.zeros((n, 8), np.uint64)
     words[:, 0] = np.arange(1, n + 1)
-    identity = Identity(np.ones(n, np.uint16), words, sizes, np.zeros(n, np.uint64))
+    identity = BlockIds(np.ones(n, np.uint16), words, sizes, np.zeros(n, np.uint64))
     column = None if expires is None else np.full(n, expires)
     versions = np.full(n, 7, np.uint32)
     tier.stamp(identity, identity, where, versions, {1: bytes(16)}, {1: ALIGN}, column)
@@ -226,7 +226,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "forget": (Keeper, "forget"),
     "create": (Extent, "create"),
     "populate": (Extent, "populate"),
-    "enter": (Owners, "add"),
+    "enter": (OwnershipTable, "add"),
     "keep": (Keeper, "keep"),
 }
 
@@ -292,7 +292,7 @@ class TestTakingOver:
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr(Owners, "end_cut", killed)
+            patch.setattr(OwnershipTable, "end_cut", killed)
             with pytest.raises(Killed):
                 tier.format(1, ALIGN, B)
         assert load(keeper).formats == {0: ALIGN, 2: 0}
@@ -348,20 +348,20 @@ class TestTakingOver:
             some.close()
             for name in keeper.extents:
                 keeper.forget(name)
-        rows = Owners(os.dup(keeper.kept[OWNERS]))
+        rows = OwnershipTable(os.dup(keeper.kept[OWNERS]))
         assert len(rows.numbers()) == EXTENTS
         rows.close()
 
 
 def test_a_full_table_says_so() -> None:
-    owners = Owners.create()
+    owners = OwnershipTable.create()
     for number in range(32767):
         owners.add(number)
     with pytest.raises(TierError, match=r"more than 32767 extents \(give"):
         owners.add(32767)
     owners.remove(77)
     owners.add(1 << 20)
-    again = Owners(os.dup(owners.fd))
+    again = OwnershipTable(os.dup(owners.fd))
     assert len(again.numbers()) == 32767
     assert again.usable(1 << 20)
     assert not again.usable(77)

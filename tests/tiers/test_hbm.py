@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Probe, Where
+from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.checksums import SCRATCH_BYTES
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, uuids
@@ -86,12 +86,12 @@ def payload(i: int) -> bytes:
     return (b"block %d; " % i * LENGTH)[:LENGTH]
 
 
-def identity(n: int) -> Identity:
+def identity(n: int) -> BlockIds:
     words = np.zeros((n, 8), np.uint64)
     words[:, 0] = np.arange(n) + 1
     keys = [words[i].tobytes()[:8] for i in range(n)]
     sums = [arena.checksum(payload(i), arena.seed(FINGERPRINT, keys[i], LENGTH)) for i in range(n)]
-    return Identity(np.full(n, 7, np.uint16), words, np.full(n, 8, np.uint8), np.array(sums, np.uint64))
+    return BlockIds(np.full(n, 7, np.uint16), words, np.full(n, 8, np.uint8), np.array(sums, np.uint64))
 
 
 def where(*places: tuple[int, int]) -> Where:

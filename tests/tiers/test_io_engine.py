@@ -19,7 +19,7 @@ import pytest
 
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
-from kvstore.tiers.nvme.bounce_buffers import BouncingEngine
+from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.types import ALIGN
 from tests.tiers.faulty import Faults, FaultyEngine
@@ -414,7 +414,7 @@ class TestBouncing(IOEngineContract):
     """With blocks that are not sealed; see test_bounce.py for those that are."""
 
     def make(self) -> IOEngine:
-        return BouncingEngine(PosixEngine(threads=2))
+        return BounceBufferEngine(PosixEngine(threads=2))
 
 
 class TestFaultyWithoutFaults(IOEngineContract):

@@ -40,7 +40,7 @@ class Caller:
     role: Role
 
 
-class Callers:
+class Authenticator:
     """Tells callers from one another, and holds back who calls too often."""
 
     def __init__(self, admin: Admin, clock: Callable[[], float] = time.monotonic) -> None:

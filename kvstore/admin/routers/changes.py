@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from kvstore.admin.access.problem_details import ProblemError, documented
-from kvstore.admin.daemon_state import Snapshots
+from kvstore.admin.daemon_state import DaemonState
 from kvstore.admin.dependencies import (
     OPERATOR,
     Daemon,
@@ -135,7 +135,7 @@ async def prefetch_prefix(daemon: Daemon, id: NamespacePath, prefix: responses.P
     return await _changed(daemon, "prefetch", namespace=id, keys=b"".join(keys), key_bytes=sizes[0])
 
 
-async def _changed_block(daemon: Snapshots, call: str, id: str, key: str, **more: Any) -> responses.Changed:
+async def _changed_block(daemon: DaemonState, call: str, id: str, key: str, **more: Any) -> responses.Changed:
     await found_namespace(daemon, id)
     raw = bytes.fromhex(key)
     changed = await _changed(daemon, call, namespace=id, keys=raw, key_bytes=len(raw), **more)
@@ -144,5 +144,5 @@ async def _changed_block(daemon: Snapshots, call: str, id: str, key: str, **more
     return changed
 
 
-async def _changed(daemon: Snapshots, call: str, **arguments: Any) -> responses.Changed:
+async def _changed(daemon: DaemonState, call: str, **arguments: Any) -> responses.Changed:
     return responses.Changed(blocks=(await daemon.changing.control(call, **arguments))["value"])

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from kvstore.admin.access.problem_details import ProblemError, documented
-from kvstore.admin.daemon_state import Snapshots
+from kvstore.admin.daemon_state import DaemonState
 from kvstore.admin.dependencies import OPERATOR, VIEWER, Daemon, DevicePath, IfMatch, TenantPath
 from kvstore.admin.schemas import configuration as views
 from kvstore.config import (
@@ -129,7 +129,7 @@ async def remove_tenant(
     return await _answer(request, response, daemon, answer, dry_run)
 
 
-async def _tenant(daemon: Snapshots, name: str) -> tuple[Values, str]:
+async def _tenant(daemon: DaemonState, name: str) -> tuple[Values, str]:
     """What is set of a tenant, and its ETag. Raises ProblemError 404."""
     shown = await daemon.client.control("settings", part=["tenants", name])
     if shown["value"] is None:
@@ -188,7 +188,7 @@ async def remove_device(
     return await _answer(request, response, daemon, answer, dry_run)
 
 
-async def _device(daemon: Snapshots, name: str) -> tuple[Values, str]:
+async def _device(daemon: DaemonState, name: str) -> tuple[Values, str]:
     """What is set of a device, and its ETag. Raises ProblemError 404."""
     shown = await daemon.client.control("settings", part=["nvme", "devices", name])
     if shown["value"] is None:
@@ -254,7 +254,7 @@ async def end_token(
 
 
 async def _make(
-    daemon: Snapshots, request: Request, part: tuple[str, ...], entry: Values, expires_in_s: float | None
+    daemon: DaemonState, request: Request, part: tuple[str, ...], entry: Values, expires_in_s: float | None
 ) -> views.NewToken:
     token, expires = new_token(secrets.token_bytes(32)), None
     entry = {"hash": f"sha256:{hash_of(token).hex()}", **entry}
@@ -267,7 +267,7 @@ async def _make(
 
 
 async def _end(
-    daemon: Snapshots,
+    daemon: DaemonState,
     request: Request,
     response: Response,
     part: tuple[str, ...],
@@ -296,7 +296,7 @@ def _id_of(token: Values) -> str:
 
 
 async def _edit(
-    daemon: Snapshots,
+    daemon: DaemonState,
     part: tuple[str, ...],
     patch: Callable[[Values | None], Values],
     if_match: str | None = None,
@@ -319,7 +319,7 @@ async def _edit(
 
 
 async def _change(
-    daemon: Snapshots, patch: Values, part: tuple[str, ...], if_match: str | None, dry_run: bool
+    daemon: DaemonState, patch: Values, part: tuple[str, ...], if_match: str | None, dry_run: bool
 ) -> dict[str, Any]:
     answer = await daemon.changing.control(
         "change", patch=patch, part=list(part), expected=(if_match or "").strip('"'), dry_run=dry_run
@@ -330,7 +330,7 @@ async def _change(
 
 
 async def _answer(
-    request: Request, response: Response, daemon: Snapshots, answer: dict[str, Any], dry_run: bool
+    request: Request, response: Response, daemon: DaemonState, answer: dict[str, Any], dry_run: bool
 ) -> views.SettingsChanged:
     response.headers["ETag"] = _quoted(answer["etag"])
     if not dry_run:
@@ -338,12 +338,12 @@ async def _answer(
     return views.SettingsChanged.model_validate({**answer, "dry_run": dry_run})
 
 
-async def _take_over(request: Request, daemon: Snapshots) -> None:
+async def _take_over(request: Request, daemon: DaemonState) -> None:
     """This process has tokens and rates of its own."""
     request.app.state.callers.admin = await _admin(daemon)
 
 
-async def _admin(daemon: Snapshots) -> Admin:
+async def _admin(daemon: DaemonState) -> Admin:
     value = (await daemon.client.control("settings", part=["admin"]))["value"] or {}
     # Paths are the only values that JSON has not: they can't change while this process runs.
     tokens = [AdminToken.model_validate(token) for token in value.get(_HIDDEN, ())]

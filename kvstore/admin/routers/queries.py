@@ -12,7 +12,7 @@ from pydantic import StringConstraints
 
 from kvstore.admin import metrics
 from kvstore.admin.access.problem_details import ProblemError, documented
-from kvstore.admin.daemon_state import Snapshots
+from kvstore.admin.daemon_state import DaemonState
 from kvstore.admin.dependencies import (
     ANYBODY,
     VIEWER,
@@ -165,7 +165,7 @@ async def list_transfers(
     return responses.Transfers(transfers=transfers, next=transfers[-1].number if more else None)
 
 
-async def found_device(daemon: Snapshots, name: str) -> responses.Device:
+async def found_device(daemon: DaemonState, name: str) -> responses.Device:
     """The device of this name as it is now. Raises ProblemError 404."""
     try:
         return responses.Device.model_validate(await daemon.client.control("device", name=name))
@@ -191,7 +191,7 @@ async def list_tenants(
 
 
 async def _pages(
-    daemon: Snapshots, call: str, limit: int, after: Any, by: str, **more: Any
+    daemon: DaemonState, call: str, limit: int, after: Any, by: str, **more: Any
 ) -> tuple[list[dict[str, Any]], bool]:
     """`limit` rows of what the daemon gives in small pages, and whether there are more."""
     rows: list[dict[str, Any]] = []
@@ -211,7 +211,7 @@ async def show_tenant(daemon: Daemon, name: TenantPath) -> responses.Tenant:
     return await found_tenant(daemon, name)
 
 
-async def found_tenant(daemon: Snapshots, name: str) -> responses.Tenant:
+async def found_tenant(daemon: DaemonState, name: str) -> responses.Tenant:
     """The tenant of this name as it is now. Raises ProblemError 404."""
     try:
         return responses.Tenant.model_validate(await daemon.client.control("tenant", name=name))
@@ -242,7 +242,7 @@ async def show_namespace(daemon: Daemon, id: NamespacePath, response: Response) 
     return namespace
 
 
-async def found_namespace(daemon: Snapshots, id: str) -> responses.Namespace:
+async def found_namespace(daemon: DaemonState, id: str) -> responses.Namespace:
     """The namespace of this id as it is now. Raises ProblemError 404."""
     try:
         return responses.Namespace.model_validate(await daemon.client.control("namespace", id=id))

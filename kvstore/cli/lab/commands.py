@@ -19,7 +19,7 @@ from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
-    from kvstore.lab.experiment import Study
+    from kvstore.lab.experiment import Experiment
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -207,9 +207,9 @@ def _study(
     crowd: dict[str, Any],
     skip_bad: bool,
     processes: int,
-) -> Study:
-    from kvstore.lab.closed_loop import Crowd  # noqa: PLC0415
-    from kvstore.lab.experiment import Options, Study  # noqa: PLC0415
+) -> Experiment:
+    from kvstore.lab.closed_loop import ClosedLoop  # noqa: PLC0415
+    from kvstore.lab.experiment import Experiment, Options  # noqa: PLC0415
 
     unwind_on_sigterm()
     given = {name: value for name, value in crowd.items() if value is not None}
@@ -218,7 +218,7 @@ def _study(
     options = Options(
         block_bytes=named("--block-bytes", parse_size, block_bytes),
         block_tokens=block_tokens,
-        crowd=Crowd(**given) if given else None,
+        crowd=ClosedLoop(**given) if given else None,
         skip_bad=skip_bad,
         placement=node,
         repeat=repeat,
@@ -226,7 +226,7 @@ def _study(
     )
     with _status() as doing:
         doing(f"reading {trace.name}")
-        return Study(trace, options)
+        return Experiment(trace, options)
 
 
 def _items(option: str, text: str) -> list[str]:

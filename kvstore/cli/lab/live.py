@@ -70,7 +70,7 @@ def replay(
     Example: kvstore replay trace.jsonl --serve --dram 512MiB --nvme 3GiB
     """
     from kvstore.lab import replay as lab  # noqa: PLC0415
-    from kvstore.lab.local_daemon import ServedDaemon  # noqa: PLC0415
+    from kvstore.lab.local_daemon import LocalDaemon  # noqa: PLC0415
     from kvstore.lab.traces import Trace  # noqa: PLC0415
 
     if not serve and (dram or nvme or data):
@@ -82,7 +82,7 @@ def replay(
         url = url_of(socket)
         if serve:
             unwind_on_sigterm()
-            url = stack.enter_context(ServedDaemon(_settings(dram, nvme, data))).url
+            url = stack.enter_context(LocalDaemon(_settings(dram, nvme, data))).url
         client = stack.enter_context(Client(url, deadline_s=deadline_s))
         bar = stack.enter_context(_progress(hidden=as_json and not sys.stderr.isatty()))
         task = bar.add_task("replay", total=1.0, requests=0, hit=0.0)

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.actions import Action, Came, Drop, Identity, Moved, Offer, Stamp, Where
+from kvstore.core.actions import Action, BlockIds, Came, Drop, Moved, Offer, Where, WriteHeader
 from kvstore.core.blocks.block_table import HOLE, LIVE, Blocks, Picked, Rows, compact
 from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.extents import Extents, Slots
-from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.capacity.quotas import Namespace, SlotPool
 from kvstore.core.insight.decision_log import Decisions
 from kvstore.core.policy import Factory, Policy, find
 from kvstore.core.policy.ghosts import Ghosts
@@ -27,7 +27,7 @@ from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
 from kvstore.core.policy.reuse import Reuse
 from kvstore.core.transfers.admission import Admission
-from kvstore.core.transfers.devices import Device, TierSpec
+from kvstore.core.transfers.devices import DeviceQueue, TierSpec
 from kvstore.types import Tier
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4
@@ -67,9 +67,9 @@ class TierState:
     extents: Extents
     era: PolicyGeneration
     admission: Admission
-    policies: dict[Pool, Policy] = field(default_factory=dict)
+    policies: dict[SlotPool, Policy] = field(default_factory=dict)
     growing: bool = True
-    device: Device = field(default_factory=Device)
+    device: DeviceQueue = field(default_factory=DeviceQueue)
     before: PolicyGeneration | None = None
     leaving: bool = False
     lost: bool = False
@@ -112,7 +112,7 @@ class Residency:
         self.awaited: Counter[int] = Counter()
         self.losing: set[int] = set()
         self.sharing: Admission | None = None
-        self.spaces: dict[int, Space] = {}
+        self.spaces: dict[int, Namespace] = {}
         self.holes: Counter[int] = Counter()
         self.childless: set[int] = set()
         self._next_childless = math.inf
@@ -122,7 +122,7 @@ class Residency:
         self.copying: Counter[int] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
-        self._touched: list[tuple[Picked, Space, int | None, bool, float]] = []
+        self._touched: list[tuple[Picked, Namespace, int | None, bool, float]] = []
         # A memoryview reads one row several times as fast as the array.
         self._parent_of = self.blocks.parent.data
         self._children_of = self.blocks.children.data
@@ -185,7 +185,7 @@ class Residency:
         """The device of the next tier, which there is, whose admission says what leaves for that tier."""
         return (self.takers(tier) or self.below[tier])[0]
 
-    def policy(self, tier: int, pool: Pool) -> Policy:
+    def policy(self, tier: int, pool: SlotPool) -> Policy:
         """The policy of one pool of a tier."""
         state = self.tiers[tier]
         if pool not in state.policies:
@@ -196,7 +196,7 @@ class Residency:
         """The beginning of one."""
         return PolicyGeneration(make, Segments(zeros(self.blocks.capacity, np.int32)))
 
-    def make_policy(self, tier: int, pool: Pool, era: PolicyGeneration) -> Policy:
+    def make_policy(self, tier: int, pool: SlotPool, era: PolicyGeneration) -> Policy:
         """A policy for a pool of a tier, used by nobody so far."""
         limit_bytes = self.tiers[tier].spec.limit_bytes
 
@@ -212,7 +212,7 @@ class Residency:
             PolicyContext(era.segments, self.blocks, ghosts, seed, pool.tenant, self.recompute_s, self.reuse)
         )
 
-    def by_space(self, rows: Rows) -> Iterator[tuple[Space, Rows]]:
+    def by_space(self, rows: Rows) -> Iterator[tuple[Namespace, Rows]]:
         """The namespaces of rows, mostly one, and which rows are whose."""
         numbers = self.blocks.namespace[rows]
         raw = numbers.tobytes()
@@ -303,11 +303,11 @@ class Residency:
             look = _RUN if len(breaks) else 2 * look
             row = self._parent_of[start]
 
-    def touch(self, rows: Picked, space: Space) -> None:
+    def touch(self, rows: Picked, space: Namespace) -> None:
         """A chain was used, from its root on. Counted by `settle`."""
         self._touched.append((rows, space, None, True, self.now))
 
-    def refresh(self, rows: Picked, space: Space, tier: int | None = None) -> None:
+    def refresh(self, rows: Picked, space: Namespace, tier: int | None = None) -> None:
         """A chain has new blocks, in one tier or in every one: its start is to stay as long as they do."""
         self._touched.append((rows, space, tier, False, self.now))
 
@@ -334,22 +334,22 @@ class Residency:
                     policy.refresh(some)
         self._touched.clear()
 
-    def _in_pool(self, tier: int, pool: Pool, rows: Rows) -> Rows:
+    def _in_pool(self, tier: int, pool: SlotPool, rows: Rows) -> Rows:
         rows = rows[self.blocks.slot[tier, rows] >= 0]
         return rows[self.tiers[tier].extents.are_of(pool, self.blocks.slot[tier, rows])]
 
-    def identity(self, rows: Rows) -> Identity:
+    def identity(self, rows: Rows) -> BlockIds:
         """Who these rows are, copied out."""
         b = self.blocks
-        return Identity(b.namespace[rows], b.words[rows], b.key_bytes[rows], b.checksum[rows])
+        return BlockIds(b.namespace[rows], b.words[rows], b.key_bytes[rows], b.checksum[rows])
 
     def stamp(self, tier: int, rows: Rows, slots: Slots) -> None:
         """Has the headers of slots that have become readable written."""
         where, version = self.where(tier, slots), self.tiers[tier].extents.version[slots]
         parents = self._parents(rows)
-        self.out.append(Stamp(tier, self.identity(rows), parents, where, version, self._lives(rows)))
+        self.out.append(WriteHeader(tier, self.identity(rows), parents, where, version, self._lives(rows)))
 
-    def _parents(self, rows: Rows) -> Identity:
+    def _parents(self, rows: Rows) -> BlockIds:
         """Who the parents of these rows are; keys of 0 bytes for roots."""
         above = self.blocks.parent[rows].astype(np.int64)
         parents = self.identity(above)
@@ -365,7 +365,7 @@ class Residency:
             parents = self._parents(rows) if gained else None
             self.out.append(Moved(tier, self.identity(rows), parents))
 
-    def offer(self, rows: Rows, space: Space) -> None:
+    def offer(self, rows: Rows, space: Namespace) -> None:
         """Offers those of these rows to the network that are worth it, and have not been offered yet."""
         if self.sharing is None or space.mortal:
             return
@@ -541,7 +541,7 @@ class Residency:
         self.blocks.parent[rows] = parents
         np.add.at(self.blocks.children, parents[parents >= 0], _ONE)
 
-    def pin(self, space: Space, rows: Rows, until: float) -> None:
+    def pin(self, space: Namespace, rows: Rows, until: float) -> None:
         """Keeps blocks of a namespace from eviction until then, or for as long as they are kept already."""
         pool, pins = space.pools[0], self.pins
         new = len(rows) - int(np.count_nonzero(self.blocks.pinned[rows]))

@@ -20,13 +20,13 @@ from kvstore.core.actions import Format, Remove, Renew
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.blocks.residency import DEMOTE, Residency
 from kvstore.core.capacity.extents import SlotClass
-from kvstore.core.capacity.quotas import Pool
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.insight.decision_log import DecisionKind
 
 Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
 """(tier, rows) -> which of these rows are now on their way down, and will leave when there."""
 
-LeavingSoon = Callable[[int, Pool], int]
+LeavingSoon = Callable[[int, SlotPool], int]
 """(tier, pool) -> how many blocks of a pool are on their way down."""
 
 WrittenFrom = Callable[[int, Rows], Rows]
@@ -51,7 +51,7 @@ class Leaving:
     """An extent that is being emptied since `since`, for a pool, or to be given back."""
 
     extent: int
-    taker: Pool | None
+    taker: SlotPool | None
     since: float
 
 
@@ -76,7 +76,9 @@ class Eviction:
         self.shrinking: set[tuple[int, int]] = set()
         self.trying_again = False
 
-    def make_room(self, tier: int, pool: Pool, n: int, patient: bool = False, below: float = math.inf) -> int:
+    def make_room(
+        self, tier: int, pool: SlotPool, n: int, patient: bool = False, below: float = math.inf
+    ) -> int:
         """Frees slots until n are free, if it can; returns how many of the n the pool's tenant may take.
 
         `patient`: evicts nothing while more extents are on their way. `below`: what the n blocks earn; those
@@ -102,11 +104,11 @@ class Eviction:
             self._shrink(tier, pool.tenant, beyond, below)
         return min(n, extents.free(pool), holdings.room(pool.tenant) // size)
 
-    def weighs(self, tier: int, pool: Pool) -> bool:
+    def weighs(self, tier: int, pool: SlotPool) -> bool:
         """Whether new blocks must be worth what goes for them: nothing is lost that can go down instead."""
         return self._r.policy(tier, pool).weighs and not self._lower_tier_takes(tier, pool)
 
-    def some_could_go(self, tier: int, pool: Pool) -> bool:
+    def some_could_go(self, tier: int, pool: SlotPool) -> bool:
         """Whether a pool has blocks that nobody uses, as far as a look at the coldest ones tells."""
         r = self._r
         return bool(r.idle(tier, r.policy(tier, pool).coldest(_SCAN_MIN, r.now)).any())
@@ -129,13 +131,13 @@ class Eviction:
                         return
                     self._evict(tier, pool, short if own else min(short, self._above_floor(tier, pool)))
 
-    def _above_floor(self, tier: int, pool: Pool) -> int:
+    def _above_floor(self, tier: int, pool: SlotPool) -> int:
         """How many blocks others may take from a pool."""
         return self._r.tiers[tier].extents.holdings.above_floor(pool.tenant) // pool.slot_bytes
 
     # -- one pool
 
-    def _evict(self, tier: int, pool: Pool, n: int, below: float = math.inf) -> None:
+    def _evict(self, tier: int, pool: SlotPool, n: int, below: float = math.inf) -> None:
         r, policy = self._r, self._r.policy(tier, pool)
         budget, look = 4 * n + _SCAN_MIN, max(n, _SCAN_MIN)
         while n > 0 and budget > 0:
@@ -163,7 +165,7 @@ class Eviction:
             budget -= max(1, len(busy) // _BUSY_COST + len(spare) + len(last))
             n -= self._evict_last_copies(tier, pool, last)
 
-    def _evict_last_copies(self, tier: int, pool: Pool, rows: Rows) -> int:
+    def _evict_last_copies(self, tier: int, pool: SlotPool, rows: Rows) -> int:
         """Sends only copies down, or drops leaves where there is no room below; how many slots that frees."""
         refused = self._drop_refused(tier, pool, rows)
         n = int(refused.sum())
@@ -182,7 +184,7 @@ class Eviction:
         self._r.policy(tier, pool).defer(rows, parents=not waits)
         return n
 
-    def _drop_refused(self, tier: int, pool: Pool, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _drop_refused(self, tier: int, pool: SlotPool, rows: Rows) -> npt.NDArray[np.bool_]:
         """Drops leaves that are not worth writing down; which of the rows those were.
 
         What has children goes down with them: without it they would be lost too. But not beyond a budget.
@@ -198,7 +200,7 @@ class Eviction:
             self._r.give_up(tier, rows[gone])
         return gone
 
-    def _lower_tier_takes(self, tier: int, pool: Pool) -> bool:
+    def _lower_tier_takes(self, tier: int, pool: SlotPool) -> bool:
         """Whether blocks of this pool can go down at all, if perhaps not at once."""
         return any(
             t.device.takes_writes
@@ -207,7 +209,7 @@ class Eviction:
             for t in (self._r.tiers[n] for n in self._r.below[tier])
         )
 
-    def _can_wait(self, pool: Pool, started: bool) -> bool:
+    def _can_wait(self, pool: SlotPool, started: bool) -> bool:
         """Whether copies of the same tenant are under way, whose end makes room: others' make none."""
         return started or self._r.copying[pool.tenant] > 0
 
@@ -296,14 +298,14 @@ class Eviction:
 
     # -- extents that move
 
-    def _assign(self, tier: int, pool: Pool, extent: int | None = None) -> bool:
+    def _assign(self, tier: int, pool: SlotPool, extent: int | None = None) -> bool:
         """Gives a pool an extent that is free (this one); whether there was one."""
         chosen = self._r.tiers[tier].extents.assign(pool, extent)
         if chosen is not None:
             self._r.out.append(Format(tier, chosen, pool.slot_bytes, pool.domain))
         return chosen is not None
 
-    def _take_over(self, tier: int, pool: Pool) -> None:
+    def _take_over(self, tier: int, pool: SlotPool) -> None:
         """Has an extent of another pool leave for one that has too few, if one should."""
         extents, now = self._r.tiers[tier].extents, self._r.now
         if tier in self._leaving:
@@ -330,7 +332,7 @@ class Eviction:
         if extent is not None:
             self._leave(tier, Leaving(extent, pool, now))
 
-    def _own_to_spare(self, tier: int, pool: Pool) -> int | None:
+    def _own_to_spare(self, tier: int, pool: SlotPool) -> int | None:
         """An extent of the same tenant that other pools of it have beyond an even share."""
         extents = self._r.tiers[tier].extents
         mine = extents.classes.get(pool)
@@ -408,7 +410,7 @@ class Eviction:
         """The extent that is leaving does not."""
         self._r.tiers[tier].extents.stay(self._leaving.pop(tier).extent)
 
-    def _pass_on(self, tier: int, extent: int, pool: Pool, taker: Pool | None) -> None:
+    def _pass_on(self, tier: int, extent: int, pool: SlotPool, taker: SlotPool | None) -> None:
         """An extent that a pool had is another's, or nobody's; made anew, unless the same may map it."""
         holdings = self._r.tiers[tier].extents.holdings
         if taker is not None and taker[:2] == pool[:2] and self._assign(tier, taker, extent):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.block_table import Picked, Rows
-from kvstore.core.capacity.quotas import Holdings, Pool
+from kvstore.core.capacity.quotas import Holdings, SlotPool
 from kvstore.types import SLOT_RECORD, Geometry
 
 Slots = Rows
@@ -35,7 +35,7 @@ GROWS = 4
 class SlotClass:
     """All extents of one pool: which ones, of `slots` slots each, and a stack of those that are free."""
 
-    pool: Pool
+    pool: SlotPool
     number: int
     slots: int
     extents: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Extents:
         self.renewing: dict[int, int] = {}
         self.removing: set[int] = set()
         self.leaving: set[int] = set()
-        self.classes: dict[Pool, SlotClass] = {}
+        self.classes: dict[SlotPool, SlotClass] = {}
         self._numbered: dict[int, SlotClass] = {}
         self._by_tenant: dict[int, list[SlotClass]] = {}
         self._class_at = np.zeros(0, np.int32)
@@ -206,11 +206,11 @@ class Extents:
         """The class of an extent that has one."""
         return self._numbered[int(self._class_at[extent & _WITHIN])]
 
-    def pool_at(self, extent: int) -> Pool | None:
+    def pool_at(self, extent: int) -> SlotPool | None:
         """The pool of an extent, None if it has none or there is no such extent."""
         return self.class_of(extent).pool if extent in self._base else None
 
-    def assign(self, pool: Pool, extent: int | None = None) -> int | None:
+    def assign(self, pool: SlotPool, extent: int | None = None) -> int | None:
         """Gives an extent that the pool's tenant may have (or the one named) to a pool; None if none.
 
         None while there are more than the limit allows, too.
@@ -343,12 +343,12 @@ class Extents:
 
     # -- slots
 
-    def free(self, pool: Pool) -> int:
+    def free(self, pool: SlotPool) -> int:
         """Free slots of a pool, not counting extents that are not cut."""
         members = self.classes.get(pool)
         return members.free if members else 0
 
-    def take(self, pool: Pool, n: int) -> Slots:
+    def take(self, pool: SlotPool, n: int) -> Slots:
         """Up to n free slots, each with one reference and a new version; the taker owns that reference."""
         slots = self.classes[pool].pop(n)
         self.holdings.use(pool.tenant, len(slots) * pool.slot_bytes)
@@ -414,11 +414,11 @@ class Extents:
         for number in np.unique(numbers).tolist():
             yield self._numbered[number], slots[numbers == number]
 
-    def pool_of(self, slot: int) -> Pool:
+    def pool_of(self, slot: int) -> SlotPool:
         """The pool of one slot."""
         return self.class_of(int(self.place[slot]) >> 32).pool
 
-    def are_of(self, pool: Pool, slots: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.bool_]:
+    def are_of(self, pool: SlotPool, slots: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.bool_]:
         """Which of these slots are in this pool."""
         if pool not in self.classes:
             return np.zeros(len(slots), np.bool_)

@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Joined, Left
+from kvstore.core.actions import DeviceAdded, DeviceRemoved
 from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.resizing import Resizing
@@ -86,7 +86,7 @@ class Hotplug:
             if not self._r.tiers[tier].extents.total and not self._resizing.is_at_work(tier):
                 self._going.discard(tier)
                 self._r.tiers[tier].gone = True
-                self._r.out.append(Left(tier))
+                self._r.out.append(DeviceRemoved(tier))
         at_once = bool(self._coming or self._next_row)
         self._next_step = now + (_NEXT_STEP_S if at_once else _NEXT_LOOK_S if self._going else math.inf)
 
@@ -115,4 +115,4 @@ class Hotplug:
         tier = self._r.join(spec)
         for space in self._r.spaces.values():
             space.pools = (*space.pools, space.pools[self._r.lasting[0]])
-        self._r.out.append(Joined(tier))
+        self._r.out.append(DeviceAdded(tier))

@@ -19,7 +19,7 @@ _QUIET_AFTER_S = 60.0
 _NOBODY = {"extents": 0, "fitted": 0, "used": 0, "floor": 0, "limit": UNLIMITED, "share": 1, "seen": 0}
 
 
-class Pool(NamedTuple):
+class SlotPool(NamedTuple):
     """What an extent is cut for: whose it is, who may map it, how large its slots are.
 
     A domain is a set of tenants that may map the same extents: the owner's own number if that is only he.
@@ -43,7 +43,7 @@ class Quota:
 
 
 @dataclass(slots=True)
-class Space:
+class Namespace:
     """A namespace: payloads of `block_bytes`, in one pool of each tier, serving one first.
 
     `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end for what
@@ -53,7 +53,7 @@ class Space:
 
     number: int
     block_bytes: int
-    pools: tuple[Pool, ...]
+    pools: tuple[SlotPool, ...]
     ttl_s: float = 0.0
     mortal: bool = False
     moved: bool = False

@@ -3,7 +3,7 @@
 A class is: how often a block was used, how long it had not been when it last was, and how much came with it
 when it was first stored. A new block takes its parent's interval: it continues what the parent belongs to.
 What has left every tier is remembered for a while (`Ghosts`): a block that comes back goes on where it was.
-A later process goes on with it all the same way, its own blocks being ghosts to it at first (`Learned`).
+A later process goes on with it all the same way, its own blocks being ghosts to it at first (`ReuseState`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MOST_TICKS = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class ReuseState:
     """What one process knew at `ticks` of its time: curves by tenant, and ghosts of all blocks.
 
     The ghosts are the words of a table of `room` words that are not 0, and where they are. `seed` is theirs.
@@ -211,15 +211,15 @@ class Reuse:
 
     # -- from one process to the next
 
-    def learned(self, now: float) -> Learned:
+    def learned(self, now: float) -> ReuseState:
         """All of it: a pass over all blocks, for the end."""
         rows = np.flatnonzero(self._used[: self._blocks.rows_touched])
         for first in range(0, len(rows), _NOTED_AT_ONCE):
             self._note(rows[first : first + _NOTED_AT_ONCE])
         curves = {tenant: curves.counts() for tenant, curves in self._curves.items()}
-        return Learned(self._seed, self._ticks(now), curves, *self._ghosts.dump())
+        return ReuseState(self._seed, self._ticks(now), curves, *self._ghosts.dump())
 
-    def go_on(self, learned: Learned, elapsed_s: float, now: float) -> None:
+    def go_on(self, learned: ReuseState, elapsed_s: float, now: float) -> None:
         """Before anything else: it was so long ago. Ghosts are for the same room and for some years."""
         for tenant, counts in learned.curves.items():
             self._curves[tenant] = ReuseCurves(SHAPE, counts)

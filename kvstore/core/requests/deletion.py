@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
 from kvstore.core.blocks.block_table import LIVE, RESERVED
-from kvstore.core.capacity.quotas import Quota, Space
+from kvstore.core.capacity.quotas import Namespace, Quota
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable
@@ -37,7 +37,7 @@ class _Sweep:
     """
 
     request: int
-    spaces: tuple[Space, ...]
+    spaces: tuple[Namespace, ...]
     tenant: int = -1
     row: int = 0
     blocks: int = 0

@@ -20,7 +20,7 @@ from kvstore.core.actions import Action, Deny, Stored
 from kvstore.core.blocks.block_table import Picked, Rows
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.extents import Slots
-from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.capacity.quotas import Namespace, SlotPool
 from kvstore.core.transfers.transfers import Transfers
 
 NONE = np.empty(0, np.int64)
@@ -56,9 +56,9 @@ class Reservation:
     """Slots of the tier `at` that a writer may fill, and the rows they will belong to."""
 
     client: int
-    space: Space
+    space: Namespace
     at: int
-    pool: Pool
+    pool: SlotPool
     rows: Rows
     slots: Slots
     alive: npt.NDArray[np.bool_]
@@ -73,7 +73,7 @@ class Waiter:
     """
 
     event: ev.Acquire
-    space: Space
+    space: Namespace
     rows: Rows
     slots: Slots
     tiers: npt.NDArray[np.int16]
@@ -206,7 +206,7 @@ class LeaseTable:
         numbers |= {waiter.space.number for waiter in self.waiting.values()}
         return numbers | self.stalled.namespaces()
 
-    def space(self, event: Any) -> Space | None:
+    def space(self, event: Any) -> Namespace | None:
         """The event's namespace; None (and a Deny) if the request cannot be served."""
         space = self.spaces.get(event.namespace)
         if space is None or space.closed:
@@ -219,7 +219,7 @@ class LeaseTable:
             return None
         return space
 
-    def tier_for(self, event: Any, space: Space, asker: int) -> int:
+    def tier_for(self, event: Any, space: Namespace, asker: int) -> int:
         """The tier of memory that a request is served in: the one it names, if that can be, or DRAM.
 
         What a GPU holds is shown to its own tenant alone: whoever maps it can also write to it.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Closed, Deny
-from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.capacity.quotas import Namespace, SlotPool
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.publication import Publication
@@ -44,14 +44,14 @@ class NamespaceTable:
 
     def _add(self, event: ev.OpenNamespace) -> None:
         r, number = self._r, event.namespace
-        upper = Pool(event.tenant, event.domain, slot_bytes(event.block_bytes))
-        lower = Pool(event.tenant, event.tenant, slot_bytes(event.block_bytes + event.extra_bytes))
+        upper = SlotPool(event.tenant, event.domain, slot_bytes(event.block_bytes))
+        lower = SlotPool(event.tenant, event.tenant, slot_bytes(event.block_bytes + event.extra_bytes))
         # What a GPU holds is mapped by its tenant alone, whoever may read the namespace.
         of = {Tier.HBM: upper._replace(domain=event.tenant), Tier.DRAM: upper}
         pools = tuple(of.get(state.spec.tier, lower) for state in r.tiers)
         ends = event.ttl_s > 0
         tokens = event.block_tokens
-        r.spaces[number] = Space(number, event.block_bytes, pools, event.ttl_s, ends, block_tokens=tokens)
+        r.spaces[number] = Namespace(number, event.block_bytes, pools, event.ttl_s, ends, block_tokens=tokens)
         # Another namespace may have had this number.
         r.recompute_s[number] = 0.0
         r.decisions.disown(number)
@@ -94,7 +94,7 @@ class NamespaceTable:
         used = sum(s.number in in_use or s.closed or not self._is_unused(s) for s in others)
         return max(1, (most - used + 1) // 2)
 
-    def _make_room(self, spaces: Sequence[Space], limit: int, event: ev.OpenNamespace) -> bool:
+    def _make_room(self, spaces: Sequence[Namespace], limit: int, event: ev.OpenNamespace) -> bool:
         """Closes the oldest unused ones of these until fewer than `limit` are left; False if more stay."""
         excess = len(spaces) - limit + 1
         if excess <= 0 or not event.may_close:
@@ -109,7 +109,7 @@ class NamespaceTable:
                 excess -= 1
         return not excess
 
-    def _is_unused(self, space: Space) -> bool:
+    def _is_unused(self, space: Namespace) -> bool:
         """Whether a namespace has no rows, is not published, and nothing of it is being copied or probed."""
         if self._r.blocks.rows_in[space.number] or space.pools[0].domain != space.tenant:
             return False

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import LIVE
 from kvstore.core.blocks.residency import DEMOTE, WRITING
-from kvstore.core.capacity.quotas import Space
+from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
@@ -29,7 +29,7 @@ _NEXT_LOOK_S = 0.05
 class _Move:
     """A namespace whose blocks move to another domain: from `row` on, which is waited at `since` then."""
 
-    space: Space
+    space: Namespace
     since: float
     row: int = 0
 
@@ -51,7 +51,7 @@ class Publication:
         for tier in range(len(r.tiers)):
             r.tell(tier, rows[r.blocks.slot[tier, rows] >= 0], gained=True)
 
-    def move(self, space: Space, now: float) -> None:
+    def move(self, space: Namespace, now: float) -> None:
         """What a namespace has in tier 0 goes to its new pool there, or away if another tier has it too.
 
         Step by step. Readers of other tenants that wait are told that there is nothing: they may not look

@@ -13,7 +13,7 @@ from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.extents import Extents, Slots
-from kvstore.core.capacity.quotas import Space
+from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.hit_counters import spread
 from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
 from kvstore.core.transfers.devices import PREFETCH
@@ -51,14 +51,14 @@ class Reads:
             return self._grant(event, space, slots, event.keys.n)
         return self._acquire_some(event, space, now)
 
-    def _acquire_some(self, event: ev.Acquire, space: Space, now: float) -> None:
+    def _acquire_some(self, event: ev.Acquire, space: Namespace, now: float) -> None:
         """The long way: part of it is missing, in a lower tier, or scattered."""
         rows = self._readable(event, space)
         if len(rows) and not (self._ledger.retried or event.quiet):
             self._r.touch(rows, space)
         return self._serve(event, space, rows, now)
 
-    def _serve(self, event: ev.Acquire, space: Space, rows: Rows, now: float) -> None:
+    def _serve(self, event: ev.Acquire, space: Namespace, rows: Rows, now: float) -> None:
         """Grants these rows' blocks in the tier that the event names, as soon as they are there."""
         slots = self._r.blocks.slot[event.at, rows].astype(np.int64)
         if (slots < 0).any():
@@ -66,7 +66,7 @@ class Reads:
         self._r.tiers[event.at].extents.hold(slots)
         return self._grant(event, space, slots, len(rows))
 
-    def _readable(self, event: ev.Acquire | ev.Lookup, space: Space) -> Rows:
+    def _readable(self, event: ev.Acquire | ev.Lookup, space: Namespace) -> Rows:
         """The stored prefix, up to what lies where the asker may not look: blocks from before publication."""
         r = self._r
         rows = r.prefix(event.namespace, event.keys)
@@ -114,7 +114,7 @@ class Reads:
             by_tier |= {tier: n for tier, n in enumerate(counts.tolist()) if n}
         return by_tier
 
-    def _promote_for(self, event: ev.Acquire, space: Space, rows: Rows, slots: Slots, now: float) -> None:
+    def _promote_for(self, event: ev.Acquire, space: Namespace, rows: Rows, slots: Slots, now: float) -> None:
         r, at, asker = self._r, event.at, event.tenant
         extents = r.tiers[at].extents
         stored = Stored(self._by_tier(rows, at))
@@ -220,7 +220,7 @@ class Reads:
         self._r.counters["late_blocks"] += len(there) - n
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
 
-    def end(self, space: Space, but: int = -1) -> None:
+    def end(self, space: Namespace, but: int = -1) -> None:
         """Those who wait for blocks of a namespace, but for one tenant, are told now that there are none."""
         for request, waiter in list(self._ledger.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
@@ -237,7 +237,7 @@ class Reads:
     def _grant(
         self,
         event: ev.Acquire,
-        space: Space,
+        space: Namespace,
         slots: Picked,
         n: int,
         tiers: npt.NDArray[np.int16] | None = None,
@@ -299,7 +299,7 @@ class Reads:
         _, dropped = self._bring(space, rows, event.tenant, at)
         self._ledger.say(Answer(event.request, len(rows) - dropped))
 
-    def _bring(self, space: Space, rows: Rows, asker: int, at: int) -> tuple[int, int]:
+    def _bring(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
         """Promotes those of a chain that only other tiers have, while there is room: (started, dropped)."""
         r, extents = self._r, self._r.tiers[at].extents
         absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._transfers.coming(at, rows)]
@@ -314,7 +314,7 @@ class Reads:
         r.counters["dropped_prefetch_blocks"] += len(absent) - n
         return n, len(absent) - n
 
-    def _look_ahead(self, event: ev.Acquire, space: Space, last: int) -> None:
+    def _look_ahead(self, event: ev.Acquire, space: Namespace, last: int) -> None:
         """What follows a chain that is being promoted comes too, as far as only one way leads on.
 
         Looked for in the rows behind `last`, where what was stored at one go lies: no children are listed.

@@ -8,9 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WORTH_LESS, Answer, Deny, Room
+from kvstore.core.actions import (
+    DENIED,
+    GRANTED,
+    NO_ROOM,
+    PENDING,
+    PRESENT,
+    WORTH_LESS,
+    Answer,
+    Deny,
+    Reserved,
+)
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
-from kvstore.core.capacity.quotas import Space
+from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_on_connection
@@ -93,7 +103,7 @@ class Writes:
     def _earn(
         self,
         event: ev.Reserve,
-        space: Space,
+        space: Namespace,
         state: npt.NDArray[np.uint8],
         want: Rows,
         before: Rows,
@@ -112,7 +122,7 @@ class Writes:
         words, parent = event.keys.words[first], int(before[first])
         return r.reuse.promise(words, event.namespace, parent, len(want), space.tenant, now)
 
-    def _pass_by(self, event: ev.Reserve, space: Space, which: Rows, before: Rows, now: float) -> None:
+    def _pass_by(self, event: ev.Reserve, space: Namespace, which: Rows, before: Rows, now: float) -> None:
         """These keys are not stored, but they have been seen: if they come again they are worth more."""
         blocks = self._r.blocks
         rows = blocks.take(event.namespace, event.keys, which)
@@ -123,7 +133,7 @@ class Writes:
             blocks.give_back(rows)
 
     def _room_beside(
-        self, event: ev.Reserve, space: Space, n: int, rows: Rows, parent: int, earn: float
+        self, event: ev.Reserve, space: Namespace, n: int, rows: Rows, parent: int, earn: float
     ) -> int:
         """Makes room for n blocks without evicting the chain that they will hang on."""
         r = self._r
@@ -138,7 +148,7 @@ class Writes:
     def _give_room(
         self,
         event: ev.Reserve,
-        space: Space,
+        space: Namespace,
         rows: Rows,
         state: npt.NDArray[np.uint8],
         want: Rows,
@@ -182,7 +192,9 @@ class Writes:
             )
             self._ledger.writers[event.namespace] += 1
         where = r.tiers[at].extents.record[slots]
-        self._ledger.say(Room(event.request, lease, pool.slot_bytes, where, status, why if denied else ""))
+        self._ledger.say(
+            Reserved(event.request, lease, pool.slot_bytes, where, status, why if denied else "")
+        )
 
     def commit(self, event: ev.Commit, now: float) -> None:
         reservation = self._take_reservation(event.client, event.lease)

@@ -78,7 +78,7 @@ class Breaker:
             self.opened_until, self.failures = 0.0, _FAILURES_TO_OPEN - 1
 
 
-class Device:
+class DeviceQueue:
     """One device. So many copies are under way (`moving`), of so many bytes by class (`bytes_moving`).
 
     `fenced`: something has been under way for too long, and until it ends nothing else is tried. `state` is

@@ -15,15 +15,15 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Copy, Drop, Identity, Probe
+from kvstore.core.actions import BlockIds, Copy, Drop, Probe
 from kvstore.core.blocks.block_table import LIVE, Rows
 from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Slots
-from kvstore.core.capacity.quotas import Pool, Space
+from kvstore.core.capacity.quotas import Namespace, SlotPool
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
 from kvstore.core.insight.decision_log import DecisionKind
-from kvstore.core.transfers.devices import DEMAND, SCRUB, WRITE_BACK, Device
+from kvstore.core.transfers.devices import DEMAND, SCRUB, WRITE_BACK, DeviceQueue
 from kvstore.types import Tier
 
 _READ_BYTES = 4 << 20
@@ -48,11 +48,11 @@ class Transfer:
     writing: bool
     kind: int
     nbytes: int
-    pool: Pool
+    pool: SlotPool
     rows: Rows
     source_slots: Slots
     target_slots: Slots
-    identity: Identity
+    identity: BlockIds
     alive: npt.NDArray[np.bool_]
     started: bool = False
 
@@ -91,7 +91,7 @@ class Transfers:
 
     def promote(
         self,
-        space: Space,
+        space: Namespace,
         rows: Rows,
         asker: int,
         kind: int = DEMAND,
@@ -135,7 +135,7 @@ class Transfers:
         source: Rows = order[np.argmax(there, axis=0)]
         return source
 
-    def _device(self, source: int, target: int) -> Device:
+    def _device(self, source: int, target: int) -> DeviceQueue:
         """Whose turn a copy waits for: the lower one's, but nobody waits for DRAM."""
         between = [t for t in (self._r.tiers[source], self._r.tiers[target]) if t.spec.tier != Tier.DRAM]
         return max(between, key=lambda t: t.spec.tier).device
@@ -158,7 +158,7 @@ class Transfers:
             rows = rows[np.isin(rows, np.concatenate([rows[:0], *mine]))]
         return rows
 
-    def _fit_queues(self, space: Space, source: Rows, asker: int, kind: int, at: int) -> int:
+    def _fit_queues(self, space: Namespace, source: Rows, asker: int, kind: int, at: int) -> int:
         """How many rows that come from these tiers, from the first, the asker may queue."""
         n = len(source)
         size = max(pool.slot_bytes for pool in space.pools)
@@ -174,7 +174,7 @@ class Transfers:
         self._r.blocks.moving[rows[started]] |= DEMOTE
         return started
 
-    def _leaving(self, tier: int, pool: Pool) -> int:
+    def _leaving(self, tier: int, pool: SlotPool) -> int:
         """How many blocks of a pool leave their tier when they are written down."""
         if not self.writing[pool.tenant]:
             return 0
@@ -234,7 +234,7 @@ class Transfers:
                 started[here] = self._write(tier, rows[here])
         return started
 
-    def _worth_writing(self, space: Space, rows: Rows) -> Rows:
+    def _worth_writing(self, space: Namespace, rows: Rows) -> Rows:
         """Those of a chain's rows that the next tier takes, and all above them."""
         r = self._r
         tier = r.gate(0)
@@ -282,7 +282,7 @@ class Transfers:
                 started[at[idle]] = True
         return started
 
-    def move(self, space: Space, rows: Rows) -> int:
+    def move(self, space: Namespace, rows: Rows) -> int:
         """Copies rows of tier 0 to the pool that their namespace has there now; how many have room."""
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
@@ -330,7 +330,7 @@ class Transfers:
         kind: int,
         source: int,
         target: int,
-        space: Space,
+        space: Namespace,
         rows: Rows,
         slots: Slots,
         writing: bool = False,
@@ -547,7 +547,7 @@ class Transfers:
     # -- worth it
 
     def worth(
-        self, space: Space, rows: Rows, asker: int, ends: float, recompute_s: float, at: int = 0
+        self, space: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, at: int = 0
     ) -> int:
         """How many of these leading rows are worth having: loaded before `ends`, and faster than recomputed.
 

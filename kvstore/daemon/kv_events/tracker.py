@@ -22,7 +22,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.kv_events.publisher import CLEARED, Event, Publisher, Removed, Stored
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import KVStoreError
 from kvstore.types import Tier
 
@@ -126,7 +126,7 @@ class Routing:
 
     # -- what happens
 
-    def hear(self, space: Space, keys: Keys, tokens: bytes) -> bool:
+    def hear(self, space: NamespaceEntry, keys: Keys, tokens: bytes) -> bool:
         """A writer says the tokens of blocks that it is about to store; False if they are not so many."""
         if space.layout is None or len(tokens) != 4 * space.layout.block_tokens * keys.n:
             return False
@@ -173,7 +173,7 @@ class Routing:
             self._of[number] = self._topic_of(space)
         return self._of[number]
 
-    def _topic_of(self, space: Space) -> _Topic | None:
+    def _topic_of(self, space: NamespaceEntry) -> _Topic | None:
         tenants, layout = self._settings.tenants, space.layout
         assert layout is not None
         owner = self._shell.tenancy.registry.name(space.tenant)

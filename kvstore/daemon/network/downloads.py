@@ -14,35 +14,41 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.executor import CLIENT, batch_blocks
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Name, Object, Outcome
 from kvstore.types import slot_bytes
 
 if TYPE_CHECKING:
-    from kvstore.daemon.network.tier import Remote
+    from kvstore.daemon.network.tier import NetworkTier
 
 _log = logging.getLogger(__name__)
 
-Coming = asyncio.Future[bool]
+Download = asyncio.Future[bool]
 
 
-class Arrivals:
+class Downloads:
     """What comes in: futures by name, true once a block is here."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: NetworkTier) -> None:
         self._remote = remote
         self._shell = remote.shell
-        self._coming: dict[Name, Coming] = {}
+        self._coming: dict[Name, Download] = {}
 
     def __len__(self) -> int:
         return len(self._coming)
 
     def fetch(
-        self, space: Space, keys: Sequence[bytes], before: bytes, tenant: int, kind: int, until: float
-    ) -> list[Coming]:
+        self,
+        space: NamespaceEntry,
+        keys: Sequence[bytes],
+        before: bytes,
+        tenant: int,
+        kind: int,
+        until: float,
+    ) -> list[Download]:
         """Starts to bring a chain here, behind the key `before`; those on their way are joined."""
         names = [Name(space.fingerprint, key) for key in keys]
-        coming: list[Coming] = []
+        coming: list[Download] = []
         batch: list[bytes] = []
         most = batch_blocks(space.block_bytes)
         for i, name in enumerate(names):
@@ -60,7 +66,7 @@ class Arrivals:
         return coming
 
     async def _load(
-        self, space: Space, keys: list[bytes], parent: bytes, tenant: int, kind: int, until: float
+        self, space: NamespaceEntry, keys: list[bytes], parent: bytes, tenant: int, kind: int, until: float
     ) -> None:
         """Brings one batch here, when it is its turn."""
         number, good = space.number, set[bytes]()
@@ -73,7 +79,7 @@ class Arrivals:
                 self._coming.pop(Name(space.fingerprint, key)).set_result(key in good)
 
     async def _read(
-        self, space: Space, number: int, keys: list[bytes], parent: bytes, until: float
+        self, space: NamespaceEntry, number: int, keys: list[bytes], parent: bytes, until: float
     ) -> tuple[set[bytes], int]:
         """Which blocks of a batch are here, and how many bytes came."""
         remote = self._remote

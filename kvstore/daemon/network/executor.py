@@ -13,10 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstore.core.transfers.devices import Device
+from kvstore.core.transfers.devices import DeviceQueue
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome
-from kvstore.tiers.network.thread_pool import Hands
+from kvstore.tiers.network.thread_pool import ThreadPool
 from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def batch_blocks(block_bytes: int) -> int:
     return min(_BATCH_BLOCKS, max(1, _BATCH_BYTES // slot_bytes(block_bytes)))
 
 
-class Carrier:
+class BackendExecutor:
     """The way to one backend. `problem`: why it is left alone, empty while it is not."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Carrier:
     ) -> None:
         """`soon` has something called on the loop, from any thread; `told` hears of a change of `problem`."""
         self.backend = backend
-        self.device = Device()
+        self.device = DeviceQueue()
         self.problem = "not asked yet"
         self._loop = loop
         self._soon = soon
@@ -66,8 +66,8 @@ class Carrier:
         self._last = 0
         self._failures = 0
         self._failing = asyncio.Event()
-        self._payload = Hands("kvstore-network", threads)
-        self._aside = Hands("kvstore-network-aside", _ASIDE_THREADS)
+        self._payload = ThreadPool("kvstore-network", threads)
+        self._aside = ThreadPool("kvstore-network-aside", _ASIDE_THREADS)
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -93,7 +93,7 @@ class Carrier:
         self._aside.close()
         ends = self._loop.time() + within_s
         # What it holds may take long to let go of.
-        closing = Hands("kvstore-network-close", 1)
+        closing = ThreadPool("kvstore-network-close", 1)
         closing.submit(self.backend.close)
         while self._payload.busy + self._aside.busy + closing.busy and self._loop.time() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -162,7 +162,7 @@ class Carrier:
         return await self._thread(self._aside, call, within_s)
 
     async def _run(
-        self, hands: Hands, call: Callable[[float], Sequence[Outcome]], within_s: float
+        self, hands: ThreadPool, call: Callable[[float], Sequence[Outcome]], within_s: float
     ) -> list[Outcome] | None:
         try:
             outcomes = list(await self._thread(hands, call, within_s))
@@ -179,7 +179,7 @@ class Carrier:
             self._failures = 0
         return outcomes
 
-    async def _thread(self, hands: Hands, call: Callable[[float], T], within_s: float) -> T:
+    async def _thread(self, hands: ThreadPool, call: Callable[[float], T], within_s: float) -> T:
         future: asyncio.Future[T] = self._loop.create_future()
         ends = time.monotonic() + within_s
 

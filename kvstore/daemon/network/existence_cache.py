@@ -12,7 +12,7 @@ ABSENT_S = 1.0
 _MOST = 1 << 16
 
 
-class Presence:
+class ExistenceCache:
     """Names that were there, or were not, each for as long as that is believed; the latest `_MOST`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -26,11 +26,11 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import NETWORK
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import DEMAND, PREFETCH
-from kvstore.daemon.network.downloads import Arrivals, Coming
-from kvstore.daemon.network.executor import LOOK_EVERY_S, Carrier
-from kvstore.daemon.network.existence_cache import Presence
-from kvstore.daemon.network.uploads import Departures
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.network.downloads import Download, Downloads
+from kvstore.daemon.network.executor import LOOK_EVERY_S, BackendExecutor
+from kvstore.daemon.network.existence_cache import ExistenceCache
+from kvstore.daemon.network.uploads import Uploads
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Backend, Name, Outcome
 from kvstore.types import slot_bytes
 
@@ -46,17 +46,17 @@ _OBJECTS_AT_ONCE = 1000
 _LIST_WITHIN_S = 60.0
 
 
-class Remote:
+class NetworkTier:
     """What one daemon has to do with its network tier."""
 
     def __init__(self, shell: Shell, backend: Backend, config: Network) -> None:
         self.counters: Counter[str] = Counter()
-        self.carrier = Carrier(shell.loop, shell.soon, backend, config.threads, self._changed)
+        self.carrier = BackendExecutor(shell.loop, shell.soon, backend, config.threads, self._changed)
         self.shell = shell
         self.config = config
-        self.presence = Presence(shell.now)
-        self.arrivals = Arrivals(self)
-        self.departures = Departures(self)
+        self.presence = ExistenceCache(shell.now)
+        self.arrivals = Downloads(self)
+        self.departures = Uploads(self)
         self._banned: Counter[Name | bytes] = Counter()
         self._owed: set[Name | bytes] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,12 +98,12 @@ class Remote:
 
     # -- whether
 
-    def serves(self, space: Space) -> bool:
+    def serves(self, space: NamespaceEntry) -> bool:
         """Whether blocks of a namespace go to the network, and come from there."""
         usable = self.carrier.usable and space.number > 0
         return usable and not self.is_banned(space.fingerprint) and self._shares(space)
 
-    def _shares(self, space: Space) -> bool:
+    def _shares(self, space: NamespaceEntry) -> bool:
         return not space.ttl_s and not self.shell.tenancy.encrypts(space.tenant)
 
     def is_banned(self, what: Name | bytes) -> bool:
@@ -112,7 +112,9 @@ class Remote:
 
     # -- requests
 
-    def lookup(self, asker: Asker, request: int, event: ev.Lookup, space: Space, until: float) -> None:
+    def lookup(
+        self, asker: Asker, request: int, event: ev.Lookup, space: NamespaceEntry, until: float
+    ) -> None:
         """Like `Shell.ask`; blocks on the network count too, as far as they are known in time."""
 
         def further() -> bool:
@@ -128,7 +130,13 @@ class Remote:
         self.shell.ask(_Then(more), request, event)
 
     async def _look_further(
-        self, asker: Asker, request: int, event: ev.Lookup, space: Space, found: ac.Found, until: float
+        self,
+        asker: Asker,
+        request: int,
+        event: ev.Lookup,
+        space: NamespaceEntry,
+        found: ac.Found,
+        until: float,
     ) -> None:
         keys = [event.keys[i] for i in range(found.value, event.keys.n)]
         there = await self._find(space, keys, until)
@@ -137,7 +145,7 @@ class Remote:
         found.stored.unworthy = found.stored.blocks - found.value - n
         asker.answer(request, ac.Found(request, found.value + n, found.gaps or n > 0, found.stored))
 
-    def acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space) -> None:
+    def acquire(self, asker: Asker, request: int, event: ev.Acquire, space: NamespaceEntry) -> None:
         """Like `Shell.ask`; what only the network has is brought here first, as far as there is time."""
         placement, keys = self.shell.placement, event.keys
         # Of what is all in memory nothing more need be known.
@@ -148,7 +156,9 @@ class Remote:
                 return
         self.shell.ask(asker, request, event)
 
-    async def _acquire(self, asker: Asker, request: int, event: ev.Acquire, space: Space, here: int) -> None:
+    async def _acquire(
+        self, asker: Asker, request: int, event: ev.Acquire, space: NamespaceEntry, here: int
+    ) -> None:
         keys, until = event.keys, event.deadline
         wanted = [keys[i] for i in range(here, keys.n)]
         there = await self._find(space, wanted, until)
@@ -170,12 +180,12 @@ class Remote:
         event.namespace = space.number  # it may have been forgotten meanwhile
         self.shell.ask(_Then(granted), request, event)
 
-    async def has(self, blocks: Sequence[tuple[Space, bytes]]) -> list[bool]:
+    async def has(self, blocks: Sequence[tuple[NamespaceEntry, bytes]]) -> list[bool]:
         """Which blocks the network has by now, that it perhaps had not a moment ago."""
         names = [Name(space.fingerprint, key) for space, key in blocks]
         return await self.probe(names, self.shell.now() + self.config.timeout, fresh=True)
 
-    def prefetch(self, asker: Asker, request: int, event: ev.Prefetch, space: Space) -> None:
+    def prefetch(self, asker: Asker, request: int, event: ev.Prefetch, space: NamespaceEntry) -> None:
         """Like `Shell.ask`; what only the network has starts to come too."""
 
         def more(action: Any) -> None:
@@ -187,7 +197,7 @@ class Remote:
         self.shell.ask(_Then(more), request, event)
 
     async def _prefetch(
-        self, asker: Asker, request: int, event: ev.Prefetch, space: Space, here: int
+        self, asker: Asker, request: int, event: ev.Prefetch, space: NamespaceEntry, here: int
     ) -> None:
         keys = [event.keys[i] for i in range(here, event.keys.n)]
         n = await self._find(space, keys, self.shell.now() + self.config.timeout)
@@ -196,7 +206,7 @@ class Remote:
         asker.answer(request, ac.Answer(request, here + n))
 
     def hand_off(
-        self, asker: Asker, request: int, space: Space, keys: Keys, tenant: int, until: float
+        self, asker: Asker, request: int, space: NamespaceEntry, keys: Keys, tenant: int, until: float
     ) -> None:
         """Answers how many leading blocks the network has, when all of those here are there, or in time."""
         if self.serves(space):
@@ -207,7 +217,7 @@ class Remote:
             asker.answer(request, ac.Deny(request, f"nothing is handed off: {why}", hint))
 
     async def _hand_off(
-        self, asker: Asker, request: int, space: Space, keys: Keys, tenant: int, until: float
+        self, asker: Asker, request: int, space: NamespaceEntry, keys: Keys, tenant: int, until: float
     ) -> None:
         here = self.shell.placement.stored(space.number, keys)
         going = self.departures.send(space, [keys[i] for i in range(here)], tenant, DEMAND)
@@ -223,12 +233,12 @@ class Remote:
         for task in self._tasks_of.pop(asker, ()):
             task.cancel()
 
-    def begin(self, flow: Coroutine[Any, Any, None], space: Space | None = None) -> None:
+    def begin(self, flow: Coroutine[Any, Any, None], space: NamespaceEntry | None = None) -> None:
         """Lets something go on by itself; a namespace that it is about is not closed before its end."""
         self._begin(None, flow, space)
 
     def _begin(
-        self, asker: Asker | None, flow: Coroutine[Any, Any, None], space: Space | None = None
+        self, asker: Asker | None, flow: Coroutine[Any, Any, None], space: NamespaceEntry | None = None
     ) -> None:
         if space is not None:
             self.shell.namespaces.use(space)
@@ -238,7 +248,7 @@ class Remote:
             self._tasks_of.setdefault(asker, set()).add(task)
         task.add_done_callback(partial(self._ended, asker, space))
 
-    def _ended(self, asker: Asker | None, space: Space | None, task: asyncio.Task[None]) -> None:
+    def _ended(self, asker: Asker | None, space: NamespaceEntry | None, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if space is not None:
             self.shell.namespaces.drop(space)
@@ -260,14 +270,14 @@ class Remote:
         self.shell.ask(_Then(answered), 0, event)
         return await answer
 
-    async def _wait(self, coming: Sequence[Coming], until: float) -> None:
+    async def _wait(self, coming: Sequence[Download], until: float) -> None:
         left = until - _LEFT_S - self.shell.now()
         if coming and left > 0:
             await asyncio.wait(set(coming), timeout=left)
 
     # -- what is there, and what that is worth
 
-    async def _find(self, space: Space, keys: Sequence[bytes], until: float) -> int:
+    async def _find(self, space: NamespaceEntry, keys: Sequence[bytes], until: float) -> int:
         """How many leading blocks the network seems to have: a few are asked, then more, then many."""
         n, step = 0, _PROBE_FIRST
         while n < len(keys):
@@ -291,7 +301,7 @@ class Remote:
                     self.presence.note(name, outcome == Outcome.OK)
         return [bool(self.presence.of(name)) and not self.is_banned(name) for name in names]
 
-    def _worth(self, space: Space, n: int, tenant: int, until: float, recompute_s: float) -> int:
+    def _worth(self, space: NamespaceEntry, n: int, tenant: int, until: float, recompute_s: float) -> int:
         """How many of so many blocks are worth loading: in time, and sooner than they are computed."""
         now, device = self.shell.now(), self.carrier.device
         one_s = slot_bytes(space.block_bytes) / device.share_of(now, tenant)
@@ -309,7 +319,7 @@ class Remote:
         self,
         asker: Asker,
         request: int,
-        spaces: Sequence[Space],
+        spaces: Sequence[NamespaceEntry],
         keys: Sequence[bytes] | None,
         here: Callable[[Asker], None],
     ) -> None:
@@ -338,7 +348,7 @@ class Remote:
         here(_Then(then))
 
     async def _forget(
-        self, asker: Asker, request: int, answer: Any, banned: list[Name | bytes], going: list[Coming]
+        self, asker: Asker, request: int, answer: Any, banned: list[Name | bytes], going: list[Download]
     ) -> None:
         if going:
             await asyncio.wait(going)
@@ -435,7 +445,7 @@ def _add_network(stored: ac.Stored, known: int, came: int = 0) -> None:
         by_tier[NETWORK] = came + only_there
 
 
-def _leading(coming: Sequence[Coming]) -> int:
+def _leading(coming: Sequence[Download]) -> int:
     n = 0
     for each in coming:
         if not (each.done() and not each.cancelled() and each.result()):

@@ -16,18 +16,18 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.transfers.devices import DEMAND, WRITE_BACK
 from kvstore.daemon.network.executor import CLIENT, batch_blocks
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
 from kvstore.types import slot_bytes
 
 if TYPE_CHECKING:
-    from kvstore.daemon.network.tier import Remote
+    from kvstore.daemon.network.tier import NetworkTier
 
 _OFFERS_WAITING = 1 << 14
 
 
 @dataclass(slots=True, eq=False)
-class Going:
+class Upload:
     """One block: `there` becomes true once the network has it. `started`: no other may send it now."""
 
     there: asyncio.Future[bool]
@@ -35,13 +35,13 @@ class Going:
     started: bool = False
 
 
-class Departures:
+class Uploads:
     """What goes out, by name."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: NetworkTier) -> None:
         self._remote = remote
         self._shell = remote.shell
-        self._going: dict[Name, Going] = {}
+        self._going: dict[Name, Upload] = {}
 
     def __len__(self) -> int:
         return len(self._going)
@@ -64,15 +64,17 @@ class Departures:
             for length in {len(key) for key in keys}:
                 self.send(space, [key for key in keys if len(key) == length], space.tenant, WRITE_BACK)
 
-    def send(self, space: Space, keys: Sequence[bytes], tenant: int, kind: int) -> list[asyncio.Future[bool]]:
+    def send(
+        self, space: NamespaceEntry, keys: Sequence[bytes], tenant: int, kind: int
+    ) -> list[asyncio.Future[bool]]:
         """Starts to send blocks. Those on their way are joined, unless they still wait and this is urgent."""
-        going: list[Going] = []
-        batch: list[tuple[bytes, Going]] = []
+        going: list[Upload] = []
+        batch: list[tuple[bytes, Upload]] = []
         for key in keys:
             name = Name(space.fingerprint, key)
             known = self._going.get(name)
             if known is None or (kind == DEMAND != known.kind and not known.started):
-                known = self._going[name] = Going(self._shell.loop.create_future(), kind)
+                known = self._going[name] = Upload(self._shell.loop.create_future(), kind)
                 batch.append((key, known))
             going.append(known)
         most = batch_blocks(space.block_bytes)
@@ -80,7 +82,9 @@ class Departures:
             self._remote.begin(self._store(space, batch[at : at + most], tenant, kind), space)
         return [each.there for each in going]
 
-    async def _store(self, space: Space, batch: list[tuple[bytes, Going]], tenant: int, kind: int) -> None:
+    async def _store(
+        self, space: NamespaceEntry, batch: list[tuple[bytes, Upload]], tenant: int, kind: int
+    ) -> None:
         """Sends one batch, when it is its turn."""
         number, good = space.number, set[bytes]()
         try:
@@ -95,7 +99,7 @@ class Departures:
                 going.there.set_result(key in good)
 
     async def _write(
-        self, space: Space, number: int, batch: list[tuple[bytes, Going]], kind: int
+        self, space: NamespaceEntry, number: int, batch: list[tuple[bytes, Upload]], kind: int
     ) -> tuple[set[bytes], int]:
         """Which blocks of a batch the network has, and how many bytes went there."""
         remote, keys = self._remote, []
@@ -123,7 +127,7 @@ class Departures:
         return there, moved
 
     async def _write_run(
-        self, space: Space, number: int, keys: list[bytes], deadline: float
+        self, space: NamespaceEntry, number: int, keys: list[bytes], deadline: float
     ) -> tuple[list[Object], list[Outcome]]:
         """Sends the leading blocks that are in memory by the deadline."""
         remote = self._remote

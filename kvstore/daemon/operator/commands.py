@@ -31,11 +31,11 @@ from kvstore.core.insight.hit_counters import (
     REQUESTED,
     Amount,
 )
-from kvstore.daemon.operator.device_commands import MOST_AT_ONCE, Machinery, brief, check_limit
+from kvstore.daemon.operator.device_commands import MOST_AT_ONCE, DeviceCommands, brief, check_limit
 from kvstore.daemon.operator.event_log import MOST_EVENTS
 from kvstore.daemon.operator.latency import BOUNDS_S
 from kvstore.daemon.runtime.executor import Asker, holding
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import KVStoreError, MisuseError
 from kvstore.types import MAX_KEY_BYTES, Tier, check_tenant
 from kvstore.wire import messages as m
@@ -64,7 +64,7 @@ class Waiting(Asker, Protocol):
         """Sends an answer."""
 
 
-class Control:
+class Commands:
     """The calls of one daemon. Each takes arguments by name, and returns a map or how to get one."""
 
     def __init__(self, server: Server, version: str) -> None:
@@ -76,7 +76,7 @@ class Control:
         blocks = (self.pin, self.unpin, self.prefetch, self.invalidate)
         wholes = (self.publish, self.forget, self.delete_tenant)
         configured = (self.settings, self.change, self.reload)
-        m = self.machinery = Machinery(self._shell)
+        m = self.machinery = DeviceCommands(self._shell)
         machinery = (m.policy, m.devices, m.device, m.set_device, m.transfers)
         calls: tuple[Callable[..., Said], ...] = (*seen, *blocks, *wholes, *configured, *machinery)
         strict = validate_call(config={"strict": True})
@@ -229,7 +229,7 @@ class Control:
         """One namespace."""
         return self._namespace(self._space(id))
 
-    def _namespace(self, space: Space) -> dict[str, Any]:
+    def _namespace(self, space: NamespaceEntry) -> dict[str, Any]:
         return {
             "number": space.number,
             "id": space.fingerprint.hex(),
@@ -241,7 +241,7 @@ class Control:
             "prompts": self._prompts(space),
         }
 
-    def _prompts(self, space: Space) -> dict[str, Any]:
+    def _prompts(self, space: NamespaceEntry) -> dict[str, Any]:
         """Blocks of a namespace's prompts, whoever asked for them."""
         names = ["" if state.gone else state.spec.name for state in self._shell.placement.residency.tiers]
         by_tier: dict[str, Counter[str]] = {FOUND: Counter(), DELIVERED: Counter()}
@@ -257,7 +257,7 @@ class Control:
         }
         return totals | counted | ratios
 
-    def _space(self, id: str) -> Space:
+    def _space(self, id: str) -> NamespaceEntry:
         """The namespace of this fingerprint, in hex: unlike its number, it stays what it is."""
         fingerprint = bytes.fromhex(id) if re.fullmatch(r"(?:[0-9a-f]{2})*", id) else b""
         for space in self._shell.namespaces:

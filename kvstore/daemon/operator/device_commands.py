@@ -24,7 +24,7 @@ _CLASS_NAMES = {kind: name for name, kind in CLASSES.items()}
 _DRAM = 0
 
 
-class Machinery:
+class DeviceCommands:
     """These calls of one daemon; see Control."""
 
     def __init__(self, shell: Shell) -> None:

@@ -34,7 +34,7 @@ KINDS = (*(what.name.lower() for what in DecisionKind), *HAPPENINGS)
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class LogEntry:
     """Something that happened to the daemon. `place`: how many decisions had been made by then."""
 
     number: int
@@ -47,13 +47,13 @@ class Happening:
     detail: str
 
 
-class Chronicle:
+class EventLog:
     """What one daemon tells of its past. `shell` has the decisions, and names for their numbers."""
 
     def __init__(self, shell: Shell, most: int = _MOST_HAPPENINGS) -> None:
         self._shell = shell
         self._most = most
-        self._happenings: list[Happening] = []
+        self._happenings: list[LogEntry] = []
         self._dropped = 0
         self._lost_up_to = 0
         self._closed: dict[int, tuple[str, str]] = {}
@@ -67,7 +67,7 @@ class Chronicle:
         """This happened now."""
         place, now = self._shell.placement.residency.decisions.written, self._shell.now()
         number = place + self._dropped + len(self._happenings) + 1
-        self._happenings.append(Happening(number, place, now, what, tier, tenant, namespace, detail))
+        self._happenings.append(LogEntry(number, place, now, what, tier, tenant, namespace, detail))
         if len(self._happenings) > 2 * self._most:
             self._lost_up_to = self._happenings[self._most - 1].number
             self._dropped += self._most
@@ -129,9 +129,7 @@ class Chronicle:
             upto = events[-1]["number"]
         return {"events": events, "next": upto, "lost": lost, "instance": self._shell.instance.hex()}
 
-    def _between(
-        self, passed: int, upto: int, tenant: int | None, what: Sequence[str]
-    ) -> Iterable[Happening]:
+    def _between(self, passed: int, upto: int, tenant: int | None, what: Sequence[str]) -> Iterable[LogEntry]:
         name = None if tenant is None else self._shell.tenancy.registry.name(tenant)
         for happening in self._happenings[passed:]:
             if happening.number > upto:
@@ -176,7 +174,7 @@ class Chronicle:
             "detail": "",
         }
 
-    def _told(self, happening: Happening) -> dict[str, Any]:
+    def _told(self, happening: LogEntry) -> dict[str, Any]:
         rest = {"key": "", "score": None, "detail": happening.detail}
         names = {"tier": happening.tier, "tenant": happening.tenant, "namespace": happening.namespace}
         at_s = self._unix_s(happening.at)

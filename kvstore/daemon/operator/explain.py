@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.core.actions import Explained
-from kvstore.daemon.tenancy.auth import Identity
+from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.tenancy import Tenancy
 
 
-def namespaces_for(who: Identity, tenancy: Tenancy, tenant: str, model: str) -> tuple[int, ...]:
+def namespaces_for(who: Principal, tenancy: Tenancy, tenant: str, model: str) -> tuple[int, ...]:
     """Numbers of the open namespaces that a peer asks about; of others than its own only for operators."""
     asked = tenancy.registry.number(tenant) if tenant else None
     if tenant and asked is None:

@@ -33,7 +33,7 @@ Opener = Callable[[Config], Callable[[], Mapping[str, NvmeTier]]]
 """What opens the devices that would come, on another thread. Raises KVStoreError."""
 
 
-class Settings:
+class LiveConfig:
     """Where a daemon's configuration is from, and what holds now."""
 
     def __init__(self, path: Path | None) -> None:

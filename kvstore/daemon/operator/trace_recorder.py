@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import MisuseError
 from kvstore.wire.messages import REQUEST_RECORD
 
@@ -47,7 +47,7 @@ class _Asked:
     seen: int
 
 
-class Recorder:
+class TraceRecorder:
     """At most one recording, of one connection. Full means that requests are dropped, and counted."""
 
     def __init__(self, now: Callable[[], float], limit: Callable[[], int]) -> None:
@@ -91,7 +91,7 @@ class Recorder:
 
     # -- requests
 
-    def looked_up(self, connection: int, space: Space, key_bytes: int, keys: bytes) -> None:
+    def looked_up(self, connection: int, space: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
         """A connection has looked keys up."""
         if not keys or not self.running:
             return
@@ -105,7 +105,7 @@ class Recorder:
         else:
             self._add(connection, _Asked(space.fingerprint, now, _tokens(space), hashes, True, full, 0))
 
-    def acquired(self, connection: int, space: Space, key_bytes: int, keys: bytes) -> None:
+    def acquired(self, connection: int, space: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
         """A connection has acquired keys."""
         if not keys or not self.running:
             return
@@ -136,14 +136,14 @@ class Recorder:
         if last is not None and blocks < self._limit():
             last.full = False
 
-    def _last(self, connection: int, space: Space, now: float) -> _Asked | None:
+    def _last(self, connection: int, space: NamespaceEntry, now: float) -> _Asked | None:
         """What a connection asked for in this namespace just before."""
         last = self._latest.get(connection)
         if last is None or last.namespace != space.fingerprint or now - last.at > _TOGETHER_S:
             return None
         return last
 
-    def _hashes(self, space: Space, key_bytes: int, keys: bytes) -> bytes:
+    def _hashes(self, space: NamespaceEntry, key_bytes: int, keys: bytes) -> bytes:
         start, out = blake2b(space.fingerprint, digest_size=_HASH_BYTES, key=self._secret), []
         for at in range(0, len(keys), key_bytes):
             one = start.copy()
@@ -206,7 +206,7 @@ class Recorder:
         return b"".join(out), dropped, ended
 
 
-def _tokens(space: Space) -> int:
+def _tokens(space: NamespaceEntry) -> int:
     return space.layout.block_tokens if space.layout is not None else 0
 
 

@@ -32,21 +32,21 @@ from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.policy.reuse import Learned
+from kvstore.core.policy.reuse import ReuseState
 from kvstore.core.transfers.devices import FENCED, TierSpec
 from kvstore.cuda.stream import Memory
 from kvstore.daemon.kv_events.tracker import Routing
-from kvstore.daemon.network.tier import Remote
+from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator import devices, gpus, resizing
-from kvstore.daemon.operator.event_log import Chronicle
+from kvstore.daemon.operator.event_log import EventLog
 from kvstore.daemon.operator.latency import Histogram
-from kvstore.daemon.operator.trace_recorder import Recorder
+from kvstore.daemon.operator.trace_recorder import TraceRecorder
 from kvstore.daemon.runtime import policy_state
 from kvstore.daemon.runtime.recovery import restore_dram, restore_nvme
 from kvstore.daemon.runtime.scrubber import Scrubber
 from kvstore.daemon.server.block_waits import Waits
-from kvstore.daemon.tenancy.auth import Identity
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.auth import Principal
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.daemon.tenancy.tenancy import Tenancy
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
@@ -68,7 +68,7 @@ _REMOVE_AGAIN_S = 1.0
 class Asker(Protocol):
     """Whoever sent a request."""
 
-    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
+    def answer(self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Deny) -> None:
         """Takes the one answer to its request of that number."""
 
 
@@ -105,12 +105,12 @@ class Shell:
         self.generation = 0
         self._new_generation = True
         self.placement = self._make_placement(dice(64))
-        self.chronicle = Chronicle(self)
-        self.remote = Remote(self, network, config.network) if network is not None else None
+        self.chronicle = EventLog(self)
+        self.remote = NetworkTier(self, network, config.network) if network is not None else None
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
-        self.recorder = Recorder(self.now, lambda: self.placement.limits.batch_keys)
+        self.recorder = TraceRecorder(self.now, lambda: self.placement.limits.batch_keys)
         self.routing = Routing(self)
         self.waits = Waits(self)
         self.hits = HitCounters()
@@ -123,7 +123,7 @@ class Shell:
         self._scrubber = Scrubber(loop, self.placement.residency.tiers, self.handle)
         self._run_by_type: dict[type, Callable[[Any], None]] = {
             ac.Copy: self._copy,
-            ac.Stamp: self._stamp,
+            ac.WriteHeader: self._stamp,
             ac.Offer: self._offer,
             ac.Drop: self._drop,
             ac.Moved: self.routing.moved,
@@ -133,8 +133,8 @@ class Shell:
             ac.Renew: self._renew,
             ac.Remove: self._remove,
             ac.Make: self._make,
-            ac.Joined: lambda action: devices.joined(self, action.tier),
-            ac.Left: self._left,
+            ac.DeviceAdded: lambda action: devices.joined(self, action.tier),
+            ac.DeviceRemoved: self._left,
             ac.Closed: lambda action: self.tenancy.closed(action.namespace),
         }
 
@@ -265,7 +265,7 @@ class Shell:
         thread.start()
         return thread
 
-    def _close(self, name: str, known: Learned) -> None:
+    def _close(self, name: str, known: ReuseState) -> None:
         if name == FIRST_DEVICE:
             policy_state.save(self, known)
         self.devices[name].close()
@@ -328,7 +328,7 @@ class Shell:
                 device.put_generation(self.generation)
         self.ask(_Durably(self, asker) if self.devices else asker, request, event)
 
-    def invalidate(self, asker: Asker, request: int, space: Space, keys: Keys) -> None:
+    def invalidate(self, asker: Asker, request: int, space: NamespaceEntry, keys: Keys) -> None:
         """These blocks are misses from now on; answered when that is so after a crash, and on the network."""
         event = ev.Invalidate(0, space.number, keys)
         if self.remote is None:
@@ -383,7 +383,7 @@ class Shell:
             self.soon(self._removed, action, reason)
         elif isinstance(action, ac.Make):
             self.soon(self._extents_end, action.tier, reason)
-        elif isinstance(action, ac.Drop | ac.Format | ac.Stamp):
+        elif isinstance(action, ac.Drop | ac.Format | ac.WriteHeader):
             device = action.tier != DRAM and isinstance(error, TierError)
             (self._fence if device else self._crash)(action.tier, reason)
 
@@ -408,7 +408,7 @@ class Shell:
             except Exception as error:
                 _log.error("a request could not be answered", exc_info=error)
                 asker.answer(request, ac.Deny(request, "internal error", "see the daemon's log"))
-        elif isinstance(action, ac.Grant | ac.Room) and action.lease:
+        elif isinstance(action, ac.Grant | ac.Reserved) and action.lease:
             _log.debug("an answer came after its asker had left")
 
     def _set_timer(self) -> None:
@@ -468,7 +468,7 @@ class Shell:
         sources, targets = self.dram.slots(copy.source_where), self.dram.slots(copy.target_where)
         spaces = [self.namespaces.at(n) for n in copy.identity.namespace.tolist()]
 
-        def move(i: int, space: Space | None) -> bool:
+        def move(i: int, space: NamespaceEntry | None) -> bool:
             arena.copy(targets[i], sources[i])
             return space is not None and verify(
                 copy.identity, i, targets[i], space.fingerprint, space.block_bytes
@@ -492,7 +492,7 @@ class Shell:
         ttl_s = np.array([space.ttl_s if space is not None else 0.0 for space in spaces])
         return np.where(copy.lives < np.inf, self.clock() + copy.lives - ttl_s, 0.0)
 
-    def _stamp(self, stamp: ac.Stamp) -> None:
+    def _stamp(self, stamp: ac.WriteHeader) -> None:
         spaces, ends = self.namespaces, None
         if stamp.lives is not None:
             ends = np.where(stamp.lives < np.inf, self.clock() + stamp.lives, 0.0)
@@ -575,7 +575,7 @@ class Shell:
             return self.dram
         return self.pool_at(tier) if self._kind(tier) == Tier.HBM else self.device_at(tier)
 
-    def _left(self, action: ac.Left) -> None:
+    def _left(self, action: ac.DeviceRemoved) -> None:
         (gpus if self._kind(action.tier) == Tier.HBM else devices).left(self, action.tier)
 
     def device_at(self, tier: int) -> NvmeTier:
@@ -635,7 +635,7 @@ class Shell:
 
     # -- status
 
-    def status(self, who: Identity) -> dict[str, Any]:
+    def status(self, who: Principal) -> dict[str, Any]:
         """What `kvstore status` shows: plain values only. Tenants see nothing of each other."""
         if not who.operator:
             return {"tenants": [self.tenant(who.name)]}
@@ -723,7 +723,7 @@ class _Durably:
         self._shell = shell
         self._asker = asker
 
-    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
+    def answer(self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Deny) -> None:
         """See Asker."""
 
         waits_for, outcome = len(self._shell.devices), action

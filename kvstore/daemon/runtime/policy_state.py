@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.core.policy.reuse import CLASSES, Learned
+from kvstore.core.policy.reuse import CLASSES, ReuseState
 from kvstore.core.policy.reuse_curves import Counts
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ _NAME = "learned.npz"
 _FORMAT = 1
 
 
-def collect(shell: Shell) -> Learned:
+def collect(shell: Shell) -> ReuseState:
     """All of it, as it is now."""
     return shell.placement.residency.reuse.learned(shell.now())
 
 
-def save(shell: Shell, learned: Learned) -> None:
+def save(shell: Shell, learned: ReuseState) -> None:
     """Puts it in the place of what is there; a file that cannot be written is only told."""
     path = _path(shell)
     if path is None:
@@ -76,7 +76,7 @@ def restore(shell: Shell) -> None:
                 tenant = shell.tenancy.known(name)
                 if tenant is not None:
                     curves[tenant] = Counts(used, reached)
-            learned = Learned(
+            learned = ReuseState(
                 int(file["seed"]), int(file["ticks"]), curves, int(file["room"]), file["at"], file["words"]
             )
             elapsed_s = shell.clock() - float(file["written_at"])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Where
-from kvstore.daemon.tenancy.namespaces import Space, in_memory
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, in_memory
 from kvstore.tiers.dram import DramTier, Inherited
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -140,7 +140,7 @@ class _Numbers:
         tenancy = self._tenancy
         space = tenancy.namespaces.find(tenant, fingerprint)
         if space is None:
-            space = Space(0, fingerprint, tenant, block_bytes)
+            space = NamespaceEntry(0, fingerprint, tenant, block_bytes)
             space.domain = tenancy.domains.of(tenant, tenancy.registry.name(tenant), frozenset())
             if not tenancy.restore(space):
                 return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.core import actions as ac
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 
 if TYPE_CHECKING:
     from kvstore.daemon.runtime.executor import Shell
@@ -33,7 +33,7 @@ _ASKED_AT_ONCE = 32
 class Wait:
     """One call that waits for a block. `number`: the namespace's when the wait began."""
 
-    space: Space
+    space: NamespaceEntry
     number: int
     key: bytes
     tenant: int
@@ -61,7 +61,9 @@ class Waits:
         """What the keys of a tenant's waiting calls take."""
         return self._nbytes[tenant]
 
-    def add(self, space: Space, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]) -> Wait:
+    def add(
+        self, space: NamespaceEntry, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]
+    ) -> Wait:
         """Has `wake` called once: the first block is stored, the wait ends, or `wait_s` seconds are over."""
         key, nbytes = keys[0], len(keys.raw)
         wait = Wait(space, space.number, key, tenant, nbytes, wake)

@@ -25,15 +25,15 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.daemon.operator import devices, resizing
-from kvstore.daemon.operator.commands import Control
+from kvstore.daemon.operator.commands import Commands
 from kvstore.daemon.operator.explain import named
 from kvstore.daemon.operator.latency import Calls, Lag
-from kvstore.daemon.operator.settings import Settings
+from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.peer_credentials import Peer, peer_of
-from kvstore.daemon.server.request_scheduler import Line, Turns
+from kvstore.daemon.server.request_scheduler import RequestScheduler, TenantQueue
 from kvstore.daemon.server.requests import Requests
-from kvstore.daemon.tenancy.auth import Identity, RefusedError
+from kvstore.daemon.tenancy.auth import Principal, RefusedError
 from kvstore.errors import RemoteProtocolError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.wire import messages as m
@@ -70,7 +70,7 @@ class Server:
     def __init__(
         self,
         shell: Shell,
-        settings: Settings,
+        settings: LiveConfig,
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -80,7 +80,7 @@ class Server:
         self.stopwatch = stopwatch
         self.calls = Calls()
         self.lag = Lag(shell.loop, stopwatch)
-        self.turns = Turns(shell.loop, stopwatch, shell.config.limits.queued_requests)
+        self.turns = RequestScheduler(shell.loop, stopwatch, shell.config.limits.queued_requests)
         self.connections: set[Connection] = set()
         self.strangers: dict[Connection, None] = {}
         self.unfinished_bytes: Counter[int] = Counter()
@@ -89,14 +89,14 @@ class Server:
         self._told: set[tuple[int, int, int]] = set()
         self.settings = settings
         settings.told_to(self._consequences, self._reconfigure, partial(devices.opener, shell))
-        self.control = Control(self, VERSION)
+        self.control = Commands(self, VERSION)
         self._set_turns()
 
     def connect(self, among_operators: bool = False) -> Connection:
         """A protocol for one more peer; `among_operators`: one that comes by their socket."""
         return Connection(self, among_operators)
 
-    def room_for(self, who: Identity) -> str:
+    def room_for(self, who: Principal) -> str:
         """Why one more connection of a peer can't be, "" if it can.
 
         The last few are for operators. Where there are tenants, each may have twice as many as are left: so
@@ -150,7 +150,7 @@ class Server:
             weight, requests = (tenant.share, tenant.requests) if tenant is not None else (1.0, None)
             self.turns.set(registry.add(name), weight, float(requests or 0))
 
-    def status(self, who: Identity) -> dict[str, Any]:
+    def status(self, who: Principal) -> dict[str, Any]:
         """What one may see of the shell's status and of the connections: operators all, others their own."""
         mine = [c for c in self.connections if who.operator or (c.greeted and c.who.tenant == who.tenant)]
         more = self.queues() if who.operator else {}
@@ -191,14 +191,14 @@ class Connection(asyncio.BufferedProtocol):
         self._among_operators = among_operators
         self._shell = server.shell
         self.number = next(_numbers)
-        self.who: Identity
+        self.who: Principal
         self._frames = Frames(_HELLO_BYTES, self._decode)
         self._transport: asyncio.Transport
         self._peer: Peer
         self._token = ""
         self._version = m.VERSION
         self._requests: Requests | None = None
-        self._line: Line
+        self._line: TenantQueue
         self._hello_timer: asyncio.TimerHandle | None = None
         self._frame_timer: asyncio.TimerHandle | None = None
         self._unfinished_bytes = 0
@@ -398,7 +398,7 @@ class Connection(asyncio.BufferedProtocol):
         most = limits.batch_keys, limits.reserve_keys
         self.send(m.Welcome(self._version, self._shell.instance, frame_bytes, *most, (), VERSION))
 
-    def _identify(self) -> Identity:
+    def _identify(self) -> Principal:
         peer, now = self._peer, self._server.clock()
         known = self._shell.tenancy.registry
         return known.identify(peer.uid, peer.gids, self._token, now, self._among_operators)
@@ -448,7 +448,9 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- answers
 
-    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Explained | ac.Deny) -> None:
+    def answer(
+        self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
+    ) -> None:
         """See Asker."""
         # While requests are recorded, clients ask all keys of a long prompt, not every so many.
         gaps = isinstance(action, ac.Found) and (action.gaps or self._shell.recorder.running)
@@ -465,7 +467,7 @@ class Connection(asyncio.BufferedProtocol):
             self.send(m.Found(request, action.value, gaps, action.stored.blocks))
         elif isinstance(action, ac.Answer):
             self.send(m.Value(request, action.value))
-        elif isinstance(action, ac.Room):
+        elif isinstance(action, ac.Reserved):
             slots, status = action.slots.tobytes(), action.status.tobytes()
             lease = number_on_connection(action.lease)
             self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))

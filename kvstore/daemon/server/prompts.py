@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstore.core import actions as ac
 from kvstore.core.insight import hit_counters as hits
 from kvstore.core.requests.leases import number_on_connection
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.wire import messages as m
 
 
@@ -22,7 +22,7 @@ from kvstore.wire import messages as m
 class _Question:
     """A look-up or an acquire without an answer yet."""
 
-    space: Space
+    space: NamespaceEntry
     known: int
     step: int
 
@@ -31,7 +31,7 @@ class _Question:
 class _Leased:
     """Blocks that an engine reads, and the tier in which each was found."""
 
-    space: Space
+    space: NamespaceEntry
     sources: npt.NDArray[np.int16]
 
 
@@ -44,7 +44,7 @@ class Prompts:
         self._questions: dict[int, _Question] = {}
         self._leased: dict[int, _Leased] = {}
 
-    def asked(self, q: m.Lookup | m.Acquire, space: Space) -> None:
+    def asked(self, q: m.Lookup | m.Acquire, space: NamespaceEntry) -> None:
         """A question has come."""
         self._count(space, hits.REQUESTED, {hits.ALL_TIERS: min(q.asks, m.MAX_PROMPT_BLOCKS)})
         step = min(max(q.step, 1), m.MAX_PROMPT_BLOCKS) if isinstance(q, m.Lookup) else 1
@@ -84,7 +84,7 @@ class Prompts:
             self.released(m.Release(lease))
         self._questions.clear()
 
-    def _count(self, space: Space, what: str, blocks_by_tier: Mapping[int, int]) -> None:
+    def _count(self, space: NamespaceEntry, what: str, blocks_by_tier: Mapping[int, int]) -> None:
         tokens = space.layout.block_tokens if space.layout is not None else 0
         for tier, blocks in blocks_by_tier.items():
             if blocks:

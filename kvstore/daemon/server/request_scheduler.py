@@ -50,7 +50,7 @@ _LONG_FIELDS = "keys", "tokens", "checksums", "written"
 _STRANGERS = -1
 _OPERATORS = -2
 
-_Request = tuple["Line", Any, float]
+_Request = tuple["TenantQueue", Any, float]
 
 
 class Peer(Protocol):
@@ -79,7 +79,7 @@ class _Nobody:
         """See Peer."""
 
 
-class Line:
+class TenantQueue:
     """What one connection has sent and has not run yet."""
 
     __slots__ = (
@@ -96,7 +96,7 @@ class Line:
         "unread",
     )
 
-    def __init__(self, turns: Turns, peer: Peer, transport: asyncio.ReadTransport) -> None:
+    def __init__(self, turns: RequestScheduler, peer: Peer, transport: asyncio.ReadTransport) -> None:
         """Before `join`, messages run in turns of all strangers."""
         self._turns = turns
         self.peer = peer
@@ -133,7 +133,7 @@ class Line:
         self._turns.leave(self)
 
 
-class Turns:
+class RequestScheduler:
     """All lines of one daemon."""
 
     def __init__(
@@ -148,12 +148,12 @@ class Turns:
         self.connected: Counter[int] = Counter()
         self._loop = loop
         self._stopwatch = stopwatch
-        self._reading: FairQueue[Line] = FairQueue((1.0,), 1, _UNLIMITED, 1)
-        self._resting: FairQueue[Line] = FairQueue((1.0,), _READ_QUANTUM, _UNLIMITED, _READ_QUANTUM)
+        self._reading: FairQueue[TenantQueue] = FairQueue((1.0,), 1, _UNLIMITED, 1)
+        self._resting: FairQueue[TenantQueue] = FairQueue((1.0,), _READ_QUANTUM, _UNLIMITED, _READ_QUANTUM)
         self._running: FairQueue[_Request] = FairQueue((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
         self._queued: Counter[int] = Counter()
         self._queued_bytes: Counter[int] = Counter()
-        self._full: dict[int, dict[Line, None]] = {}
+        self._full: dict[int, dict[TenantQueue, None]] = {}
         self._rates: dict[int, float] = {}
         self._soon = False
         self._sweeping = False
@@ -180,14 +180,14 @@ class Turns:
         """Requests that are decoded and have not run."""
         return self._queued.total()
 
-    def line(self, peer: Peer, transport: asyncio.ReadTransport) -> Line:
+    def line(self, peer: Peer, transport: asyncio.ReadTransport) -> TenantQueue:
         """For a new connection."""
-        return Line(self, peer, transport)
+        return TenantQueue(self, peer, transport)
 
     # -- in
 
-    def feed(self, line: Line, messages: Iterator[Any]) -> None:
-        """See Line."""
+    def feed(self, line: TenantQueue, messages: Iterator[Any]) -> None:
+        """See TenantQueue."""
         start = self._stopwatch()
         if self._soon:
             self._put_off(line, messages, start)
@@ -211,7 +211,7 @@ class Turns:
         except Exception as error:
             line.peer.failed(error)
 
-    def _put_off(self, line: Line, messages: Iterator[Any], now: float) -> None:
+    def _put_off(self, line: TenantQueue, messages: Iterator[Any], now: float) -> None:
         if line.unread is None:
             line.unread, line.since = messages, now
         else:
@@ -220,13 +220,13 @@ class Turns:
         self._list(line)
         self._go_on_soon()
 
-    def _list(self, line: Line) -> None:
+    def _list(self, line: TenantQueue) -> None:
         if not line.listed:
             line.listed = True
             self._reading.put(_STRANGERS if line.tenant is None else line.tenant, 0, 1, line)
 
-    def rest(self, line: Line, nbytes: int) -> None:
-        """See Line."""
+    def rest(self, line: TenantQueue, nbytes: int) -> None:
+        """See TenantQueue."""
         if len(self.connected) <= 1 or line.rests or line.transport.is_closing():
             return
         line.rests = True
@@ -245,8 +245,8 @@ class Turns:
         _resume(line)
         return True
 
-    def leave(self, line: Line) -> None:
-        """See Line."""
+    def leave(self, line: TenantQueue) -> None:
+        """See TenantQueue."""
         line.gone, line.unread, line.peer = True, None, _Nobody()
         if line.tenant is not None:
             self.connected[line.tenant] -= 1
@@ -327,7 +327,7 @@ class Turns:
             self._list(line)
         return True
 
-    def _ahead(self, line: Line) -> int:
+    def _ahead(self, line: TenantQueue) -> int:
         """How many messages of a connection may wait decoded; it is not read on meanwhile.
 
         A tenant with a cap is rather told that it sent too much: that would only get old unread.
@@ -335,7 +335,7 @@ class Turns:
         """
         return 4 * self.queued_requests if line.tenant in self._rates else _AHEAD
 
-    def _queue(self, line: Line, tenant: int, message: Any) -> None:
+    def _queue(self, line: TenantQueue, tenant: int, message: Any) -> None:
         if self._queued[tenant] >= self.queued_requests and _refusable(message):
             self.refused += 1
             if not message.id:
@@ -364,7 +364,7 @@ class Turns:
                 self._list(line)
         return True
 
-    def _count(self, line: Line, message: Any, by: int) -> None:
+    def _count(self, line: TenantQueue, message: Any, by: int) -> None:
         assert line.tenant is not None
         line.queued += by
         self._queued[line.tenant] += by
@@ -377,13 +377,13 @@ class Turns:
             del self._queued[line.tenant], self._queued_bytes[line.tenant]
 
 
-def _pause(line: Line) -> None:
+def _pause(line: TenantQueue) -> None:
     if not line.paused:
         line.paused = True
         line.transport.pause_reading()
 
 
-def _resume(line: Line) -> None:
+def _resume(line: TenantQueue) -> None:
     """Reads on, unless there still is a reason not to."""
     if line.paused and line.unread is None and not line.rests:
         line.paused = False

@@ -22,8 +22,8 @@ from kvstore.daemon.operator.explain import namespaces_for
 from kvstore.daemon.runtime.executor import DRAM, Asker, Shell
 from kvstore.daemon.server.block_waits import KEYS_BYTES, Wait
 from kvstore.daemon.server.prompts import Prompts
-from kvstore.daemon.tenancy.auth import Identity, Role
-from kvstore.daemon.tenancy.namespaces import Numbering, Space
+from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Numbering
 from kvstore.daemon.tenancy.tenancy import refusal
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, SLOT_RECORD, Layout, check_tenant, slot_bytes
@@ -40,7 +40,7 @@ class Wire(Asker, Protocol):
     """The connection that requests come from."""
 
     number: int
-    who: Identity
+    who: Principal
 
     @property
     def uid(self) -> int:
@@ -71,7 +71,7 @@ class Woken:
 
     q: m.Acquire
     event: ev.Acquire
-    space: Space
+    space: NamespaceEntry
 
     @property
     def keys(self) -> bytes:
@@ -164,7 +164,7 @@ class Requests:
         tenancy.make_keys(name, ended)
         return False
 
-    def _space(self, q: Any, own: bool = False) -> Space | None:
+    def _space(self, q: Any, own: bool = False) -> NamespaceEntry | None:
         """The namespace that a request names; refuses it, and returns None, if the peer may not do that."""
         who, space = self._wire.who, self._spaces.at(q.namespace)
         if space is None:
@@ -181,7 +181,7 @@ class Requests:
             return space
         return None
 
-    def _opened_again(self, q: Any, space: Space) -> Space | None:
+    def _opened_again(self, q: Any, space: NamespaceEntry) -> NamespaceEntry | None:
         """A namespace that was closed, or has ended with all that its tenant had, opened again."""
         assert space.layout is not None
         again = self._shell.namespaces.find(space.tenant, space.fingerprint)
@@ -200,7 +200,7 @@ class Requests:
             self._spaces.set(q.namespace, again)
         return again
 
-    def _miss(self, q: Any, space: Space) -> None:
+    def _miss(self, q: Any, space: NamespaceEntry) -> None:
         """Answers a reader's request about a namespace that nobody has opened for writing yet."""
         if isinstance(q, m.Lookup | m.Acquire):
             self.prompts.asked(q, space)
@@ -258,7 +258,7 @@ class Requests:
             return False
         return True
 
-    def _acquire_later(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
+    def _acquire_later(self, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
         """When the first block is stored, here or on the network, or the wait ends without it."""
 
         def woken() -> None:
@@ -278,7 +278,7 @@ class Requests:
         event.namespace = space.number
         self._acquire_now(q, event, space)
 
-    def _acquire_now(self, q: m.Acquire, event: ev.Acquire, space: Space) -> None:
+    def _acquire_now(self, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
         if (remote := self._shell.remote) is None:
             self._ask(q, event)
         else:

@@ -37,7 +37,7 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Principal:
     """Who a peer is until `expires` (Unix time, s). An `operator` may use admin messages for every tenant."""
 
     tenant: int
@@ -51,7 +51,7 @@ class RefusedError(KVStoreError):
     """A peer that is nobody here. Says nothing about which tenants there are."""
 
 
-class Registry:
+class Authenticator:
     """All tenants of one daemon. Numbers stay what they are while the process lives; "default" has 0."""
 
     def __init__(self, config: Config, own_uid: int | None = None) -> None:
@@ -101,7 +101,7 @@ class Registry:
 
     def identify(
         self, uid: int, gids: Sequence[int], token: str, now: float, among_operators: bool = False
-    ) -> Identity:
+    ) -> Principal:
         """Who a peer is, by its token, else its user, else its groups, the primary one first.
 
         `now` is Unix time (s). `among_operators`: it has come by their socket. Raises RefusedError: the same
@@ -111,17 +111,17 @@ class Registry:
         if among_operators and not operator:
             raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
         if not self._configured:
-            return Identity(0, DEFAULT, Role.ADMIN, operator=operator or not self._apart)
+            return Principal(0, DEFAULT, Role.ADMIN, operator=operator or not self._apart)
         if token:
             return self._by_token(token, now)
         name = self._owner({uid}, "uids") or self._owner(gids[:1], "gids") or self._owner(gids[1:], "gids")
         if name is not None:
             return self._identity(name, self._configured[name].role, operator)
         if operator:
-            return Identity(0, DEFAULT, Role.ADMIN, operator=True)
+            return Principal(0, DEFAULT, Role.ADMIN, operator=True)
         raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
 
-    def _by_token(self, token: str, now: float) -> Identity:
+    def _by_token(self, token: str, now: float) -> Principal:
         known = [(each, name) for name, tenant in self._configured.items() for each in tenant.tokens]
         found = find_token(token, [each for each, _ in known])
         if found is None:
@@ -140,8 +140,8 @@ class Registry:
             raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
         return names[0] if names else None
 
-    def _identity(self, name: str, role: str, operator: bool, expires: float = math.inf) -> Identity:
-        return Identity(self._numbers[name], name, Role[role.upper()], operator, expires)
+    def _identity(self, name: str, role: str, operator: bool, expires: float = math.inf) -> Principal:
+        return Principal(self._numbers[name], name, Role[role.upper()], operator, expires)
 
 
 def new_token(random_bytes: bytes) -> str:

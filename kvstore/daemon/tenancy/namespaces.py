@@ -1,7 +1,7 @@
 """Namespaces by number and by whose they are; the domains that say who may map their extents.
 
-A namespace that is forgotten as a whole gets another number: connections keep the `Space`, and go on with it.
-A namespace that is closed has no number; a connection that uses it again has it opened again.
+A deleted namespace gets another number: connections keep the `NamespaceEntry`, and go on with it.
+A closed namespace has no number; a connection that uses it again opens it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULT = "default"
 
 
 @dataclass(eq=False, slots=True)
-class Space:
+class NamespaceEntry:
     """One namespace. `number` is the core's, 0 while it is not open there; `layout` None until it is named.
 
     `readers` are names of the tenants that it is published to, `domain` goes with them. `hits`: blocks of
@@ -49,22 +49,22 @@ class Namespaces:
     def __init__(self) -> None:
         self.fingerprints: dict[int, bytes] = {}
         self.lengths: dict[int, int] = {}
-        self._uses: Counter[Space] = Counter()
-        self._by_number: dict[int, Space] = {}
-        self._by_name: dict[tuple[int, bytes], Space] = {}
+        self._uses: Counter[NamespaceEntry] = Counter()
+        self._by_number: dict[int, NamespaceEntry] = {}
+        self._by_name: dict[tuple[int, bytes], NamespaceEntry] = {}
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def __iter__(self) -> Iterator[Space]:
+    def __iter__(self) -> Iterator[NamespaceEntry]:
         return iter(self._by_name.values())
 
-    def find(self, tenant: int, fingerprint: bytes) -> Space | None:
+    def find(self, tenant: int, fingerprint: bytes) -> NamespaceEntry | None:
         """A tenant's namespace, None if it has none of this layout."""
         return self._by_name.get((tenant, fingerprint))
 
-    def at(self, number: int) -> Space | None:
+    def at(self, number: int) -> NamespaceEntry | None:
         """The namespace that has a number now."""
         return self._by_number.get(number)
 
@@ -76,28 +76,28 @@ class Namespaces:
                 return self._last
         raise AssertionError("more namespaces than the core allows")
 
-    def add(self, space: Space) -> None:
+    def add(self, space: NamespaceEntry) -> None:
         """One more, or one that has another number now."""
         self._by_name[space.tenant, space.fingerprint] = space
         self._by_number[space.number] = space
         self.fingerprints[space.number] = space.fingerprint
         self.lengths[space.number] = space.block_bytes
 
-    def close(self, space: Space) -> int:
+    def close(self, space: NamespaceEntry) -> int:
         """It is being forgotten: no number is its own any more; the one that it had."""
         number, space.number = space.number, 0
         self._by_number.pop(number, None)
         return number
 
-    def remove(self, space: Space) -> None:
+    def remove(self, space: NamespaceEntry) -> None:
         """Nothing is known of it any more, but who has it open may open it anew."""
         self._by_name.pop((space.tenant, space.fingerprint), None)
 
-    def use(self, space: Space) -> None:
+    def use(self, space: NamespaceEntry) -> None:
         """A request goes on by itself for this namespace, which must not be closed before `drop`."""
         self._uses[space] += 1
 
-    def drop(self, space: Space) -> None:
+    def drop(self, space: NamespaceEntry) -> None:
         """Undoes `use`."""
         self._uses[space] -= 1
         if not self._uses[space]:
@@ -112,7 +112,7 @@ class Namespaces:
         """Nothing that has this number is left: it may be given again."""
         del self.fingerprints[number], self.lengths[number]
 
-    def of(self, tenant: int, revision: str = "", model: str = "") -> list[Space]:
+    def of(self, tenant: int, revision: str = "", model: str = "") -> list[NamespaceEntry]:
         """A tenant's namespaces; of one revision, of one model."""
         return [
             s
@@ -131,14 +131,14 @@ class Numbering:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._spaces: dict[int, Space] = {}
-        self._numbers: dict[Space, int] = {}
+        self._spaces: dict[int, NamespaceEntry] = {}
+        self._numbers: dict[NamespaceEntry, int] = {}
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._spaces)
 
-    def number_of(self, space: Space) -> int:
+    def number_of(self, space: NamespaceEntry) -> int:
         """The number of a namespace, a new one if it has none."""
         number = self._numbers.get(space, 0)
         if self.at(number) is None:
@@ -147,14 +147,14 @@ class Numbering:
             self.set(number, space)
         return number
 
-    def at(self, number: int) -> Space | None:
+    def at(self, number: int) -> NamespaceEntry | None:
         """The namespace of a number, which is used now; None if it is not known, or not any more."""
         space = self._spaces.pop(number, None)
         if space is not None:
             self._spaces[number] = space
         return space
 
-    def set(self, number: int, space: Space) -> None:
+    def set(self, number: int, space: NamespaceEntry) -> None:
         """From now on a number stands for this namespace."""
         self._forget(number)
         self._spaces[number] = space

@@ -18,8 +18,8 @@ from kvstore.core.capacity.quotas import UNLIMITED, Quota
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.daemon.operator import resizing
 from kvstore.daemon.runtime import policy_state
-from kvstore.daemon.tenancy.auth import Identity, Registry, Role
-from kvstore.daemon.tenancy.namespaces import Domains, Namespaces, Space
+from kvstore.daemon.tenancy.auth import Authenticator, Principal, Role
+from kvstore.daemon.tenancy.namespaces import Domains, NamespaceEntry, Namespaces
 from kvstore.errors import ConfigError, KVStoreError, MisuseError, TierError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -41,7 +41,7 @@ class Tenancy:
     """All tenants of one daemon and their namespaces."""
 
     def __init__(self, config: Config, shell: Shell) -> None:
-        self.registry = Registry(config)
+        self.registry = Authenticator(config)
         self.namespaces = Namespaces()
         self.domains = Domains()
         self._going: Counter[int] = Counter()
@@ -136,8 +136,8 @@ class Tenancy:
     # -- namespaces
 
     def open(
-        self, who: Identity, layout: Layout, owner: str = "", ttl_s: float = 0.0, waits: bool = False
-    ) -> tuple[Space | None, ac.Answer | ac.Deny]:
+        self, who: Principal, layout: Layout, owner: str = "", ttl_s: float = 0.0, waits: bool = False
+    ) -> tuple[NamespaceEntry | None, ac.Answer | ac.Deny]:
         """A namespace of one's own, made if absent, or one that its owner has published.
 
         A reader makes none unless it `waits` for a block: an absent one has number 0, and is not kept. Blocks
@@ -156,7 +156,7 @@ class Tenancy:
         configured = self._shell.config.tenants.get(who.name)
         default = (configured.ttl if configured is not None else None) or 0.0
         if space is None:
-            space = Space(0, fingerprint, who.tenant, layout.block_bytes, ttl_s=ttl_s or default)
+            space = NamespaceEntry(0, fingerprint, who.tenant, layout.block_bytes, ttl_s=ttl_s or default)
             space.domain = self.domains.of(who.tenant, who.name, frozenset())
         space.layout = layout
         if named and ttl_s in (0.0, space.ttl_s):
@@ -166,7 +166,7 @@ class Tenancy:
         space.ttl_s = ttl_s or space.ttl_s
         return self._open(space)
 
-    def _open(self, space: Space) -> tuple[Space | None, ac.Answer | ac.Deny]:
+    def _open(self, space: NamespaceEntry) -> tuple[NamespaceEntry | None, ac.Answer | ac.Deny]:
         number = space.number or self.namespaces.new_number()
         event = self._event(space, number)
         event.in_use = self.namespaces.in_use
@@ -189,7 +189,7 @@ class Tenancy:
         self.namespaces.remove(space)
         self._free((number,))
 
-    def _event(self, space: Space, number: int) -> ev.OpenNamespace:
+    def _event(self, space: NamespaceEntry, number: int) -> ev.OpenNamespace:
         extra = SEAL_BYTES if self._encrypts(self.registry.name(space.tenant)) else 0
         tokens = space.layout.block_tokens if space.layout is not None else 0
         return ev.OpenNamespace(
@@ -233,7 +233,7 @@ class Tenancy:
         if not changes:
             ended(None)
 
-    def restore(self, space: Space) -> bool:
+    def restore(self, space: NamespaceEntry) -> bool:
         """A namespace of which something was found, under its number if it has one; False: no room for it."""
         number = space.number or self.namespaces.new_number()
         event = self._event(space, number)
@@ -245,7 +245,7 @@ class Tenancy:
         self.namespaces.add(space)
         return True
 
-    def record(self, space: Space, devices: Iterable[NvmeTier] | None = None) -> None:
+    def record(self, space: NamespaceEntry, devices: Iterable[NvmeTier] | None = None) -> None:
         """Puts a namespace on record, before any block of it; on these devices, or on all."""
         layout = space.layout.to_map() if space.layout is not None else {"block_bytes": space.block_bytes}
         name = self.registry.name(space.tenant)
@@ -254,7 +254,7 @@ class Tenancy:
             record = Namespace(name, layout, space.fingerprint, readers=readers, ttl_s=space.ttl_s)
             device.put_namespace(space.number, record)
 
-    def found(self, number: int, record: Namespace) -> Space | None:
+    def found(self, number: int, record: Namespace) -> NamespaceEntry | None:
         """The namespace that is on record under a number; None if what is on record makes no sense."""
         tenant = self.known(record.tenant)
         if tenant is None:
@@ -266,15 +266,17 @@ class Tenancy:
             return None
         block_bytes = int(record.layout["block_bytes"])
         domain = self.domains.of(tenant, record.tenant, readers)
-        return Space(number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s)
+        return NamespaceEntry(
+            number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s
+        )
 
     # -- who may see what
 
-    def may_read(self, who: Identity, space: Space) -> bool:
+    def may_read(self, who: Principal, space: NamespaceEntry) -> bool:
         """Whether a tenant may read a namespace now."""
         return space.tenant == who.tenant or who.name in space.readers
 
-    def may_map(self, who: Identity, extent: int, writable: bool) -> bool:
+    def may_map(self, who: Principal, extent: int, writable: bool) -> bool:
         """Whether a tenant may map an extent of memory now."""
         tier = self._shell.memory_of(extent)
         if tier is None:
@@ -288,7 +290,7 @@ class Tenancy:
             s.domain == pool.domain and who.name in s.readers for s in self.namespaces
         )
 
-    def publish(self, asker: Asker, request: int, space: Space, readers: Sequence[str]) -> None:
+    def publish(self, asker: Asker, request: int, space: NamespaceEntry, readers: Sequence[str]) -> None:
         """From now on these tenants, and no others, may read a namespace; answered when that is durable."""
         names = frozenset(readers) - {self.registry.name(space.tenant)}
         if len(names) > _MOST_READERS:
@@ -305,7 +307,7 @@ class Tenancy:
 
     # -- ends
 
-    def forget(self, asker: Asker, request: int, spaces: Sequence[Space]) -> None:
+    def forget(self, asker: Asker, request: int, spaces: Sequence[NamespaceEntry]) -> None:
         """These namespaces of a tenant are empty from now on; answered when nothing is left, durably."""
         tenant = spaces[0].tenant
         if self._has_much_going(asker, request, tenant):
@@ -373,7 +375,7 @@ class Tenancy:
         )
 
     def _also_there(
-        self, asker: Asker, request: int, spaces: Sequence[Space], here: Callable[[Asker], None]
+        self, asker: Asker, request: int, spaces: Sequence[NamespaceEntry], here: Callable[[Asker], None]
     ) -> None:
         """Forgets namespaces `here`, and on the network, if there is one."""
         if self._shell.remote is None or not spaces:
@@ -381,7 +383,7 @@ class Tenancy:
         else:
             self._shell.remote.forget(asker, request, spaces, None, here)
 
-    def _tell(self, what: str, space: Space, detail: str = "") -> None:
+    def _tell(self, what: str, space: NamespaceEntry, detail: str = "") -> None:
         owner, id = self.registry.name(space.tenant), space.fingerprint.hex()
         self._shell.chronicle.add(what, tenant=owner, namespace=id, detail=detail)
 
@@ -393,7 +395,7 @@ class Tenancy:
         asker.answer(request, ac.Deny(request, "namespaces of this tenant are being forgotten", "", _RETRY_S))
         return True
 
-    def _close(self, tenant: int, spaces: Sequence[Space]) -> tuple[int, ...]:
+    def _close(self, tenant: int, spaces: Sequence[NamespaceEntry]) -> tuple[int, ...]:
         owner = self.registry.name(tenant)
         for space in spaces:
             self._shell.chronicle.closed(space.number, owner, space.fingerprint.hex())
@@ -436,7 +438,7 @@ class _Then:
         self._then = then
         self._at_last = at_last
 
-    def answer(self, request: int, action: ac.Grant | ac.Room | ac.Answer | ac.Deny) -> None:
+    def answer(self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Deny) -> None:
         """See Asker."""
 
         def ended(error: Exception | None) -> None:

@@ -26,7 +26,7 @@ _MODULES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BackendSettings:
     """What a backend is opened with.
 
     `limit_bytes` is for those that keep to one themselves (0: no limit); `password` of `user` where the
@@ -41,7 +41,7 @@ class Settings:
     credentials: str = "keys"
 
 
-def open_backend(settings: Settings) -> Backend:
+def open_backend(settings: BackendSettings) -> Backend:
     """The backend of a URL; nothing is asked of the system yet.
 
     Raises ConfigError for a URL that can't be one, or where a package is missing.
@@ -63,7 +63,7 @@ def open_network(config: Network) -> tuple[Backend | None, list[str]]:
         return None, []
     try:
         password = "" if config.password_file is None else config.password_file.read_text().strip()
-        settings = Settings(
+        settings = BackendSettings(
             config.url, config.limit, config.user, password, config.threads, config.credentials
         )
         return open_backend(settings), []

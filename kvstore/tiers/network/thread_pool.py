@@ -10,7 +10,7 @@ from queue import SimpleQueue
 _log = logging.getLogger(__name__)
 
 
-class Hands:
+class ThreadPool:
     """Up to `count` threads, started as they are needed. Jobs start in the order they came."""
 
     def __init__(self, name: str, count: int) -> None:

@@ -19,18 +19,18 @@ from functools import partial
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu
 from kvstore.errors import TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
-from kvstore.tiers.nvme.transforms import BouncedIO, TagError
+from kvstore.tiers.nvme.transforms import TagError, TransformedIO
 
 BUFFER_BYTES = 128 << 20
 _THREADS = 2
 
 Outcomes = list[OSError | None]
 
-_Waiting = tuple[BouncedIO, Callable[[Outcomes], None], bool]
+_Waiting = tuple[TransformedIO, Callable[[Outcomes], None], bool]
 
 
-class BouncingEngine:
-    """An `IOEngine` that takes `BouncedIO` too. Other blocks go straight to the inner engine."""
+class BounceBufferEngine:
+    """An `IOEngine` that takes `TransformedIO` too. Other blocks go straight to the inner engine."""
 
     def __init__(self, inner: IOEngine, buffer_bytes: int = BUFFER_BYTES) -> None:
         """Takes over `inner`. `buffer_bytes` is the most memory for blocks on their way, at least one's."""
@@ -47,13 +47,13 @@ class BouncingEngine:
 
     def submit(self, ios: Sequence[BlockIO], done: Callable[[Outcomes], None], urgent: bool = False) -> None:
         """See `IOEngine.submit`. A read whose block is another's has a `TagError`."""
-        bounced = [(i, io) for i, io in enumerate(ios) if isinstance(io, BouncedIO)]
+        bounced = [(i, io) for i, io in enumerate(ios) if isinstance(io, TransformedIO)]
         if not bounced:
             self._inner.submit(ios, done, urgent)
             return
         for io in ios:
             io.check()
-        plain = [i for i, io in enumerate(ios) if not isinstance(io, BouncedIO)]
+        plain = [i for i, io in enumerate(ios) if not isinstance(io, TransformedIO)]
         batch = _Batch(len(ios), len(bounced) + bool(plain), done)
         with self._changed:
             if self._closed:
@@ -90,7 +90,7 @@ class BouncingEngine:
         self._threads.shutdown()
         self._inner.close()
 
-    def _pin(self, io: BouncedIO, buffer: memoryview) -> None:
+    def _pin(self, io: TransformedIO, buffer: memoryview) -> None:
         """A GPU reaches pinned memory without a copy more."""
         if isinstance(io.buffer, DeviceBuffer):
             self._buffers.pin(buffer, io.buffer.gpu)
@@ -115,7 +115,7 @@ class BouncingEngine:
             else:
                 self._move(io, buffer, ended, urgent)
 
-    def _write(self, io: BouncedIO, buffer: memoryview, ended: Callable[[Outcomes], None]) -> None:
+    def _write(self, io: TransformedIO, buffer: memoryview, ended: Callable[[Outcomes], None]) -> None:
         try:
             self._pin(io, buffer)
             io.pack(buffer)
@@ -127,7 +127,7 @@ class BouncingEngine:
             self._move(io, buffer, ended, False)
 
     def _move(
-        self, io: BouncedIO, buffer: memoryview, ended: Callable[[Outcomes], None], urgent: bool
+        self, io: TransformedIO, buffer: memoryview, ended: Callable[[Outcomes], None], urgent: bool
     ) -> None:
         try:
             self._inner.submit([BlockIO(io.fd, io.offset, buffer, io.write)], ended, urgent)
@@ -135,7 +135,7 @@ class BouncingEngine:
             ended([OSError(errno.ESHUTDOWN, str(error))])
 
     def _ended(
-        self, io: BouncedIO, buffer: memoryview, done: Callable[[Outcomes], None], errors: Outcomes
+        self, io: TransformedIO, buffer: memoryview, done: Callable[[Outcomes], None], errors: Outcomes
     ) -> None:
         [error] = errors
         try:

@@ -28,7 +28,7 @@ from kvstore.types import SEAL_BYTES
 _NONCE_BYTES = 12
 
 
-class Seal:
+class BlockCipher:
     """Seals and opens the blocks of one namespace, payloads of `block_bytes`. Any thread, the GIL free."""
 
     def __init__(self, data_key: bytes, fingerprint: bytes, block_bytes: int) -> None:
@@ -60,7 +60,7 @@ class Seal:
         return AESGCM(blake3(name, key=self._data_key).digest())
 
 
-class Seals:
+class TenantKeys:
     """Which tenants of a folder are encrypted on NVMe, and their data keys.
 
     Any thread may call: who makes or destroys a key waits for the disk, and for others that do.
@@ -114,13 +114,13 @@ class Seals:
         """Whether the tenant has a data key."""
         return tenant in self._keys
 
-    def seal(self, tenant: str, fingerprint: bytes, block_bytes: int) -> Seal:
+    def seal(self, tenant: str, fingerprint: bytes, block_bytes: int) -> BlockCipher:
         """The seal of one namespace. A tenant without a data key gets one, which is durable then.
 
         TierError if it cannot be written.
         """
         data_key = self._keys.get(tenant) or self.make(tenant)
-        return Seal(data_key, fingerprint, block_bytes)
+        return BlockCipher(data_key, fingerprint, block_bytes)
 
     def make(self, tenant: str) -> bytes:
         """The tenant's data key, durable; a new one if it has none. TierError if it cannot be written."""

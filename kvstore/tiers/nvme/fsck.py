@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstore import arena
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.encryption import Seal, Seals
+from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.key_files import KeyFiles, MasterKey
 from kvstore.tiers.nvme.records import ID, Blocks, mapped
 from kvstore.tiers.nvme.recovery import strangers
@@ -131,7 +131,7 @@ def fsck(
         try:
             loaded = store.load()
             keys = set(KeyFiles(folder).load())
-            seals = Seals(folder, master, {}) if master is not None else None
+            seals = TenantKeys(folder, master, {}) if master is not None else None
             report = _check(folder, loaded, store.extent_bytes, limit_bytes, progress, keys, seals)
             if repair:
                 _repair(store, report)
@@ -147,7 +147,7 @@ def _check(
     limit_bytes: int | None,
     progress: Progress,
     keys: Set[str],
-    seals: Seals | None,
+    seals: TenantKeys | None,
 ) -> Report:
     paths = {int(p.stem): p for p in sorted(folder.glob("slabs/*.slab")) if p.stem.isdecimal()}
     sizes = {extent: path.stat().st_size for extent, path in paths.items()}
@@ -193,7 +193,7 @@ def _places(
 
 
 def _read(
-    loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress, seals: Seals | None
+    loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress, seals: TenantKeys | None
 ) -> None:
     """Reads the blocks of all good records in the order of the device and verifies them."""
     blocks, verdict = report.blocks, report.verdict
@@ -229,10 +229,10 @@ _Proof = Callable[[bytes, int, int, memoryview], bool]
 """Whether a slot holds the block of this key, length and checksum."""
 
 
-def _proofs(loaded: Loaded, seals: Seals | None) -> dict[int, _Proof]:
+def _proofs(loaded: Loaded, seals: TenantKeys | None) -> dict[int, _Proof]:
     """How blocks are verified, by namespace; sealed ones are left out where there are no seals."""
 
-    def proof(space: Namespace, seal: Seal | None) -> _Proof:
+    def proof(space: Namespace, seal: BlockCipher | None) -> _Proof:
         def prove(key: bytes, length: int, checksum: int, slot: memoryview) -> bool:
             if seal is not None:
                 payload = memoryview(bytearray(length))

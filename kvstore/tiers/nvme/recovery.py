@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.core.events import Restore
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.encryption import Seals
+from kvstore.tiers.nvme.encryption import TenantKeys
 from kvstore.tiers.nvme.journal import Journal, Loaded, Namespace
 from kvstore.tiers.nvme.records import Blocks, mapped
 from kvstore.tiers.nvme.slabs import Slabs
@@ -38,7 +38,7 @@ class Recovered:
     latest: float
 
 
-def recover(journal: Journal, slabs: Slabs, count: int, seals: Seals | None = None) -> Recovered:
+def recover(journal: Journal, slabs: Slabs, count: int, seals: TenantKeys | None = None) -> Recovered:
     """Opens the slabs of `count` extents on record, the lowest, and tells what is in them.
 
     Those beyond, records that name no slot of theirs, and sealed blocks without a data key are forgotten
@@ -83,7 +83,7 @@ def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) 
     return journal.load()
 
 
-def _without_key(loaded: Loaded, seals: Seals | None) -> list[int]:
+def _without_key(loaded: Loaded, seals: TenantKeys | None) -> list[int]:
     """Sealed namespaces that nobody can open."""
     sealed = [(n, space.tenant) for n, space in loaded.namespaces.items() if space.sealed]
     return [n for n, tenant in sealed if seals is None or not seals.can_open(tenant)]

@@ -22,22 +22,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Probe, Where
+from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK, Restore
 from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
-from kvstore.tiers.job_thread import Worker
-from kvstore.tiers.nvme.bounce_buffers import BouncingEngine
-from kvstore.tiers.nvme.encryption import Seal, Seals
+from kvstore.tiers.job_thread import JobThread
+from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
+from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.records import RecordBatch
 from kvstore.tiers.nvme.recovery import Recovered, recover
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import DEFAULT_TENANT
-from kvstore.tiers.nvme.transforms import DeviceIO, SealedIO, TagError
+from kvstore.tiers.nvme.transforms import DeviceIO, EncryptedIO, TagError
 from kvstore.tiers.results import Done, Results, finish_for_sure
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class NvmeTier:
         engine: IOEngine,
         limit_bytes: int,
         clock: Callable[[], float] = time.time,
-        seals: Seals | None = None,
+        seals: TenantKeys | None = None,
     ) -> None:
         """Takes over its parts, `clock` (s since 1970) for what records say. Most call `open`.
 
@@ -64,17 +64,17 @@ class NvmeTier:
         self._count = limit_bytes // self.extent_bytes
         self._journal = journal
         self._slabs = slabs
-        self._engine = BouncingEngine(engine)
+        self._engine = BounceBufferEngine(engine)
         self._seals = seals
-        self._seal_of: dict[int, Seal] = {}
+        self._seal_of: dict[int, BlockCipher] = {}
         self._clock = clock
         self._latest = 0.0
         self._formats: dict[int, int] = {}
         self._missing = list(range(self._count))
         self._taken = set(self._missing)
         self._stop = threading.Event()
-        self._worker = Worker("kvstore-slabs")
-        self._key_worker = Worker("kvstore-keys")
+        self._worker = JobThread("kvstore-slabs")
+        self._key_worker = JobThread("kvstore-keys")
         self._lock = threading.Lock()
         self._sync_extents: set[int] = set()
         self._sync = self._sync_slabs
@@ -94,9 +94,10 @@ class NvmeTier:
     ) -> NvmeTier:
         """The tier in a folder, made if absent; an old one keeps its extents' size. TierError: why not.
 
-        `encrypt` says of every configured tenant whether it is encrypted, `master` by which key: see `Seals`.
+        `encrypt` says of every configured tenant whether it is encrypted, `master` by which key: see
+        `TenantKeys`.
         """
-        seals = Seals(folder, master, encrypt)
+        seals = TenantKeys(folder, master, encrypt)
         journal = Journal.open(folder, extent_bytes)
         try:
             if limit_bytes < journal.extent_bytes:
@@ -379,7 +380,7 @@ class NvmeTier:
         """Calls `done` when every change so far is durable, or with the reason why it may not be."""
         self._journal.when_durable(done)
 
-    def drop(self, identity: Identity, where: Where) -> None:
+    def drop(self, identity: BlockIds, where: Where) -> None:
         """Deletes the records of blocks; what is on its way into these slots gets none."""
         number = next(self._drops)
         extents = np.unique(where.extent).tolist()
@@ -471,7 +472,7 @@ class NvmeTier:
 
     def _read(
         self,
-        identity: Identity,
+        identity: BlockIds,
         where: Where,
         slots: Sequence[Any],
         fingerprints: dict[int, bytes],
@@ -497,7 +498,7 @@ class NvmeTier:
 
     def _read_device(
         self,
-        identity: Identity,
+        identity: BlockIds,
         where: Where,
         slots: Sequence[Any],
         fingerprints: dict[int, bytes],
@@ -532,7 +533,7 @@ class NvmeTier:
 
     def _device_ios(
         self,
-        identity: Identity,
+        identity: BlockIds,
         where: Where,
         slots: Sequence[Any],
         lengths: dict[int, int],
@@ -548,14 +549,14 @@ class NvmeTier:
             if fingerprints is not None:
                 holds = partial(_holds, identity, i, fingerprints[number], length)
             if seal is not None:
-                ios.append(SealedIO(fd, offset, slots[i], write, seal, identity.key(i), size, holds))
+                ios.append(EncryptedIO(fd, offset, slots[i], write, seal, identity.key(i), size, holds))
             elif self._engine.device_memory and slots[i].nbytes == size:
                 ios.append(BlockIO(fd, offset, slots[i], write))
             else:
                 ios.append(DeviceIO(fd, offset, slots[i], write, size, length, holds))
         return ios
 
-    def _ios(self, identity: Identity, where: Where, slots: Sequence[Any], write: bool) -> list[BlockIO]:
+    def _ios(self, identity: BlockIds, where: Where, slots: Sequence[Any], write: bool) -> list[BlockIO]:
         ios = []
         places = zip(identity.namespace.tolist(), where.extent.tolist(), where.index.tolist(), strict=True)
         for i, (number, extent, index) in enumerate(places):
@@ -564,7 +565,7 @@ class NvmeTier:
             if seal is None:
                 ios.append(BlockIO(fd, offset, slots[i], write))
             else:
-                ios.append(SealedIO(fd, offset, slots[i], write, seal, identity.key(i), size))
+                ios.append(EncryptedIO(fd, offset, slots[i], write, seal, identity.key(i), size))
         return ios
 
     def _written(
@@ -629,7 +630,7 @@ class NvmeTier:
             raise
 
 
-def verify(identity: Identity, i: int, slot: memoryview, fingerprint: bytes, length: int) -> bool:
+def verify(identity: BlockIds, i: int, slot: memoryview, fingerprint: bytes, length: int) -> bool:
     """Whether a slot holds the bytes of block i."""
     seed = arena.seed(fingerprint, identity.key(i), length)
     return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
@@ -639,12 +640,12 @@ def _in_gpu(slots: Sequence[Memory]) -> bool:
     return bool(slots) and isinstance(slots[0], DeviceBuffer)
 
 
-def _holds(identity: Identity, i: int, fingerprint: bytes, length: int, slot: memoryview) -> bool:
+def _holds(identity: BlockIds, i: int, fingerprint: bytes, length: int, slot: memoryview) -> bool:
     return verify(identity, i, slot, fingerprint, length)
 
 
 def _verify_there(
-    identity: Identity,
+    identity: BlockIds,
     which: list[int],
     slots: Sequence[DeviceBuffer],
     fingerprints: dict[int, bytes],

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from kvstore.cuda.device import CudaError, DeviceBuffer, Stream
 from kvstore.tiers.base import BlockIO, Memory
-from kvstore.tiers.nvme.encryption import Seal
+from kvstore.tiers.nvme.encryption import BlockCipher
 
 Check: TypeAlias = Callable[[memoryview], bool]
 """Whether host memory holds the bytes that a block must have."""
@@ -28,7 +28,7 @@ class TagError(OSError):
     """What was read is not what was written as this block: it does not open, or does not match."""
 
 
-class BouncedIO(BlockIO):
+class TransformedIO(BlockIO):
     """A block that takes `slot_bytes` in the file, a multiple of `ALIGN`, and as many of a host buffer."""
 
     __slots__ = ()
@@ -45,20 +45,20 @@ class BouncedIO(BlockIO):
 
 
 @dataclass(slots=True)
-class SealedIO(BouncedIO):
+class EncryptedIO(TransformedIO):
     """One block that is sealed in the file and plain in `buffer`, where only its payload is read or written.
 
     `holds` looks at what was opened for a GPU, before it goes there; host memory is looked at by whoever
     reads.
     """
 
-    seal: Seal
+    seal: BlockCipher
     key: bytes
     slot_bytes: int
     holds: Check | None = None
 
     def pack(self, slot: memoryview) -> None:
-        """See BouncedIO."""
+        """See TransformedIO."""
         buffer = self.buffer
         if isinstance(buffer, DeviceBuffer):
             plain = _aside(buffer.nbytes)
@@ -67,7 +67,7 @@ class SealedIO(BouncedIO):
         self.seal.seal(self.key, buffer, slot)
 
     def unpack(self, slot: memoryview) -> bool:
-        """See BouncedIO."""
+        """See TransformedIO."""
         buffer = self.buffer
         if not isinstance(buffer, DeviceBuffer):
             return self.seal.open(self.key, slot, buffer)
@@ -79,7 +79,7 @@ class SealedIO(BouncedIO):
 
 
 @dataclass(slots=True)
-class DeviceIO(BouncedIO):
+class DeviceIO(TransformedIO):
     """One block of `length` bytes whose `buffer` is a GPU's memory, for an engine that cannot reach it.
 
     `holds` looks at what was read before it goes there.
@@ -90,13 +90,13 @@ class DeviceIO(BouncedIO):
     holds: Check | None = None
 
     def pack(self, slot: memoryview) -> None:
-        """See BouncedIO."""
+        """See TransformedIO."""
         lower(self._payload, slot[: self.length])
         # The buffer may have held another tenant's block.
         slot[self.length :] = bytes(len(slot) - self.length)
 
     def unpack(self, slot: memoryview) -> bool:
-        """See BouncedIO."""
+        """See TransformedIO."""
         if self.holds is not None and not self.holds(slot):
             return False
         lift(slot[: self.length], self._payload)

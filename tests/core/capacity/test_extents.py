@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.core.capacity.extents import Extents
-from kvstore.core.capacity.quotas import Pool
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.types import ALIGN, Geometry
 
-SMALL, LARGE = Pool(0, 0, ALIGN), Pool(0, 0, 3 * ALIGN)
+SMALL, LARGE = SlotPool(0, 0, ALIGN), SlotPool(0, 0, 3 * ALIGN)
 EXTENT = 12 * ALIGN
 
 
@@ -127,8 +127,8 @@ def test_more_than_the_limit_is_a_broken_invariant() -> None:
 
 def test_a_block_larger_than_an_extent_gets_none() -> None:
     e = make()
-    assert e.assign(Pool(0, 0, EXTENT + ALIGN)) is None
-    assert e.assign(Pool(0, 0, EXTENT)) == 0
+    assert e.assign(SlotPool(0, 0, EXTENT + ALIGN)) is None
+    assert e.assign(SlotPool(0, 0, EXTENT)) == 0
 
 
 def test_slots_are_bounded_and_every_extent_has_its_part() -> None:
@@ -151,7 +151,7 @@ def test_an_extent_can_always_be_cut_whatever_was_cut_before(steps: list[tuple[i
         if extent not in e.unassigned:
             e.leave(extent)
             e.withdraw(extent)
-        assert e.assign(Pool(0, 0, pages * ALIGN), extent) == extent
+        assert e.assign(SlotPool(0, 0, pages * ALIGN), extent) == extent
         spans = sorted((e.span(i).start, e.span(i).stop) for i in range(4) if i not in e.unassigned)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
@@ -214,7 +214,7 @@ class Machine(RuleBasedStateMachine):
         self.refs: dict[int, int] = {}
         self.owner: dict[int, int] = {}
         self.retired: set[int] = set()
-        self.assigned: dict[int, Pool] = {}
+        self.assigned: dict[int, SlotPool] = {}
         self.rows = 0
 
     def in_use(self) -> set[int]:
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
         return mine[which % (len(mine) + 1) :][:n]
 
     @rule(size=st.sampled_from([SMALL, LARGE]))
-    def assign(self, size: Pool) -> None:
+    def assign(self, size: SlotPool) -> None:
         extent = self.e.assign(size)
         assert (extent is None) == (len(self.assigned) == 3)
         if extent is not None:
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
             self.assigned[extent] = size
 
     @rule(size=st.sampled_from([SMALL, LARGE]), n=st.integers(0, 15))
-    def take(self, size: Pool, n: int) -> None:
+    def take(self, size: SlotPool, n: int) -> None:
         if size not in self.assigned.values():
             return
         free = self.e.free(size)

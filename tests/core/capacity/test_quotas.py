@@ -14,7 +14,7 @@ from kvstore.core import events as ev
 from kvstore.core.capacity.quotas import Holdings, Quota, giver
 from kvstore.core.placement import Limits
 from kvstore.core.transfers import devices
-from kvstore.core.transfers.devices import DEMAND, WRITE_BACK, Device
+from kvstore.core.transfers.devices import DEMAND, WRITE_BACK, DeviceQueue
 from kvstore.types import ALIGN
 from tests.core.world import World, joined, payload
 
@@ -589,7 +589,7 @@ def test_publication_is_answered_when_what_was_being_written_can_be_read() -> No
 def test_what_is_committed_into_the_old_domain_moves_on() -> None:
     w = world((A,), (B,))
     room = w.reserve(0, A, [b"a"])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     w.publish(A, SHARED)
     w.commit(0, room, w.fill(A, [b"a"], room))
     w.pass_time(1)
@@ -637,9 +637,9 @@ def expired(w: World) -> float:
     return w.now
 
 
-def room_of(w: World, client: int, namespace: int, keys: list[bytes], parent: bytes = b"") -> ac.Room:
+def room_of(w: World, client: int, namespace: int, keys: list[bytes], parent: bytes = b"") -> ac.Reserved:
     room = w.reserve(client, namespace, keys, parent)
-    assert isinstance(room, ac.Room), room
+    assert isinstance(room, ac.Reserved), room
     return room
 
 
@@ -828,7 +828,7 @@ def test_who_waits_for_or_writes_a_forgotten_namespace_is_told() -> None:
 def test_a_writer_of_a_forgotten_namespace_stores_nothing() -> None:
     w = world((A,))
     room = w.reserve(0, A, [b"a", b"b"])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     w.send(ev.Forget(99, (A,)))
     sums = np.zeros(2, np.uint64)
     assert w.commit(0, room, sums) == 0
@@ -1098,7 +1098,7 @@ def test_bytes_that_a_tenant_got_wrong_do_not_close_the_tier_for_others() -> Non
 
 
 def test_demand_goes_ahead_of_write_back() -> None:
-    d = Device()
+    d = DeviceQueue()
     for i in range(40):
         assert d.queue.put(1, WRITE_BACK, 4 << 20, i)
     started = list(d.next(0.0))
@@ -1111,7 +1111,7 @@ def test_demand_goes_ahead_of_write_back() -> None:
 
 
 def test_a_fenced_device_starts_nothing() -> None:
-    d = Device()
+    d = DeviceQueue()
     d.queue.put(1, DEMAND, 100, 1)
     [(_, kind, nbytes)] = d.next(0.0)
     d.queue.put(1, DEMAND, 100, 2)
@@ -1124,7 +1124,7 @@ def test_a_fenced_device_starts_nothing() -> None:
 
 
 def test_what_was_never_moved_is_not_counted_as_speed() -> None:
-    d = Device()
+    d = DeviceQueue()
     d.queue.put(1, DEMAND, 1 << 20, 1)
     list(d.next(0.0))
     d.ended(1.0, DEMAND, 1 << 20, 1 << 20)

@@ -175,7 +175,7 @@ def test_keys_without_room_were_denied() -> None:
     w.put(0, 1, [b"a", b"b", b"c"])
     w.acquire(0, 1, [b"a", b"b", b"c"])
     room = w.reserve(1, 1, [b"x", b"y", b"z"])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert room.status.tolist() == [ac.GRANTED, ac.DENIED, ac.DENIED]
     assert [decided(w, key) for key in (b"x", b"y", b"z")] == [[], [("denied", "dram")], [("denied", "dram")]]
 

@@ -57,7 +57,7 @@ class Node:
         return calls
 
     def reserve(self, event: ev.Reserve) -> None:
-        [self.room] = [a for a in self.send(event) if isinstance(a, ac.Room)]
+        [self.room] = [a for a in self.send(event) if isinstance(a, ac.Reserved)]
 
     def invalidate(self, first: int, last: int) -> int:
         """How many calls it took."""

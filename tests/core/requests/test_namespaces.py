@@ -65,7 +65,7 @@ def test_one_that_has_lost_its_blocks_is_closed_and_its_number_starts_anew() -> 
 
 def reserved(w: World) -> Callable[[], object]:
     room = w.reserve(0, 11, [b"k"])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     return lambda: w.send(ev.Abort(0, room.lease))
 
 

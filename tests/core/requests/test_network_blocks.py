@@ -28,7 +28,7 @@ def shared(rule: Rule | None = None, nvme: int = 0) -> World:
 def put(w: World, keys: list[bytes] = CHAIN, loading: bool = False) -> list[bytes]:
     """Stores a chain; what is offered because of that."""
     room = w.ask(ev.Reserve(0, 1, 1, joined(keys), b"", 0.0, loading=loading))
-    assert isinstance(room, ac.Room), room
+    assert isinstance(room, ac.Reserved), room
     w.commit(1, room, w.fill(1, keys, room))
     return offered(w)
 
@@ -120,7 +120,7 @@ def test_what_comes_from_the_network_is_not_weighed() -> None:
     for turn in range(20):
         key = b"l%04d" % turn
         room = w.ask(ev.Reserve(0, 1, 1, joined([key]), b"", 0.0, loading=True))
-        assert isinstance(room, ac.Room), room
+        assert isinstance(room, ac.Reserved), room
         loaded += w.commit(1, room, w.fill(1, [key], room)) if room.lease else 0
     assert loaded == 20
     assert w.p.counters["refused_blocks"] == refused

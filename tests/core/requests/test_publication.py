@@ -54,7 +54,7 @@ def test_what_is_not_read_yet_is_not_told() -> None:
     world = World()
     world.open(1)
     room = world.reserve(1, 1, [A])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert not moved(world.actions)
     assert not moved(world.send(ev.Tell(1, joined([A]))))
     world.send(ev.Abort(1, room.lease))
@@ -66,7 +66,7 @@ def test_nothing_is_told_unless_somebody_wants_to_know() -> None:
     world.open(1)
     world.p.residency.telling = False
     actions = world.p.handle(ev.Reserve(9, 1, 1, joined([A]), b"", world.now), world.now)
-    [room] = [action for action in actions if isinstance(action, ac.Room)]
+    [room] = [action for action in actions if isinstance(action, ac.Reserved)]
     sums = world.fill(1, [A], room)
     assert not moved(world.p.handle(ev.Commit(10, 1, room.lease, sums, sums > 0), world.now))
     assert not moved(world.p.handle(ev.Tell(1, joined([A])), world.now))

@@ -373,7 +373,7 @@ def test_what_earns_less_than_what_is_stored_is_refused() -> None:
     assert w.p.counters["refused_blocks"] > 50
     assert w.p.counters["denied_blocks"] == 0
     room = w.reserve(0, 1, [b"once%d" % k for k in range(4)])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert (room.status.tolist(), room.lease) == ([ac.DENIED] * 4, 0)
     assert room.why == "worth less than what is stored"
     assert len(w.get(1, OFTEN)) == 8
@@ -391,7 +391,7 @@ def test_where_all_is_in_use_there_is_no_room_whatever_it_is_worth() -> None:
     w = lessons(nvme=0)
     w.acquire(0, 1, OFTEN)
     room = w.reserve(0, 1, [b"once"])
-    assert isinstance(room, ac.Room)
+    assert isinstance(room, ac.Reserved)
     assert room.why == "no room"
     assert w.p.counters["denied_blocks"] == 1
 

@@ -391,7 +391,7 @@ def test_a_take_costs_the_same_with_a_thousand_tenants_as_with_ten() -> None:
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal count
-            count += event == "line" and frame.f_code.co_filename.endswith("schedule.py")
+            count += event == "line" and frame.f_code.co_filename.endswith("fair_queue.py")
             return trace
 
         before = sys.gettrace()

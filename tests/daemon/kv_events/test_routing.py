@@ -17,7 +17,7 @@ from kvstore import Client, Layout
 from kvstore.daemon.kv_events import publisher
 from kvstore.daemon.kv_events.publisher import CLEARED, Publisher, Removed, Stored
 from kvstore.errors import ConfigError, MisuseError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import chain_keys
 from tests.daemons import BLOCK, SMALL, WITH_NVME, eventually, idle, log_of, payloads
 
@@ -113,9 +113,9 @@ class Router:
 
 
 @contextmanager
-def routed(settings: Any, **more: Any) -> Iterator[tuple[ServedDaemon, Client, Any, Router]]:
+def routed(settings: Any, **more: Any) -> Iterator[tuple[LocalDaemon, Client, Any, Router]]:
     """A daemon that publishes, a client, a namespace and a subscriber that has been heard of."""
-    with ServedDaemon({**settings, **EVENTS, **more}) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon({**settings, **EVENTS, **more}) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns = client.namespace(layout())
         put(ns, 1, 1 << 20)  # so that there is a topic
         router = Router(address(client))
@@ -242,7 +242,7 @@ def test_of_shards_the_first_is_announced_and_models_have_topics() -> None:
 
 def test_only_the_tenants_that_are_named_are_published() -> None:
     settings = {**SMALL, "events": {**EVENTS["events"], "tenants": ["nobody"]}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url) as client:
         put(client.namespace(layout()), 3)
         assert client.status()["events"] == client.status()["events"] | {"blocks": 0, "batches": 0}
 
@@ -293,7 +293,7 @@ def test_what_was_missed_is_repeated_from_the_number_on_that_one_names(tmp_path:
 
 def test_after_a_restart_nothing_holds_until_a_writer_says_it_again(tmp_path: Path) -> None:
     events = {"listen": f"ipc://{tmp_path}/events", "node": "node-1"}
-    with ServedDaemon({**WITH_NVME, "events": events}) as daemon:
+    with LocalDaemon({**WITH_NVME, "events": events}) as daemon:
         router, keys = Router(events["listen"]), prompt(8)[1]
         for crash in (False, True):
             with Client(daemon.url, deadline_s=5) as client:
@@ -336,7 +336,7 @@ def test_who_does_not_read_holds_up_nobody() -> None:
 
 
 def test_of_tokens_each_block_must_have_all() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
         ns, (tokens, keys) = client.namespace(layout()), prompt(3)
         with pytest.raises(MisuseError, match="11 tokens for 3 keys"):
             ns.put(keys, payloads(keys), tokens=tokens[:-1])
@@ -347,7 +347,7 @@ def test_of_tokens_each_block_must_have_all() -> None:
 def test_an_address_that_is_taken_is_a_problem_and_the_daemon_serves(tmp_path: Path) -> None:
     with routed(SMALL) as (_, client, _, _):
         taken = address(client)
-        with ServedDaemon({**SMALL, "events": {"listen": taken}}) as other, Client(other.url) as theirs:
+        with LocalDaemon({**SMALL, "events": {"listen": taken}}) as other, Client(other.url) as theirs:
             [problem] = theirs.status()["problems"]
             assert "events.listen" in problem
             assert put(theirs.namespace(layout()), 2)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout, errors
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Name
 from kvstore.wire import messages as m
@@ -66,7 +66,7 @@ def nodes(url: str, n: int = 2, settings: Any = SMALL, **more: Any) -> Iterator[
     with ExitStack() as stack:
         clients = []
         for _ in range(n):
-            daemon = stack.enter_context(ServedDaemon({**settings, "network": {"url": url, **FAST, **more}}))
+            daemon = stack.enter_context(LocalDaemon({**settings, "network": {"url": url, **FAST, **more}}))
             client = stack.enter_context(Client(daemon.url, deadline_s=20, strict=True))
             client.daemon = daemon  # type: ignore[attr-defined]
             eventually(lambda client=client: network(client)["usable"])
@@ -298,7 +298,7 @@ def test_waiting_ends_when_its_time_is_over(shared: str) -> None:
 
 
 def test_waiting_needs_no_network() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5, strict=True) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(3)
         later = threading.Timer(0.2, lambda: ns.put(keys, payloads(keys)))
         later.start()
@@ -421,7 +421,7 @@ def test_a_network_tier_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
         ("gopher://x", "names no system"),
         (f"file://{tmp_path}/absent/deeper", "absent"),
     ):
-        with ServedDaemon({**SMALL, "network": {"url": url}}) as daemon, Client(daemon.url) as client:
+        with LocalDaemon({**SMALL, "network": {"url": url}}) as daemon, Client(daemon.url) as client:
             status = client.status()
             problems = " ".join(status["problems"])
             if status["network"] is not None:
@@ -435,7 +435,7 @@ def test_a_network_tier_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
 
 def test_a_password_stays_out_of_the_url() -> None:
     with pytest.raises(errors.ConfigError, match=r"network\.url has a password"):
-        ServedDaemon({"network": {"url": "redis://me:secret@host"}}).__enter__()
+        LocalDaemon({"network": {"url": "redis://me:secret@host"}}).__enter__()
 
 
 def test_two_daemons_say_what_they_did(shared: str) -> None:
@@ -465,7 +465,7 @@ def test_a_read_that_takes_too_long_is_asked_once_more() -> None:
 
 
 def test_nobody_waits_for_too_much_at_once() -> None:
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         with greeted(daemon) as (peer, number):
             for i in range(65):
                 peer.send(m.Acquire(100 + i, number, 32, bytes(32), 5.0, 0.0, "", 5.0))
@@ -484,7 +484,7 @@ def test_whatever_happens_between_two_nodes_nothing_wrong_is_served(folder: Path
     network_of = {"url": f"file://{folder}", **FAST}
     with ExitStack() as stack:
         settings = {**WITH_NVME, "network": network_of}
-        daemons = [stack.enter_context(ServedDaemon(settings)) for _ in range(2)]
+        daemons = [stack.enter_context(LocalDaemon(settings)) for _ in range(2)]
         clients = [stack.enter_context(Client(daemon.url, deadline_s=10)) for daemon in daemons]
         for client in clients:
             eventually(lambda client=client: network(client)["usable"])

@@ -20,7 +20,7 @@ from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator import devices
 from kvstore.daemon.runtime.executor import Shell
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.serving import OPERATE, ServedAdmin, problem, settings
 from tests.admin.test_changes import change
 from tests.daemons import (
@@ -50,9 +50,9 @@ def second(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
+def daemon(tmp_path: Path) -> Iterator[LocalDaemon]:
     """One device of 64 MiB; changes are kept."""
-    with ServedDaemon({**WITH_NVME, "daemon": {"changes": tmp_path / "changes.json"}}) as served:
+    with LocalDaemon({**WITH_NVME, "daemon": {"changes": tmp_path / "changes.json"}}) as served:
         yield served
 
 
@@ -95,7 +95,7 @@ def whole(client: Client) -> bool:
 
 
 def test_two_devices_share_what_is_stored_and_both_are_there_after_a_crash(second: Path) -> None:
-    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
         eventually(lambda: idle(client.status()))
@@ -113,7 +113,7 @@ def test_two_devices_share_what_is_stored_and_both_are_there_after_a_crash(secon
 
 
 def test_a_device_that_comes_takes_its_part_and_stays_over_restarts(
-    daemon: ServedDaemon, second: Path
+    daemon: LocalDaemon, second: Path
 ) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
@@ -135,7 +135,7 @@ def test_a_device_that_comes_takes_its_part_and_stays_over_restarts(
         assert not kinds, "it was there from the start"
 
 
-def test_a_device_that_goes_is_emptied_and_may_come_again(daemon: ServedDaemon, second: Path) -> None:
+def test_a_device_that_goes_is_emptied_and_may_come_again(daemon: LocalDaemon, second: Path) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         ns = client.namespace(layout)
@@ -162,7 +162,7 @@ def test_a_device_that_goes_is_emptied_and_may_come_again(daemon: ServedDaemon, 
         assert "Traceback" not in log_of(daemon)
 
 
-def test_reads_and_writes_go_on_while_a_device_comes_and_goes(daemon: ServedDaemon, second: Path) -> None:
+def test_reads_and_writes_go_on_while_a_device_comes_and_goes(daemon: LocalDaemon, second: Path) -> None:
     wrong: list[str] = []
     done = threading.Event()
     layout, keys = new_layout(), names(N)
@@ -194,7 +194,7 @@ def test_reads_and_writes_go_on_while_a_device_comes_and_goes(daemon: ServedDaem
         assert client.status()["counters"].get("quarantined_blocks", 0) == 0
 
 
-def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: ServedDaemon, second: Path) -> None:
+def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: LocalDaemon, second: Path) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         add(client, second)
@@ -222,7 +222,7 @@ def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: ServedDa
     ],
 )
 def test_what_is_no_device_is_refused_and_changes_nothing(
-    daemon: ServedDaemon, tmp_path: Path, path: str, said: str, hint: str
+    daemon: LocalDaemon, tmp_path: Path, path: str, said: str, hint: str
 ) -> None:
     (tmp_path / "a file").touch()
     (tmp_path / "full" / "photos").mkdir(parents=True)
@@ -237,14 +237,14 @@ def test_what_is_no_device_is_refused_and_changes_nothing(
 
 
 def test_a_daemon_without_nvme_can_have_no_second_device(second: Path) -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
         with pytest.raises(DeniedError, match="no first one") as refused:
             add(client, second)
         assert refused.value.hint == "set nvme.path"
 
 
 def test_a_device_that_cannot_be_opened_at_a_start_is_left_out_and_said(second: Path) -> None:
-    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
         eventually(lambda: idle(client.status()))
@@ -265,7 +265,7 @@ def test_a_device_that_cannot_be_opened_at_a_start_is_left_out_and_said(second: 
 
 @pytest.mark.parametrize("forgets", [True, False])
 def test_what_was_forgotten_while_a_device_was_away_does_not_come_back(second: Path, forgets: bool) -> None:
-    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
         eventually(lambda: idle(client.status()))
@@ -303,10 +303,10 @@ def test_a_device_of_another_node_brings_no_block_into_another_namespace(
 ) -> None:
     theirs, ours, keys = new_layout(), new_layout(), names(400)
     another = {**WITH_NVME, "nvme": {"path": second}}
-    with ServedDaemon(another) as other, Client(other.url, strict=True) as client:
+    with LocalDaemon(another) as other, Client(other.url, strict=True) as client:
         store(client.namespace(theirs), keys)
         eventually(lambda: idle(client.status()))
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         store(client.namespace(ours), keys[:100])
         eventually(lambda: idle(client.status()))
         daemon.stop()
@@ -323,7 +323,7 @@ def test_a_device_of_another_node_brings_no_block_into_another_namespace(
 def test_a_tenant_has_its_limit_over_all_devices_together(second: Path) -> None:
     tenants = {"small": {"uids": [os.getuid()], "role": "admin", "nvme": {"limit": 16 * MIB}}}
     settings = both(second, tenants=tenants)
-    with ServedDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         store(client.namespace(new_layout()), names(N))
         eventually(lambda: idle(client.status()))
         parts = client.control("tenant", name="small")["tiers"]
@@ -336,7 +336,7 @@ def test_floors_that_devices_cannot_keep_in_whole_extents_are_refused(second: Pa
     tenants = {f"t{i}": {"uids": [70000 + i], "nvme": {"floor": 8 * MIB}} for i in range(8)}
     tenants["me"] = {"uids": [os.getuid()], "role": "admin"}
     settings = {**WITH_NVME, "tenants": tenants}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, strict=True) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True) as client:
         with pytest.raises(DeniedError, match=r"floors of nvme1? take"):
             add(client, second, 8)
         assert gone(client)
@@ -350,7 +350,7 @@ def test_sealed_blocks_are_sealed_on_every_device(second: Path, tmp_path: Path) 
     tenants = {"me": {"uids": [os.getuid()], "role": "admin", "encrypt": True}}
     changes = {"changes": tmp_path / "changes.json"}
     sealed = {**WITH_NVME, "tenants": tenants, "encryption": {"key_file": key}, "daemon": changes}
-    with ServedDaemon(sealed) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(sealed) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         ns = client.namespace(layout)
         store(ns, keys[:50])
@@ -369,7 +369,7 @@ def test_sealed_blocks_are_sealed_on_every_device(second: Path, tmp_path: Path) 
 
 
 def test_one_device_that_stops_answering_keeps_nobody_from_the_other(second: Path) -> None:
-    with ServedDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         ns = client.namespace(layout)
         store(ns, keys)
@@ -386,7 +386,7 @@ def test_one_device_that_stops_answering_keeps_nobody_from_the_other(second: Pat
 
 
 def test_fsck_and_doctor_look_at_every_device(second: Path) -> None:
-    with ServedDaemon(both(second)) as daemon:
+    with LocalDaemon(both(second)) as daemon:
         with Client(daemon.url, strict=True, deadline_s=10) as client:
             store(client.namespace(new_layout()), names(400))
             eventually(lambda: idle(client.status()))
@@ -436,7 +436,7 @@ def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
 def test_a_device_over_rest(tmp_path: Path, second: Path) -> None:
     kept = {"changes": tmp_path / "changes.json"}
     with (
-        ServedDaemon({**WITH_NVME, "daemon": kept, "admin": settings()}) as daemon,
+        LocalDaemon({**WITH_NVME, "daemon": kept, "admin": settings()}) as daemon,
         ServedAdmin(daemon) as admin,
     ):
         path, wanted = "/v1/devices/nvme1/settings", {"path": str(second), "limit": 64 * MIB}
@@ -470,7 +470,7 @@ def test_a_device_over_rest(tmp_path: Path, second: Path) -> None:
         eventually(lambda: b'tier="nvme1"' not in admin.get("/metrics", OPERATE).body)
 
 
-def test_devices_by_commands(daemon: ServedDaemon, second: Path) -> None:
+def test_devices_by_commands(daemon: LocalDaemon, second: Path) -> None:
     socket = ("--socket", str(daemon.socket))
     tried = cli("device", "add", "nvme1", str(second), "--limit", "64MiB", "--dry-run", *socket)
     assert (tried.returncode, tried.stderr) == (0, "")
@@ -492,7 +492,7 @@ def test_devices_by_commands(daemon: ServedDaemon, second: Path) -> None:
 
 
 def test_a_reload_adds_and_removes_what_the_file_says(second: Path) -> None:
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True) as client:
         config = daemon.folder / "kvstore.toml"
         before = config.read_text()
         config.write_text(f'{before}\n[nvme.devices.nvme1]\npath = "{second}"\nlimit = "64MiB"\n')

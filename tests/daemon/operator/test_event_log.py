@@ -13,23 +13,23 @@ import pytest
 
 from kvstore import Client
 from kvstore.core.insight.decision_log import DecisionKind
-from kvstore.core.transfers.devices import Device
-from kvstore.daemon.operator.event_log import MOST_EVENTS, Chronicle
+from kvstore.core.transfers.devices import DeviceQueue
+from kvstore.daemon.operator.event_log import MOST_EVENTS, EventLog
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.serving import VIEW, ServedAdmin, problem, settings
 from tests.core.insight.test_explain import rows_of
 from tests.daemons import SMALL, WITH_NVME, eventually, got, log_of, names, new_layout, payloads
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**WITH_NVME, "admin": settings()}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**WITH_NVME, "admin": settings()}) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10, strict=True) as made:
         yield made
 
@@ -53,7 +53,7 @@ def fingerprint(ns: Any) -> str:
     return str(ns.layout.fingerprint("default").hex())
 
 
-def test_a_daemon_tells_that_it_has_started_and_when(daemon: ServedDaemon, client: Client) -> None:
+def test_a_daemon_tells_that_it_has_started_and_when(daemon: LocalDaemon, client: Client) -> None:
     [first] = client.control("events", limit=1)["events"]
     assert (first["number"], first["what"], first["detail"]) == (1, "started", f"pid {daemon.pid}")
     up_s = client.status()["uptime_s"]
@@ -130,7 +130,7 @@ def test_what_was_decided_keeps_its_namespace_when_that_is_forgotten(client: Cli
     assert [(e["tenant"], e["namespace"]) for e in gone] == [("default", fingerprint(ns))] * 3
 
 
-def test_a_reload_is_told_with_what_changed(daemon: ServedDaemon, client: Client) -> None:
+def test_a_reload_is_told_with_what_changed(daemon: LocalDaemon, client: Client) -> None:
     before, file = latest(client), daemon.folder / "kvstore.toml"
     text = file.read_text()
     file.write_text(text.replace("[scrub]\nrate = 0", "[scrub]\nrate = 4096"))
@@ -141,7 +141,7 @@ def test_a_reload_is_told_with_what_changed(daemon: ServedDaemon, client: Client
     assert event["detail"] in log_of(daemon)
 
 
-def test_a_bad_copy_is_told(daemon: ServedDaemon, client: Client) -> None:
+def test_a_bad_copy_is_told(daemon: LocalDaemon, client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(1, "bad"), latest(client)
     ns.put(keys, payloads(keys))
     with ns.acquire(keys) as lease:
@@ -154,7 +154,7 @@ def test_a_bad_copy_is_told(daemon: ServedDaemon, client: Client) -> None:
     assert (event["tier"], event["key"]) == ("dram", keys[0].hex())
 
 
-def spoil(daemon: ServedDaemon, copy: dict[str, Any], there: bytes) -> None:
+def spoil(daemon: LocalDaemon, copy: dict[str, Any], there: bytes) -> None:
     """Alters a byte of a block in memory, as a bad chip would."""
     for fd in os.listdir(f"/proc/{daemon.pid}/fd"):
         path = f"/proc/{daemon.pid}/fd/{fd}"
@@ -173,7 +173,7 @@ def spoil(daemon: ServedDaemon, copy: dict[str, Any], there: bytes) -> None:
 
 
 def test_after_a_restart_numbers_begin_anew_under_another_name() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns, keys = client.namespace(new_layout()), names(3)
         ns.put(keys, payloads(keys))
         ns.invalidate(keys)
@@ -203,7 +203,7 @@ def test_what_makes_no_sense_is_refused(client: Client, more: dict[str, Any], sa
 # -- the ring
 
 
-def chronicle(most: int = 4) -> tuple[Chronicle, Callable[[int], None]]:
+def chronicle(most: int = 4) -> tuple[EventLog, Callable[[int], None]]:
     """One over a ring of 16 decisions, and how to have it decide about so many blocks."""
     ring, rows, _, _ = rows_of(16)
     nobody = SimpleNamespace(at=lambda _: None, fingerprints={})
@@ -211,14 +211,14 @@ def chronicle(most: int = 4) -> tuple[Chronicle, Callable[[int], None]]:
     shell: Any = SimpleNamespace(
         placement=placement, namespaces=nobody, now=lambda: 5.0, clock=lambda: 1000.0, instance=b"i"
     )
-    return Chronicle(shell, most), lambda n: ring.record(DecisionKind.DROPPED, 0, rows[:n], 3.0)
+    return EventLog(shell, most), lambda n: ring.record(DecisionKind.DROPPED, 0, rows[:n], 3.0)
 
 
 def told(page: dict[str, Any]) -> list[tuple[int, str]]:
     return [(event["number"], event["detail"] or event["what"]) for event in page["events"]]
 
 
-TIER = SimpleNamespace(spec=SimpleNamespace(name="nvme"), device=Device())
+TIER = SimpleNamespace(spec=SimpleNamespace(name="nvme"), device=DeviceQueue())
 
 
 def test_both_kinds_are_in_the_order_in_which_they_came() -> None:
@@ -280,7 +280,7 @@ def test_a_device_that_changes_is_told_once() -> None:
 # -- by REST
 
 
-def test_the_same_by_rest(daemon: ServedDaemon, client: Client) -> None:
+def test_the_same_by_rest(daemon: LocalDaemon, client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(150), latest(client)
     ns.put(keys, payloads(keys))
     ns.invalidate(keys)

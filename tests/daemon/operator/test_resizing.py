@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import (
     BLOCK,
     SMALL,
@@ -33,9 +33,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
+def daemon(tmp_path: Path) -> Iterator[LocalDaemon]:
     kept = {"changes": tmp_path / "changes.json"}
-    with ServedDaemon({**WITH_NVME, "daemon": kept}) as served:
+    with LocalDaemon({**WITH_NVME, "daemon": kept}) as served:
         yield served
 
 
@@ -50,7 +50,7 @@ def settled(client: Client, name: str, mib: int) -> dict[str, Any]:
     )
 
 
-def slabs(daemon: ServedDaemon) -> list[str]:
+def slabs(daemon: LocalDaemon) -> list[str]:
     folder = daemon.folder / "nvme" / "slabs"
     sizes = {}
     for path in folder.iterdir():
@@ -82,7 +82,7 @@ def stored(ns: Any, keys: list[bytes]) -> int:
 
 def test_more_dram_keeps_more_blocks_and_less_keeps_fewer_all_of_them_right() -> None:
     settings = {**SMALL, "policy": {"eviction": "lru"}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         settled(client, "dram", 16)
         ns, keys = client.namespace(new_layout()), names(1800)
         store(ns, keys)
@@ -107,7 +107,7 @@ def test_more_dram_keeps_more_blocks_and_less_keeps_fewer_all_of_them_right() ->
         check_limits(client.status())
 
 
-def test_readers_and_writers_go_on_while_dram_shrinks_and_grows(daemon: ServedDaemon) -> None:
+def test_readers_and_writers_go_on_while_dram_shrinks_and_grows(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         settled(client, "dram", 16)
         layout, keys = new_layout(), names(600)
@@ -148,7 +148,7 @@ def test_readers_and_writers_go_on_while_dram_shrinks_and_grows(daemon: ServedDa
 
 
 def test_what_is_leased_or_pinned_is_waited_for() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         settled(client, "dram", 16)
         ns, keys = client.namespace(new_layout()), names(900)
         store(ns, keys)
@@ -167,7 +167,7 @@ def test_what_is_leased_or_pinned_is_waited_for() -> None:
         assert got(ns, keys[:4]) == 4, "what is pinned stays"
 
 
-def test_nvme_grows_and_shrinks_with_its_files_and_a_restart_finds_all_of_it(daemon: ServedDaemon) -> None:
+def test_nvme_grows_and_shrinks_with_its_files_and_a_restart_finds_all_of_it(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         settled(client, "nvme", 64)
         assert len(slabs(daemon)) == 8
@@ -197,7 +197,7 @@ def test_nvme_grows_and_shrinks_with_its_files_and_a_restart_finds_all_of_it(dae
 def test_after_a_kill_in_the_middle_the_new_limits_hold(after_s: float, tmp_path: Path) -> None:
     kept = {"changes": tmp_path / "changes.json"}
     with (
-        ServedDaemon({**WITH_NVME, "daemon": kept}, supervised=True) as daemon,
+        LocalDaemon({**WITH_NVME, "daemon": kept}, supervised=True) as daemon,
         Client(daemon.url, strict=True, deadline_s=10) as client,
     ):
         settled(client, "nvme", 64)
@@ -233,7 +233,7 @@ def test_after_a_kill_in_the_middle_the_new_limits_hold(after_s: float, tmp_path
     ],
 )
 def test_what_can_not_be_is_refused_and_changes_nothing(
-    daemon: ServedDaemon, patch: dict[str, Any], said: tuple[str, ...]
+    daemon: LocalDaemon, patch: dict[str, Any], said: tuple[str, ...]
 ) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         settled(client, "dram", 16)

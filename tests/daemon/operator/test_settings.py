@@ -18,7 +18,7 @@ from kvstore import Client
 from kvstore.config import Source, difference, etag, keep_changes, load, merged, parse
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import ConfigError, DeniedError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import SMALL, WITH_NVME, eventually, got, log_of, names, new_layout, payloads
 
 _values: Any = st.recursive(
@@ -116,13 +116,13 @@ def test_changes_are_what_differs_from_the_file() -> None:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
+def daemon(tmp_path: Path) -> Iterator[LocalDaemon]:
     # As an installation has it: beside the blocks.
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     kept = {"changes": nvme / "changes.json"}
     tenants = {"chat": {"dram": {"limit": "12MiB"}}, "default": {"uids": [os.getuid()], "role": "admin"}}
-    with ServedDaemon(
+    with LocalDaemon(
         {**WITH_NVME, "nvme": {**WITH_NVME["nvme"], "path": nvme}, "daemon": kept, "tenants": tenants}
     ) as served:
         yield served
@@ -138,7 +138,7 @@ def quota(limit: str | None, tenant: str = "chat") -> dict[str, Any]:
     return {"tenants": {tenant: {"dram": {"limit": limit}}}}
 
 
-def test_a_change_holds_at_once_and_over_restarts(daemon: ServedDaemon) -> None:
+def test_a_change_holds_at_once_and_over_restarts(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         assert limit_of(client, "chat") == 12 << 20
         answer = client.control("change", patch=quota("8MiB"))
@@ -163,7 +163,7 @@ def test_a_change_holds_at_once_and_over_restarts(daemon: ServedDaemon) -> None:
         assert left["changes"] == {"scrub": None}, "what is as in the file is no change"
 
 
-def test_the_file_and_the_changes_both_count_after_a_reload(daemon: ServedDaemon) -> None:
+def test_the_file_and_the_changes_both_count_after_a_reload(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         client.control("change", patch=quota("8MiB"))
         file = daemon.folder / "kvstore.toml"
@@ -176,7 +176,7 @@ def test_the_file_and_the_changes_both_count_after_a_reload(daemon: ServedDaemon
             client.control("reload")
 
 
-def test_a_dry_run_says_who_would_lose_what_and_changes_nothing(daemon: ServedDaemon) -> None:
+def test_a_dry_run_says_who_would_lose_what_and_changes_nothing(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(400)
         for at in range(0, 400, 100):
@@ -224,7 +224,7 @@ def test_a_dry_run_says_who_would_lose_what_and_changes_nothing(daemon: ServedDa
     ],
 )
 def test_what_can_not_be_is_refused_and_changes_nothing(
-    daemon: ServedDaemon, tmp_path: Path, patch: dict[str, Any], said: str
+    daemon: LocalDaemon, tmp_path: Path, patch: dict[str, Any], said: str
 ) -> None:
     patch = {"daemon": {"log_level": "debug"}} | patch if "daemon" not in patch else patch
     if "63MiB" in str(patch):
@@ -247,7 +247,7 @@ def test_a_change_imports_only_policies_that_the_file_names(
         (tmp_path / f"{module}.py").write_text(policy)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     mine, foreign = ({"policy": {"eviction": f"{module}:Policy"}} for module in ("mine", "foreign"))
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, strict=True) as client:
         client.control("change", patch={"policy": {"eviction": "lru"}})
         for dry_run in (True, False):
             with pytest.raises(DeniedError, match="'foreign:Policy' is not built in"):
@@ -265,7 +265,7 @@ def test_a_change_imports_only_policies_that_the_file_names(
     assert not (tmp_path / "foreign").exists()
 
 
-def test_of_two_who_change_the_same_one_is_told(daemon: ServedDaemon) -> None:
+def test_of_two_who_change_the_same_one_is_told(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         part = ["tenants", "chat"]
         seen = client.control("settings", part=part)["etag"]
@@ -290,7 +290,7 @@ def test_of_two_who_change_the_same_one_is_told(daemon: ServedDaemon) -> None:
 
 def test_without_a_file_changes_outlive_a_reload_and_not_the_daemon() -> None:
     with (
-        ServedDaemon({**SMALL, "tenants": {"chat": {}}}) as daemon,
+        LocalDaemon({**SMALL, "tenants": {"chat": {}}}) as daemon,
         Client(daemon.url, strict=True) as client,
     ):
         assert not client.control("change", patch=quota("8MiB"))["kept"]
@@ -302,7 +302,7 @@ def test_without_a_file_changes_outlive_a_reload_and_not_the_daemon() -> None:
         assert limit_of(client, "chat") is None
 
 
-def test_changes_that_can_not_be_kept_do_not_hold(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_changes_that_can_not_be_kept_do_not_hold(daemon: LocalDaemon, tmp_path: Path) -> None:
     (tmp_path / "nvme" / "changes.json.new").mkdir()
     with Client(daemon.url, strict=True) as client:
         with pytest.raises(DeniedError, match="cannot write"):
@@ -311,7 +311,7 @@ def test_changes_that_can_not_be_kept_do_not_hold(daemon: ServedDaemon, tmp_path
 
 
 def test_a_daemon_does_not_start_on_damaged_changes_and_says_what_to_do(
-    daemon: ServedDaemon, tmp_path: Path
+    daemon: LocalDaemon, tmp_path: Path
 ) -> None:
     with Client(daemon.url, strict=True) as client:
         client.control("change", patch=quota("8MiB"))
@@ -322,7 +322,7 @@ def test_a_daemon_does_not_start_on_damaged_changes_and_says_what_to_do(
     assert "move it away" in str(refused.value)
 
 
-def test_the_log_level_changes_and_tenants_come_and_go(daemon: ServedDaemon) -> None:
+def test_the_log_level_changes_and_tenants_come_and_go(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         client.control("change", patch={"daemon": {"log_level": "error"}})
         client.control("change", patch={"tenants": {"more": {"uids": [61001]}}})
@@ -338,14 +338,14 @@ def test_only_operators_see_or_change_settings() -> None:
     tokens = [{"hash": f"sha256:{hash_of(token).hex()}", "role": "admin"}]
     calls: dict[str, dict[str, Any]] = {"settings": {}, "change": {"patch": {}}, "reload": {}}
     settings = {**SMALL, "tenants": {"chat": {"tokens": tokens}}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as member:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as member:
         for call, more in calls.items():
             with pytest.raises(DeniedError, match="only operators"):
                 member.control(call, **more)
 
 
 def test_an_operator_whose_own_tenant_is_capped_can_take_that_back() -> None:
-    with ServedDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5, strict=True) as client:
+    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5, strict=True) as client:
         client.control("change", patch={"tenants": {"default": {"requests": 1}}})
         for _ in range(5):
             client.control("settings")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.daemon.operator.trace_recorder import LEAST_BYTES, Recorder
-from kvstore.daemon.tenancy.namespaces import Space
+from kvstore.daemon.operator.trace_recorder import LEAST_BYTES, TraceRecorder
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import MisuseError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.traces import Trace
 from kvstore.types import Layout
 from kvstore.wire import messages as m
@@ -32,13 +32,13 @@ def layout(block_tokens: int = 32, model: str = "") -> Layout:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**SMALL, "limits": {"batch_keys": 1024}}) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**SMALL, "limits": {"batch_keys": 1024}}) as served:
         yield served
 
 
 @contextmanager
-def recording(daemon: ServedDaemon, out: Path, seconds: float, *more: str) -> Iterator[dict[str, Any]]:
+def recording(daemon: LocalDaemon, out: Path, seconds: float, *more: str) -> Iterator[dict[str, Any]]:
     """Records what is asked for in the block; what came of it is in the map then."""
     command = [sys.executable, "-m", "kvstore", "lab", "record", "--out", str(out), "--for", f"{seconds}s"]
     command += ["--socket", str(daemon.socket), "--json", *more]
@@ -63,7 +63,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 # -- the whole way
 
 
-def test_a_recording_has_what_was_asked_and_replays(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_a_recording_has_what_was_asked_and_replays(daemon: LocalDaemon, tmp_path: Path) -> None:
     out, shared = tmp_path / "trace.jsonl", names(6, "shared")
     prompts = [shared + names(4, f"tail {i}") for i in range(3)] + [names(3, "other")]
     with recording(daemon, out, 4) as result, Client(daemon.url, deadline_s=10, strict=True) as client:
@@ -106,7 +106,7 @@ def test_a_recording_has_what_was_asked_and_replays(daemon: ServedDaemon, tmp_pa
     assert json.loads(replayed.stdout)["requests"] == 6
 
 
-def test_a_long_prompt_is_one_request_with_all_its_keys(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_a_long_prompt_is_one_request_with_all_its_keys(daemon: LocalDaemon, tmp_path: Path) -> None:
     out, long = tmp_path / "trace.jsonl", names(2500, "long")
     with recording(daemon, out, 4), Client(daemon.url, deadline_s=10, strict=True) as client:
         ns = client.namespace(layout())
@@ -121,7 +121,7 @@ def test_a_long_prompt_is_one_request_with_all_its_keys(daemon: ServedDaemon, tm
         assert found == m.Found(1, 0, False)
 
 
-def test_what_does_not_fit_the_file_is_counted(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_file_is_counted(daemon: LocalDaemon, tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     with (
         recording(daemon, out, 4, "--max-bytes", "64KiB") as result,
@@ -135,7 +135,7 @@ def test_what_does_not_fit_the_file_is_counted(daemon: ServedDaemon, tmp_path: P
     assert result["dropped_requests"] == 8 - result["requests"] > 0
 
 
-def test_a_file_that_is_there_stays_as_it_is(daemon: ServedDaemon, tmp_path: Path) -> None:
+def test_a_file_that_is_there_stays_as_it_is(daemon: LocalDaemon, tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     out.write_text("mine")
     done = cli("lab", "record", "--out", str(out), "--for", "1s", "--socket", str(daemon.socket))
@@ -154,7 +154,7 @@ def test_a_file_that_is_there_stays_as_it_is(daemon: ServedDaemon, tmp_path: Pat
     ],
 )
 def test_what_cannot_be_recorded_is_an_error_and_leaves_no_file(
-    daemon: ServedDaemon, tmp_path: Path, more: list[str], says: str
+    daemon: LocalDaemon, tmp_path: Path, more: list[str], says: str
 ) -> None:
     out = tmp_path / "trace.jsonl"
     done = cli("lab", "record", "--out", str(out), *more, "--socket", str(daemon.socket))
@@ -193,7 +193,7 @@ def test_only_operators_record() -> None:
             assert peer.ask(m.RecordStart(1, 5.0, 1 << 20)) == m.Value(1, 0)
 
 
-def test_there_is_one_recording_and_it_ends_with_its_connection(daemon: ServedDaemon) -> None:
+def test_there_is_one_recording_and_it_ends_with_its_connection(daemon: LocalDaemon) -> None:
     with greeted(daemon) as (other, _):
         with Peer(daemon.socket) as peer:
             peer.hello()
@@ -225,9 +225,9 @@ class Desk:
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.clock = Clock()
-        self.recorder = Recorder(self.clock, lambda: 8)
+        self.recorder = TraceRecorder(self.clock, lambda: 8)
         self.recorder.start(99, 60.0, max_bytes)
-        self.spaces = [Space(n, bytes([n]) * 16, 0, 4096, layout(model="m")) for n in (1, 2)]
+        self.spaces = [NamespaceEntry(n, bytes([n]) * 16, 0, 4096, layout(model="m")) for n in (1, 2)]
 
     def look(self, keys: list[int], connection: int = 1, space: int = 0, found: int = 0) -> None:
         self.recorder.looked_up(connection, self.spaces[space], 4, raw(keys))

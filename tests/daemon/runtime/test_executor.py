@@ -22,10 +22,10 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.transfers.devices import FENCED
 from kvstore.daemon.main import open_tiers
-from kvstore.daemon.operator.settings import Settings
+from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.connection import Connection, Server
-from kvstore.daemon.tenancy.auth import Identity, Role
+from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.errors import DeniedError, TierError
 from kvstore.tiers.nvme.key_files import KeyFiles
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -38,7 +38,7 @@ MIB = 1 << 20
 SIZE = 4096
 CLIENT = 1
 LAYOUT = Layout("shell", SIZE)
-WHO = Identity(0, "default", Role.ADMIN, True)
+WHO = Principal(0, "default", Role.ADMIN, True)
 ALWAYS = Faults(broken=1.0)
 KEYS = names(8)
 JOINED = Keys(b"".join(KEYS), len(KEYS[0]))
@@ -165,7 +165,7 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         await node.put()
         await node.quiet()
         with monkeypatch.context() as patched:
-            for module in ("daemon.shell", "tiers.nvme.tier"):
+            for module in ("daemon.runtime.executor", "tiers.nvme.tier"):
                 patched.setattr(f"kvstore.{module}.verify", broken)
             node.shell.handle(ev.Scrub(tier, MIB))
             await node.quiet()
@@ -287,7 +287,7 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         shell = Shell(config, loop, *open_tiers(config, {}))
         await shell.start()
-        server, path = Server(shell, Settings(None)), file.with_name("socket")
+        server, path = Server(shell, LiveConfig(None)), file.with_name("socket")
         listening = await loop.create_unix_server(server.connect, path)
         async with AsyncClient(f"unix://{path}", strict=True, deadline_s=10) as client:
             await work(client)

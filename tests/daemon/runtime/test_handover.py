@@ -23,7 +23,7 @@ from kvstore.client.sync import Namespace
 from kvstore.daemon.systemd import inherited
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.tiers.dram import OWNERS
 from tests.daemons import (
     BLOCK,
@@ -376,7 +376,7 @@ def test_readiness_and_the_end_are_told(site: Site) -> None:
 
 def test_a_supervised_daemon_that_is_killed_comes_back_with_its_dram() -> None:
     layout = new_layout()
-    with ServedDaemon(WITH_NVME, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(WITH_NVME, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns, keys = filled(client, layout)
         before = daemon.pid
         for _ in range(2):
@@ -392,7 +392,7 @@ def test_a_supervised_daemon_that_is_killed_comes_back_with_its_dram() -> None:
 
 
 def test_a_supervised_daemon_restarts_on_request_and_ends_with_its_supervisor() -> None:
-    with ServedDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns, keys = filled(client, new_layout())
         pid = daemon.pid
         daemon.restart()
@@ -403,7 +403,7 @@ def test_a_supervised_daemon_restarts_on_request_and_ends_with_its_supervisor() 
 
 
 def test_a_supervisor_does_not_give_up_a_daemon_that_was_there_before(tmp_path: Path) -> None:
-    with ServedDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns, keys = filled(client, new_layout())
         file = daemon.folder / "kvstore.toml"
         good = file.read_text()
@@ -421,8 +421,8 @@ def test_nothing_is_imported_from_the_working_directory(
     for module in ("kvstore", "lmdb", "json"):
         (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ServedDaemon, "popen", staticmethod(subprocess.Popen))
-    with ServedDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
+    monkeypatch.setattr(LocalDaemon, "popen", staticmethod(subprocess.Popen))
+    with LocalDaemon(SMALL, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
         assert filled(client, new_layout())
     assert not (tmp_path / "ran").exists()
 

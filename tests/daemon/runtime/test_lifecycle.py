@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.config import changes, parse
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import (
     SMALL,
     WITH_NVME,
@@ -63,7 +63,7 @@ def test_a_device_that_hangs_is_fenced_and_everybody_goes_on(
 ) -> None:
     with (
         hanging(monkeypatch, tmp_path) as flag,
-        ServedDaemon(WITH_NVME) as daemon,
+        LocalDaemon(WITH_NVME) as daemon,
         Client(daemon.url, deadline_s=0.5) as client,
     ):
         ns, below = client.namespace(new_layout()), names(20, "below")
@@ -101,7 +101,7 @@ def test_a_device_that_hangs_is_fenced_and_everybody_goes_on(
 
 def test_a_stop_ends_though_the_device_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = {**WITH_NVME, "daemon": {"stop_timeout": "500ms"}}
-    with hanging(monkeypatch, tmp_path) as flag, ServedDaemon(settings) as daemon:
+    with hanging(monkeypatch, tmp_path) as flag, LocalDaemon(settings) as daemon:
         layout, keys = new_layout(), names(60)
         with Client(daemon.url, deadline_s=5) as client:
             ns = client.namespace(layout)
@@ -121,7 +121,7 @@ def test_a_stop_ends_though_the_device_hangs(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_stop_leaves_the_socket_that_another_daemon_has_meanwhile() -> None:
-    with ServedDaemon(SMALL) as daemon, socket.socket(socket.AF_UNIX) as other:
+    with LocalDaemon(SMALL) as daemon, socket.socket(socket.AF_UNIX) as other:
         daemon.socket.unlink()
         other.bind(str(daemon.socket))
         daemon.stop()
@@ -131,7 +131,7 @@ def test_a_stop_leaves_the_socket_that_another_daemon_has_meanwhile() -> None:
 # -- SIGHUP
 
 
-def hangup(daemon: ServedDaemon) -> str:
+def hangup(daemon: LocalDaemon) -> str:
     """What the daemon says to a SIGHUP."""
     before = len(log_of(daemon))
     os.kill(daemon.pid, signal.SIGHUP)
@@ -139,13 +139,13 @@ def hangup(daemon: ServedDaemon) -> str:
     return said
 
 
-def edit(daemon: ServedDaemon, text: str) -> None:
+def edit(daemon: LocalDaemon, text: str) -> None:
     (daemon.folder / "kvstore.toml").write_text(text)
 
 
 def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
     settings = {**WITH_NVME, "limits": {"leases_per_connection": 4}, "scrub": {"rate": 0}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns, keys = client.namespace(new_layout()), names(8)
         ns.put(keys, payloads(keys))
         old = (daemon.folder / "kvstore.toml").read_text()
@@ -181,7 +181,7 @@ def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
 
 def test_who_goes_first_and_what_is_written_change_while_it_runs() -> None:
     """And of a policy that there is not, nothing."""
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns, keys = client.namespace(new_layout()), names(300)
         assert ns.put(keys, payloads(keys)).stored == 300
         eventually(lambda: idle(client.status()))
@@ -246,7 +246,7 @@ def test_every_setting_either_changes_or_is_named() -> None:
 
 def test_rot_on_disk_is_found_by_the_scrubber_before_anybody_asks() -> None:
     settings = {**WITH_NVME, "scrub": {"rate": "1GiB"}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns, keys = client.namespace(new_layout()), names(40)
         ns.put(keys, payloads(keys))
         eventually(lambda: idle(client.status()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
 from tests.daemons import SMALL, Peer, eventually, names, new_layout, payloads
@@ -18,8 +18,8 @@ KEYS = names(3)
 
 
 @pytest.fixture
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(LIMITED) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(LIMITED) as served:
         yield served
 
 
@@ -27,7 +27,7 @@ def waiting(namespace: int, request: int, keys: list[bytes] = KEYS, wait_s: floa
     return m.Acquire(request, namespace, 32, b"".join(keys), 60.0, 0.0, "", wait_s)
 
 
-def opened(daemon: ServedDaemon, layout: Layout, wait_s: float = 5.0) -> tuple[Peer, int]:
+def opened(daemon: LocalDaemon, layout: Layout, wait_s: float = 5.0) -> tuple[Peer, int]:
     peer = Peer(daemon.socket, wait_s)
     peer.hello()
     return peer, peer.open(layout).namespace
@@ -39,7 +39,7 @@ def begin(peer: Peer, *calls: m.Acquire) -> None:
     assert peer.ask(m.Ping(99)) == m.Value(99, 0)
 
 
-def test_a_block_wakes_those_that_wait_for_it_alone(daemon: ServedDaemon) -> None:
+def test_a_block_wakes_those_that_wait_for_it_alone(daemon: LocalDaemon) -> None:
     layout = new_layout()
     peer, space = opened(daemon, layout)
     with peer, Client(daemon.url, strict=True) as client:
@@ -55,7 +55,7 @@ def test_a_block_wakes_those_that_wait_for_it_alone(daemon: ServedDaemon) -> Non
         assert granted.id == 8
 
 
-def test_too_many_keys_are_refused_before_they_are_waited_for(daemon: ServedDaemon) -> None:
+def test_too_many_keys_are_refused_before_they_are_waited_for(daemon: LocalDaemon) -> None:
     peer, space = opened(daemon, new_layout())
     with peer:
         denied = peer.ask(waiting(space, 7, names(4097)))
@@ -63,7 +63,7 @@ def test_too_many_keys_are_refused_before_they_are_waited_for(daemon: ServedDaem
         assert "4097 keys" in denied.why
 
 
-def test_a_tenant_has_so_many_waits_on_all_its_connections(daemon: ServedDaemon) -> None:
+def test_a_tenant_has_so_many_waits_on_all_its_connections(daemon: LocalDaemon) -> None:
     layout = new_layout()
     (one, space), (two, same) = opened(daemon, layout), opened(daemon, layout)
     with one, two:
@@ -84,7 +84,7 @@ def test_a_tenant_has_so_many_waits_on_all_its_connections(daemon: ServedDaemon)
 def test_the_keys_that_a_tenant_waits_for_have_a_bound() -> None:
     keys = [bytes([i % 256, i // 256]) * 32 for i in range(4096)]
     layout = new_layout()
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         (one, space), (two, same) = opened(daemon, layout), opened(daemon, layout)
         with one, two:
             for i in range(1, 65):
@@ -95,7 +95,7 @@ def test_the_keys_that_a_tenant_waits_for_have_a_bound() -> None:
             assert "at most 16777216" in denied.why
 
 
-def test_a_wait_ends_with_its_namespace(daemon: ServedDaemon) -> None:
+def test_a_wait_ends_with_its_namespace(daemon: LocalDaemon) -> None:
     layout = new_layout()
     peer, space = opened(daemon, layout)
     with peer, Client(daemon.url, strict=True) as client:
@@ -107,7 +107,7 @@ def test_a_wait_ends_with_its_namespace(daemon: ServedDaemon) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_waited_for_longer_than_a_minute(daemon: ServedDaemon) -> None:
+def test_nothing_is_waited_for_longer_than_a_minute(daemon: LocalDaemon) -> None:
     peer, space = opened(daemon, new_layout(), 70.0)
     with peer:
         ended = peer.ask(waiting(space, 7, wait_s=3600.0))

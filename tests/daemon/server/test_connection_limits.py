@@ -13,7 +13,7 @@ import msgpack
 import pytest
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
 from tests.daemons import SMALL, Peer, eventually, got, log_of, names, new_layout, payloads
@@ -34,8 +34,8 @@ HELLO = m.Hello(m.MAGIC, m.VERSION, "")
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SMALL) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(SMALL) as served:
         yield served
 
 
@@ -67,9 +67,7 @@ def _fan(n: int, item: bytes) -> bytes:
     ],
     ids=["extensions", "maps", "maps in lists", "extensions in lists", "numbers in a call", "keys in a call"],
 )  # fmt: skip
-def test_a_request_of_too_many_values_ends_its_connection(
-    daemon: ServedDaemon, body: bytes, why: str
-) -> None:
+def test_a_request_of_too_many_values_ends_its_connection(daemon: LocalDaemon, body: bytes, why: str) -> None:
     with Peer(daemon.socket) as peer:
         peer.hello()
         with suppress(BrokenPipeError):
@@ -131,7 +129,7 @@ def test_answers_that_nobody_reads_have_a_bound_for_each_tenant(shared: TenantDa
             assert member.status()["connections"] == 1
 
 
-def test_what_is_long_is_told_apart_from_what_is_many(daemon: ServedDaemon) -> None:
+def test_what_is_long_is_told_apart_from_what_is_many(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket) as peer:
         peer.hello()
         number = peer.open(new_layout()).namespace
@@ -139,14 +137,14 @@ def test_what_is_long_is_told_apart_from_what_is_many(daemon: ServedDaemon) -> N
         assert isinstance(found, m.Found)
 
 
-def test_a_stranger_sends_little(daemon: ServedDaemon) -> None:
+def test_a_stranger_sends_little(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket) as peer:
         with suppress(BrokenPipeError):
             peer.send(m.Hello(m.MAGIC, m.VERSION, "", tuple({} for _ in range(4 * MIB - 100))))
         assert "the limit is 4096" in peer.refused().why
 
 
-def test_silent_strangers_keep_nobody_out(daemon: ServedDaemon) -> None:
+def test_silent_strangers_keep_nobody_out(daemon: LocalDaemon) -> None:
     with ExitStack() as held, Client(daemon.url, strict=True, deadline_s=10) as client:
         first = held.enter_context(Peer(daemon.socket))
         for _ in range(260):
@@ -207,7 +205,7 @@ def test_frames_that_do_not_end_have_a_bound_for_each_tenant(shared: TenantDaemo
 
 
 @pytest.mark.long
-def test_a_frame_has_to_end(daemon: ServedDaemon) -> None:
+def test_a_frame_has_to_end(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket, wait_s=30) as peer, Peer(daemon.socket, wait_s=30) as slow:
         peer.hello()
         slow.hello()
@@ -221,7 +219,7 @@ def test_a_frame_has_to_end(daemon: ServedDaemon) -> None:
         assert slow.ask(m.Status(3)) is not None
 
 
-def _silent(daemon: ServedDaemon) -> Peer:
+def _silent(daemon: LocalDaemon) -> Peer:
     """A connection, as soon as there is room in the queue of those to be accepted."""
 
     def connected() -> Peer | None:
@@ -233,5 +231,5 @@ def _silent(daemon: ServedDaemon) -> Peer:
     return cast(Peer, eventually(connected))
 
 
-def _rss(daemon: ServedDaemon) -> int:
+def _rss(daemon: LocalDaemon) -> int:
     return int(Path(f"/proc/{daemon.pid}/statm").read_text().split()[1]) * 4096

@@ -23,12 +23,12 @@ from kvstore.daemon.server.request_scheduler import (
     QUEUED_BYTES,
     READ_BYTES_PER_S,
     SLICE_S,
-    Turns,
+    RequestScheduler,
     cost,
     nbytes,
 )
 from kvstore.errors import RemoteProtocolError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.daemons import SMALL, eventually
 from tests.daemons import Peer as Wire
@@ -158,7 +158,7 @@ class Peer:
 class World:
     def __init__(self, limit: int = LIMIT) -> None:
         self.loop = Loop()
-        self.turns = Turns(self.loop, self.loop.stopwatch, limit)  # type: ignore[arg-type]
+        self.turns = RequestScheduler(self.loop, self.loop.stopwatch, limit)  # type: ignore[arg-type]
         self.log: list[Peer] = []
 
     def peer(self, tenant: int | None = 0, name: str = "") -> Peer:
@@ -554,7 +554,7 @@ def test_time_in_the_queue_is_part_of_the_deadline() -> None:
 
 def test_what_an_ended_connection_had_sent_takes_no_memory() -> None:
     """A real daemon: its garbage collector runs seldom, so nothing may wait for it."""
-    with ServedDaemon(SMALL) as daemon:
+    with LocalDaemon(SMALL) as daemon:
         before = _rss(daemon)
         for _ in range(200):
             with Wire(daemon.socket) as peer:
@@ -565,5 +565,5 @@ def test_what_an_ended_connection_had_sent_takes_no_memory() -> None:
         assert _rss(daemon) - before < 64 * MIB
 
 
-def _rss(daemon: ServedDaemon) -> int:
+def _rss(daemon: LocalDaemon) -> int:
     return int(Path(f"/proc/{daemon.pid}/statm").read_text().split()[1]) * 4096

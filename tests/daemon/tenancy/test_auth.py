@@ -19,9 +19,9 @@ import pytest
 from kvstore import AsyncClient, Client, Layout, PutResult
 from kvstore.config import parse
 from kvstore.daemon.tenancy import auth as tenants_module
-from kvstore.daemon.tenancy.auth import Identity, RefusedError, Registry, Role, hash_of, new_token
+from kvstore.daemon.tenancy.auth import Authenticator, Principal, RefusedError, Role, hash_of, new_token
 from kvstore.errors import DeniedError, MisuseError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.daemons import (
     SMALL,
@@ -51,8 +51,8 @@ def token_of(name: str, role: str = "write", expires: str = "") -> str:
     return f"\nhash = 'sha256:{hash_of(TOKENS[name]).hex()}'\nrole = '{role}'{until}\n"
 
 
-def registry(text: str) -> Registry:
-    return Registry(parse(text), own_uid=990)
+def registry(text: str) -> Authenticator:
+    return Authenticator(parse(text), own_uid=990)
 
 
 # -- the registry
@@ -60,7 +60,7 @@ def registry(text: str) -> Registry:
 
 def test_without_tenants_everybody_is_the_default_tenant_and_may_do_everything() -> None:
     who = registry("").identify(NOBODY, [NOBODY], "whatever", NOW)
-    assert who == Identity(0, "default", Role.ADMIN, operator=True, expires=math.inf)
+    assert who == Principal(0, "default", Role.ADMIN, operator=True, expires=math.inf)
 
 
 def test_peers_are_known_by_user_then_by_primary_then_by_other_groups() -> None:
@@ -68,9 +68,9 @@ def test_peers_are_known_by_user_then_by_primary_then_by_other_groups() -> None:
         "[tenants.a]\nuids = [1]\n[tenants.b]\ngids = [2]\nrole = 'read'\n"
         "[tenants.c]\ngids = [3, 4]\nrole = 'admin'\n"
     )
-    assert known.identify(1, [2, 3], "", NOW) == Identity(1, "a", Role.WRITE, operator=False)
-    assert known.identify(7, [2, 3, 4], "", NOW) == Identity(2, "b", Role.READ, operator=False)
-    assert known.identify(7, [9, 3, 4], "", NOW) == Identity(3, "c", Role.ADMIN, operator=False)
+    assert known.identify(1, [2, 3], "", NOW) == Principal(1, "a", Role.WRITE, operator=False)
+    assert known.identify(7, [2, 3, 4], "", NOW) == Principal(2, "b", Role.READ, operator=False)
+    assert known.identify(7, [9, 3, 4], "", NOW) == Principal(3, "c", Role.ADMIN, operator=False)
     with pytest.raises(RefusedError, match=UNKNOWN):
         known.identify(7, [9, 2, 3], "", NOW)  # groups of two tenants
     with pytest.raises(RefusedError, match=UNKNOWN):
@@ -79,14 +79,14 @@ def test_peers_are_known_by_user_then_by_primary_then_by_other_groups() -> None:
 
 def test_a_token_says_who_a_peer_is_whatever_its_user() -> None:
     known = registry(f"[tenants.a]\nuids = [1]\n[[tenants.b.tokens]]{token_of('a', 'admin')}")
-    assert known.identify(1, [1], TOKENS["a"], NOW) == Identity(2, "b", Role.ADMIN, operator=False)
+    assert known.identify(1, [1], TOKENS["a"], NOW) == Principal(2, "b", Role.ADMIN, operator=False)
 
 
 def test_operators_are_root_and_who_runs_the_daemon() -> None:
     known = registry(f"[tenants.a]\nuids = [1, 990]\n[[tenants.b.tokens]]{token_of('a', 'read')}")
-    assert known.identify(0, [0], "", NOW) == Identity(0, "default", Role.ADMIN, operator=True)
-    assert known.identify(990, [1], "", NOW) == Identity(1, "a", Role.WRITE, operator=True)
-    assert known.identify(0, [0], TOKENS["a"], NOW) == Identity(2, "b", Role.READ, operator=False)
+    assert known.identify(0, [0], "", NOW) == Principal(0, "default", Role.ADMIN, operator=True)
+    assert known.identify(990, [1], "", NOW) == Principal(1, "a", Role.WRITE, operator=True)
+    assert known.identify(0, [0], TOKENS["a"], NOW) == Principal(2, "b", Role.READ, operator=False)
     with pytest.raises(RefusedError):
         known.identify(0, [0], TOKENS["b"], NOW)
 
@@ -183,9 +183,9 @@ def as_user(uid: int, gids: Sequence[int], work: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def serving(settings: Mapping[str, Any]) -> Iterator[ServedDaemon]:
+def serving(settings: Mapping[str, Any]) -> Iterator[LocalDaemon]:
     """A daemon whose socket everybody reaches."""
-    with ServedDaemon({**SMALL, "daemon": {"socket_mode": 0o666}, **settings}) as daemon:
+    with LocalDaemon({**SMALL, "daemon": {"socket_mode": 0o666}, **settings}) as daemon:
         os.chmod(daemon.folder, 0o711)
         yield daemon
 
@@ -195,7 +195,7 @@ def granted(name: str, role: str = "write") -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ServedDaemon]:
+def daemon() -> Iterator[LocalDaemon]:
     """Tenants one (tokens a: admin, b: write, c: read), two (d: admin) and three (e), and some users' ids."""
     tenants = {
         "one": {
@@ -210,7 +210,7 @@ def daemon() -> Iterator[ServedDaemon]:
         yield served
 
 
-def client_of(daemon: ServedDaemon, token: str, strict: bool = True) -> Client:
+def client_of(daemon: LocalDaemon, token: str, strict: bool = True) -> Client:
     # Root gets no memory for reading only.
     if os.getuid():
         return Client(daemon.url, TOKENS.get(token, token), deadline_s=10, strict=strict)
@@ -221,7 +221,7 @@ def tenants_in(status: Mapping[str, Any]) -> list[str]:
     return [tenant["name"] for tenant in status["tenants"]]
 
 
-def test_the_kernel_says_which_user_and_groups_a_peer_has(daemon: ServedDaemon) -> None:
+def test_the_kernel_says_which_user_and_groups_a_peer_has(daemon: LocalDaemon) -> None:
     def who() -> list[str]:
         with Client(daemon.url, "", deadline_s=10) as client:
             return tenants_in(client.status())
@@ -240,7 +240,7 @@ def test_the_kernel_says_which_user_and_groups_a_peer_has(daemon: ServedDaemon) 
     assert UNKNOWN in as_user(NOBODY + 2, [NOBODY + 1], refused), "users and groups are not the same"
 
 
-def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: ServedDaemon) -> None:
+def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: LocalDaemon) -> None:
     def refused() -> list[str]:
         said = []
         for token in ("", "kvs_wrong", TOKENS["h"], "one", "\U0001f511", "x" * 3_000):
@@ -255,7 +255,7 @@ def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: 
         assert peer.refused().why == "the token has expired"
 
 
-def test_a_client_that_is_refused_misses_and_a_strict_one_says_why(daemon: ServedDaemon) -> None:
+def test_a_client_that_is_refused_misses_and_a_strict_one_says_why(daemon: LocalDaemon) -> None:
     keys = names(2)
     with client_of(daemon, "kvs_wrong", strict=False) as client:
         ns = client.namespace(new_layout())
@@ -270,7 +270,7 @@ def test_a_client_that_is_refused_misses_and_a_strict_one_says_why(daemon: Serve
         client.namespace(new_layout()).lookup(keys)
 
 
-def test_roles_say_what_may_be_asked(daemon: ServedDaemon) -> None:
+def test_roles_say_what_may_be_asked(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(3)
     with client_of(daemon, "b") as writer, client_of(daemon, "c") as reader, client_of(daemon, "a") as admin:
         put, read = writer.namespace(layout), reader.namespace(layout)
@@ -300,14 +300,14 @@ def test_roles_say_what_may_be_asked(daemon: ServedDaemon) -> None:
         assert got(read, keys) == 3
 
 
-def raw(daemon: ServedDaemon, token: str) -> Peer:
+def raw(daemon: LocalDaemon, token: str) -> Peer:
     """A peer that has said Hello."""
     peer = Peer(daemon.socket)
     assert isinstance(peer.ask(m.Hello(m.MAGIC, m.VERSION, TOKENS[token])), m.Welcome)
     return peer
 
 
-def test_readers_get_no_writable_extent_and_nobody_is_told_which_there_are(daemon: ServedDaemon) -> None:
+def test_readers_get_no_writable_extent_and_nobody_is_told_which_there_are(daemon: LocalDaemon) -> None:
     with raw(daemon, "c") as reader, raw(daemon, "b") as writer:
         answer = reader.ask(m.Map(1, 0, True))
         assert answer.why == "this peer's role is read, this needs write"
@@ -317,7 +317,7 @@ def test_readers_get_no_writable_extent_and_nobody_is_told_which_there_are(daemo
                 assert writer.ask(m.Map(2, extent, writable)).why == f"there is no extent {extent}"
 
 
-def test_a_lease_of_another_connection_is_as_unknown_as_one_that_never_was(daemon: ServedDaemon) -> None:
+def test_a_lease_of_another_connection_is_as_unknown_as_one_that_never_was(daemon: LocalDaemon) -> None:
     layout, [key] = new_layout(), names(1)
     with raw(daemon, "b") as owner, raw(daemon, "d") as other:
         owner.open(layout)
@@ -331,7 +331,7 @@ def test_a_lease_of_another_connection_is_as_unknown_as_one_that_never_was(daemo
         assert owner.ask(m.Commit(5, room.lease, bytes(8), b"\1")).value == 1
 
 
-def test_the_same_layout_of_two_tenants_is_two_namespaces(daemon: ServedDaemon) -> None:
+def test_the_same_layout_of_two_tenants_is_two_namespaces(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(3)
     with client_of(daemon, "a") as one, client_of(daemon, "d") as two:
         assert one.namespace(layout).put(keys, payloads(keys, salt=1)).stored == 3
@@ -340,7 +340,7 @@ def test_the_same_layout_of_two_tenants_is_two_namespaces(daemon: ServedDaemon) 
         assert got(one.namespace(layout), keys, salt=1) == got(two.namespace(layout), keys, salt=2) == 3
 
 
-def test_a_published_namespace_is_read_until_it_is_taken_back(daemon: ServedDaemon) -> None:
+def test_a_published_namespace_is_read_until_it_is_taken_back(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(4)
     with (
         client_of(daemon, "a") as one,
@@ -383,7 +383,7 @@ def test_a_published_namespace_is_read_until_it_is_taken_back(daemon: ServedDaem
 
 
 def test_what_is_not_there_not_published_and_taken_back_is_told_in_the_same_words(
-    daemon: ServedDaemon,
+    daemon: LocalDaemon,
 ) -> None:
     hidden, taken, nowhere = new_layout(), new_layout(), new_layout()
     with client_of(daemon, "a") as one, raw(daemon, "d") as peer:
@@ -403,7 +403,7 @@ def test_what_is_not_there_not_published_and_taken_back_is_told_in_the_same_word
         assert len({answer.hint for answer in said}) == 1
 
 
-def test_a_whole_namespace_and_all_of_a_model_are_forgotten(daemon: ServedDaemon) -> None:
+def test_a_whole_namespace_and_all_of_a_model_are_forgotten(daemon: LocalDaemon) -> None:
     keys, model = names(2), new_layout().model
     layouts = [Layout(model, 4096, revision=revision) for revision in ("r1", "r2", "r3")]
     with client_of(daemon, "a") as client, client_of(daemon, "d") as other:
@@ -440,7 +440,7 @@ def test_too_many_namespaces_of_a_tenant_are_denied_and_named() -> None:
             assert fresh.namespace(layouts[3], owner="two").lookup([b"k"]) == 0
 
 
-def test_members_see_their_own_tenant_and_operators_all(daemon: ServedDaemon) -> None:
+def test_members_see_their_own_tenant_and_operators_all(daemon: LocalDaemon) -> None:
     with client_of(daemon, "c") as member, raw(daemon, "d"), raw(daemon, "e"):
         status = member.status()
         assert tenants_in(status) == ["one"]
@@ -451,7 +451,7 @@ def test_members_see_their_own_tenant_and_operators_all(daemon: ServedDaemon) ->
                 assert operator.status()["connections"] >= 4
 
 
-def reload(daemon: ServedDaemon, text: str) -> str:
+def reload(daemon: LocalDaemon, text: str) -> str:
     """What the daemon says when its tenants are those of `text`."""
     file, before = daemon.folder / "kvstore.toml", len(log_of(daemon))
     file.write_text(file.read_text().split("[tenants]")[0] + text)
@@ -533,7 +533,7 @@ def test_the_command_names_what_it_cannot_do(args: tuple[str, ...], why: str) ->
     assert f"error: {why}" in ran.stderr
 
 
-def test_tenants_are_listed_and_deleted(daemon: ServedDaemon) -> None:
+def test_tenants_are_listed_and_deleted(daemon: LocalDaemon) -> None:
     keys, layout = names(2), new_layout()
     with client_of(daemon, "e") as three:
         ns = three.namespace(layout)
@@ -573,7 +573,7 @@ def test_a_configuration_is_checked_with_its_tenants(tmp_path: Any) -> None:
     ]
 
 
-def test_the_asyncio_client_publishes_and_deletes_too(daemon: ServedDaemon) -> None:
+def test_the_asyncio_client_publishes_and_deletes_too(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(3)
 
     async def work() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from kvstore import Client, arena
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import SLOT_RECORD, Geometry, Layout, slot_bytes
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
@@ -143,18 +143,18 @@ def raw(peer: Peer, message: Any) -> bytes:
     return data
 
 
-def lives(daemon: ServedDaemon) -> None:
+def lives(daemon: LocalDaemon) -> None:
     with Member(daemon, 0) as operator:
         assert operator.status()["pid"] == daemon.pid
 
 
-def grown(daemon: ServedDaemon) -> None:
+def grown(daemon: LocalDaemon) -> None:
     """Waits until all of DRAM is there."""
     with Member(daemon, 0) as operator:
         eventually(lambda: (t := tier(operator.status(), "dram"))["capacity_bytes"] == t["limit_bytes"])
 
 
-def written(daemon: ServedDaemon) -> None:
+def written(daemon: LocalDaemon) -> None:
     """Waits until nothing that is stored is still on its way to NVMe."""
     with Member(daemon, 0) as operator:
         eventually(lambda: not operator.status()["copies_under_way"])

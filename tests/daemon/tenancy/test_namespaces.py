@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import DeniedError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
 from tests.daemons import SMALL, WITH_NVME, Peer, eventually, got, names, new_layout, payloads
@@ -50,7 +50,7 @@ def on_record(folder: Path) -> int:
 
 def test_three_thousand_empty_namespaces_in_a_row() -> None:
     empty, full = [new_layout(SIZE) for _ in range(3000)], [new_layout(SIZE) for _ in range(4)]
-    with ServedDaemon(WITH_NVME) as daemon:
+    with LocalDaemon(WITH_NVME) as daemon:
         with Client(daemon.url, strict=True) as one, Client(daemon.url, strict=True) as two:
             held = one.namespace(empty[0])
             assert held.lookup(KEYS) == 0
@@ -83,20 +83,20 @@ def test_three_thousand_empty_namespaces_in_a_row() -> None:
 
 
 @pytest.fixture(scope="module")
-def two_at_most() -> Iterator[ServedDaemon]:
-    with ServedDaemon({**SMALL, "limits": {"namespaces_per_tenant": 2}}) as daemon:
+def two_at_most() -> Iterator[LocalDaemon]:
+    with LocalDaemon({**SMALL, "limits": {"namespaces_per_tenant": 2}}) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def small(two_at_most: ServedDaemon) -> Iterator[ServedDaemon]:
+def small(two_at_most: LocalDaemon) -> Iterator[LocalDaemon]:
     """A daemon without blocks, and a tenant that may have two namespaces."""
     yield two_at_most
     with Client(two_at_most.url, strict=True) as client:
         client.invalidate()
 
 
-def test_numbers_of_closed_namespaces_never_show_others_blocks(small: ServedDaemon) -> None:
+def test_numbers_of_closed_namespaces_never_show_others_blocks(small: LocalDaemon) -> None:
     layouts = [new_layout(SIZE) for _ in range(m.NAMESPACES + 2)]
     with Client(small.url, strict=True) as client, Peer(small.socket) as peer:
         peer.hello()
@@ -112,7 +112,7 @@ def test_numbers_of_closed_namespaces_never_show_others_blocks(small: ServedDaem
         assert again > max(numbers)
 
 
-def test_a_client_uses_more_namespaces_than_the_daemon_remembers(small: ServedDaemon) -> None:
+def test_a_client_uses_more_namespaces_than_the_daemon_remembers(small: LocalDaemon) -> None:
     with Client(small.url, strict=True) as client:
         first = client.namespace(new_layout(SIZE))
         assert stored(client, first.layout) == 3
@@ -121,7 +121,7 @@ def test_a_client_uses_more_namespaces_than_the_daemon_remembers(small: ServedDa
         assert got(first, KEYS) == 3
 
 
-def test_where_all_have_blocks_one_more_is_refused_by_name(small: ServedDaemon) -> None:
+def test_where_all_have_blocks_one_more_is_refused_by_name(small: LocalDaemon) -> None:
     layouts = [new_layout(SIZE) for _ in range(3)]
     with Client(small.url, strict=True) as client:
         assert [stored(client, layout) for layout in layouts[:2]] == [3, 3]
@@ -132,7 +132,7 @@ def test_where_all_have_blocks_one_more_is_refused_by_name(small: ServedDaemon) 
         assert [got(client.namespace(layout), KEYS) for layout in layouts[1:]] == [3, 3]
 
 
-def test_who_waits_for_the_first_block_of_a_namespace_keeps_it_open(small: ServedDaemon) -> None:
+def test_who_waits_for_the_first_block_of_a_namespace_keeps_it_open(small: LocalDaemon) -> None:
     layout = new_layout(SIZE)
     with Client(small.url, strict=True) as client, Peer(small.socket) as peer:
         peer.hello()

@@ -11,9 +11,9 @@ import pytest
 from kvstore import Client
 from kvstore.config import Config, parse
 from kvstore.daemon import doctor
-from kvstore.daemon.tenancy.auth import Identity, RefusedError, Registry, Role
+from kvstore.daemon.tenancy.auth import Authenticator, Principal, RefusedError, Role
 from kvstore.errors import ConfigError, DeniedError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
 from tests.admin.serving import ServedAdmin, settings
 from tests.daemons import SMALL, Peer, names, new_layout, payloads
@@ -55,15 +55,15 @@ def daemon(folder: Path) -> Iterator[WithOperators]:
         yield served
 
 
-def registry(text: str) -> Registry:
-    return Registry(parse(f'[daemon]\noperator_socket = "/run/ops/kvstore.sock"\n{text}'), own_uid=990)
+def registry(text: str) -> Authenticator:
+    return Authenticator(parse(f'[daemon]\noperator_socket = "/run/ops/kvstore.sock"\n{text}'), own_uid=990)
 
 
 def test_who_operates_comes_by_that_socket() -> None:
     known = registry("[tenants.a]\nuids = [1, 0]\n")
     for uid in (0, 990):
         assert known.identify(uid, [uid], "", NOW, among_operators=True).operator
-    assert known.identify(0, [0], "", NOW) == Identity(1, "a", Role.WRITE, operator=False)
+    assert known.identify(0, [0], "", NOW) == Principal(1, "a", Role.WRITE, operator=False)
     for uid, among in ((990, False), (7, False), (7, True), (1, True)):
         with pytest.raises(RefusedError):
             known.identify(uid, [uid], "", NOW, among)
@@ -112,7 +112,7 @@ def test_without_tenants_nobody_operates_by_the_other_socket(tmp_path: Path) -> 
     own = tmp_path / "operators.sock"
     keys = names(2)
     settings = {**SMALL, "daemon": {"operator_socket": own}}
-    with ServedDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(settings) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         assert client.namespace(new_layout()).put(keys, payloads(keys)).stored == 2
         with pytest.raises(DeniedError, match="only operators"):
             client.control("tenants")
@@ -126,7 +126,7 @@ def test_without_tenants_nobody_operates_by_the_other_socket(tmp_path: Path) -> 
 
 def test_a_supervised_daemon_makes_it_anew(tmp_path: Path) -> None:
     settings = {**SMALL, "daemon": {"operator_socket": tmp_path / "operators.sock"}}
-    with ServedDaemon(settings, supervised=True) as daemon:
+    with LocalDaemon(settings, supervised=True) as daemon:
         for end in (daemon.restart, daemon.kill):
             end()
             if not daemon.pid:
@@ -137,7 +137,7 @@ def test_a_supervised_daemon_makes_it_anew(tmp_path: Path) -> None:
 
 def test_the_interface_asks_there(tmp_path: Path) -> None:
     own = {"daemon": {"operator_socket": tmp_path / "operators.sock"}, "admin": settings()}
-    with ServedDaemon({**SMALL, **own}) as daemon, ServedAdmin(daemon) as admin:
+    with LocalDaemon({**SMALL, **own}) as daemon, ServedAdmin(daemon) as admin:
         assert admin.get("/v1/tenants").status == 200
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import DeniedError, UnavailableError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
@@ -76,7 +76,7 @@ def both(daemon: TenantDaemon) -> Iterator[tuple[Member, Member]]:
         yield owner, reader
 
 
-def quiet(daemon: ServedDaemon) -> dict[str, Any]:
+def quiet(daemon: LocalDaemon) -> dict[str, Any]:
     """Status once all memory is there and nothing moves."""
     with Member(daemon, 0) as operator:
 
@@ -96,7 +96,7 @@ def fill(ns: Any, n: int, prefix: str = "fill") -> list[bytes]:
     return keys
 
 
-def used(daemon: ServedDaemon, name: str) -> dict[str, int]:
+def used(daemon: LocalDaemon, name: str) -> dict[str, int]:
     with Member(daemon, 0) as operator:
         [found] = [t for t in operator.status()["tenants"] if t["name"] == name]
     return {t["name"]: t["used_bytes"] for t in found["tiers"]}
@@ -505,7 +505,7 @@ def to_format_2(folder: Path) -> None:
 
 def test_an_older_folder_is_the_default_tenants() -> None:
     settings = {**BOTH, "limits": {"namespaces": 100}}
-    with ServedDaemon(settings) as daemon:
+    with LocalDaemon(settings) as daemon:
         layout = new_layout()
         with Client(daemon.url, deadline_s=10, strict=True) as client:
             assert client.namespace(layout).put(KEYS, payloads(KEYS)).stored == 20

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import chain_keys
 from tests.daemons import BLOCK, SMALL, WITH_NVME, eventually, idle, payloads
 
@@ -82,9 +82,9 @@ def put(ns: Any, tokens: np.ndarray, keys: list[bytes]) -> None:
 
 
 @contextmanager
-def indexed(settings: Any, folder: Path) -> Iterator[tuple[ServedDaemon, Indexer]]:
+def indexed(settings: Any, folder: Path) -> Iterator[tuple[LocalDaemon, Indexer]]:
     events = f"tcp://127.0.0.1:{free_port()}"
-    with ServedDaemon({**settings, "events": {"listen": events}}) as daemon:
+    with LocalDaemon({**settings, "events": {"listen": events}}) as daemon:
         indexer = Indexer(events, folder / "indexer.log")
         try:
             eventually(lambda: indexer.matched(prompt(1, 0)[0]), 30)
@@ -94,7 +94,7 @@ def indexed(settings: Any, folder: Path) -> Iterator[tuple[ServedDaemon, Indexer
 
 
 @contextmanager
-def namespace(daemon: ServedDaemon) -> Iterator[tuple[Client, Any]]:
+def namespace(daemon: LocalDaemon) -> Iterator[tuple[Client, Any]]:
     with Client(daemon.url, deadline_s=5) as client:
         yield client, client.namespace(Layout(model="m", block_bytes=BLOCK, block_tokens=TOKENS))
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.cuda.device import Gpu, uuids
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.tiers.base import BlockIO, IOEngine
 from kvstore.types import ALIGN
 from tests.cuda.faking import fake_cuda
@@ -118,7 +118,7 @@ def test_a_daemon_chooses_it_by_itself_and_loses_nothing(
     libcuda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(libcuda))
-    with ServedDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
+    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         assert client.status()["nvme_io"].startswith("kvikio")
         layout, keys = new_layout(), names(1600)
         ns = client.namespace(layout)

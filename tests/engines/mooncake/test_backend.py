@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.network import Settings, objects, open_backend
+from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.mooncake import subprocess_pool
 from tests.engines.mooncake.cluster import CLIENT_TTL_S, Cluster
@@ -66,7 +66,7 @@ def opened() -> Iterator[Callable[..., Backend]]:
     backends: list[Backend] = []
 
     def opens(url: str, threads: int = 8) -> Backend:
-        backends.append(open_backend(Settings(url, threads=threads)))
+        backends.append(open_backend(BackendSettings(url, threads=threads)))
         return backends[-1]
 
     yield opens
@@ -321,9 +321,9 @@ def _helper(backend: Backend) -> subprocess.Popen[bytes]:
 
 LEAVES = """
 import sys, time
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Name
-backend = open_backend(Settings(sys.argv[1]))
+backend = open_backend(BackendSettings(sys.argv[1]))
 print(backend.probe([Name(bytes(16), b"k")], time.monotonic() + 20)[0].name, flush=True)
 print(backend._lanes._helper._process.pid, flush=True)
 input()

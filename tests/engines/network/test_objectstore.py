@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import path
 from tests.engines.network import servers
@@ -17,7 +17,7 @@ PREFIX = "kv/blocks"
 
 def opened(endpoint: str, bucket: str, user: str = servers.KEY, password: str = servers.SECRET) -> Backend:
     url = f"s3://{bucket}/{PREFIX}?endpoint={endpoint}&region=us-east-1&unsigned_payload=1"
-    return open_backend(Settings(url, user=user, password=password))
+    return open_backend(BackendSettings(url, user=user, password=password))
 
 
 class OnServer(Contract):

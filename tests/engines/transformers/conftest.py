@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import PrefixCache
 from tests.engines.transformers.models import BLOCK
 
@@ -22,19 +22,19 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SETTINGS) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(SETTINGS) as served:
         yield served
 
 
 @pytest.fixture
-def own_daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SETTINGS) as served:
+def own_daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(SETTINGS) as served:
         yield served
 
 
 @pytest.fixture
-def client(daemon: ServedDaemon) -> Iterator[Client]:
+def client(daemon: LocalDaemon) -> Iterator[Client]:
     with Client(daemon.url, deadline_s=10.0) as connected:
         yield connected
 

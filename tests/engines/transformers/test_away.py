@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import Figures, PrefixCache, prefix
 from kvstore_transformers.blocks import BlockShape, Columns
 from tests.daemons import eventually
@@ -63,7 +63,7 @@ def test_absent_for_a_strict_client(tmp_path: Path, alone: Any) -> None:
         assert cache.failures == {"restore": 1, "store": 1}
 
 
-def test_killed_and_started_again(own_daemon: ServedDaemon, alone: Any) -> None:
+def test_killed_and_started_again(own_daemon: LocalDaemon, alone: Any) -> None:
     with Client(own_daemon.url) as client:
         cache = PrefixCache(MODEL, client, BLOCK)
         assert restored(cache, alone) == 0
@@ -77,7 +77,7 @@ def test_killed_and_started_again(own_daemon: ServedDaemon, alone: Any) -> None:
         assert not cache.failures
 
 
-def test_stopped_is_waited_for_within_the_deadline(own_daemon: ServedDaemon, alone: Any) -> None:
+def test_stopped_is_waited_for_within_the_deadline(own_daemon: LocalDaemon, alone: Any) -> None:
     prompts = [PROMPT, tokens(104, seed=1), tokens(104, seed=2), tokens(104, seed=3)]
     batch_alone = generated(MODEL, *prompts)
     with Client(own_daemon.url, deadline_s=1.0) as client:
@@ -135,7 +135,7 @@ def test_a_block_that_is_gone_in_between_ends_the_prefix(
     assert restored(cache, alone) == 32
 
 
-def test_a_denied_store_is_tried_again(own_daemon: ServedDaemon) -> None:
+def test_a_denied_store_is_tried_again(own_daemon: LocalDaemon) -> None:
     with Client(own_daemon.url) as client:
         cache = PrefixCache(MODEL, client, BLOCK)
         past = generated(MODEL, PROMPT).past_key_values

@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore import Client, chain_keys
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import Figures, PrefixCache, prefix
 from tests.engines.transformers.models import BLOCK, KINDS, batch, generated, llama, same_bits, tokens
 
@@ -143,7 +143,7 @@ def _in_another_process(url: str, salt: bytes) -> tuple[int, list[int], list[Any
 
 
 def test_another_process_restores_what_this_one_stored(
-    cached: Make, daemon: ServedDaemon, salt: bytes
+    cached: Make, daemon: LocalDaemon, salt: bytes
 ) -> None:
     model = llama()
     generated(cached(model), tokens(104))

@@ -11,7 +11,7 @@ import torch
 
 from kvstore import Client
 from kvstore.errors import MisuseError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_transformers import PrefixCache
 from tests.engines.transformers.models import BLOCK, generated, tokens
 from tests.engines.transformers.shapes import REFUSED, SERVED
@@ -25,7 +25,7 @@ SHORTER = tokens(84, seed=3)
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Of a daemon that is these tests' alone: blocks are found again by their models, without a salt."""
-    with ServedDaemon(SETTINGS) as served:
+    with LocalDaemon(SETTINGS) as served:
         yield served.url
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, connector, prompt, said
 from tests.engines.vllm.models import make_model
 
@@ -56,13 +56,13 @@ def pytest_runtest_call(item: pytest.Function) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session")
-def daemon() -> Iterator[ServedDaemon]:
-    with ServedDaemon(SETTINGS) as served:
+def daemon() -> Iterator[LocalDaemon]:
+    with LocalDaemon(SETTINGS) as served:
         yield served
 
 
 @pytest.fixture(scope="session", params=["async", "sync"])
-def engine(request: pytest.FixtureRequest, model: Path, daemon: ServedDaemon) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, model: Path, daemon: LocalDaemon) -> Iterator[Engine]:
     """An engine with the connector, for each way to load."""
     with Engine(model, **connector(daemon, load=request.param, weights_revision=request.param)) as made:
         made.mode = request.param
@@ -73,7 +73,7 @@ def engine(request: pytest.FixtureRequest, model: Path, daemon: ServedDaemon) ->
 def client() -> Iterator[Client]:
     """A client of a small daemon, for tests that need no engine."""
     with (
-        ServedDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as served,
+        LocalDaemon({"dram": {"limit": "16MiB", "huge_pages": False}}) as served,
         Client(served.url, deadline_s=10.0) as made,
     ):
         yield made

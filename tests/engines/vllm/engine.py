@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines import environments
 
 BLOCK_TOKENS = 32
@@ -40,7 +40,7 @@ def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     return (tokens - 1) // block_tokens * block_tokens
 
 
-def connector(daemon: ServedDaemon | str, **extra: Any) -> dict[str, Any]:
+def connector(daemon: LocalDaemon | str, **extra: Any) -> dict[str, Any]:
     """The flag that makes an engine use the connector."""
     url = daemon if isinstance(daemon, str) else daemon.url
     return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import eventually
 from tests.engines.vllm.engine import (
     BLOCK_TOKENS,
@@ -33,13 +33,13 @@ WITH_NVME = {**DRAM_ONLY, "nvme": {"limit": "128MiB"}}
 
 
 @pytest.fixture(scope="module")
-def own(engine: Engine) -> Iterator[ServedDaemon]:
+def own(engine: Engine) -> Iterator[LocalDaemon]:
     """A daemon that these tests may stop, kill and alter, in use by the engine."""
-    with ServedDaemon(WITH_NVME) as daemon, engine.instead(**connector(daemon, load=engine.mode)):
+    with LocalDaemon(WITH_NVME) as daemon, engine.instead(**connector(daemon, load=engine.mode)):
         yield daemon
 
 
-def alter(daemon: ServedDaemon) -> int:
+def alter(daemon: LocalDaemon) -> int:
     """Flips a bit in every page of the slab files that is in use; how many it flipped."""
     pages = 0
     for slab in (daemon.folder / "nvme" / "slabs").iterdir():
@@ -51,7 +51,7 @@ def alter(daemon: ServedDaemon) -> int:
     return pages
 
 
-def written(daemon: ServedDaemon) -> bool:
+def written(daemon: LocalDaemon) -> bool:
     """Whether everything that was stored is on the disk."""
     with Client(daemon.url, deadline_s=10.0) as client:
         counters = client.status()["counters"]
@@ -64,7 +64,7 @@ def back(engine: Engine) -> None:
 
 
 def test_a_payload_altered_in_the_slab_file_is_a_miss(
-    plain: Engine, engine: Engine, own: ServedDaemon
+    plain: Engine, engine: Engine, own: LocalDaemon
 ) -> None:
     asked = [prompt(400, 300)]
     expected = said(plain.fresh(asked))
@@ -87,7 +87,7 @@ def test_a_payload_altered_in_the_slab_file_is_a_miss(
 def test_a_payload_altered_in_memory_is_a_miss_from_there_on(plain: Engine, engine: Engine) -> None:
     asked = [prompt(401, 300)]
     expected = said(plain.fresh(asked))
-    with ServedDaemon(DRAM_ONLY) as daemon, engine.instead(**connector(daemon, load=engine.mode)):
+    with LocalDaemon(DRAM_ONLY) as daemon, engine.instead(**connector(daemon, load=engine.mode)):
         engine.fresh(asked)
         keys = [bytes.fromhex(key) for key in engine("keys", prompt=asked[0])]
         with Client(daemon.url, deadline_s=10.0) as client:
@@ -110,7 +110,7 @@ def test_a_payload_altered_in_memory_is_a_miss_from_there_on(plain: Engine, engi
         assert (said(last), cached(last)) == (expected, [full_blocks(300)])
 
 
-def test_a_daemon_that_restarts_remembers(plain: Engine, engine: Engine, own: ServedDaemon) -> None:
+def test_a_daemon_that_restarts_remembers(plain: Engine, engine: Engine, own: LocalDaemon) -> None:
     asked = [prompt(402, 300)]
     engine.fresh(asked)
     own.restart()
@@ -121,7 +121,7 @@ def test_a_daemon_that_restarts_remembers(plain: Engine, engine: Engine, own: Se
 
 
 def test_a_daemon_killed_in_mid_run_costs_nothing_but_hits(
-    plain: Engine, engine: Engine, own: ServedDaemon
+    plain: Engine, engine: Engine, own: LocalDaemon
 ) -> None:
     asked = [prompt(410 + i, 200 + 30 * i) for i in range(16)]
     expected = said(plain.fresh(asked, max_tokens=64))
@@ -148,7 +148,7 @@ def test_a_daemon_that_hangs_holds_no_step_past_the_deadline(plain: Engine, engi
     asked = [prompt(430 + i, 300) for i in range(4)]
     expected = said(plain.fresh(asked))
     quick = {"load": engine.mode, "deadline_s": 0.5}
-    with ServedDaemon(DRAM_ONLY) as daemon, engine.instead(**connector(daemon, **quick)):
+    with LocalDaemon(DRAM_ONLY) as daemon, engine.instead(**connector(daemon, **quick)):
         engine.fresh(asked)
         assert engine("reset")
         os.kill(daemon.pid, signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_a_daemon_that_hangs_holds_no_step_past_the_deadline(plain: Engine, engi
 def test_a_daemon_that_comes_later_is_used_from_then_on(plain: Engine, engine: Engine) -> None:
     asked = [prompt(440, 300)]
     expected = said(plain.fresh(asked))
-    with ServedDaemon(DRAM_ONLY) as daemon:
+    with LocalDaemon(DRAM_ONLY) as daemon:
         daemon.stop()
         with engine.instead(**connector(daemon, load=engine.mode)):
             for _ in range(2):
@@ -204,7 +204,7 @@ def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine
         spread = max(spread, farthest(expected, said(plain.fresh(asked))))
     assert spread < 1e-4
     with (
-        ServedDaemon({"dram": {"limit": "8MiB", "huge_pages": False}}) as daemon,
+        LocalDaemon({"dram": {"limit": "8MiB", "huge_pages": False}}) as daemon,
         engine.instead(**connector(daemon, load=engine.mode)),
     ):
         for _ in range(3):
@@ -231,7 +231,7 @@ def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine
     ],
 )
 def test_a_hook_that_fails_is_counted_and_a_miss(
-    plain: Engine, engine: Engine, own: ServedDaemon, place: str
+    plain: Engine, engine: Engine, own: LocalDaemon, place: str
 ) -> None:
     stored, new = prompt(460, 300), prompt(sum(place.encode()), 300)
     expected = said(plain.fresh([stored, new]))

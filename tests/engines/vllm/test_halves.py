@@ -19,7 +19,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from kvstore import Client, Guard, Layout, Namespace
+from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm import KVStoreConnector
 from kvstore_vllm.adapters import Adapters
 from kvstore_vllm.messages import Load, Progress, Save, Step
@@ -64,7 +64,7 @@ class FakeRequest:
 
 
 def half(client: Client, layout: Layout, asynchronous: bool = True) -> SchedulerHalf:
-    guard = Guard(logging.getLogger("test"))
+    guard = ExceptionBarrier(logging.getLogger("test"))
     made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, asynchronous, loads=True, saves=True)
     made.meet([layout])
     return made
@@ -278,7 +278,7 @@ def pages() -> FakePages:
 
 @pytest.fixture
 def worker(client: Client, layout: Layout, pages: FakePages) -> Iterator[WorkerHalf]:
-    made = WorkerHalf(client, Guard(logging.getLogger("test")), pages, layout, True, NUM_BLOCKS)
+    made = WorkerHalf(client, ExceptionBarrier(logging.getLogger("test")), pages, layout, True, NUM_BLOCKS)
     yield made
     for _ in range(100):
         pages.go_on.release()
@@ -469,7 +469,7 @@ def test_requests_that_must_be_computed_from_the_start_load_nothing(client: Clie
 
 
 def test_images_that_attend_both_ways_are_neither_loaded_nor_stored(client: Client, layout: Layout) -> None:
-    guard = Guard(logging.getLogger("test"))
+    guard = ExceptionBarrier(logging.getLogger("test"))
     made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, True, loads=True, saves=True, whole_inputs=True)
     made.meet([layout])
     store(client, layout, names(3))
@@ -536,7 +536,11 @@ def test_a_step_that_computes_is_not_taken_for_idle_by_the_second_model_runner(
 ) -> None:
     """It calls `start_load_kv` behind the forward pass, where there is no forward context."""
     connector = KVStoreConnector.__new__(KVStoreConnector)
-    connector._worker, connector._guard, connector._off = worker, Guard(logging.getLogger("test")), ""
+    connector._worker, connector._guard, connector._off = (
+        worker,
+        ExceptionBarrier(logging.getLogger("test")),
+        "",
+    )
     connector._failures_told, connector._may_sleep, connector._connector_metadata = 0, False, None
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemon.hits import conversations, counted, figures, since
 from tests.daemons import eventually
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, full_blocks, prompt
@@ -25,7 +25,7 @@ def blocks_of(tokens: list[int]) -> list[tuple[int, ...]]:
     ]
 
 
-def test_requests_one_after_another(engine: Engine, daemon: ServedDaemon) -> None:
+def test_requests_one_after_another(engine: Engine, daemon: LocalDaemon) -> None:
     prompts = prompts_of(61 if engine.mode == "async" else 62)
     truth = counted([blocks_of(tokens) for tokens in prompts])
     stored: set[tuple[int, ...]] = set()
@@ -47,7 +47,7 @@ def test_requests_one_after_another(engine: Engine, daemon: ServedDaemon) -> Non
         assert in_tokens == {what: n * BLOCK_TOKENS for what, n in wanted.items()}
 
 
-def test_requests_that_are_polled_preempted_and_many_at_once(engine: Engine, daemon: ServedDaemon) -> None:
+def test_requests_that_are_polled_preempted_and_many_at_once(engine: Engine, daemon: LocalDaemon) -> None:
     little = {"num_gpu_blocks_override": 33, "max_model_len": 1024, "max_num_seqs": 8}
     prompts = [prompt(640 + i, 250) for i in range(8)] * 2
     blocks = sum(len(blocks_of(tokens)) for tokens in prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
 
 
@@ -78,7 +78,7 @@ def test_aborted_requests_leave_nothing_behind(plain: Engine, engine: Engine) ->
     assert said(engine.fresh(asked)) == said(again)
 
 
-def test_the_kv_is_the_stores(daemon: ServedDaemon, engine: Engine) -> None:
+def test_the_kv_is_the_stores(daemon: LocalDaemon, engine: Engine) -> None:
     """The control of all others: with other bytes under the same keys, other tokens come."""
     asked = [prompt(15, 300)]
     [expected] = engine.fresh(asked)
@@ -96,7 +96,7 @@ def test_the_kv_is_the_stores(daemon: ServedDaemon, engine: Engine) -> None:
 
 
 def test_a_stored_block_may_hold_several_of_the_engines(
-    plain: Engine, engine: Engine, daemon: ServedDaemon
+    plain: Engine, engine: Engine, daemon: LocalDaemon
 ) -> None:
     """300 tokens are 9 blocks of the engine and 3 stored ones; hits begin and end within a stored block."""
     with engine.instead(**connector(daemon, load=engine.mode, block_tokens=3 * BLOCK_TOKENS)):

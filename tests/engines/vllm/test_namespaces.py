@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.models import make_adapter, make_model
 
@@ -21,19 +21,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own() -> Any:
-    with ServedDaemon(DRAM_ONLY) as daemon:
+    with LocalDaemon(DRAM_ONLY) as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
-def other(folder: Path, own: ServedDaemon) -> Any:
+def other(folder: Path, own: LocalDaemon) -> Any:
     """An engine whose model's files these tests may change."""
     with Engine(folder, **connector(own)) as engine:
         yield engine
 
 
 def test_other_weights_dtypes_and_block_sizes_find_nothing(
-    folder: Path, own: ServedDaemon, other: Engine
+    folder: Path, own: LocalDaemon, other: Engine
 ) -> None:
     asked = [prompt(500, 300)]
     other.fresh(asked)
@@ -71,7 +71,7 @@ def test_a_reset_of_the_connector_forgets(other: Engine) -> None:
     assert (said(again), cached(again)) == (expected, [full_blocks(300)])
 
 
-def test_adapters_have_blocks_of_their_own(own: ServedDaemon, other: Engine, tmp_path: Path) -> None:
+def test_adapters_have_blocks_of_their_own(own: LocalDaemon, other: Engine, tmp_path: Path) -> None:
     asked = [prompt(502, 300)]
     with other.instead(enable_lora=True, max_lora_rank=8):
         red = ["red", 1, str(make_adapter(tmp_path / "red", 1))]
@@ -88,7 +88,7 @@ def test_adapters_have_blocks_of_their_own(own: ServedDaemon, other: Engine, tmp
 
 
 def test_an_adapter_that_is_loaded_again_in_place_is_another_one(
-    own: ServedDaemon, other: Engine, tmp_path: Path
+    own: LocalDaemon, other: Engine, tmp_path: Path
 ) -> None:
     asked = [prompt(503, 300)]
     red, anew = (["blue", 1, str(tmp_path / "blue"), None, inplace] for inplace in (False, True))
@@ -129,7 +129,7 @@ def test_an_adapter_that_is_loaded_again_in_place_is_another_one(
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_hint(
-    own: ServedDaemon, other: Engine, arguments: dict[str, Any], why: str
+    own: LocalDaemon, other: Engine, arguments: dict[str, Any], why: str
 ) -> None:
     arguments = dict(arguments)
     flag = connector(own)

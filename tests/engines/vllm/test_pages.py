@@ -8,7 +8,7 @@ import torch
 from kvstore import Client, Layout
 from kvstore.cuda.device import Gpu, uuids
 from kvstore.errors import ConfigError
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore_vllm.pages import DevicePages, GpuPages, HostPages, Layer, pages_of
 from tests.cuda.faking import fake_cuda
 from tests.daemons import names
@@ -59,7 +59,7 @@ def test_a_gpus_pages_are_filled_by_kernels(pool: bool) -> None:
     """On a fake of cupy, for control flow: of a pool of the daemon's there, or of DRAM."""
     settings = {"dram": {"limit": "16MiB"}, "hbm": {"limit": "16MiB" if pool else 0}, "scrub": {"rate": 0}}
     rows, row_bytes = 8, 1000
-    with fake_cuda(), ServedDaemon(settings) as daemon, Client(daemon.url, deadline_s=20) as client:
+    with fake_cuda(), LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=20) as client:
         gpu = Gpu.open(uuids()[0])
         memory = [gpu.allocate(rows * 2 * row_bytes) for _ in range(3)]
         # The rows of two layers in one piece of memory, and one by itself.

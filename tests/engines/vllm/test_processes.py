@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 
 
 def test_engines_share_a_daemon_and_outlive_each_other(
-    model: Path, plain: Engine, daemon: ServedDaemon
+    model: Path, plain: Engine, daemon: LocalDaemon
 ) -> None:
     asked = [prompt(600 + i, 300) for i in range(8)]
     expected = said(plain.fresh(asked, max_tokens=32))
@@ -47,7 +47,7 @@ def test_each_shard_has_its_own_blocks(model: Path) -> None:
     """Two tensor-parallel workers: only what both can load is a hit."""
     asked = [prompt(620 + i, 300) for i in range(2)]
     shards = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with ServedDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
+    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
         with Engine(model, **shards, **connector(own)) as engine:
             expected = said(engine.fresh(asked))
             answers = engine.fresh(asked)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import Client
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
 
 README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 def test_the_flags_serve_and_a_restarted_server_finds_its_blocks(model: Path) -> None:
     [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", SECTION, re.DOTALL)
     asked = prompt(700, 300)
-    with ServedDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
+    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
         flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)
         with server(model, flag) as url:
             first = complete(url, model, asked)

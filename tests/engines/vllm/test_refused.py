@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstore.errors import ConfigError
 from kvstore_vllm.identity import weights_revision
-from kvstore_vllm.settings import Settings, check_engine, why_off
+from kvstore_vllm.settings import ConnectorSettings, check_engine, why_off
 
 
 def engine(**changes: dict[str, Any]) -> SimpleNamespace:
@@ -55,7 +55,7 @@ FULL = FullAttentionSpec(**SIZES)
 
 @pytest.mark.parametrize("config", [engine(), engine(speculative_config=draft("ngram"))])
 def test_what_is_served_passes(config: Any) -> None:
-    check_engine(config, groups(FULL), Settings())
+    check_engine(config, groups(FULL), ConnectorSettings())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_served_passes(config: Any) -> None:
 )
 def test_what_cannot_be_named_or_restored_is_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        check_engine(config, groups(FULL), Settings())
+        check_engine(config, groups(FULL), ConnectorSettings())
 
 
 class OwnSpec(FullAttentionSpec):
@@ -103,7 +103,7 @@ class OwnSpec(FullAttentionSpec):
 )
 def test_only_kinds_of_kv_cache_that_come_back_are_served(specs: list[Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        check_engine(engine(), groups(*specs), Settings())
+        check_engine(engine(), groups(*specs), ConnectorSettings())
 
 
 @pytest.mark.parametrize(
@@ -116,16 +116,16 @@ def test_only_kinds_of_kv_cache_that_come_back_are_served(specs: list[Any], why:
 )  # fmt: skip
 def test_steps_that_overlap_take_no_synchronous_loads(config: Any, beside: str) -> None:
     with pytest.raises(ConfigError, match=f"load is 'sync' with {beside}.*use async loads"):
-        check_engine(config, groups(FULL), Settings(load="sync"))
-    check_engine(config, groups(FULL), Settings())
+        check_engine(config, groups(FULL), ConnectorSettings(load="sync"))
+    check_engine(config, groups(FULL), ConnectorSettings())
 
 
 def test_an_engine_without_prefix_caching_is_served_only_for_a_reason() -> None:
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False))
-    assert "prefix caching is off" in why_off(config, Settings())
-    assert why_off(config, Settings(without_prefix_caching="memory is short")) == ""
+    assert "prefix caching is off" in why_off(config, ConnectorSettings())
+    assert why_off(config, ConnectorSettings(without_prefix_caching="memory is short")) == ""
     config.cache_config.enable_prefix_caching = True
-    assert why_off(config, Settings()) == ""
+    assert why_off(config, ConnectorSettings()) == ""
 
 
 def hub_model(commit: str | None, load_format: str = "auto") -> SimpleNamespace:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 from tests.engines.vllm.shapes import SHAPES
 
@@ -17,8 +17,8 @@ SECOND = FIRST[:300] + prompt(801, 197)
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[ServedDaemon]:
-    with ServedDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
+def own() -> Iterator[LocalDaemon]:
+    with LocalDaemon({"dram": {"limit": "256MiB", "huge_pages": False}}) as daemon:
         yield daemon
 
 
@@ -55,7 +55,7 @@ def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
     ],
 )
 def test_hits_change_nothing(
-    processes: list[Engine], own: ServedDaemon, tmp_path: Path, name: str, block_tokens: int
+    processes: list[Engine], own: LocalDaemon, tmp_path: Path, name: str, block_tokens: int
 ) -> None:
     options = arguments(name, tmp_path, block_tokens) | connector(own)
     for engine in processes:
@@ -87,14 +87,14 @@ def test_hits_change_nothing(
     ],
 )
 def test_what_is_not_shown_to_come_back_is_refused(
-    processes: list[Engine], own: ServedDaemon, tmp_path: Path, name: str, block_tokens: int, why: str
+    processes: list[Engine], own: LocalDaemon, tmp_path: Path, name: str, block_tokens: int, why: str
 ) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"):
         processes[0].restart(**arguments(name, tmp_path, block_tokens) | connector(own))
 
 
 def test_rope_factors_that_depend_on_the_longest_prompt_are_of_another_kv(
-    processes: list[Engine], own: ServedDaemon, tmp_path: Path
+    processes: list[Engine], own: LocalDaemon, tmp_path: Path
 ) -> None:
     """vLLM takes the short factors where `max_model_len` allows no long prompt, else the long ones."""
     options = arguments("long rope", tmp_path, 32) | connector(own, weights_revision="of this test")
@@ -113,7 +113,7 @@ def test_rope_factors_that_depend_on_the_longest_prompt_are_of_another_kv(
 
 
 def test_an_engine_without_a_prefix_cache_gets_one_only_by_name_of_a_reason(
-    processes: list[Engine], own: ServedDaemon, tmp_path: Path
+    processes: list[Engine], own: LocalDaemon, tmp_path: Path
 ) -> None:
     options = arguments("llama", tmp_path, 32) | {"enable_prefix_caching": False}
     [engine, _] = processes

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Outcome
 from kvstore.tiers.network.filesystem import capacity_manager, membership
 from tests.tiers.network.contract import block
@@ -45,7 +45,7 @@ def _fall(by: int) -> None:
 
 def main(role: str, url: str, limit_bytes: int) -> None:
     hurry(pytest.MonkeyPatch())
-    backend = open_backend(Settings(url, limit_bytes))
+    backend = open_backend(BackendSettings(url, limit_bytes))
     number = 0
     while role == "writes":
         put = block(f"{os.getpid()} {number}".encode(), BLOCK_BYTES)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network import Settings, objects, open_backend
+from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.filesystem.backend import HEAD_BYTES, Filesystem
 from tests.daemons import eventually
@@ -88,7 +88,7 @@ class TestUnderALimit(TestFilesystem):
     @pytest.fixture
     def backend(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         hurry(monkeypatch)
-        made = open_backend(Settings(f"file://{folder}", limit_bytes=1 << 30))
+        made = open_backend(BackendSettings(f"file://{folder}", limit_bytes=1 << 30))
         # Bytes are granted when the folder has been counted, which takes a while on a busy machine.
         first = block(b"first")
         eventually(lambda: made.write([first], ends()) == [Outcome.OK])
@@ -134,7 +134,7 @@ def test_a_file_has_nothing_of_other_blocks(folder: Path) -> None:
 @pytest.mark.parametrize("url", ["file:relative", "file:///", "file://host/mnt", "file:"])
 def test_a_url_that_names_no_folder(url: str) -> None:
     with pytest.raises(ConfigError, match=r"names no folder.*file:///"):
-        open_backend(Settings(url))
+        open_backend(BackendSettings(url))
 
 
 class TestAFolderThatIsAway:

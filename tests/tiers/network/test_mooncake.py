@@ -10,14 +10,14 @@ from types import ModuleType
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Name, NetworkError
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine"):
-        open_backend(Settings("mooncake://master:50051"))
+        open_backend(BackendSettings("mooncake://master:50051"))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_wrong_in_a_url_is_named(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=r"network\.url") as raised:
-        open_backend(Settings(url))
+        open_backend(BackendSettings(url))
     assert says in raised.value.message
 
 
@@ -49,7 +49,7 @@ def test_opening_asks_nothing_of_the_master(url: str, monkeypatch: pytest.Monkey
     package.__spec__ = sys.__spec__
     monkeypatch.setitem(sys.modules, "mooncake", package)
     monkeypatch.setattr("subprocess.Popen", None)
-    backend = open_backend(Settings(url))
+    backend = open_backend(BackendSettings(url))
     assert backend.kind == "mooncake"
     backend.close()
 
@@ -61,7 +61,7 @@ def test_a_package_that_lacks_a_library_is_fatal(tmp_path: Path, monkeypatch: py
     (package / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    backend = open_backend(Settings("mooncake://127.0.0.1:1"))
+    backend = open_backend(BackendSettings("mooncake://127.0.0.1:1"))
     with pytest.raises(NetworkError, match="libibverbs") as raised:
         backend.probe([Name(bytes(16), b"k")], time.monotonic() + 20)
     assert raised.value.fatal

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 
 pytest.importorskip("obstore")
 
@@ -35,19 +35,19 @@ def no_environment(monkeypatch) -> None:
 )
 def test_what_can_not_be_used_is_named(url, words) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_backend(Settings(url, credentials="anonymous"))
+        open_backend(BackendSettings(url, credentials="anonymous"))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://container?account=a"])
 def test_nobody_is_asked_for_credentials_unless_it_is_said(url) -> None:
     with pytest.raises(ConfigError, match="no credentials for") as told:
-        open_backend(Settings(url))
+        open_backend(BackendSettings(url))
     assert "network.credentials" in told.value.hint
-    unsigned = open_backend(Settings(url, credentials="anonymous"))
+    unsigned = open_backend(BackendSettings(url, credentials="anonymous"))
     assert str(unsigned._store.config["skip_signature"]).lower() == "true"
     assert not unsigned._signs
     unsigned.close()
-    open_backend(Settings(url, credentials="instance")).close()
+    open_backend(BackendSettings(url, credentials="instance")).close()
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_nobody_is_asked_for_credentials_unless_it_is_said(url) -> None:
 def test_keys_may_be_in_the_environment(monkeypatch, url, variables) -> None:
     for name, value in variables.items():
         with pytest.raises(ConfigError, match="no credentials"):
-            open_backend(Settings(url))
+            open_backend(BackendSettings(url))
         monkeypatch.setenv(name, value)
-    open_backend(Settings(url)).close()
+    open_backend(BackendSettings(url)).close()
 
 
 def test_gs_has_no_password() -> None:
     with pytest.raises(ConfigError, match="GOOGLE_APPLICATION_CREDENTIALS"):
-        open_backend(Settings("gs://bucket", user="u", password="p"))
+        open_backend(BackendSettings("gs://bucket", user="u", password="p"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_gs_has_no_password() -> None:
 def test_bodies_are_signed_where_nothing_else_protects_them(endpoint, option, unsigned) -> None:
     where = f"&endpoint={endpoint}" if endpoint else ""
     url = f"s3://bucket/prefix?region=eu-west-1{where}{option}"
-    backend = open_backend(Settings(url, user="key", password="secret"))
+    backend = open_backend(BackendSettings(url, user="key", password="secret"))
     config = backend._store.config
     assert str(config["unsigned_payload"]).lower() == str(unsigned).lower()
     assert config["region"] == "eu-west-1"
@@ -93,7 +93,7 @@ def test_bodies_are_signed_where_nothing_else_protects_them(endpoint, option, un
 
 def test_azure_takes_the_account_from_the_url() -> None:
     key = "a2V5"
-    backend = open_backend(Settings("az://container/prefix?account=blobs", password=key))
+    backend = open_backend(BackendSettings("az://container/prefix?account=blobs", password=key))
     assert backend._store.config["account_name"] == "blobs"
     backend.close()
 
@@ -102,7 +102,7 @@ def test_azure_takes_the_account_from_the_url() -> None:
 def test_reads_go_through_a_proxy_where_there_is_one(monkeypatch, bypassed, straight) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", bypassed)
-    settings = Settings("s3://bucket?endpoint=http://127.0.0.1:9", user="key", password="secret")
+    settings = BackendSettings("s3://bucket?endpoint=http://127.0.0.1:9", user="key", password="secret")
     backend = open_backend(settings)
     assert backend._signs is straight
     backend.close()
@@ -114,4 +114,4 @@ def test_reads_go_through_a_proxy_where_there_is_one(monkeypatch, bypassed, stra
 def test_packages_that_are_missing_are_named(monkeypatch, absent, url) -> None:
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(ConfigError, match="pip install"):
-        open_backend(Settings(url))
+        open_backend(BackendSettings(url))

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from bench.s3server import S3Server, Stored
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import path
 from kvstore.tiers.network.objectstore.backend import ObjectStore
@@ -30,7 +30,7 @@ PREFIX = "some/prefix"
 
 def opened(server: S3Server, bucket: str = "bucket", more: str = "") -> Backend:
     url = f"s3://{bucket}/{PREFIX}?endpoint={server.endpoint}&region=us-east-1&unsigned_payload=1{more}"
-    return open_backend(Settings(url, user="key", password="secret"))
+    return open_backend(BackendSettings(url, user="key", password="secret"))
 
 
 class OfObstore(Contract):

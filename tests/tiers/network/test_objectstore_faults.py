@@ -442,10 +442,10 @@ def test_closing_ends_calls(server, backend) -> None:
 
 _HUNG = """
 import sys, threading, time
-from kvstore.tiers.network import Settings, open_backend
+from kvstore.tiers.network import BackendSettings, open_backend
 from tests.tiers.network.contract import block, ends, wanted
 url = f"s3://bucket?endpoint={sys.argv[1]}&region=us-east-1"
-backend = open_backend(Settings(url, user="key", password="secret"))
+backend = open_backend(BackendSettings(url, user="key", password="secret"))
 read = lambda: backend.read([wanted(block(b"k"))], ends(60))
 write = lambda: backend.write([block(b"k")], ends(60))
 for call in (read, write):

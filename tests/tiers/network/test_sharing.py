@@ -20,8 +20,15 @@ from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Name, Outcome
 from kvstore.tiers.network.filesystem import capacity_manager
 from kvstore.tiers.network.filesystem.backend import Filesystem
-from kvstore.tiers.network.filesystem.byte_grants import Account, Lease, Report, lease_of, report_of, to_note
-from kvstore.tiers.network.filesystem.safe_paths import CONTROL, Tree
+from kvstore.tiers.network.filesystem.byte_grants import (
+    ByteGrants,
+    ManagerFile,
+    MemberFile,
+    lease_of,
+    report_of,
+    to_note,
+)
+from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths
 from tests.tiers.network.contract import SPACE, block, ends, wanted
 from tests.tiers.network.sharing import BLOCK_BYTES, LEASE_S, hurry
 
@@ -296,46 +303,46 @@ class TestCounting:
     """A janitor, and reports as daemons would write them."""
 
     @pytest.fixture
-    def tree(self, folder: Path) -> Tree:
+    def tree(self, folder: Path) -> SafePaths:
         (folder / "kvstore-1" / "nodes").mkdir(parents=True)
-        return Tree(folder)
+        return SafePaths(folder)
 
-    def say(self, tree: Tree, name: str, report: Report) -> None:
+    def say(self, tree: SafePaths, name: str, report: MemberFile) -> None:
         folder = tree.folder / "kvstore-1" / "nodes" / name
         folder.mkdir(exist_ok=True)
         (folder / "report").write_bytes(to_note(report))
 
-    def beat(self, tree: Tree, made: capacity_manager.Janitor) -> Lease:
+    def beat(self, tree: SafePaths, made: capacity_manager.CapacityManager) -> ManagerFile:
         with tree.at(CONTROL) as at:
             return made.beat(at, [entry.name for entry in tree.entries(CONTROL)], 1)
 
-    def count(self, made: capacity_manager.Janitor) -> None:
+    def count(self, made: capacity_manager.CapacityManager) -> None:
         while made.step():
             pass
 
-    def put(self, tree: Tree, key: bytes) -> int:
+    def put(self, tree: SafePaths, key: bytes) -> int:
         file = tree.folder / objects.path(Name(SPACE, key))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(bytes(BLOCK_BYTES))
         return BLOCK_BYTES
 
-    def test_nothing_is_granted_before_all_have_answered(self, tree: Tree) -> None:
-        made = capacity_manager.Janitor(tree, LIMIT, 2)
-        self.say(tree, A, Report(1, 2, 0, True))
-        self.say(tree, B, Report(1, 1, 0, True))
+    def test_nothing_is_granted_before_all_have_answered(self, tree: SafePaths) -> None:
+        made = capacity_manager.CapacityManager(tree, LIMIT, 2)
+        self.say(tree, A, MemberFile(1, 2, 0, True))
+        self.say(tree, B, MemberFile(1, 1, 0, True))
         self.beat(tree, made)
         self.count(made)
         assert self.beat(tree, made).grants == {A: 0}
-        self.say(tree, B, Report(2, 2, 0, True))
+        self.say(tree, B, MemberFile(2, 2, 0, True))
         self.beat(tree, made)
         self.count(made)
         assert self.beat(tree, made).grants == {A: LIMIT // 40, B: LIMIT // 40}
 
-    def test_nothing_is_granted_before_who_is_silent_is_out(self, tree: Tree) -> None:
-        made = capacity_manager.Janitor(tree, LIMIT, 2)
-        self.say(tree, B, Report(1, 1, 0, True))
+    def test_nothing_is_granted_before_who_is_silent_is_out(self, tree: SafePaths) -> None:
+        made = capacity_manager.CapacityManager(tree, LIMIT, 2)
+        self.say(tree, B, MemberFile(1, 1, 0, True))
         for beat in range(1000):
-            self.say(tree, A, Report(beat, 2, 0, True))
+            self.say(tree, A, MemberFile(beat, 2, 0, True))
             lease = self.beat(tree, made)
             self.count(made)
             if not (tree.folder / CONTROL / B).exists():
@@ -344,24 +351,24 @@ class TestCounting:
             time.sleep(0.01)
         assert self.beat(tree, made).grants == {A: LIMIT // 20}
 
-    def test_what_is_granted_counts_until_a_count_has_seen_it(self, tree: Tree) -> None:
-        made = capacity_manager.Janitor(tree, LIMIT, 1)
+    def test_what_is_granted_counts_until_a_count_has_seen_it(self, tree: SafePaths) -> None:
+        made = capacity_manager.CapacityManager(tree, LIMIT, 1)
         there = self.put(tree, b"there")
-        self.say(tree, A, Report(1, 1, -10, True))
+        self.say(tree, A, MemberFile(1, 1, -10, True))
         self.beat(tree, made)
         self.count(made)
         granted = self.beat(tree, made).grants[A]
         assert made.bound() == there + 10 + granted
         self.put(tree, b"new")
-        self.say(tree, A, Report(2, 1, BLOCK_BYTES, True))
+        self.say(tree, A, MemberFile(2, 1, BLOCK_BYTES, True))
         more = self.beat(tree, made).grants[A]
         assert more == granted + BLOCK_BYTES + 10
         assert made.bound() == there + 10 + more
 
-    def test_what_the_dead_were_granted_counts_until_the_next_count(self, tree: Tree) -> None:
-        made = capacity_manager.Janitor(tree, LIMIT, 1)
+    def test_what_the_dead_were_granted_counts_until_the_next_count(self, tree: SafePaths) -> None:
+        made = capacity_manager.CapacityManager(tree, LIMIT, 1)
         for name in (A, B):
-            self.say(tree, name, Report(1, 1, 0, True))
+            self.say(tree, name, MemberFile(1, 1, 0, True))
         self.beat(tree, made)
         self.count(made)
         granted = self.beat(tree, made).grants
@@ -394,44 +401,44 @@ class TestLeftovers:
         for path in (old / "17", foreign / "17", nodes / "clock-1"):
             os.utime(path, (time.time() - 3700,) * 2)
         (old / "18").write_bytes(b"torn")
-        capacity_manager.sweep(Tree(folder))
+        capacity_manager.sweep(SafePaths(folder))
         assert sorted(path.name for path in nodes.glob("*/*")) == ["17", "17", "18"]
         assert not (old / "17").exists()
         assert not (nodes / "clock-1").exists()
         (old / "18").unlink()
         os.utime(old, (time.time() - 3700,) * 2)
-        capacity_manager.sweep(Tree(folder))
+        capacity_manager.sweep(SafePaths(folder))
         assert not old.exists()
         assert young.exists()
 
 
 class TestAccount:
     def test_what_is_granted_is_written_once(self) -> None:
-        account = Account("a", counted=True)
+        account = ByteGrants("a", counted=True)
         assert not account.take(1)
         account.hear(1, 100)
         assert account.take(60)
         assert not account.take(60)
-        assert account.report(1, True) == Report(1, 1, 0, True)
+        assert account.report(1, True) == MemberFile(1, 1, 0, True)
         account.settle(60)
-        assert account.report(2, True) == Report(2, 1, 60, True)
+        assert account.report(2, True) == MemberFile(2, 1, 60, True)
         account.hear(1, 120)
         assert account.left == 60
-        assert account.report(3, False) == Report(3, 1, 120, False)
+        assert account.report(3, False) == MemberFile(3, 1, 120, False)
         assert not account.take(1)
 
     def test_what_flies_counts_under_the_next(self) -> None:
-        account = Account("a", counted=True)
+        account = ByteGrants("a", counted=True)
         account.hear(1, 100)
         assert account.take(60)
         account.hear(2, 0)
         assert account.left == 0
-        assert account.report(1, True) == Report(1, 2, -60, True)
+        assert account.report(1, True) == MemberFile(1, 2, -60, True)
         account.settle(60)
-        assert account.report(2, True) == Report(2, 2, 0, True)
+        assert account.report(2, True) == MemberFile(2, 2, 0, True)
 
     def test_notes(self) -> None:
-        report, lease = Report(1, 2, -3, True), Lease(4, 5, True, {"a": 6})
+        report, lease = MemberFile(1, 2, -3, True), ManagerFile(4, 5, True, {"a": 6})
         assert report_of(to_note(report)) == report
         assert lease_of(to_note(lease)).grants == {"a": 6}
         assert lease_of(to_note(lease)).full

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network import Settings, objects, open_backend
+from kvstore.tiers.network import BackendSettings, objects, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.resolver import Address
 from kvstore.tiers.network.valkey.backend import Valkey
@@ -19,7 +19,7 @@ from tests.tiers.network.valkeys import Cluster, Server, cluster, server, tls_pr
 
 
 def opened(url: str, **settings) -> Valkey:
-    backend = open_backend(Settings(url, **settings))
+    backend = open_backend(BackendSettings(url, **settings))
     assert isinstance(backend, Valkey)
     return backend
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.tiers.network import Settings
+from kvstore.tiers.network import BackendSettings
 from kvstore.tiers.network.base import Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import HEADER_BYTES, header, path
 from kvstore.tiers.network.valkey.backend import Valkey, open_url
@@ -33,7 +33,7 @@ def running() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def opened(url: str, **settings) -> Iterator[Valkey]:
-    backend = open_url(Settings(url, **settings))
+    backend = open_url(BackendSettings(url, **settings))
     try:
         yield backend
     finally:

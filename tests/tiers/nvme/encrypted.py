@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Where
+from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import OK
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
@@ -63,11 +63,11 @@ class Folder:
     def slot_bytes(self, number: int) -> int:
         return slot_bytes(BLOCK + SEAL_BYTES * self.tier.encrypts(self.TENANTS[number]))
 
-    def identity(self, number: int, key: bytes) -> Identity:
+    def identity(self, number: int, key: bytes) -> BlockIds:
         checksum = arena.checksum(payload(key), arena.seed(self.fingerprints[number], key, BLOCK))
         words = np.frombuffer(key.ljust(64, b"\0"), np.uint64).reshape(1, 8)
         size, space = np.array([len(key)], np.uint8), np.array([number], np.uint16)
-        return Identity(space, words, size, np.array([checksum], np.uint64))
+        return BlockIds(space, words, size, np.array([checksum], np.uint64))
 
     def copy(self, number: int, key: bytes, index: int) -> Copy:
         place = where((number - 1, index))

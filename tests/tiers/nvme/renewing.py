@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Where
+from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.slabs import Slabs
@@ -39,13 +39,13 @@ def open_tier(folder: Path) -> NvmeTier:
     return NvmeTier.open(folder, 2 * EXTENT, EXTENT, PosixEngine(1))
 
 
-def identity(number: int) -> Identity:
+def identity(number: int) -> BlockIds:
     """Who the block is: the one of its namespace."""
     key = b"k".ljust(64, b"\0")
     checksum = arena.checksum(PAYLOADS[number], arena.seed(SPACES[number][1], b"k", LENGTH))
     words = np.frombuffer(key, np.uint64).reshape(1, 8)
     one = np.ones(1, np.uint8)
-    return Identity(np.full(1, number, np.uint16), words, one, np.array([checksum], np.uint64))
+    return BlockIds(np.full(1, number, np.uint16), words, one, np.array([checksum], np.uint64))
 
 
 PLACE = Where(np.array([0 << 32 | 3], np.uint64))

@@ -11,20 +11,20 @@ import pytest
 
 from kvstore.errors import TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO
-from kvstore.tiers.nvme.bounce_buffers import BouncingEngine
-from kvstore.tiers.nvme.encryption import Seal
+from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
+from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.posix_engine import PosixEngine
-from kvstore.tiers.nvme.transforms import SealedIO, TagError
+from kvstore.tiers.nvme.transforms import EncryptedIO, TagError
 from kvstore.types import ALIGN, SEAL_BYTES
 from tests.tiers.faulty import Faults, FaultyEngine
 from tests.tiers.test_io_engine import Waiter, aligned, noise, run
 
 BLOCK, SLOT = 2 * ALIGN - SEAL_BYTES, 2 * ALIGN
-SEAL = Seal(bytes(32), bytes(16), BLOCK)
+SEAL = BlockCipher(bytes(32), bytes(16), BLOCK)
 
 
-def sealed(fd: int, index: int, buffer: memoryview, write: bool) -> SealedIO:
-    return SealedIO(fd, index * SLOT, buffer, write, SEAL, b"%d" % index, SLOT)
+def sealed(fd: int, index: int, buffer: memoryview, write: bool) -> EncryptedIO:
+    return EncryptedIO(fd, index * SLOT, buffer, write, SEAL, b"%d" % index, SLOT)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class ByHand:
 
 
 def test_many_blocks_pass_through_few_buffers(fd: int) -> None:
-    engine = BouncingEngine(FaultyEngine(PosixEngine(2), Faults(reorder=0.5)), 3 * SLOT)
+    engine = BounceBufferEngine(FaultyEngine(PosixEngine(2), Faults(reorder=0.5)), 3 * SLOT)
     data = [noise(BLOCK, i) for i in range(100)]
     sources = [aligned(block) for block in data]
     assert run(engine, [sealed(fd, i, slot, True) for i, slot in enumerate(sources)]) == [None] * 100
@@ -74,7 +74,7 @@ def test_many_blocks_pass_through_few_buffers(fd: int) -> None:
 
 def test_no_more_move_than_there_are_buffers_and_the_oldest_first() -> None:
     inner = ByHand()
-    engine, waiter = BouncingEngine(inner, 2 * SLOT), Waiter()
+    engine, waiter = BounceBufferEngine(inner, 2 * SLOT), Waiter()
     ios: list[BlockIO] = [sealed(-1, i, aligned(SLOT), False) for i in range(4)]
     engine.submit([ios[0], BlockIO(-1, 9 * SLOT, aligned(SLOT), False), *ios[1:]], waiter)
     assert inner.offsets() == [9, 0, 1], "what is plain needs no buffer"
@@ -93,7 +93,7 @@ def test_no_more_move_than_there_are_buffers_and_the_oldest_first() -> None:
 
 def test_urgent_blocks_go_first_and_the_oldest_of_them_before_the_others() -> None:
     inner = ByHand()
-    engine, waiter = BouncingEngine(inner, SLOT), Waiter()
+    engine, waiter = BounceBufferEngine(inner, SLOT), Waiter()
     for indices, urgent in (([0], False), ([1, 2], False), ([3, 4], True), ([5, 6], True), ([7], False)):
         engine.submit([sealed(-1, i, aligned(SLOT), False) for i in indices], waiter, urgent)
     order = []
@@ -106,7 +106,7 @@ def test_urgent_blocks_go_first_and_the_oldest_of_them_before_the_others() -> No
 
 def test_blocks_that_nobody_waits_for_move_while_urgent_ones_keep_coming() -> None:
     inner = ByHand()
-    engine, waiter = BouncingEngine(inner, SLOT), Waiter()
+    engine, waiter = BounceBufferEngine(inner, SLOT), Waiter()
     engine.submit([sealed(-1, i, aligned(SLOT), False) for i in (0, 1)], waiter)
     for turn in range(2 * OTHERS_EVERY):
         engine.submit([sealed(-1, 2 + turn, aligned(SLOT), False)], waiter, urgent=True)
@@ -121,10 +121,10 @@ def test_blocks_that_nobody_waits_for_move_while_urgent_ones_keep_coming() -> No
 
 def test_buffers_of_one_size_make_room_for_another() -> None:
     inner = ByHand()
-    engine = BouncingEngine(inner, 2 * SLOT)
+    engine = BounceBufferEngine(inner, 2 * SLOT)
     waiters = [Waiter(), Waiter()]
     engine.submit([sealed(-1, i, aligned(SLOT), False) for i in range(2)], waiters[0])
-    large = SealedIO(-1, 0, aligned(SLOT), False, SEAL, b"0", 2 * SLOT)
+    large = EncryptedIO(-1, 0, aligned(SLOT), False, SEAL, b"0", 2 * SLOT)
     engine.submit([large], waiters[1])
     inner.end(OSError(errno.EIO, "no"))
     assert inner.offsets() == [1]
@@ -136,14 +136,14 @@ def test_buffers_of_one_size_make_room_for_another() -> None:
 
 
 def test_a_block_that_cannot_be_sealed_fails_alone(fd: int) -> None:
-    engine = BouncingEngine(PosixEngine(2))
+    engine = BounceBufferEngine(PosixEngine(2))
     ios: list[BlockIO] = [sealed(fd, 0, aligned(ALIGN), True), sealed(fd, 1, aligned(SLOT), True)]
     assert run(engine, ios) == [errno.EINVAL, None]
     engine.close()
 
 
 def test_close_waits_for_what_waits_for_a_buffer(fd: int) -> None:
-    engine, waiters = BouncingEngine(PosixEngine(1), SLOT), [Waiter() for _ in range(50)]
+    engine, waiters = BounceBufferEngine(PosixEngine(1), SLOT), [Waiter() for _ in range(50)]
     for i, waiter in enumerate(waiters):
         engine.submit([sealed(fd, i, aligned(noise(BLOCK, i)), True)], waiter)
     engine.close()

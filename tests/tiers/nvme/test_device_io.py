@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 
 from kvstore import arena
-from kvstore.core.actions import Copy, Identity, Where
+from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.device import DeviceBuffer, Gpu, uuids
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme.bounce_buffers import BouncingEngine
-from kvstore.tiers.nvme.encryption import Seal
+from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
+from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.tiers.nvme.transforms import DeviceIO, SealedIO, TagError
+from kvstore.tiers.nvme.transforms import DeviceIO, EncryptedIO, TagError
 from kvstore.types import ALIGN, SEAL_BYTES, Layout, slot_bytes
 from tests.cuda.faking import fake_cuda
 from tests.tiers.test_hbm import Told, held
@@ -84,8 +84,8 @@ def fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.fixture
-def engine() -> Iterator[BouncingEngine]:
-    made = BouncingEngine(PosixEngine(2), 8 * SLOT)
+def engine() -> Iterator[BounceBufferEngine]:
+    made = BounceBufferEngine(PosixEngine(2), 8 * SLOT)
     yield made
     made.close()
 
@@ -105,7 +105,7 @@ def through(fd: int, index: int, buffer: DeviceBuffer, write: bool, holds: Any =
 
 
 class TestEngines:
-    def test_what_was_written_is_read(self, engine: BouncingEngine, gpu: Gpu, fd: int) -> None:
+    def test_what_was_written_is_read(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
         blocks = [noise(LENGTH, i) for i in range(50)]
         slots = filled(gpu, *blocks)
         assert run(engine, [through(fd, i, slot, True) for i, slot in enumerate(slots)]) == [None] * 50
@@ -116,7 +116,7 @@ class TestEngines:
         assert [held(slot)[LENGTH:] for slot in there] == [b"\xff" * 100] * 50, "only payloads arrive"
 
     def test_nothing_of_another_block_is_written_behind_one(
-        self, engine: BouncingEngine, gpu: Gpu, fd: int
+        self, engine: BounceBufferEngine, gpu: Gpu, fd: int
     ) -> None:
         secret = filled(gpu, b"secret" * SLOT, slot=6 * SLOT)[0][:SLOT]
         assert run(engine, [DeviceIO(fd, 0, secret, True, SLOT, SLOT)]) == [None]
@@ -124,7 +124,9 @@ class TestEngines:
         assert run(engine, [DeviceIO(fd, 0, short, True, SLOT, 5)]) == [None]
         assert Path(f"/proc/self/fd/{fd}").read_bytes() == b"short" + bytes(SLOT - 5)
 
-    def test_bounced_and_plain_blocks_of_one_batch(self, engine: BouncingEngine, gpu: Gpu, fd: int) -> None:
+    def test_bounced_and_plain_blocks_of_one_batch(
+        self, engine: BounceBufferEngine, gpu: Gpu, fd: int
+    ) -> None:
         blocks = [noise(SLOT, i) for i in range(4)]
         slots = filled(gpu, *(block[:LENGTH] for block in blocks))
         ios = [BlockIO(fd, i * SLOT, aligned(blocks[i]), True) if i % 2 else through(fd, i, slots[i], True)
@@ -134,7 +136,7 @@ class TestEngines:
         assert run(engine, [through(fd, 3, there, False)]) == [None]
         assert held(there)[:LENGTH] == blocks[3][:LENGTH]
 
-    def test_failures_are_a_blocks_own(self, engine: BouncingEngine, gpu: Gpu, fd: int) -> None:
+    def test_failures_are_a_blocks_own(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
         slots = filled(gpu, *(noise(LENGTH, i) for i in range(3)))
         assert run(engine, [through(fd, i, slot, True) for i, slot in enumerate(slots)]) == [None] * 3
         asked: list[bytes] = []
@@ -152,13 +154,13 @@ class TestEngines:
         assert len(asked) == 3
         assert not any(held(there[1])), "what is wrong never gets there"
 
-    def test_sealed_ones_are_opened_on_their_way(self, engine: BouncingEngine, gpu: Gpu, fd: int) -> None:
-        seal = Seal(bytes(32), bytes(16), LENGTH)
+    def test_sealed_ones_are_opened_on_their_way(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
+        seal = BlockCipher(bytes(32), bytes(16), LENGTH)
         size = slot_bytes(LENGTH + SEAL_BYTES)
         blocks = [noise(LENGTH, i) for i in range(10)]
 
-        def sealed(i: int, buffer: DeviceBuffer, write: bool, holds: Any = None) -> SealedIO:
-            return SealedIO(fd, i * size, buffer, write, seal, b"%d" % i, size, holds)
+        def sealed(i: int, buffer: DeviceBuffer, write: bool, holds: Any = None) -> EncryptedIO:
+            return EncryptedIO(fd, i * size, buffer, write, seal, b"%d" % i, size, holds)
 
         ios = [sealed(i, slot, True) for i, slot in enumerate(filled(gpu, *blocks))]
         assert run(engine, ios) == [None] * 10
@@ -167,12 +169,12 @@ class TestEngines:
         assert run(engine, [sealed(i, slot, False) for i, slot in enumerate(there)]) == [None] * 10
         assert [held(slot)[:LENGTH] for slot in there] == blocks
         [other] = filled(gpu, b"")
-        assert run(engine, [SealedIO(fd, 0, other, False, seal, b"5", size)]) == [errno.EBADMSG]
+        assert run(engine, [EncryptedIO(fd, 0, other, False, seal, b"5", size)]) == [errno.EBADMSG]
         assert run(engine, [sealed(0, other, False, lambda plain: False)]) == [errno.EBADMSG]
         assert not any(held(other))
 
     def test_a_gpu_that_is_lost_fails_its_blocks_and_no_others(
-        self, engine: BouncingEngine, gpu: Gpu, control: Any, fd: int
+        self, engine: BounceBufferEngine, gpu: Gpu, control: Any, fd: int
     ) -> None:
         slots = filled(gpu, noise(LENGTH), noise(LENGTH))
         assert run(engine, [through(fd, 0, slots[0], True)]) == [None]
@@ -183,12 +185,12 @@ class TestEngines:
         assert outcomes == [errno.EIO, errno.EIO, None]
         assert plain[:LENGTH] == noise(LENGTH)
 
-    def test_what_an_engine_cannot_reach_fails(self, engine: BouncingEngine, gpu: Gpu, fd: int) -> None:
+    def test_what_an_engine_cannot_reach_fails(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
         assert not engine.device_memory
         [slot] = filled(gpu, noise(SLOT))
         assert run(engine, [BlockIO(fd, 0, slot, True)]) == [errno.EINVAL]
 
-    def test_misuse_starts_nothing(self, engine: BouncingEngine, gpu: Gpu, fd: int) -> None:
+    def test_misuse_starts_nothing(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
         [slot] = filled(gpu, noise(LENGTH))
         bad = BlockIO(fd, 0, memoryview(bytes(ALIGN)), False)
         with pytest.raises(MisuseError, match="read-only"):
@@ -203,7 +205,7 @@ class TestEngines:
             import cupy  # noqa: PLC0415
 
             pinned: dict[int, int] = cupy.cuda.runtime._pinned
-            gpu, engine = Gpu.open(uuids()[0]), BouncingEngine(PosixEngine(1), 2 * SLOT)
+            gpu, engine = Gpu.open(uuids()[0]), BounceBufferEngine(PosixEngine(1), 2 * SLOT)
             asked: list[int] = []
             monkeypatch.setattr(Gpu, "register", counting(Gpu.register, asked))
             [slot] = filled(gpu, noise(LENGTH))
@@ -250,7 +252,7 @@ class Folder:
         keys = [words[i].tobytes()[:8] for i in range(n)]
         seeds = [arena.seed(self.names[number], key, LENGTH) for key in keys]
         sums = np.array([arena.checksum(b, s) for b, s in zip(blocks, seeds, strict=True)], np.uint64)
-        who = Identity(np.full(n, number, np.uint16), words, np.full(n, 8, np.uint8), sums)
+        who = BlockIds(np.full(n, number, np.uint16), words, np.full(n, 8, np.uint8), sums)
         place = Where(np.array([(number - 1) << 32 | i for i in range(n)], np.uint64))
         return Copy(1, 2, 1, who, [b""] * n, place, place, np.ones(n, np.uint32), False, None)
 

@@ -19,7 +19,7 @@ import pytest
 from kvstore.core.events import CORRUPT, OK
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme import key_files as keys_module
-from kvstore.tiers.nvme.encryption import Seal, Seals
+from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.key_files import KeyFiles, MasterKey
 from kvstore.tiers.nvme.store import RecordStore
@@ -95,18 +95,18 @@ class TestBlocks:
             assert folder.read(1, b"a") == CORRUPT
 
     def test_it_is_sealed_on_another_thread(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        threads, seal, open_ = set(), Seal.seal, Seal.open
+        threads, seal, open_ = set(), BlockCipher.seal, BlockCipher.open
 
-        def sealing(self: Seal, *args: Any) -> None:
+        def sealing(self: BlockCipher, *args: Any) -> None:
             threads.add(threading.current_thread())
             seal(self, *args)
 
-        def opening(self: Seal, *args: Any) -> bool:
+        def opening(self: BlockCipher, *args: Any) -> bool:
             threads.add(threading.current_thread())
             return open_(self, *args)
 
-        monkeypatch.setattr(Seal, "seal", sealing)
-        monkeypatch.setattr(Seal, "open", opening)
+        monkeypatch.setattr(BlockCipher, "seal", sealing)
+        monkeypatch.setattr(BlockCipher, "open", opening)
         with opened(tmp_path) as folder:
             folder.write(1, b"a")
             folder.read(1, b"a")
@@ -116,7 +116,7 @@ class TestBlocks:
     def test_other_threads_run_meanwhile(self) -> None:
         """The event loop is one of them: the GIL is free while a block is sealed or opened."""
         size = 8 * MIB
-        seal, slot = Seal(bytes(32), bytes(16), size), memoryview(bytearray(size + SEAL_BYTES))
+        seal, slot = BlockCipher(bytes(32), bytes(16), size), memoryview(bytearray(size + SEAL_BYTES))
         payload, turns, stop = memoryview(bytearray(size)), [0], threading.Event()
 
         def take_turns() -> None:
@@ -146,7 +146,7 @@ class TestBlocks:
             thread.join()
 
     def test_nothing_repeats_where_the_same_is_sealed_again(self) -> None:
-        seal, same = Seal(bytes(32), bytes(16), 4096), memoryview(bytes(4096))
+        seal, same = BlockCipher(bytes(32), bytes(16), 4096), memoryview(bytes(4096))
         slots = [memoryview(bytearray(2 * 4096)) for _ in range(500)]
         for slot in slots:
             seal.seal(b"a", same, slot)
@@ -159,9 +159,9 @@ class TestBlocks:
         """So that even the same nonce twice says nothing about two blocks."""
         monkeypatch.setattr(os, "urandom", bytes)
         seals = [
-            Seal(bytes(32), bytes(16), 4096),
-            Seal(bytes(32), b"f" * 16, 4096),
-            Seal(b"k" * 32, bytes(16), 4096),
+            BlockCipher(bytes(32), bytes(16), 4096),
+            BlockCipher(bytes(32), b"f" * 16, 4096),
+            BlockCipher(b"k" * 32, bytes(16), 4096),
         ]
         streams = set()
         for seal in seals:
@@ -214,7 +214,7 @@ class TestKeys:
             folder.write(1, b"a")
         wrapped = key_file(path).read_bytes()
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("keys"))
-        seals = Seals(path, MASTER, {"team": True})
+        seals = TenantKeys(path, MASTER, {"team": True})
         seals.erase("team")
         assert not any(wrapped in data for data in files(path).values())
         assert not seals.can_open("team")
@@ -236,7 +236,7 @@ class TestKeys:
     ) -> None:
         with opened(tmp_path) as folder:
             folder.write(1, b"a")
-        seals = Seals(tmp_path, MASTER, {"team": True})
+        seals = TenantKeys(tmp_path, MASTER, {"team": True})
 
         def crash(*_: object) -> None:
             raise KeyboardInterrupt
@@ -322,7 +322,7 @@ class TestTurning:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Seals, "settle", crash)
+            patch.setattr(TenantKeys, "settle", crash)
             with pytest.raises(KeyboardInterrupt), opened(tmp_path):
                 pass
         with opened(tmp_path) as folder:
@@ -358,7 +358,7 @@ class TestTurning:
             folder.tier.encrypt("late")
             assert folder.tier.encrypts("late")
             folder.tier.put_namespace(9, Namespace("late", {"block_bytes": BLOCK}, bytes(16)))
-        assert Seals(tmp_path, MASTER, {}).can_open("late")
+        assert TenantKeys(tmp_path, MASTER, {}).can_open("late")
         with opened(tmp_path / "none", None, {}) as folder, pytest.raises(TierError, match="late"):
             folder.tier.encrypt("late")
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, Layout
-from kvstore.lab.local_daemon import ServedDaemon
+from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.tiers.nvme import fsck as module
 from kvstore.tiers.nvme.fsck import Finding, Kind, fsck
 from kvstore.tiers.nvme.key_files import MasterKey
@@ -37,9 +37,9 @@ TOTAL = 40 * (SMALL + LARGE)
 Damaged = tuple[set[bytes], dict[Kind, int]]
 
 
-def daemon_on(folder: Path) -> ServedDaemon:
+def daemon_on(folder: Path) -> LocalDaemon:
     dram = {"limit": "16MiB", "huge_pages": False}
-    return ServedDaemon({"dram": dram, "nvme": {"path": folder, "limit": LIMIT, "io_threads": 2}})
+    return LocalDaemon({"dram": dram, "nvme": {"path": folder, "limit": LIMIT, "io_threads": 2}})
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.actions import Copy, Identity, Probe, Where
+from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
@@ -91,11 +91,11 @@ class Site:
         return {k.tobytes().rstrip(b"\0"): p for k, p in zip(blocks.keys, places, strict=True)}
 
 
-def who(*keys: bytes) -> Identity:
+def who(*keys: bytes) -> BlockIds:
     words = np.frombuffer(b"".join(k.ljust(64, b"\0") for k in keys), np.uint64).reshape(-1, 8)
     n = len(keys)
     sizes = np.array([len(k) for k in keys], np.uint8)
-    return Identity(np.ones(n, np.uint16), words, sizes, np.zeros(n, np.uint64))
+    return BlockIds(np.ones(n, np.uint16), words, sizes, np.zeros(n, np.uint64))
 
 
 def where(*places: tuple[int, int]) -> Where:

@@ -30,15 +30,15 @@ from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.network import objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.filesystem.byte_grants import Account
-from kvstore.tiers.network.filesystem.call_pool import Call, Pool, Room
-from kvstore.tiers.network.filesystem.membership import Member
-from kvstore.tiers.network.filesystem.safe_paths import CONTROL, Tree, blocks, is_file, refused
+from kvstore.tiers.network.filesystem.byte_grants import ByteGrants
+from kvstore.tiers.network.filesystem.call_pool import Call, CallPool, ScratchBuffer
+from kvstore.tiers.network.filesystem.membership import Membership
+from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths, blocks, is_file, refused
 from kvstore.tiers.nvme.kvikio_engine import best_engine
 from kvstore.types import ALIGN, slot_bytes
 
 if TYPE_CHECKING:
-    from kvstore.tiers.network import Settings
+    from kvstore.tiers.network import BackendSettings
 
 HEAD_BYTES = ALIGN
 """What a file has before its payload, so that direct I/O reaches both."""
@@ -60,7 +60,7 @@ _FOREIGN = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 R = TypeVar("R")
 
 
-def open_url(settings: Settings) -> Filesystem:
+def open_url(settings: BackendSettings) -> Filesystem:
     """The folder of a URL such as file:///mnt/lustre/kvstore. ConfigError if it names none."""
     url = urlsplit(settings.url)
     folder = Path(unquote(url.path))
@@ -78,11 +78,11 @@ class Filesystem:
 
     def __init__(self, folder: Path, limit_bytes: int = 0, threads: int = 8) -> None:
         """Starts the threads; looks at nothing yet."""
-        self._tree = Tree(folder)
+        self._tree = SafePaths(folder)
         self._direct = True
         self._engine = best_engine(threads)
-        self._pool = Pool("kvstore-files", threads)
-        self._member = Member(self._tree, limit_bytes)
+        self._pool = CallPool("kvstore-files", threads)
+        self._member = Membership(self._tree, limit_bytes)
         self._numbers = itertools.count()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
@@ -123,7 +123,7 @@ class Filesystem:
 
     # -- one object, on a thread of the pool
 
-    def _probe(self, name: Name, call: Call[Outcome], room: Room) -> Outcome:
+    def _probe(self, name: Name, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
         folder, file = os.path.split(objects.path(name))
         try:
             with self._tree.at(folder) as at:
@@ -134,7 +134,7 @@ class Filesystem:
             return Outcome.MISSING if error.errno in _FOREIGN else Outcome.FAILED
         return Outcome.OK if is_file(found) else Outcome.MISSING
 
-    def _read(self, thing: Object, call: Call[Outcome], room: Room) -> Outcome:
+    def _read(self, thing: Object, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
         raw = room.take(HEAD_BYTES + slot_bytes(thing.length))
         try:
             if not self._directly(partial(self._load, thing.name, raw)):
@@ -151,7 +151,7 @@ class Filesystem:
                 thing.checksum, thing.parent = got.checksum, got.parent
         return outcome
 
-    def _write(self, thing: Object, call: Call[Outcome], room: Room) -> Outcome:
+    def _write(self, thing: Object, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
         raw = room.take(HEAD_BYTES + slot_bytes(thing.length))
         try:
             if self._is_there(thing.name, len(raw)):
@@ -171,7 +171,7 @@ class Filesystem:
             account.settle(len(raw))
         return Outcome.OK
 
-    def _delete(self, name: Name, call: Call[Outcome], room: Room) -> Outcome:
+    def _delete(self, name: Name, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
         folder, file = os.path.split(objects.path(name))
         try:
             with self._tree.at(folder) as at:
@@ -199,7 +199,7 @@ class Filesystem:
                 self._close(fd)
         return True
 
-    def _store(self, name: Name, raw: memoryview, account: Account, call: Call[Outcome]) -> None:
+    def _store(self, name: Name, raw: memoryview, account: ByteGrants, call: Call[Outcome]) -> None:
         """Writes a file under a temporary name, and has it there under its own as a whole."""
         folder, file = os.path.split(objects.path(name))
         temporary = str(next(self._numbers))
@@ -291,7 +291,7 @@ class Filesystem:
     def _ask(self, what: Callable[[], R], ends: float) -> R:
         """What a call answers on a thread of the pool. NetworkError if it does not in time, or fails."""
 
-        def job(call: Call[R | None], room: Room) -> R:
+        def job(call: Call[R | None], room: ScratchBuffer) -> R:
             try:
                 return what()
             except OSError as error:

@@ -18,7 +18,7 @@ MAX_NOTE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MemberFile:
     """A daemon's file for the janitor. `used` is below 0 while writes of an earlier generation fly."""
 
     beat: int
@@ -28,7 +28,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class ManagerFile:
     """The janitor's file: at most how many bytes there are, whether that is all, sums of grants by daemon."""
 
     beat: int
@@ -37,25 +37,25 @@ class Lease:
     grants: dict[str, int] = field(default_factory=dict)
 
 
-def to_note(said: Report | Lease) -> bytes:
+def to_note(said: MemberFile | ManagerFile) -> bytes:
     """A file's bytes."""
     return json.dumps(asdict(said)).encode()
 
 
-def report_of(raw: bytes) -> Report | None:
+def report_of(raw: bytes) -> MemberFile | None:
     """A report, None if that is none."""
     said = _fields(raw)
     values = said.get("beat"), said.get("generation"), said.get("used"), said.get("wants")
-    return Report(*values) if all(isinstance(value, int) for value in values) else None  # type: ignore[arg-type]
+    return MemberFile(*values) if all(isinstance(value, int) for value in values) else None  # type: ignore[arg-type]
 
 
-def lease_of(raw: bytes) -> Lease:
+def lease_of(raw: bytes) -> ManagerFile:
     """A lease; of anything else, one that grants nothing."""
     said = _fields(raw)
     grants = said.get("grants")
     if not isinstance(grants, dict) or not all(isinstance(value, int) for value in grants.values()):
         grants = {}
-    return Lease(0, 0, said.get("full") is True, grants)
+    return ManagerFile(0, 0, said.get("full") is True, grants)
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-class Account:
+class ByteGrants:
     """A daemon under the name that it has in the folder: a new name gets a new account.
 
     Not `counted`: there is no limit, and all may be written.
@@ -106,9 +106,9 @@ class Account:
             self._granted += more
             self.left += more
 
-    def report(self, beat: int, wants: bool) -> Report:
+    def report(self, beat: int, wants: bool) -> MemberFile:
         """What to tell the janitor. Who wants nothing gives back what is left."""
         with self._lock:
             if not wants:
                 self.left = 0
-            return Report(beat, self.generation, self._granted - self.left - self._flying, wants)
+            return MemberFile(beat, self.generation, self._granted - self.left - self._flying, wants)

@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Over(Exception):
+class CallAbandoned(Exception):
     """The caller has gone: nothing of it may be touched any more."""
 
 
-class Room:
+class ScratchBuffer:
     """Memory of one thread, for one block at a time: page-aligned, as large as the largest so far."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Call(Generic[T]):
         """
         with self._changed:
             if self._over:
-                raise Over
+                raise CallAbandoned
             self._touching += 1
         try:
             yield
@@ -73,20 +73,20 @@ class Call(Generic[T]):
     def check(self) -> None:
         """Raises Over if the caller has gone."""
         if self._over:
-            raise Over
+            raise CallAbandoned
 
     def take(self) -> tuple[int, bool]:
         """The next job to do, and whether there are more behind it."""
         self._next += 1
         return self._next - 1, self._next < len(self._jobs)
 
-    def do(self, index: int, room: Room) -> None:
+    def do(self, index: int, room: ScratchBuffer) -> None:
         """Does one job, on a thread of the pool."""
         if self._over:
             return
         try:
             result = self._jobs[index](self, room)
-        except Over:
+        except CallAbandoned:
             return
         except NetworkError as error:
             self.end(error.with_traceback(None))
@@ -115,10 +115,10 @@ class Call(Generic[T]):
             self._changed.wait_for(lambda: not self._touching)
 
 
-Job: TypeAlias = Callable[[Call[T], Room], T]
+Job: TypeAlias = Callable[[Call[T], ScratchBuffer], T]
 
 
-class Pool:
+class CallPool:
     """So many threads, which take one job of each call in turn. They don't keep the process from ending."""
 
     def __init__(self, name: str, threads: int) -> None:
@@ -167,7 +167,7 @@ class Pool:
                 self._waiting.remove(call)
 
     def _work(self) -> None:
-        room = Room()
+        room = ScratchBuffer()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)

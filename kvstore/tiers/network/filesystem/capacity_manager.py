@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvstore.tiers.network.base import Name, NetworkError
-from kvstore.tiers.network.filesystem.byte_grants import MAX_NOTE_BYTES, Lease, Report, report_of
-from kvstore.tiers.network.filesystem.safe_paths import CONTROL, Tree, blocks
+from kvstore.tiers.network.filesystem.byte_grants import MAX_NOTE_BYTES, ManagerFile, MemberFile, report_of
+from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths, blocks
 from kvstore.tiers.network.objects import ROOT, path
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MEMBER = re.compile(r"[A-Za-z0-9-]+-\d+-[0-9a-f]{8}")
 _LEFTOVER = re.compile(r"(clock|health)-.+")
 
 
-class Watch:
+class StallTimer:
     """How long (s) something stays the same, by this host's clock since it was first seen so."""
 
     def __init__(self) -> None:
@@ -65,27 +65,27 @@ class _Count:
     nbytes: int = 0
 
 
-class Janitor:
-    """The janitor of one generation. All calls from one thread; OSError and NetworkError as in `Tree`."""
+class CapacityManager:
+    """One generation of the manager. One thread calls. OSError and NetworkError as in `SafePaths`."""
 
-    def __init__(self, tree: Tree, limit_bytes: int, generation: int) -> None:
+    def __init__(self, tree: SafePaths, limit_bytes: int, generation: int) -> None:
         self.generation = generation
         self._tree = tree
         self._limit_bytes = limit_bytes
-        self._watches: dict[str, Watch] = {}
-        self._reports: dict[str, Report] = {}
+        self._watches: dict[str, StallTimer] = {}
+        self._reports: dict[str, MemberFile] = {}
         self._grants: dict[str, int] = {}
         self._counts: list[_Count] = []  # the one in force, if there is one; while one is made, that too
         self._counted = False
         self._counted_at = 0.0
         self._work = self._rounds()
 
-    def beat(self, at: int, names: list[str], beat: int) -> Lease:
+    def beat(self, at: int, names: list[str], beat: int) -> ManagerFile:
         """Hears all members, and answers what to tell them. `at`, `names`: the control folder's."""
         members = {name for name in names if _MEMBER.fullmatch(name)}
         for name in members:
             raw = read_note(at, f"{name}/report")
-            silent_s = self._watches.setdefault(name, Watch()).unchanged_s(raw)
+            silent_s = self._watches.setdefault(name, StallTimer()).unchanged_s(raw)
             report = report_of(raw)
             if report is not None and report.generation == self.generation:
                 self._reports[name] = report
@@ -103,7 +103,7 @@ class Janitor:
             self._grant()
         bound = self.bound()
         full = self._counted and self._limit_bytes - bound < self._limit_bytes // 100
-        return Lease(beat, bound, full, dict(self._grants))
+        return ManagerFile(beat, bound, full, dict(self._grants))
 
     def bound(self) -> int:
         """At most how many bytes there are, with all that was granted; 0 before the first count."""
@@ -219,7 +219,7 @@ class Janitor:
             count.lost += given - count.base.pop(name, 0)
 
 
-def remove_member(tree: Tree, at: int, name: str) -> bool:
+def remove_member(tree: SafePaths, at: int, name: str) -> bool:
     """Takes a daemon's folder away, and with it all that it could still rename into place."""
     for _ in range(3):  # it may be at work in there
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def remove_member(tree: Tree, at: int, name: str) -> bool:
     return False
 
 
-def sweep(tree: Tree) -> None:
+def sweep(tree: SafePaths) -> None:
     """Removes what was left behind `LEFTOVER_S` ago, by the file system's clock."""
     if not any(True for _ in tree.entries(CONTROL)):
         return
@@ -246,7 +246,7 @@ def sweep(tree: Tree) -> None:
                     os.unlink(entry.name, dir_fd=at)
 
 
-def _sweep_member(tree: Tree, at: int, name: str, before: float, old: bool) -> None:
+def _sweep_member(tree: SafePaths, at: int, name: str, before: float, old: bool) -> None:
     with tree.at(f"{CONTROL}/{name}") as folder:
         for entry in tree.entries(f"{CONTROL}/{name}"):
             if entry.stat(follow_symlinks=False).st_mtime < before:

@@ -18,16 +18,22 @@ import threading
 import time
 
 from kvstore.tiers.network.base import NetworkError
-from kvstore.tiers.network.filesystem.byte_grants import Account, Lease, Report, lease_of, to_note
+from kvstore.tiers.network.filesystem.byte_grants import (
+    ByteGrants,
+    ManagerFile,
+    MemberFile,
+    lease_of,
+    to_note,
+)
 from kvstore.tiers.network.filesystem.capacity_manager import (
     LEASE_S,
-    Janitor,
-    Watch,
+    CapacityManager,
+    StallTimer,
     read_note,
     remove_member,
     sweep,
 )
-from kvstore.tiers.network.filesystem.safe_paths import CONTROL, Tree
+from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths
 
 _log = logging.getLogger(__name__)
 
@@ -41,18 +47,18 @@ _LEASE = re.compile(r"lease-(\d{12})")
 _LAST_GENERATION = 10**12 - 1
 
 
-class Member:
-    """This daemon in the folder of a `Tree`. Without a limit it only removes leftovers."""
+class Membership:
+    """This daemon in the folder of a `SafePaths`. Without a limit it only removes leftovers."""
 
-    def __init__(self, tree: Tree, limit_bytes: int) -> None:
+    def __init__(self, tree: SafePaths, limit_bytes: int) -> None:
         """Starts its thread."""
         self.id = _new_name()
         self._tree = tree
         self._limit_bytes = limit_bytes
-        self._account = Account(self.id, bool(limit_bytes))
+        self._account = ByteGrants(self.id, bool(limit_bytes))
         self._joined = False
-        self._janitor: Janitor | None = None
-        self._watch = Watch()
+        self._janitor: CapacityManager | None = None
+        self._watch = StallTimer()
         self._beats = 0
         self._full = False
         self._wanted_at = time.monotonic()
@@ -72,7 +78,7 @@ class Member:
                 min(ends - now, _READY_BEATS * BEAT_S),
             )
 
-    def take(self, nbytes: int) -> Account | None:
+    def take(self, nbytes: int) -> ByteGrants | None:
         """The account that so many bytes were taken from, None if they may not be written now."""
         account = self._account
         return account if account.take(nbytes) else None
@@ -153,7 +159,7 @@ class Member:
                 return
             except FileNotFoundError:
                 _log.warning("%s: this daemon was silent for too long, and joins again", self._tree.folder)
-                self._account = Account(_new_name(), True)
+                self._account = ByteGrants(_new_name(), True)
                 self._janitor = None
         os.mkdir(self._account.name, 0o700, dir_fd=at)
         self._joined = True
@@ -165,10 +171,10 @@ class Member:
         except FileExistsError:
             return generation
         _log.info("%s: this daemon keeps the limit now", self._tree.folder)
-        self._janitor = Janitor(self._tree, self._limit_bytes, generation)
+        self._janitor = CapacityManager(self._tree, self._limit_bytes, generation)
         return generation
 
-    def _say(self, at: int, said: Report | Lease, name: str) -> None:
+    def _say(self, at: int, said: MemberFile | ManagerFile, name: str) -> None:
         """Writes a file as a whole, by way of this one's folder: without that, it may say nothing."""
         draft = f"{self._account.name}/draft"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=at)

@@ -26,7 +26,7 @@ _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CLOCK_HOLDS_S = 600.0
 
 
-class Tree:
+class SafePaths:
     """The folder of one URL. Any thread may call; all calls take as long as the file system does.
 
     They raise OSError, and NetworkError if it is the folder itself that can't be reached.
@@ -108,7 +108,7 @@ class Tree:
         return fd
 
 
-def blocks(tree: Tree, folder: str) -> Iterator[tuple[Name, os.stat_result]]:
+def blocks(tree: SafePaths, folder: str) -> Iterator[tuple[Name, os.stat_result]]:
     """The files in one of the 256 folders of a namespace that have names of blocks, and only these."""
     for entry in tree.entries(folder):
         name = name_of(f"{folder}/{entry.name}")

@@ -18,9 +18,9 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from kvstore.arena import checksum, copy, seed
 from kvstore.errors import ConfigError
-from kvstore.tiers.network import Settings, objects
+from kvstore.tiers.network import BackendSettings, objects
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
-from kvstore.tiers.network.mooncake.subprocess_pool import Lane, Lanes, ask
+from kvstore.tiers.network.mooncake.subprocess_pool import SubprocessPool, Worker, ask
 from kvstore.tiers.network.objects import HEADER_BYTES
 from kvstore.types import ALIGN
 
@@ -42,7 +42,7 @@ _MOST_KEYS = 256
 _URL = "mooncake://MASTER:50051?protocol=tcp&device=&host=&segment=0&metadata=P2PHANDSHAKE"
 
 
-def open_url(settings: Settings) -> Backend:
+def open_url(settings: BackendSettings) -> Backend:
     """A Mooncake store by its master's address. ConfigError for what is wrong, or for a missing package."""
     parts = urlsplit(settings.url)
     plan = {"master": _master(parts), **_parameters(parts)}
@@ -87,7 +87,7 @@ class Mooncake:
 
     def __init__(self, plan: dict[str, str | int], calls: int) -> None:
         self._master = plan["master"]
-        self._lanes = Lanes(plan, calls)
+        self._lanes = SubprocessPool(plan, calls)
         self._writing: set[str] = set()
         self._written = threading.Condition()
 
@@ -173,13 +173,13 @@ class Mooncake:
                 raise NetworkError(f"Mooncake at {self._master}: a {what} is {outcome.name}", hint)
 
     def _move(
-        self, lane: Lane, what: str, things: Sequence[Object], offsets: list[int], ends: float
+        self, lane: Worker, what: str, things: Sequence[Object], offsets: list[int], ends: float
     ) -> list[int] | None:
         sizes = [HEADER_BYTES + thing.length for thing in things]
         return self._ask(lane, what, [objects.path(thing.name) for thing in things], offsets, sizes, ends)
 
     def _ask(
-        self, lane: Lane, what: str, keys: list[str], offsets: list[int], sizes: list[int], ends: float
+        self, lane: Worker, what: str, keys: list[str], offsets: list[int], sizes: list[int], ends: float
     ) -> list[int] | None:
         codes = ask(lane, (what, keys, offsets, sizes), ends)
         if codes and _NO_MASTER.issuperset(codes):
@@ -195,7 +195,7 @@ class Mooncake:
         raise NetworkError("Mooncake can't list what it holds")
 
 
-def _fitting(lane: Lane, things: Sequence[Object]) -> tuple[Sequence[Object], list[int]]:
+def _fitting(lane: Worker, things: Sequence[Object]) -> tuple[Sequence[Object], list[int]]:
     """As many objects from the first on as a lane's memory holds, and where in it."""
     offsets, end = [], 0
     lane.fit(HEADER_BYTES + things[0].length)
@@ -208,14 +208,14 @@ def _fitting(lane: Lane, things: Sequence[Object]) -> tuple[Sequence[Object], li
     return things[: len(offsets)], offsets
 
 
-def _lay(lane: Lane, thing: Object, offset: int) -> None:
+def _lay(lane: Worker, thing: Object, offset: int) -> None:
     """Puts an object into a lane's memory as it is to be stored."""
     start = offset + HEADER_BYTES
     lane.memory[offset:start] = objects.header(thing)
     copy(lane.memory[start : start + thing.length], thing.memory[: thing.length])
 
 
-def _taken(lane: Lane, thing: Object, offset: int, code: int) -> Outcome:
+def _taken(lane: Worker, thing: Object, offset: int, code: int) -> Outcome:
     """Takes what was read out of a lane's memory, and verifies it."""
     if code < 0:
         return _READ.get(code, Outcome.FAILED)

@@ -49,7 +49,7 @@ _ENVIRONMENT = {
 """Mooncake's own settings where the daemon's environment says nothing else: so lanes are back after 5 s."""
 
 
-class Lane:
+class Worker:
     """A connection to the helper, and memory. One thread's at a time."""
 
     def __init__(self) -> None:
@@ -85,15 +85,15 @@ class _Helper:
     """A process and its lanes."""
 
     def __init__(self, plan: Mapping[str, object], lanes: int) -> None:
-        self.free = [Lane() for _ in range(lanes)]
-        self.late: list[Lane] = []
+        self.free = [Worker() for _ in range(lanes)]
+        self.late: list[Worker] = []
         ends = [(lane.theirs.fileno(), lane.descriptor) for lane in self.free]
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-P",
                 "-m",
-                f"{__package__}.helper",
+                f"{__package__}.client_process",
                 json.dumps({**plan, "lanes": ends}),
             ],
             stdin=subprocess.PIPE,
@@ -132,7 +132,7 @@ class _Helper:
         self.free, self.late = [], []
 
 
-class Lanes:
+class SubprocessPool:
     """So many lanes to Mooncake, and a process behind them, started when it is needed."""
 
     def __init__(self, plan: Mapping[str, object], count: int) -> None:
@@ -144,7 +144,7 @@ class Lanes:
         self._closed = False
 
     @contextmanager
-    def one(self, ends: float) -> Iterator[Lane | None]:
+    def one(self, ends: float) -> Iterator[Worker | None]:
         """A lane for the caller; None if none was free in time."""
         with self._changed:
             helper = self._with_a_lane(ends)
@@ -171,7 +171,7 @@ class Lanes:
             self._changed.wait(min(_LOOK_S, ends - now))
         return None
 
-    def _back(self, helper: _Helper, lane: Lane) -> None:
+    def _back(self, helper: _Helper, lane: Worker) -> None:
         with self._changed:
             if helper is not self._helper:
                 lane.close()
@@ -191,7 +191,7 @@ class Lanes:
             helper.leave(_LEAVE_S)
 
 
-def ask(lane: Lane, request: Request, ends: float) -> list[int] | None:
+def ask(lane: Worker, request: Request, ends: float) -> list[int] | None:
     """What Mooncake says of each key; None if that does not come in time. Raises NetworkError."""
     try:
         lane.asked_at = time.monotonic()

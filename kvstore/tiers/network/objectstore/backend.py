@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from kvstore.arena import copy
-from kvstore.tiers.network import Settings, objects
+from kvstore.tiers.network import BackendSettings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.objectstore.errors import is_silence, outcome, reason
 from kvstore.tiers.network.objectstore.loop import Loop
@@ -42,7 +42,7 @@ _Unsure: TypeAlias = list[Outcome | None]
 """In the class below, `list` is a method."""
 
 
-def open_url(settings: Settings) -> ObjectStore:
+def open_url(settings: BackendSettings) -> ObjectStore:
     """The backend of an `s3://`, `gs://` or `az://` URL. Raises ConfigError."""
     store = store_of(settings)
     url = urlsplit(settings.url)

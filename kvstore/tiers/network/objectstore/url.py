@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.network import Settings
+from kvstore.tiers.network import BackendSettings
 
 _OPTIONS = {
     "s3": ("endpoint", "region", "unsigned_payload", "profile"),
@@ -47,7 +47,7 @@ _RETRY: dict[str, Any] = {
 }
 
 
-def store_of(settings: Settings) -> Any:
+def store_of(settings: BackendSettings) -> Any:
     """The obstore store of a URL, whose paths begin behind the URL's prefix. Nothing is asked of it yet.
 
     Keys that are not configured are taken from the environment, as each cloud's tools do. Without any, the
@@ -91,7 +91,7 @@ def store_of(settings: Settings) -> Any:
         raise ConfigError(f"network.url: {settings.url!r:.120} can't be used: {told:.300}") from None
 
 
-def _has_keys(settings: Settings, options: dict[str, str]) -> bool:
+def _has_keys(settings: BackendSettings, options: dict[str, str]) -> bool:
     """Whether keys are configured, or in the environment."""
     scheme = urlsplit(settings.url).scheme
     if settings.password or options.get("profile"):
@@ -122,7 +122,7 @@ def _options(url: str) -> dict[str, str]:
     return options
 
 
-def _s3(settings: Settings, options: dict[str, str]) -> dict[str, Any]:
+def _s3(settings: BackendSettings, options: dict[str, str]) -> dict[str, Any]:
     """Over TLS, bodies are not hashed again for the signature."""
     asked = options.get("unsigned_payload", "")
     if asked not in ("", "0", "1"):
@@ -152,13 +152,13 @@ def _profile(name: str) -> Any:
         raise ConfigError(f"network.url: profile {name!r:.80}: {error!s:.200}") from None
 
 
-def _gs(settings: Settings) -> dict[str, Any]:
+def _gs(settings: BackendSettings) -> dict[str, Any]:
     if settings.user or settings.password:
         raise ConfigError("network: gs:// takes no user and password", "set GOOGLE_APPLICATION_CREDENTIALS")
     return {}
 
 
-def _az(settings: Settings, options: dict[str, str]) -> dict[str, Any]:
+def _az(settings: BackendSettings, options: dict[str, str]) -> dict[str, Any]:
     config = {"account_name": options.get("account") or settings.user}
     if "endpoint" in options:
         config["endpoint"] = options["endpoint"]

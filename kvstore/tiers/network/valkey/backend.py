@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvstore.errors import printable
-from kvstore.tiers.network import Settings, objects
+from kvstore.tiers.network import BackendSettings, objects
 from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.resolver import Address
-from kvstore.tiers.network.valkey.cluster import Nodes
+from kvstore.tiers.network.valkey.cluster import Cluster
 from kvstore.tiers.network.valkey.connection import SMALL_BYTES, Request
 from kvstore.tiers.network.valkey.errors import Judge, judged
 from kvstore.tiers.network.valkey.resp import Refusal, Reply, command, command_around
@@ -30,7 +30,7 @@ _SCAN_KEYS = 500
 _UNTOUCHED = command("CLIENT", "NO-TOUCH", "ON"), command("CLIENT", "NO-TOUCH", "OFF")
 
 
-def open_url(settings: Settings) -> Valkey:
+def open_url(settings: BackendSettings) -> Valkey:
     """The backend of a `redis://`, `rediss://` or `unix://` URL: see `url`. Raises ConfigError."""
     return Valkey(parse(settings.url, settings.user, settings.password), settings.threads)
 
@@ -43,7 +43,7 @@ class Valkey:
     def __init__(self, target: Target, threads: int) -> None:
         self._prefix = target.prefix
         self._ttl_s = target.ttl_s
-        self._nodes = Nodes(target.place, threads)
+        self._nodes = Cluster(target.place, threads)
         self._warned: set[str] = set()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
@@ -185,7 +185,7 @@ class Valkey:
             _log.warning("%s (%s)", what, hint)
 
 
-def _outcomes(nodes: Nodes, requests: list[Request], ends: float) -> list[Outcome]:
+def _outcomes(nodes: Cluster, requests: list[Request], ends: float) -> list[Outcome]:
     nodes.ask(requests, ends)
     return [request.outcome for request in requests]
 

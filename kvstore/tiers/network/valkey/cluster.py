@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstore.tiers.network.base import NetworkError
 from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver
-from kvstore.tiers.network.valkey.connection import WINDOW_BYTES, Link, Request, exchange
+from kvstore.tiers.network.valkey.connection import WINDOW_BYTES, Connection, Request, exchange
 from kvstore.tiers.network.valkey.errors import greeted
 from kvstore.tiers.network.valkey.resp import Refusal, command
 from kvstore.tiers.network.valkey.slot_map import parse_slots, redirection, slot_of
@@ -28,7 +28,7 @@ _ASKING = command("ASKING")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """What a URL says of a server or a cluster, and who we are there. `database` 0 is never asked for."""
 
     seeds: tuple[Address, ...]
@@ -39,14 +39,14 @@ class Place:
     password: str = field(default="", repr=False)
 
 
-class Nodes:
+class Cluster:
     """Any number of threads may ask; `threads` of them are served at once, the others wait."""
 
-    def __init__(self, place: Place, threads: int) -> None:
+    def __init__(self, place: Endpoint, threads: int) -> None:
         self._place = place
         self._turns = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
-        self._idle: dict[Address, list[Link]] = {}
+        self._idle: dict[Address, list[Connection]] = {}
         self._closed = threading.Event()
         self._resolver = Resolver()
         self._learning = threading.Lock()
@@ -157,7 +157,7 @@ class Nodes:
     ) -> None:
         """Has nodes answer, side by side. One that closed a connection we kept is connected to once more."""
         for fresh in (False, True):
-            links: dict[Address, Link] = {}
+            links: dict[Address, Connection] = {}
             failed: dict[Address, Exception] = {}
             for node in batches:
                 try:
@@ -179,7 +179,7 @@ class Nodes:
             if not batches:
                 return
 
-    def _complain(self, failed: dict[Address, Exception], links: dict[Address, Link]) -> None:
+    def _complain(self, failed: dict[Address, Exception], links: dict[Address, Connection]) -> None:
         """Raises what is wrong with the system as a whole; of one node of a cluster, its blocks tell."""
         for node, error in failed.items():
             self._stale |= self._slots is not None
@@ -196,16 +196,16 @@ class Nodes:
                 ) from None
             _log.debug("%s: %s", node, error)
 
-    def _link(self, node: Address, ends: float, fresh: bool) -> Link:
+    def _link(self, node: Address, ends: float, fresh: bool) -> Connection:
         """A connection for the caller alone. Raises OSError, NoAnswer."""
         with self._lock:
             idle = [] if fresh else self._idle.get(node, [])
             if idle:
                 return idle.pop()
         places = self._resolver.places(node, ends)
-        return Link(node, places, self._place.tls, list(self._hello()))
+        return Connection(node, places, self._place.tls, list(self._hello()))
 
-    def _keep(self, link: Link) -> None:
+    def _keep(self, link: Connection) -> None:
         if link.broken is None:
             with self._lock:
                 if not self.closed:

@@ -60,7 +60,7 @@ class Request:
             self.outcome = self.judge(reply)
 
 
-class Link:
+class Connection:
     """One connection, which is made as part of its first exchange. Not for two threads at once.
 
     `broken` is why it is of no more use; `reused`: it was good in an earlier exchange;
@@ -267,7 +267,7 @@ class Link:
         request.answer(reply)
 
 
-def exchange(links: Sequence[Link], ends: float, stopped: Callable[[], bool]) -> None:
+def exchange(links: Sequence[Connection], ends: float, stopped: Callable[[], bool]) -> None:
     """Has everything answered that was asked over these links, side by side, or until `ends`."""
     try:
         while busy := [link for link in links if link.busy]:
@@ -280,7 +280,7 @@ def exchange(links: Sequence[Link], ends: float, stopped: Callable[[], bool]) ->
             link.end()
 
 
-def _move(links: Sequence[Link], wait_s: float) -> None:
+def _move(links: Sequence[Connection], wait_s: float) -> None:
     """One step of every link that can make one, after waiting for the first that can."""
     poll, by_number = select.poll(), {}
     for link in links:

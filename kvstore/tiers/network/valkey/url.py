@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.network.resolver import Address
-from kvstore.tiers.network.valkey.cluster import Place
+from kvstore.tiers.network.valkey.cluster import Endpoint
 
 _PORT = 6379
 _OPTIONS = {
@@ -30,7 +30,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9._:/-]{0,100}")
 class Target:
     """Where blocks go: `ttl_s` after which the server forgets one (0: never), `prefix` of every key."""
 
-    place: Place
+    place: Endpoint
     ttl_s: int
     prefix: str
 
@@ -60,7 +60,7 @@ def parse(url: str, user: str, password: str) -> Target:
     prefix = options.get("prefix", "")
     if not _PREFIX.fullmatch(prefix):
         raise _wrong(f"prefix={prefix!r:.120}", "up to 100 letters, digits and . _ : / -")
-    place = Place(
+    place = Endpoint(
         tuple(seeds),
         cluster,
         _number(database, "the database", 1 << 20),
