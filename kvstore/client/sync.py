@@ -395,7 +395,7 @@ class Namespace:
     ) -> Reservation:
         """Slots for those keys that are not stored yet, to be filled in place and committed.
 
-        With `device`, a `DeviceReservation`: filled from that GPU's memory, in the daemon's pool there if it can be.
+        With `device`, a `DeviceReservation`, filled from that GPU and stored in its pool if possible.
         `tokens`: see put.
         """
         check_keys(keys)
