@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from kvstore import arena
-from kvstore.client.protocol import Maps
+from kvstore.client.extents import Maps
 from kvstore.core.blocks.block_table import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
