@@ -265,14 +265,14 @@ class WorkerHalf:
             tokens, size = save.tokens, self.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, self._pages.device, tokens) as room:
-                for slot, at in enumerate(room.wanted):
+            with namespace.reserve(keys, parent, left_s, self._pages.device, tokens) as reservation:
+                for slot, at in enumerate(reservation.wanted):
                     first = (start + at) * self._per_key
                     with self._copying(saving) as allowed:
                         if not allowed:
                             return stored
-                        self._pages.save(room, slot, save.block_ids[first : first + self._per_key])
-                result = room.commit()
+                        self._pages.save(reservation, slot, save.block_ids[first : first + self._per_key])
+                result = reservation.commit()
             stored += result.stored + result.present
             if result.denied:
                 break  # their children would be refused too
