@@ -108,10 +108,10 @@ _LEFT_OUT = {
 def configured(config: Any) -> list[object]:
     """Returns digests of every part of the configuration that may change KV.
 
-    Equally configured engines get the same digests in each of their processes. Options that vLLM's own digests
-    leave out (memory, ports, ranks, paths), limits of the scheduler, n-gram drafting and offloading are left
-    out: they change when and where a token is computed, not its KV. Raises ConfigError for an option without a
-    digest.
+    Equally configured engines get the same digests in each of their processes. Options that vLLM's own
+    digests leave out (memory, ports, ranks, paths), limits of the scheduler, n-gram drafting and offloading
+    are left out: they change when and where a token is computed, not its KV. Raises ConfigError for an option
+    without a digest.
     """
     model = config.model_config
     try:
