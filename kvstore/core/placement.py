@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +19,6 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer
 from kvstore.core.blocks.block_table import LIVE, Rows
-from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import SlotPool
@@ -42,6 +40,7 @@ from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.admission import Admission
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.core.transfers.transfers import Transfers
+from kvstore.core.view import View
 
 __all__ = ["Limits", "Placement", "TierSpec"]
 
@@ -118,6 +117,7 @@ class Placement:
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: NamespaceTable(self.ledger, self._pins, self._publication).open,
             ev.SetTenant: self._set_tenant,
+            ev.Configure: self._configure,
             ev.SetPolicy: lambda event, now: self.switch.to(event.name, now),
             ev.SetAdmission: self._set_admission,
             ev.SetSharing: self._set_sharing,
@@ -151,9 +151,13 @@ class Placement:
             ev.ExtentsEnd: lambda event, now: self.resizing.ended(event.tier),
             ev.Scrub: verification.scrub,
             ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
+            ev.RestoreReuse: lambda event, now: self.residency.reuse.go_on(event.state, event.elapsed_s, now),
+            ev.Watch: lambda event, now: self._watch(event.key, 1),
+            ev.Unwatch: lambda event, now: self._watch(event.key, -1),
             ev.Flush: self._flush,
             ev.Tick: self._tick,
         }
+        self.view = View(self)
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
@@ -199,39 +203,6 @@ class Placement:
         )
         return None if wake == math.inf else wake
 
-    def reconfigure(
-        self,
-        write_policy: str,
-        prefetch_blocks: int,
-        leases_per_client: int,
-        namespaces: int,
-        namespaces_per_tenant: int,
-    ) -> None:
-        """From now on."""
-        self._reads.prefetch_blocks = prefetch_blocks
-        self._writes.write_through = write_policy == "write_through"
-        self.limits.leases_per_client = leases_per_client
-        self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
-
-    def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
-        """Whether all of these are in a tier of memory, if that is told in the short way; see Residency."""
-        return self.residency.resident_run(namespace, keys, tier) is not None
-
-    def stored(self, namespace: int, keys: Keys) -> int:
-        """How many leading keys can be read on this node; it is no use of them."""
-        return len(self.residency.prefix(namespace, keys)) if namespace in self.residency.spaces else 0
-
-    def parents(self, namespace: int, keys: Keys) -> list[bytes]:
-        """The key before each key in its chain; empty of roots, and of what is not known."""
-        blocks = self.residency.blocks
-        rows = self.residency.index.find(namespace, keys)
-        return blocks.keys_of(np.where(rows >= 0, blocks.parent[rows], -1))
-
-    @property
-    def counters(self) -> Counter[str]:
-        """What has happened since the start, by name."""
-        return self.residency.counters
-
     def check(self) -> None:
         """Asserts every invariant; costs time proportional to the state. For tests and debugging."""
         check(self.ledger)
@@ -241,7 +212,25 @@ class Placement:
                 "over the limit, and nothing is done about it"
             )
 
-    # -- namespaces, tenants
+    # -- settings, namespaces, tenants
+
+    def _configure(self, event: ev.Configure, now: float) -> None:
+        limits = self.limits
+        if event.write_policy is not None:
+            self._writes.write_through = event.write_policy == "write_through"
+        if event.prefetch_blocks is not None:
+            self._reads.prefetch_blocks = event.prefetch_blocks
+        if event.report_moves is not None:
+            self.residency.telling = event.report_moves
+        for name in ("leases_per_client", "namespaces", "namespaces_per_tenant"):
+            if getattr(event, name) is not None:
+                setattr(limits, name, getattr(event, name))
+
+    def _watch(self, key: bytes, count: int) -> None:
+        awaited, word = self.residency.awaited, int.from_bytes(key[:8], "little")
+        awaited[word] += count
+        if not awaited[word]:
+            del awaited[word]
 
     def _set_tenant(self, event: ev.SetTenant, now: float) -> None:
         r = self.residency

@@ -204,7 +204,7 @@ def test_who_waits_at_a_lost_pool_is_served_from_dram() -> None:
     w.finish_all()
     assert w.read(1, below, answer(w, first)) == values(below)
     assert w.used(gpu) == 0
-    assert w.p.counters["hit_blocks_nvme"] == 4
+    assert w.p.view.counters["hit_blocks_nvme"] == 4
     w.settle()
 
 

@@ -656,7 +656,7 @@ def test_what_has_expired_is_stored_again_though_it_is_still_there(nvme: int) ->
     w.finish_all()
     w.pass_time(9)
     assert w.get(11, [b"a", b"b", b"c"]) == [payload(11, key, 1) for key in (b"a", b"b", b"c")]
-    assert w.p.counters["expired_blocks"] == 3
+    assert w.p.view.counters["expired_blocks"] == 3
     w.pass_time(3)
     assert w.p.residency.blocks.used == 0
     w.settle()
