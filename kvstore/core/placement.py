@@ -380,6 +380,6 @@ class Placement:
             rows = rows[r.alone_in_memory(rows)]
             self.transfers.backlog.clear()
             # There may not be time, or room, for all: and a block is of no use without its parents.
-            latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")
+            latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
             self.transfers.queue_writes(rows[latest_first])
             self.transfers.pump()
