@@ -151,7 +151,7 @@ class Placement:
             ev.ExtentsEnd: lambda event, now: self.resizing.ended(event.tier),
             ev.Scrub: verification.scrub,
             ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
-            ev.RestoreReuse: lambda event, now: self.residency.reuse.go_on(event.state, event.elapsed_s, now),
+            ev.RestoreReuse: lambda event, now: self.residency.reuse.load(event.state, event.elapsed_s, now),
             ev.Watch: lambda event, now: self._watch(event.key, 1),
             ev.Unwatch: lambda event, now: self._watch(event.key, -1),
             ev.Flush: self._flush,
@@ -369,6 +369,6 @@ class Placement:
             rows = rows[r.alone_in_memory(rows)]
             self.transfers.backlog.clear()
             # There may not be time, or room, for all: and a block is of no use without its parents.
-            latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")
+            latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
             self.transfers.queue_writes(rows[latest_first])
             self.transfers.pump()

@@ -372,7 +372,7 @@ class View:
 
     def reuse_state(self, now: float) -> ReuseState:
         """Returns the reuse statistics, for the next process. Costs a pass over all blocks."""
-        return self._residency.reuse.learned(now)
+        return self._residency.reuse.save(now)
 
 
 def _transfer(number: int, transfer: Transfer) -> TransferStatus:

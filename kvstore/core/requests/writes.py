@@ -120,7 +120,7 @@ class Writes:
             return math.inf
         first = int(want[0])
         words, parent = event.keys.words[first], int(before[first])
-        return r.reuse.promise(words, event.namespace, parent, len(want), space.tenant, now)
+        return r.reuse.density_if_stored(words, event.namespace, parent, len(want), space.tenant, now)
 
     def _pass_by(self, event: ev.Reserve, space: Namespace, which: Rows, before: Rows, now: float) -> None:
         """These keys are not stored, but they have been seen: if they come again they are worth more."""

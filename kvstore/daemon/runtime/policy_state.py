@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.policy.reuse import CLASSES, ReuseState
+from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.policy.reuse_classes import CLASSES
 from kvstore.core.policy.reuse_curves import Counts
 
 if TYPE_CHECKING:

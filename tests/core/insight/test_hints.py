@@ -11,7 +11,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
-from kvstore.core.policy.reuse import HIGH, describe
+from kvstore.core.policy.reuse_classes import HIGH_PRIORITY, describe
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]
@@ -30,12 +30,14 @@ class Heard:
     def told(self, keys: list[bytes] = CHAIN) -> list[str]:
         """Class by class, what clients said of blocks; "" for those of which they said nothing."""
         r = self.w.p.residency
-        classes = [describe(kind) for kind in r.reuse.classes(r.prefix(1, joined(keys))).tolist()]
+        classes = [describe(kind) for kind in r.reuse.history.classes(r.prefix(1, joined(keys))).tolist()]
         return [words.removeprefix("told: ") if words.startswith("told") else "" for words in classes]
 
     def favoured(self) -> list[bool]:
         r = self.w.p.residency
-        return [bool(kind & HIGH) for kind in r.reuse.kinds(r.prefix(1, joined(CHAIN))).tolist()]
+        return [
+            bool(kind & HIGH_PRIORITY) for kind in r.reuse.history.kinds(r.prefix(1, joined(CHAIN))).tolist()
+        ]
 
 
 @pytest.fixture(params=["lru", "hazard"])

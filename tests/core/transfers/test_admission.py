@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.core import actions as ac
-from kvstore.core.policy.reuse import Reuse, describe
+from kvstore.core.policy.reuse import Reuse
+from kvstore.core.policy.reuse_classes import describe
 from kvstore.core.transfers.admission import DAY_S, Admission, Rule
 from kvstore.types import ALIGN
 from tests.core.policy.pool import Tier
@@ -68,7 +69,7 @@ def test_reuse_goes_by_what_was_learned_of_each_tenant() -> None:
     for i in range(100):
         for tenant in (0, 1):
             rows = np.arange(20) + 20 * (2 * i % 90 + tenant)
-            reuse.gone(rows)
+            reuse.history.leave(rows)
             reuse._blocks.words[rows] += np.uint64(1 << 40)
             reuse.stored(rows, tenant, 10.0 * i)
             if tenant == 0:
@@ -401,7 +402,7 @@ def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
     keys, reuse = [b"again%d" % k for k in range(4)], w.p.residency.reuse
 
     def promised(key: bytes) -> float:
-        return reuse.promise(joined([key]).words[0], 1, -1, 4, 0, w.now)
+        return reuse.density_if_stored(joined([key]).words[0], 1, -1, 4, 0, w.now)
 
     assert promised(keys[0]) == promised(b"new")
     assert w.put(0, 1, keys) == 0
@@ -416,14 +417,14 @@ def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
 def test_what_was_refused_is_of_the_class_that_it_would_have_if_stored() -> None:
     w = lessons(nvme=0)
     reuse, seen = w.p.residency.reuse, list[str]()
-    reuse.promise = lambda *asked: 0.0  # type: ignore[method-assign]
-    gone = reuse.gone
+    reuse.density_if_stored = lambda *asked: 0.0  # type: ignore[method-assign]
+    leave = reuse.history.leave
 
     def note(rows: np.ndarray) -> None:
-        seen.extend(map(describe, reuse.classes(rows).tolist()))
-        gone(rows)
+        seen.extend(map(describe, reuse.history.classes(rows).tolist()))
+        leave(rows)
 
-    reuse.gone = note  # type: ignore[method-assign]
+    reuse.history.leave = note  # type: ignore[method-assign]
     keys = [b"grows%d" % k for k in range(6)]
     assert w.put(0, 1, keys[:2]) == 0
     w.now += 20.0
@@ -445,7 +446,7 @@ def test_what_others_hang_on_is_never_refused() -> None:
     w = lessons(nvme=0)
     w.invalidate(1, OFTEN[:1])
     w.put(0, 1, [b"takes its slot"])
-    w.p.residency.reuse.promise = lambda *asked: 0.0  # type: ignore[method-assign]
+    w.p.residency.reuse.density_if_stored = lambda *asked: 0.0  # type: ignore[method-assign]
     assert w.put(0, 1, [b"worth nothing"]) == 0
     assert w.lookup(1, OFTEN) == 0
     assert w.put(0, 1, OFTEN) == 1
