@@ -20,6 +20,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer
 from kvstore.core.blocks.block_table import LIVE, Rows
 from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.capacity.resizing import Resizing
@@ -38,6 +39,7 @@ from kvstore.core.requests.recovery import restore
 from kvstore.core.requests.verification import Verification
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.admission import Admission
+from kvstore.core.transfers.copy_queue import CopyQueue
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.core.transfers.transfers import Transfers
 from kvstore.core.view import View
@@ -92,21 +94,23 @@ class Placement:
     ) -> None:
         self.residency = Residency(specs, max_blocks, seed, policy)
         self.switch = PolicyMigration(self.residency, policy)
-        self.transfers = Transfers(self.residency)
+        self.copies = CopyQueue(self.residency)
+        self.eviction = Eviction(self.residency, self.copies)
+        self.transfers = Transfers(self.residency, self.copies, self.eviction)
         self.limits = limits or Limits()
-        self.ledger = LeaseTable(self.residency, self.transfers, self.limits)
+        self.ledger = LeaseTable(self.residency, self.copies, self.eviction, self.transfers, self.limits)
         self._reads = Reads(self.ledger, prefetch_blocks)
         self._pins = Pins(self.ledger)
         self._publication = Publication(self.ledger, self._reads)
         invalidation = Invalidation(self.ledger, self._reads)
         verification = Verification(self.ledger, self._reads)
         self._writes = Writes(self.ledger, invalidation, write_policy == "write_through")
-        self.resizing = Resizing(self.residency, self.transfers.eviction)
-        self.joining = Hotplug(self.residency, self.transfers, self.resizing)
+        self.resizing = Resizing(self.residency, self.eviction)
+        self.joining = Hotplug(self.residency, self.copies, self.resizing)
         self._deletion = Deletion(self.ledger, invalidation, self._reads)
         self._publishing: dict[int, int] = {}
         self._jobs: tuple[Job, ...] = (
-            self.transfers.eviction,
+            self.eviction,
             self._publication,
             self._deletion,
             self.switch,
@@ -168,14 +172,14 @@ class Placement:
         self._handlers[type(event)](event, now)
         if frees:
             self._go_on(now, whose)
-        self.transfers.start()
+        self.copies.start()
         actions, self.residency.out = self.residency.out, []
         return actions
 
     def _whose_room(self, event: ev.Event) -> int | None:
         """The only tenant for whom an event, about to be handled, may make room; None: it may be anybody."""
         if isinstance(event, ev.CopyDone):
-            copied = self.transfers.under_way.get(event.transfer)
+            copied = self.copies.under_way.get(event.transfer)
             return copied.pool.tenant if copied is not None else None
         if isinstance(event, ev.Release):
             lease = self.ledger.leases.get(event.lease)
@@ -198,7 +202,7 @@ class Placement:
         r, deadlines = self.residency, self.ledger.deadlines
         wake = min(
             deadlines[0][0] if deadlines else math.inf,
-            self.transfers.wakes_at(r.now),
+            self.copies.wakes_at(r.now),
             *(job.wakes_at() for job in self._jobs),
         )
         return None if wake == math.inf else wake
@@ -238,7 +242,7 @@ class Placement:
             floor = 0 if r.tiers[tier].leaving else quota.floor
             r.tiers[tier].extents.holdings.set(event.tenant, replace(quota, floor=floor))
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
-            self.transfers.eviction.shrink(tier, event.tenant)
+            self.eviction.shrink(tier, event.tenant)
         self._pins.pin_bytes[event.tenant] = event.pin_bytes
 
     def _set_admission(self, event: ev.SetAdmission, now: float) -> None:
@@ -263,7 +267,7 @@ class Placement:
 
     def _call_off(self, now: float) -> None:
         """What waits for a device that is fenced ends, some of it; others are told that there is nothing."""
-        for end in self.transfers.call_off(now):
+        for end in self.copies.call_off(now):
             self._handlers[type(end)](end, now)
 
     def _publish(self, event: ev.Publish, now: float) -> None:
@@ -280,7 +284,7 @@ class Placement:
     # -- results, clients, time
 
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
-        ended = self.transfers.finish(event)
+        ended = self.copies.finish(event)
         self._reads.arrived(ended)
         if ended[0].target in self.residency.memory:
             # What moved within tier 0 was passed over when it was its turn to be written down.
@@ -314,13 +318,13 @@ class Placement:
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
         self.ledger.retried = event.request
-        self.transfers.eviction.trying_again = now < event.deadline
+        self.eviction.trying_again = now < event.deadline
         if isinstance(event, ev.Acquire):
             self._reads.acquire(event, now)
         else:
             self._writes.reserve(event, now)
         self.ledger.retried = 0
-        self.transfers.eviction.trying_again = False
+        self.eviction.trying_again = False
 
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.ledger.waiting.items() if w.event.client == event.client]:
@@ -341,7 +345,7 @@ class Placement:
                 self._reads.answer_waiter(self.ledger.waiting.pop(request))
             elif request in self.ledger.stalled:
                 self._try_again(self.ledger.stalled.pop(request), now)
-        self.transfers.at(now)
+        self.copies.at(now)
         self._call_off(now)
         for job in self._jobs:
             job.at(now)
@@ -352,11 +356,11 @@ class Placement:
         extents = self.residency.tiers[event.tier].extents
         extents.add(event.extent, event.replaces)
         if event.tenant == ev.UNKNOWN:
-            self.transfers.eviction.renew(event.tier, event.extent)
+            self.eviction.renew(event.tier, event.extent)
         cut = None
         if event.slot_bytes:
             cut = extents.assign(SlotPool(event.tenant, event.domain, event.slot_bytes), event.extent)
-            self.transfers.eviction.shrink(event.tier, event.tenant)
+            self.eviction.shrink(event.tier, event.tenant)
         if event.versions is not None and cut is not None:
             slots = extents.slots_of(event.extent)
             extents.version[slots] = event.versions[: len(slots)]

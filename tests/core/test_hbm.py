@@ -943,5 +943,5 @@ def test_a_deadline_passes_for_who_waits_at_a_pool() -> None:
     assert not answer(w, request).lease
     w.finish_all()
     assert w.used(gpu) == 4 * ALIGN
-    assert math.isinf(w.p.transfers.wakes_at(w.now))
+    assert math.isinf(w.p.copies.wakes_at(w.now))
     w.settle()

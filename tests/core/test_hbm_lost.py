@@ -311,7 +311,7 @@ def test_copies_that_wait_their_turn_are_never_begun() -> None:
     w.put(0, 1, chain("b"))
     w.send(ev.Prefetch(0, 1, joined(keys), at=gpu))
     w.send(ev.Prefetch(0, 1, joined(chain("b")), at=gpu))
-    assert {(t.source, t.target) for t in w.p.transfers.under_way.values()} >= {(1, gpu), (0, gpu)}
+    assert {(t.source, t.target) for t in w.p.copies.under_way.values()} >= {(1, gpu), (0, gpu)}
     w.lose(gpu)
     for state in w.p.residency.tiers[1:]:
         state.device.bytes_moving[0], state.device.moving = 0, 0

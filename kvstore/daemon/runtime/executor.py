@@ -233,10 +233,10 @@ class Shell:
         ends = self.now() + timeout_s
         self._scrubber.stop()
         self.handle(ev.Flush())
-        transfers = self.placement.transfers
-        while (transfers.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
+        copies, transfers = self.placement.copies, self.placement.transfers
+        while (copies.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        left = len(transfers.under_way) + sum(map(len, transfers.backlog.values()))
+        left = len(copies.under_way) + sum(map(len, transfers.backlog.values()))
         if left:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self.remote is not None:
@@ -655,7 +655,7 @@ class Shell:
             "namespaces": len(self.namespaces),
             "leases": len(self.placement.ledger.leases),
             "reservations": len(self.placement.ledger.reservations),
-            "copies_under_way": len(self.placement.transfers.under_way),
+            "copies_under_way": len(self.placement.copies.under_way),
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,

@@ -52,7 +52,7 @@ def test_who_waits_for_a_device_is_told_when_it_is_fenced_and_nothing_stays_queu
     answer = w.answers[asked]
     assert isinstance(answer, ac.Grant)
     assert not answer.lease
-    assert not w.p.transfers.under_way
+    assert not w.p.copies.under_way
     assert not w.copies
     assert w.p.view.counters["called_off_blocks"] == 4
     assert not device(w).reads.failures, "it is not the device that failed"
@@ -133,11 +133,11 @@ def test_many_that_wait_are_called_off_step_by_step() -> None:
     device(w).bytes_moving[0], device(w).moving = 1 << 40, 1
     for keys in low[:12]:
         w.acquire(0, 1, keys, wait=1e5)
-    queued = len(w.p.transfers.under_way)
+    queued = len(w.p.copies.under_way)
     assert queued >= 12
     device(w).bytes_moving[0], device(w).moving = 0, 0
     w.send(ev.SetDevice(1, FENCED))
-    assert len(w.p.transfers.under_way) == queued - 8
+    assert len(w.p.copies.under_way) == queued - 8
     w.pass_time(0.1)
-    assert not w.p.transfers.under_way
+    assert not w.p.copies.under_way
     w.settle()

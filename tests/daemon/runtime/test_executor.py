@@ -97,7 +97,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.shell.placement
-        await self.until(lambda: not (placement.transfers.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
         placement.check()
 
 
