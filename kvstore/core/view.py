@@ -23,8 +23,8 @@ from kvstore.core.insight.decision_log import Decisions
 from kvstore.core.policy.reuse import ReuseState
 from kvstore.core.requests.leases import Limits
 from kvstore.core.transfers.admission import Rule
+from kvstore.core.transfers.copy_queue import Transfer
 from kvstore.core.transfers.devices import TierSpec
-from kvstore.core.transfers.transfers import Transfer
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -332,11 +332,11 @@ class View:
     def unfinished_copies(self) -> int:
         """Copies under way, and batches of blocks that wait to be written to a lower tier."""
         transfers = self._placement.transfers
-        return len(transfers.under_way) + sum(map(len, transfers.backlog.values()))
+        return len(self._placement.copies.under_way) + sum(map(len, transfers.backlog.values()))
 
     def transfers(self, after: int, limit: int) -> list[TransferStatus]:
         """Returns copies with numbers above `after`, the oldest `limit`."""
-        under_way = self._placement.transfers.under_way
+        under_way = self._placement.copies.under_way
         # Numbers ascend in the order in which copies were queued.
         numbers = islice((number for number in under_way if number > after), limit)
         return [_transfer(number, under_way[number]) for number in numbers]
@@ -350,7 +350,7 @@ class View:
             blocks=r.blocks.used,
             leases=len(leases.leases),
             reservations=len(leases.reservations),
-            copies_under_way=len(self._placement.transfers.under_way),
+            copies_under_way=len(self._placement.copies.under_way),
             pinned_bytes=sum(r.pinned_bytes.values()),
             ram_bytes=r.ram_bytes(),
         )
