@@ -33,7 +33,7 @@ def new_server(
         instance=shell.instance,
         loop=shell.loop,
         core=shell,
-        view=shell.placement,
+        view=shell.placement.view,
         memory=shell,
         tenancy=shell.tenancy,
         network=shell.remote,

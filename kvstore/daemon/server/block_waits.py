@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.core import actions as ac
+from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
@@ -48,17 +49,17 @@ class Waits:
         namespaces: Namespaces,
         network: NetworkTier | None,
         stored: Callable[[int, Keys], int],
-        awaited: Counter[int],
+        handle: Callable[[ev.Event], None],
     ) -> None:
         """`stored` returns how many leading keys of a namespace are stored on this node.
 
-        `awaited` counts the waits by their key's first word: the core reports blocks of these words as Came.
+        `handle` runs an event: the core reports blocks as Came that it is asked to watch.
         """
         self._loop = loop
         self._namespaces = namespaces
         self._network = network
         self._stored = stored
-        self._awaited = awaited
+        self._handle = handle
         self._by_number: dict[int, dict[bytes, set[Wait]]] = {}
         # In the order in which the network is asked.
         self._by_tenant: dict[int, dict[Wait, None]] = {}
@@ -83,7 +84,7 @@ class Waits:
         wait.timer = self._loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
         self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
         self._by_tenant.setdefault(tenant, {})[wait] = None
-        self._awaited[_word(key)] += 1
+        self._handle(ev.Watch(key))
         self._namespaces.use(space)
         if self._network is not None and not self._asking:
             self._asking = True
@@ -106,10 +107,7 @@ class Waits:
         del self._by_tenant[wait.tenant][wait]
         if not self._by_tenant[wait.tenant]:
             del self._by_tenant[wait.tenant]
-        word = _word(wait.key)
-        self._awaited[word] -= 1
-        if not self._awaited[word]:
-            del self._awaited[word]
+        self._handle(ev.Unwatch(wait.key))
         self._namespaces.drop(wait.space)
 
     def came(self, came: ac.Came) -> None:
@@ -160,8 +158,3 @@ class Waits:
                 asked.append(wait)
             self._by_tenant[tenant] = waits
         return asked
-
-
-def _word(key: bytes) -> int:
-    """The first word of a key, as the core has it; see `Residency.awaited`."""
-    return int.from_bytes(key[:8], "little")

@@ -12,7 +12,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import HitCounters
-from kvstore.core.placement import Limits
+from kvstore.core.view import View
 from kvstore.daemon.kv_events.tracker import Routing
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator.latency import Calls
@@ -51,15 +51,6 @@ class Core(Protocol):
 
     def leave(self, asker: Asker) -> None:
         """Drops the answers that `asker` still waits for."""
-
-
-class View(Protocol):
-    """What may be read of placement."""
-
-    limits: Limits
-
-    def stored(self, namespace: int, keys: Keys) -> int:
-        """Returns how many leading keys are stored on this node."""
 
 
 class Memory(Protocol):
