@@ -89,8 +89,8 @@ class _Filled:
         self._ghosts: Ghosts | None = None
         costs = np.zeros(1 << 16, np.float32)
         self._reuse = Reuse(blocks, n, 1)
-        shelf = PolicyContext(self._segments, blocks, self._make_ghosts, 1, 0, costs, self._reuse)
-        self._policy = make(name, shelf)
+        context = PolicyContext(self._segments, blocks, self._make_ghosts, 1, 0, costs, self._reuse)
+        self._policy = make(name, context)
         self._dice = np.random.default_rng(1)
         self._chains = n // BATCH
         self._next_key = n
