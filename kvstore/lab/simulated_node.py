@@ -59,8 +59,8 @@ class SimulatedNode:
         self.denied = 0
         self._now = 0.0
         self._request = 0
-        self._nothing = np.zeros(self.placement.limits.reserve_keys, np.uint64)
-        self._written = np.ones(self.placement.limits.reserve_keys, np.bool_)
+        self._nothing = np.zeros(self.placement.view.limits.reserve_keys, np.uint64)
+        self._written = np.ones(self.placement.view.limits.reserve_keys, np.bool_)
         self._ask(ev.OpenNamespace(0, _NAMESPACE, block_bytes))
         for tier, spec in enumerate(specs):
             for extent in range(spec.limit_bytes // spec.extent_bytes):
@@ -83,7 +83,7 @@ class SimulatedNode:
             self._send(ev.Tick())
 
     def _lookup(self, keys: Keys) -> int:
-        found, batch = 0, self.placement.limits.batch_keys
+        found, batch = 0, self.placement.view.limits.batch_keys
         while found < keys.n:
             part = keys if keys.n <= batch else keys.take(found, min(found + batch, keys.n))
             n = self._ask(ev.Lookup(0, _NAMESPACE, part)).value
@@ -94,7 +94,7 @@ class SimulatedNode:
 
     def _get(self, keys: Keys, found: int) -> int:
         # A lease may cover less than the request without room in DRAM; only an empty lease ends the prefix.
-        have, batch = 0, self.placement.limits.batch_keys
+        have, batch = 0, self.placement.view.limits.batch_keys
         while have < found:
             part = keys.take(have, min(have + batch, found))
             grant = self._ask(ev.Acquire(0, _CLIENT, _NAMESPACE, part, inf))
@@ -106,7 +106,7 @@ class SimulatedNode:
         return have
 
     def _put(self, keys: Keys, have: int) -> None:
-        step = self.placement.limits.reserve_keys
+        step = self.placement.view.limits.reserve_keys
         for at in range(have, keys.n, step):
             part = keys.take(at, min(at + step, keys.n))
             reserved = self._ask(ev.Reserve(0, _CLIENT, _NAMESPACE, part, keys[at - 1] if at else b"", inf))

@@ -159,7 +159,7 @@ def replay(workload: Workload, task: Task, progress: Progress | None = None) -> 
 def _point(workload: Workload, task: Task, node: SimulatedNode, wall_s: float) -> Point:
     tiers = {c.tier.name.lower(): c for c in task.capacities}
     hits = {name: int(node.hits[c.tier]) for name, c in tiers.items()}
-    counters, served = node.placement.counters, sum(hits.values())
+    counters, served = node.placement.view.counters, sum(hits.values())
     written = {
         name: counters["written_blocks"] * task.block_bytes
         for name, c in tiers.items()

@@ -181,7 +181,7 @@ def test_what_follows_a_promoted_chain_comes_too_behind_it() -> None:
     grant = w.acquire(0, 1, LONG[:7], wait=0.0)
     assert isinstance(grant, ac.Grant)
     assert len(grant.where) == 7
-    assert w.p.counters["ahead_blocks"] == 4
+    assert w.p.view.counters["ahead_blocks"] == 4
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:
@@ -220,7 +220,7 @@ def test_it_takes_an_eighth_of_the_tier_and_what_is_beyond_is_dropped() -> None:
     w = below(9, slots=16)
     w.acquire(0, 1, LONG[:1])
     assert coming(w) == LONG[:3]
-    assert (w.p.counters["ahead_blocks"], w.p.counters["dropped_prefetch_blocks"]) == (2, 7)
+    assert (w.p.view.counters["ahead_blocks"], w.p.view.counters["dropped_prefetch_blocks"]) == (2, 7)
 
 
 def test_a_tier_that_is_full_of_what_is_in_use_drops_it() -> None:
@@ -231,7 +231,7 @@ def test_a_tier_that_is_full_of_what_is_in_use_drops_it() -> None:
     w.acquire(1, 1, others)
     w.acquire(0, 1, LONG[:1])
     assert coming(w) == LONG[:1]
-    assert (w.p.counters["ahead_blocks"], w.p.counters["dropped_prefetch_blocks"]) == (0, 4)
+    assert (w.p.view.counters["ahead_blocks"], w.p.view.counters["dropped_prefetch_blocks"]) == (0, 4)
 
 
 def test_another_tenants_reader_does_not_look_ahead() -> None:
