@@ -20,10 +20,10 @@ from kvstore.config import Policy
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import POLICIES, make
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 from kvstore.daemon.main import GC_THRESHOLD
 
 SIZES, SMOKE = (100_000, 10_000_000), (2048, 8192)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.ghosts import fingerprints
 from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.reuse.ghosts import fingerprints
 
 _MARKS = 64
 

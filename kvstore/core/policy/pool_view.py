@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Blocks
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ import numpy as np
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import Policy, make
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 
 
 class Tier:
