@@ -32,7 +32,7 @@ from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.devices import FENCED, TierSpec
 from kvstore.cuda.stream import Memory
 from kvstore.daemon.kv_events.tracker import Routing
