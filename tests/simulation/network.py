@@ -151,11 +151,11 @@ class Transport:
 
     def _may_look(self, granted: m.Granted) -> None:
         """Nobody is granted slots in memory that it may not map."""
-        connection = self._protocol
+        services, who = self._protocol.services, self._protocol.session.principal
         places = np.frombuffer(granted.slots, SLOT_RECORD)["place"]
         for extent in np.unique(places >> np.uint64(32)).tolist():
-            if not connection._shell.tenancy.may_map(connection.who, extent, writable=False):
-                self._link.net.fail("never mixing", f"{connection.who.name} is granted slots in {extent}")
+            if not services.tenancy.may_map(who, extent, writable=False):
+                self._link.net.fail("never mixing", f"{who.name} is granted slots in {extent}")
 
     def _pass_descriptors(self) -> None:
         """What was sent past the transport, with a descriptor, takes its place among the bytes."""

@@ -32,7 +32,7 @@ from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.devices import FENCED, TierSpec
 from kvstore.cuda.stream import Memory
 from kvstore.daemon.kv_events.tracker import Routing
@@ -112,7 +112,7 @@ class Shell:
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = TraceRecorder(self.now, lambda: self.placement.view.limits.batch_keys)
         self.routing = Routing(self)
-        self.waits = Waits(self)
+        self.waits = Waits(loop, self.namespaces, self.remote, self.placement.view.stored, self.handle)
         self.hits = HitCounters()
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
