@@ -1,4 +1,4 @@
-"""kvstore: a KV-cache offload daemon for LLM inference. What a connector may import is here."""
+"""kvstore: a KV-cache offload daemon for LLM inference. This module is the public API for connectors."""
 
 from kvstore import errors
 from kvstore.client.aio import AsyncClient, AsyncNamespace
@@ -12,7 +12,7 @@ from kvstore.cuda.device_ids import why_not as why_no_gpu
 from kvstore.fp8 import Fp8
 from kvstore.types import Key, Layout, Tier, chain_keys
 
-# Earlier names of these classes, which callers may still import.
+# Earlier names of these classes. Callers may still import them.
 Guard, Room, DeviceRoom = ExceptionBarrier, Reservation, DeviceReservation
 
 __all__ = [

@@ -153,7 +153,7 @@ def _until(ends_s: float) -> asyncio.Timeout:
 
 
 class AsyncClient(BaseClient, Awaiting):
-    __doc__ = BaseClient.__doc__
+    """A client whose calls are awaited. Made and used in one event loop."""
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> AsyncNamespace:
         """Returns the blocks of one layout. Needs no daemon yet. See `Client.namespace`."""

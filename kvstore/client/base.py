@@ -43,14 +43,7 @@ IDLE_CONNECTIONS = 64
 
 
 class BaseClient(ClientCalls):
-    """A client of the daemon at `url` (`unix:///path`; None: KVSTORE_SOCKET, or the default path).
-
-    `deadline_s` bounds every call that does not bring its own. If the daemon is away, late or full, a call
-    misses or is denied; with `strict`, it raises UnavailableError or DeniedError instead. Blocks that were
-    not stored are counted in `PutResult.denied` either way. Bad arguments always raise MisuseError.
-    `token` authenticates the tenant (None: KVSTORE_TOKEN). `recompute_tokens_per_s` is how fast the engine
-    computes KV: `acquire`, `get` and `lookup` then leave out blocks that load more slowly than it computes.
-    """
+    """Base of both clients. Their `_perform` and `_drive` wait for connections and answers."""
 
     def __init__(
         self,
@@ -60,6 +53,15 @@ class BaseClient(ClientCalls):
         strict: bool = False,
         recompute_tokens_per_s: float | None = None,
     ) -> None:
+        """Makes a client of the daemon at `url` (`unix:///path`; None: KVSTORE_SOCKET, or the default path).
+
+        Needs no daemon yet. `deadline_s` bounds every call that does not bring its own. If the daemon is
+        away, late or full, a call misses or is denied; with `strict`, it raises UnavailableError or
+        DeniedError instead. Blocks that were not stored are counted in `PutResult.denied` either way. Bad
+        arguments always raise MisuseError. `token` authenticates the tenant (None: KVSTORE_TOKEN).
+        `recompute_tokens_per_s` is how fast the engine computes KV: `acquire`, `get` and `lookup` then leave
+        out blocks that load more slowly than the engine computes them.
+        """
         self.path = socket_path(url)
         self.deadline_s = check_deadline(deadline_s)
         self.strict = strict

@@ -127,7 +127,7 @@ class Connection(BaseConnection):
 
 
 class Client(BaseClient, Blocking):
-    __doc__ = BaseClient.__doc__
+    """A client whose calls return when they are done. Thread-safe; every call has a connection of its own."""
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> Namespace:
         """Returns the blocks of one layout. Needs no daemon yet.

@@ -184,7 +184,7 @@ def test_a_chain_needs_its_parent(ns: Namespace) -> None:
     assert ns.put(keys[1:], payloads(keys[1:]), parent=keys[0]).stored == 1
 
 
-# -- leases and rooms
+# -- leases and reservations
 
 
 def test_zero_copy_views_are_read_only_and_equal(ns: Namespace) -> None:
@@ -245,52 +245,52 @@ def test_blocks_that_were_invalidated_under_a_lease_do_not_verify(ns: Namespace)
         assert lease.copy_into(room_for(2)) == 1
 
 
-def test_a_room_shows_nothing_until_it_is_committed(ns: Namespace) -> None:
+def test_a_reservation_shows_nothing_until_it_is_committed(ns: Namespace) -> None:
     keys = names(3)
-    with ns.reserve(keys) as room:
-        assert room.wanted == [0, 1, 2]
-        for view, key in zip(room.blocks, keys, strict=True):
+    with ns.reserve(keys) as reservation:
+        assert reservation.wanted == [0, 1, 2]
+        for view, key in zip(reservation.blocks, keys, strict=True):
             view[:] = payload(key)
         assert ns.lookup(keys) == 0
-        assert room.commit() == PutResult(stored=3)
+        assert reservation.commit() == PutResult(stored=3)
     assert got(ns, keys) == 3
     with pytest.raises(MisuseError, match="has ended"):
-        room.commit()
+        reservation.commit()
 
 
-def test_a_room_that_is_left_is_given_up(ns: Namespace, client: Client) -> None:
+def test_a_reservation_that_is_left_is_given_up(ns: Namespace, client: Client) -> None:
     keys = names(3)
-    with ns.reserve(keys) as room:
-        room.fill(0, payload(keys[0]))
+    with ns.reserve(keys) as reservation:
+        reservation.fill(0, payload(keys[0]))
     with pytest.raises(ZeroDivisionError), ns.reserve(keys):
         raise ZeroDivisionError
     assert ns.lookup(keys) == 0
     assert client.status()["reservations"] == 0
 
 
-def test_a_room_has_slots_only_for_what_is_missing(ns: Namespace) -> None:
+def test_a_reservation_has_slots_only_for_what_is_missing(ns: Namespace) -> None:
     keys = names(4)
     ns.put(keys[:1], payloads(keys[:1]))
-    with ns.reserve(keys) as room:
-        assert room.wanted == [1, 2, 3]
-        assert room.result.present == 1
+    with ns.reserve(keys) as reservation:
+        assert reservation.wanted == [1, 2, 3]
+        assert reservation.result.present == 1
         with ns.reserve(keys) as other:
             assert len(other) == 0
             assert other.result.present == 4
-        for i, wanted in enumerate(room.wanted):
-            room.fill(i, payload(keys[wanted]))
-        assert room.commit() == PutResult(stored=3, present=1)
+        for i, wanted in enumerate(reservation.wanted):
+            reservation.fill(i, payload(keys[wanted]))
+        assert reservation.commit() == PutResult(stored=3, present=1)
     assert got(ns, keys) == 4
 
 
 def test_layers_are_written_and_read_by_ranges(ns: Namespace) -> None:
     keys, layers = names(3), 4
     step = BLOCK // layers
-    with ns.reserve(keys) as room:
+    with ns.reserve(keys) as reservation:
         for layer in range(layers):
             for i, key in enumerate(keys):
-                room.write(i, payload(key)[layer * step : (layer + 1) * step], layer * step)
-        room.commit()
+                reservation.write(i, payload(key)[layer * step : (layer + 1) * step], layer * step)
+        reservation.commit()
     with ns.acquire(keys) as lease:
         part = bytearray(step)
         for layer in range(layers):
@@ -305,20 +305,20 @@ def test_layers_are_written_and_read_by_ranges(ns: Namespace) -> None:
 
 def test_a_range_written_after_a_fill_counts(ns: Namespace) -> None:
     [key] = names(1)
-    with ns.reserve([key]) as room:
-        room.fill(0, bytes(BLOCK))
-        room.write(0, payload(key))
-        room.commit()
+    with ns.reserve([key]) as reservation:
+        reservation.fill(0, bytes(BLOCK))
+        reservation.write(0, payload(key))
+        reservation.commit()
     assert got(ns, [key]) == 1
 
 
 def test_blocks_are_gathered_from_parts_and_scattered_into_parts(ns: Namespace) -> None:
     keys, cuts = names(3), [0, 1, 4097, BLOCK]
-    with ns.reserve(keys) as room:
+    with ns.reserve(keys) as reservation:
         for i, key in enumerate(keys):
             block = payload(key)
-            room.gather(i, [block[a:b] for a, b in itertools.pairwise(cuts)])
-        room.commit()
+            reservation.gather(i, [block[a:b] for a, b in itertools.pairwise(cuts)])
+        reservation.commit()
     assert got(ns, keys) == 3
     sizes = [BLOCK - 1000, 0, 1000]
     with ns.acquire(keys) as lease:
@@ -337,10 +337,10 @@ def test_blocks_are_gathered_from_parts_and_scattered_into_parts(ns: Namespace) 
 def test_scattered_blocks_are_verified(ns: Namespace) -> None:
     good, bad = names(2)
     ns.put([good], payloads([good]))
-    with ns.reserve([bad], parent=good) as room:
-        view = room.blocks[0]
+    with ns.reserve([bad], parent=good) as reservation:
+        view = reservation.blocks[0]
         view[:] = payload(bad)
-        room.commit()
+        reservation.commit()
         view[17] ^= 1
     out = [bytearray(BLOCK)]
     with ns.acquire([good, bad]) as lease:
@@ -350,12 +350,12 @@ def test_scattered_blocks_are_verified(ns: Namespace) -> None:
     assert got(ns, [good, bad]) in (1, 2)
 
 
-def test_committing_an_empty_room_leaves_connections_apart(client: Client) -> None:
+def test_committing_an_empty_reservation_leaves_connections_apart(client: Client) -> None:
     ns = client.namespace(new_layout())
     keys = names(200)
     ns.put(keys, payloads(keys))
-    with ns.reserve(keys[:1]) as room:
-        assert room.commit() == PutResult(present=1)
+    with ns.reserve(keys[:1]) as reservation:
+        assert reservation.commit() == PutResult(present=1)
     assert len(client._idle) == len(set(map(id, client._idle)))
 
     def look(n: int) -> bool:
@@ -558,9 +558,12 @@ def test_threads_share_a_client(client: Client, ns: Namespace) -> None:
             assert ns.lookup([*keys, b"?" * 32]) == i + 1
             assert got(ns, keys) == i + 1
             assert got(ns, shared) == 16
-            with ns.acquire(shared) as lease, ns.reserve(names(2, f"room {number} {i}")) as room:
+            with (
+                ns.acquire(shared) as lease,
+                ns.reserve(names(2, f"reservation {number} {i}")) as reservation,
+            ):
                 assert lease.verify() == 16
-                room.abort()
+                reservation.abort()
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, i) for i in range(8)]:
@@ -605,26 +608,26 @@ def test_a_fork_gets_its_own_connection(ns: Namespace, client: Client) -> None:
     assert got(ns, keys) == 4
 
 
-def test_a_room_belongs_to_the_process_that_made_it(ns: Namespace, client: Client) -> None:
+def test_a_reservation_belongs_to_the_process_that_made_it(ns: Namespace, client: Client) -> None:
     keys = names(3)
-    with ns.reserve(keys) as room:
+    with ns.reserve(keys) as reservation:
         for i, key in enumerate(keys):
-            room.fill(i, payload(key))
+            reservation.fill(i, payload(key))
 
         def leave() -> None:
             assert ns.lookup([b"?" * 32]) == 0
-            room.abort()
+            reservation.abort()
             assert ns.lookup(keys) == 0
             assert {connection.pid for connection in client._idle} == {os.getpid()}
 
         def commit() -> None:
             with contextlib.suppress(MisuseError):
-                assert room.commit().stored == 0
+                assert reservation.commit().stored == 0
             assert ns.lookup(keys) == 0
 
         assert in_child(leave) == 0
         assert in_child(commit) == 0
-        assert room.commit().stored == 3
+        assert reservation.commit().stored == 3
     assert got(ns, keys) == 3
 
 
@@ -709,9 +712,9 @@ def test_no_daemon_is_a_miss_within_the_deadline(driver: Driver) -> None:
         assert (result.stored, result.denied) == (0, 2)
         assert result.why
         assert len(ns.acquire(keys)) == 0
-        with ns.reserve(keys) as room:
-            assert len(room) == 0
-            assert room.commit().denied == 2
+        with ns.reserve(keys) as reservation:
+            assert len(reservation) == 0
+            assert reservation.commit().denied == 2
         assert ns.prefetch(keys) == ns.pin(keys, 1) == ns.unpin(keys) == ns.invalidate(keys) == 0
         assert time.monotonic() - started < 0.2 + MARGIN_S
 
@@ -761,8 +764,8 @@ def test_deadlines_hold_while_the_daemon_is_stopped(driver: Driver) -> None:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))
-        lease, room = ns.acquire(keys), ns.reserve(names(1, "later"))
-        room.fill(0, payload(keys[0]))
+        lease, reservation = ns.acquire(keys), ns.reserve(names(1, "later"))
+        reservation.fill(0, payload(keys[0]))
 
         def in_time(call: Callable[[], object]) -> object:
             started = time.monotonic()
@@ -778,7 +781,7 @@ def test_deadlines_hold_while_the_daemon_is_stopped(driver: Driver) -> None:
             assert in_time(lambda: got(ns, keys)) == 0
             assert in_time(lambda: ns.put(keys, payloads(keys)).stored) == 0
             assert in_time(lambda: len(ns.acquire(keys))) == 0
-            assert in_time(room.commit).stored == 0  # type: ignore[attr-defined]
+            assert in_time(reservation.commit).stored == 0  # type: ignore[attr-defined]
             in_time(lease.release)
             with pytest.raises(UnavailableError):
                 in_time(client.status)
@@ -805,15 +808,15 @@ def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
     assert following.get(0, False) is not last.get(0, False)
 
 
-def test_a_room_of_a_daemon_that_is_gone_stores_nothing(driver: Driver) -> None:
+def test_a_reservation_of_a_daemon_that_is_gone_stores_nothing(driver: Driver) -> None:
     with LocalDaemon(SMALL) as daemon, driver.client(daemon.url, deadline_s=2) as client:
         ns = client.namespace(new_layout())
         keys = names(2)
-        with ns.reserve(keys) as room:
+        with ns.reserve(keys) as reservation:
             daemon.restart()
             for i, key in enumerate(keys):
-                room.fill(i, payload(key))
-            result = room.commit()
+                reservation.fill(i, payload(key))
+            result = reservation.commit()
             assert (result.stored, result.denied) == (0, 2)
             assert result.why
         assert eventually(lambda: ns.put(keys, payloads(keys)).stored, 5) == 2
