@@ -13,7 +13,7 @@ from kvstore.client import aio, calls
 from kvstore.client import connection as client_connection
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
-from kvstore.daemon.operator import devices, gpus, resizing
+from kvstore.daemon.operator import devices, resizing
 from kvstore.daemon.runtime import executor
 from kvstore.daemon.server import connection
 from kvstore.daemon.server.peer_credentials import Peer
@@ -56,8 +56,6 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
         stack.enter_context(mock.patch.object(calls, "_fill", filled))
         stack.enter_context(mock.patch.object(executor, "threading", threading))
-        for module in (devices, gpus):
-            stack.enter_context(mock.patch.object(module, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
         for module in (devices, resizing):
