@@ -7,7 +7,6 @@ first there is no daemon, without another one there is, and it says so.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,12 +185,3 @@ def joined(shell: Shell, tier: int) -> None:
         return
     shell.tenancy.apply(shell.config)
     shell.handle(ev.SetLimit(tier, state.spec.limit_bytes))
-
-
-def left(shell: Shell, tier: int) -> None:
-    """A device is empty: it is closed, beside the event loop."""
-    name = shell.placement.residency.tiers[tier].spec.name
-    device = shell.devices.pop(name)
-    shell.devices_changed()
-    threading.Thread(target=device.close, name=f"kvstore-close-{name}", daemon=True).start()
-    shell.chronicle.add("left", tier=name)
