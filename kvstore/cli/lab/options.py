@@ -87,14 +87,14 @@ class ExperimentOptions:
 
             plots.check(self.plot)
         unwind_on_sigterm()
-        crowd: dict[str, Any] = {"users": self.users, "shared": self.shared, "seed": self.seed}
+        loop: dict[str, Any] = {"users": self.users, "shared": self.shared, "seed": self.seed}
         if self.gap_cap is not None:
-            crowd["gap_cap_s"] = named("--gap-cap", parse_duration, self.gap_cap)
-        crowd = {name: value for name, value in crowd.items() if value is not None}
+            loop["gap_cap_s"] = named("--gap-cap", parse_duration, self.gap_cap)
+        loop = {name: value for name, value in loop.items() if value is not None}
         options = Options(
             block_bytes=named("--block-bytes", parse_size, self.block_bytes),
             block_tokens=self.block_tokens,
-            crowd=ClosedLoop(**crowd) if crowd else None,
+            loop=ClosedLoop(**loop) if loop else None,
             skip_bad=self.skip_bad,
             placement={
                 "write_policy": self.write_policy,

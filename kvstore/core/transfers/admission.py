@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.reuse import Reuse
 
 DAY_S = 86_400.0
 _SLACK = 0.04
@@ -97,7 +97,7 @@ class Admission:
         self._step(now)
         admitted = np.full(len(rows), not self.spent)
         if self.rule.mode == "twice":
-            admitted &= self._reuse.uses(rows) >= 2
+            admitted &= self._reuse.history.uses(rows) >= 2
         if self.threshold:
             admitted &= self._reuse.chance(rows, tenant, now) >= self.threshold
         self.refused += len(rows) - int(admitted.sum())

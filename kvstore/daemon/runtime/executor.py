@@ -32,7 +32,7 @@ from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.devices import FENCED, TierSpec
 from kvstore.cuda.stream import Memory
 from kvstore.daemon.kv_events.tracker import Routing
@@ -110,9 +110,9 @@ class Shell:
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
-        self.recorder = TraceRecorder(self.now, lambda: self.placement.limits.batch_keys)
+        self.recorder = TraceRecorder(self.now, lambda: self.placement.view.limits.batch_keys)
         self.routing = Routing(self)
-        self.waits = Waits(self)
+        self.waits = Waits(loop, self.namespaces, self.remote, self.placement.view.stored, self.handle)
         self.hits = HitCounters()
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
@@ -233,10 +233,10 @@ class Shell:
         ends = self.now() + timeout_s
         self._scrubber.stop()
         self.handle(ev.Flush())
-        transfers = self.placement.transfers
-        while (transfers.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
+        copies, transfers = self.placement.copies, self.placement.transfers
+        while (copies.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        left = len(transfers.under_way) + sum(map(len, transfers.backlog.values()))
+        left = len(copies.under_way) + sum(map(len, transfers.backlog.values()))
         if left:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self.remote is not None:
@@ -291,12 +291,14 @@ class Shell:
         for tier, state in enumerate(self.placement.residency.tiers):
             if state.spec.tier == Tier.NVME and not state.leaving:
                 self.handle(ev.SetAdmission(tier, devices.rule(config, state.spec.name)))
-        self.placement.reconfigure(
-            config.nvme.write_policy,
-            config.nvme.prefetch_blocks,
-            limits.leases_per_connection,
-            limits.namespaces,
-            limits.namespaces_per_tenant,
+        self.handle(
+            ev.Configure(
+                write_policy=config.nvme.write_policy,
+                prefetch_blocks=config.nvme.prefetch_blocks,
+                leases_per_client=limits.leases_per_connection,
+                namespaces=limits.namespaces,
+                namespaces_per_tenant=limits.namespaces_per_tenant,
+            )
         )
         self._scrubber.set_rate(config.scrub.rate)
         self.tenancy.apply(config)
@@ -653,7 +655,7 @@ class Shell:
             "namespaces": len(self.namespaces),
             "leases": len(self.placement.ledger.leases),
             "reservations": len(self.placement.ledger.reservations),
-            "copies_under_way": len(self.placement.transfers.under_way),
+            "copies_under_way": len(self.placement.copies.under_way),
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,
@@ -661,7 +663,7 @@ class Shell:
             "network": self.remote.status() if self.remote is not None else None,
             "events": self.routing.status(),
             "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
-            "counters": dict(self.placement.counters),
+            "counters": dict(self.placement.view.counters),
             "problems": list(self.problems),
         }
 
@@ -680,7 +682,7 @@ class Shell:
             "readable": state.device.readable,
             "fenced": state.device.fenced,
             "state": state.device.state,
-            "scrub_passes": self.placement.counters[f"scrub_passes_{name}"],
+            "scrub_passes": self.placement.view.counters[f"scrub_passes_{name}"],
         }
 
     def tenant(self, name: str) -> dict[str, Any]:

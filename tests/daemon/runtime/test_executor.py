@@ -24,8 +24,9 @@ from kvstore.core.transfers.devices import FENCED
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
-from kvstore.daemon.server.connection import Connection, Server
+from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.wiring import new_server
 from kvstore.errors import DeniedError, TierError
 from kvstore.tiers.nvme.key_files import KeyFiles
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -87,7 +88,7 @@ class Node:
         return ev.Acquire(0, CLIENT, self.space.number, JOINED, self.shell.now() + 5)
 
     def stored(self) -> int:
-        return self.shell.placement.stored(self.space.number, JOINED)
+        return self.shell.placement.view.stored(self.space.number, JOINED)
 
     async def until(self, there: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
@@ -97,7 +98,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.shell.placement
-        await self.until(lambda: not (placement.transfers.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
         placement.check()
 
 
@@ -170,10 +171,10 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
             node.shell.handle(ev.Scrub(tier, MIB))
             await node.quiet()
         name = node.shell.placement.residency.tiers[tier].spec.name
-        assert node.shell.placement.counters[f"scrubbed_blocks_{name}"] == len(KEYS)
+        assert node.shell.placement.view.counters[f"scrubbed_blocks_{name}"] == len(KEYS)
         node.shell.handle(ev.Scrub(tier, MIB))
         await node.quiet()
-        assert node.shell.placement.counters[f"scrubbed_blocks_{name}"] == 2 * len(KEYS)
+        assert node.shell.placement.view.counters[f"scrubbed_blocks_{name}"] == 2 * len(KEYS)
         assert node.stored() == len(KEYS)
 
     on_node(tmp_path / "nvme", work)
@@ -287,7 +288,7 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         shell = Shell(config, loop, *open_tiers(config, {}))
         await shell.start()
-        server, path = Server(shell, LiveConfig(None)), file.with_name("socket")
+        server, path = new_server(shell, LiveConfig(None)), file.with_name("socket")
         listening = await loop.create_unix_server(server.connect, path)
         async with AsyncClient(f"unix://{path}", strict=True, deadline_s=10) as client:
             await work(client)
