@@ -196,7 +196,7 @@ def no_alarm(patch: Patch) -> None:
 
 def leases_for_ever(patch: Patch) -> None:
     """Who has left keeps what it held."""
-    patch.setattr(Connection, "connection_lost", lambda self, exc: self._server.connections.discard(self))
+    patch.setattr(Connection, "connection_lost", lambda self, exc: self._table.connections.discard(self))
 
 
 def forgetful_handover(patch: Patch) -> None:

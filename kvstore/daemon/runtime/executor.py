@@ -112,7 +112,7 @@ class Shell:
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = TraceRecorder(self.now, lambda: self.placement.view.limits.batch_keys)
         self.routing = Routing(self)
-        self.waits = Waits(self)
+        self.waits = Waits(loop, self.namespaces, self.remote, self.placement.view.stored, self.handle)
         self.hits = HitCounters()
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0

@@ -24,8 +24,9 @@ from kvstore.core.transfers.devices import FENCED
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
-from kvstore.daemon.server.connection import Connection, Server
+from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.wiring import new_server
 from kvstore.errors import DeniedError, TierError
 from kvstore.tiers.nvme.key_files import KeyFiles
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -287,7 +288,7 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         shell = Shell(config, loop, *open_tiers(config, {}))
         await shell.start()
-        server, path = Server(shell, LiveConfig(None)), file.with_name("socket")
+        server, path = new_server(shell, LiveConfig(None)), file.with_name("socket")
         listening = await loop.create_unix_server(server.connect, path)
         async with AsyncClient(f"unix://{path}", strict=True, deadline_s=10) as client:
             await work(client)
