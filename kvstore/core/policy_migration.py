@@ -82,7 +82,7 @@ class PolicyMigration:
         """When there is something to go on with."""
         return self._next_step
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on with a switch."""
         if now < self._next_step:
             return

@@ -200,7 +200,7 @@ class Life:
             # Nobody takes what is offered; who counts as shared must be right all the same.
             self.shell.handle(ev.SetSharing(Rule("twice")))
         # So that much happens while one policy follows another.
-        self.shell.placement.switch.rows_at_once = 4
+        self.shell.placement.policy_migration.rows_at_once = 4
         self.tenants_forgotten = 0
         handle = self.shell.placement.handle
 

@@ -564,7 +564,7 @@ class Residency:
         if not self.pins:
             self.next_unpin = math.inf
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: pins whose time is over end, or a little later, so that all are seldom looked at.
 
         Some of the childless holes are freed.

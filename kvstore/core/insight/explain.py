@@ -25,15 +25,15 @@ _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
 
-def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
+def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
     """Answers with what is known; keys of which nothing is are left out."""
     spaces = event.namespaces
     if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
         why = f"{event.keys.n} keys in {len(spaces)} namespaces"
         hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
-        ledger.say(Deny(event.request, why, hint))
+        leases.say(Deny(event.request, why, hint))
         return
-    r = ledger.residency
+    r = leases.residency
     marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a namespace that is none any more are passed over: its number may be another's.
     known = [n for n in spaces if n in r.spaces and not r.spaces[n].closed]
@@ -48,7 +48,7 @@ def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
                 block |= _stored(r, row, now) if row >= 0 else {}
                 block["decisions"] = [_told(r, d, now) for d in decided]
                 blocks.append(block)
-    ledger.say(Explained(event.request, blocks))
+    leases.say(Explained(event.request, blocks))
 
 
 def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:

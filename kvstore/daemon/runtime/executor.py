@@ -534,12 +534,12 @@ class Shell:
             "tiers": [self._tier(state) for state in residency.tiers if not state.gone],
             "blocks": residency.blocks.used,
             "namespaces": len(self.namespaces),
-            "leases": len(self.placement.ledger.leases),
-            "reservations": len(self.placement.ledger.reservations),
+            "leases": len(self.placement.leases.leases),
+            "reservations": len(self.placement.leases.reservations),
             "copies_under_way": len(self.placement.copies.under_way),
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
-            "policy": self.placement.switch.name,
+            "policy": self.placement.policy_migration.name,
             "gpus": {name: pool.gpu.uuid for name, pool in self.pools.items()},
             "network": self.remote.status() if self.remote is not None else None,
             "events": self.routing.status(),
@@ -575,7 +575,7 @@ class Shell:
             for state in self.placement.residency.tiers
             if not state.gone
         ]
-        lent = self.placement.ledger.lent_by(number)
+        lent = self.placement.leases.lent_by(number)
         return {
             "name": name,
             "share": configured.share if configured is not None else 1.0,

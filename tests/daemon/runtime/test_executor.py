@@ -98,7 +98,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.shell.placement
-        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.leases.probes))
         placement.check()
 
 
@@ -206,7 +206,7 @@ def test_one_that_cannot_be_answered_does_not_keep_the_others(tmp_path: Path) ->
         # Both wait for one copy, whose end answers both.
         node.shell.ask(bad, 0, node.acquiring())
         node.shell.ask(good, 0, node.acquiring())
-        assert len(node.shell.placement.ledger.waiting) == 2
+        assert len(node.shell.placement.leases.waiting) == 2
         assert len((await asyncio.wait_for(good.answered, 10)).slots) == len(KEYS)
         assert (await asyncio.wait_for(bad.answered, 10)).why == "internal error"
         await node.quiet()
