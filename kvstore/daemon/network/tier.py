@@ -147,10 +147,10 @@ class NetworkTier:
 
     def acquire(self, asker: Asker, request: int, event: ev.Acquire, space: NamespaceEntry) -> None:
         """Like `Shell.ask`; what only the network has is brought here first, as far as there is time."""
-        placement, keys = self.shell.placement, event.keys
+        view, keys = self.shell.placement.view, event.keys
         # Of what is all in memory nothing more need be known.
-        if not placement.in_memory(event.namespace, keys, event.at):
-            here = placement.stored(event.namespace, keys)
+        if not view.in_memory(event.namespace, keys, event.at):
+            here = view.stored(event.namespace, keys)
             if here < keys.n and self.serves(space) and self._may_ask(asker):
                 self._begin(asker, self._acquire(asker, request, event, space, here), space)
                 return
@@ -219,7 +219,7 @@ class NetworkTier:
     async def _hand_off(
         self, asker: Asker, request: int, space: NamespaceEntry, keys: Keys, tenant: int, until: float
     ) -> None:
-        here = self.shell.placement.stored(space.number, keys)
+        here = self.shell.placement.view.stored(space.number, keys)
         going = self.departures.send(space, [keys[i] for i in range(here)], tenant, DEMAND)
         await self._wait(going, until)
         asker.answer(request, ac.Answer(request, _leading(going)))

@@ -138,7 +138,7 @@ class Uploads:
             return [], []
         try:
             n, sums = len(grant.slots), grant.checksum.tolist()
-            parents = self._shell.placement.parents(number, joined)
+            parents = self._shell.placement.view.parents(number, joined)
             slots = self._shell.dram.slots(grant.where)
             names = [Name(space.fingerprint, key) for key in keys[:n]]
             objects = [Object(names[i], space.block_bytes, slots[i], sums[i], parents[i]) for i in range(n)]
