@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
+from kvstore.client.extents import Maps
 from kvstore.client.leases import Lease, Reservation
-from kvstore.client.protocol import Maps
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.errors import CudaError
@@ -59,7 +59,7 @@ class Gpus:
 
 
 class SimExtent:
-    """What a client has mapped of a GPU. See `kvstore.client.protocol.DeviceExtent`."""
+    """What a client has mapped of a GPU. See `kvstore.client.extents.DeviceExtent`."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
@@ -87,10 +87,10 @@ class SimLease(Lease):
         return good
 
 
-class SimRoom(Reservation):
+class SimReservation(Reservation):
     """See `kvstore.client.gpu.DeviceReservation`."""
 
-    def on(self, gpu: Gpus) -> SimRoom:
+    def on(self, gpu: Gpus) -> SimReservation:
         """Where it is, its slots say."""
         gpu.happened["blocks written into a pool"] += len(self) if self._slots.in_hbm else 0
         return self
@@ -262,18 +262,24 @@ class SimPool:
 
 
 def in_place(gpu: Gpus) -> dict[str, Any]:
-    """What takes the place of what, in `kvstore.client.calls`."""
-    return {"open_extent": gpu.open_extent, "DeviceLease": SimLease, "DeviceReservation": SimRoom}
+    """Stand-ins by the names that `kvstore.client.calls` imports."""
+    return {
+        "open_extent": gpu.open_extent,
+        "DeviceLease": SimLease,
+        "DeviceReservation": SimReservation,
+        "check_device": _same,
+        "no_lease": _no_lease,
+        "no_reservation": _no_reservation,
+    }
 
 
-def check_device(device: Gpus | None) -> Gpus | None:
-    """See `kvstore.client.checks`, as what is below."""
+def _same(device: Gpus | None) -> Gpus | None:
     return device
 
 
-def no_lease(block_bytes: int, gpu: Any) -> Lease:
-    return Lease.on_nothing(block_bytes)
+def _no_lease(block_bytes: int, gpu: Any) -> Lease:
+    return Lease.empty(block_bytes)
 
 
-def no_room(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
-    return Reservation.on_nothing(block_bytes, lost, commit)
+def _no_reservation(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
+    return Reservation.empty(block_bytes, lost, commit)

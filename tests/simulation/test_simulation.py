@@ -196,7 +196,7 @@ def no_alarm(patch: Patch) -> None:
 
 def leases_for_ever(patch: Patch) -> None:
     """Who has left keeps what it held."""
-    patch.setattr(Connection, "connection_lost", lambda self, exc: self._server.connections.discard(self))
+    patch.setattr(Connection, "connection_lost", lambda self, exc: self._table.connections.discard(self))
 
 
 def forgetful_handover(patch: Patch) -> None:
@@ -228,7 +228,7 @@ def early_reading(patch: Patch) -> None:
 
     def given(self: Writes, event: Any, *rest: Any) -> None:
         give_room(self, event, *rest)
-        for reservation in self._ledger.reservations.values():
+        for reservation in self._leases.reservations.values():
             self._r.stamp(0, reservation.rows, reservation.slots)
 
     patch.setattr(Writes, "_give_room", given)
@@ -275,7 +275,7 @@ def taken_floors(patch: Patch) -> None:
 
 def blocks_for_ever(patch: Patch) -> None:
     """Nothing looks at the ends of blocks."""
-    patch.setattr(Deletion, "_end_some", lambda self, now: setattr(self._ledger, "next_end", math.inf))
+    patch.setattr(Deletion, "_end_some", lambda self, now: setattr(self._leases, "next_end", math.inf))
     patch.setattr(Blocks, "expired", lambda self, rows, now: np.zeros(len(rows), np.bool_))
 
 

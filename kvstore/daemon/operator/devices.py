@@ -137,7 +137,7 @@ def check(shell: Shell, config: Config) -> None:
     for name in wanted:
         if name in shell.devices:
             raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
-    if len(wanted) > shell.placement.joining.room:
+    if len(wanted) > shell.placement.hotplug.room:
         hint = "restart it: it can tell so many apart, those that were removed included"
         raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
 

@@ -30,7 +30,7 @@ from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.devices import FENCED, TierSpec
 from kvstore.daemon.kv_events.tracker import Routing
 from kvstore.daemon.network.tier import NetworkTier
@@ -112,7 +112,7 @@ class Shell:
         self.tier_actions = TierActions(self, self.tier_at, self.namespaces, self._owner_of, clock)
         self.recorder = TraceRecorder(self.now, lambda: self.placement.view.limits.batch_keys)
         self.routing = Routing(self)
-        self.waits = Waits(self)
+        self.waits = Waits(loop, self.namespaces, self.remote, self.placement.view.stored, self.handle)
         self.hits = HitCounters()
         self._askers: dict[int, tuple[Asker, int]] = {}
         self._last_request = 0
@@ -534,12 +534,12 @@ class Shell:
             "tiers": [self._tier(state) for state in residency.tiers if not state.gone],
             "blocks": residency.blocks.used,
             "namespaces": len(self.namespaces),
-            "leases": len(self.placement.ledger.leases),
-            "reservations": len(self.placement.ledger.reservations),
+            "leases": len(self.placement.leases.leases),
+            "reservations": len(self.placement.leases.reservations),
             "copies_under_way": len(self.placement.copies.under_way),
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
-            "policy": self.placement.switch.name,
+            "policy": self.placement.policy_migration.name,
             "gpus": {name: pool.gpu.uuid for name, pool in self.pools.items()},
             "network": self.remote.status() if self.remote is not None else None,
             "events": self.routing.status(),
@@ -575,7 +575,7 @@ class Shell:
             for state in self.placement.residency.tiers
             if not state.gone
         ]
-        lent = self.placement.ledger.lent_by(number)
+        lent = self.placement.leases.lent_by(number)
         return {
             "name": name,
             "share": configured.share if configured is not None else 1.0,
