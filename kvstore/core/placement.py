@@ -116,7 +116,8 @@ class Placement:
             self.switch,
             self.resizing,
             self.joining,
-            self.residency,
+            self.residency.chains,
+            self.residency.pins,
         )
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: NamespaceTable(self.ledger, self._pins, self._publication).open,
@@ -165,16 +166,14 @@ class Placement:
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
-        self.residency.settle()
-        self.residency.now = now
+        self.residency.advance(now)
         frees = type(event) in _FREES
         whose = self._whose_room(event) if frees else None
         self._handlers[type(event)](event, now)
         if frees:
             self._go_on(now, whose)
         self.copies.start()
-        actions, self.residency.out = self.residency.out, []
-        return actions
+        return self.residency.outbox.take()
 
     def _whose_room(self, event: ev.Event) -> int | None:
         """The only tenant for whom an event, about to be handled, may make room; None: it may be anybody."""
@@ -225,13 +224,13 @@ class Placement:
         if event.prefetch_blocks is not None:
             self._reads.prefetch_blocks = event.prefetch_blocks
         if event.report_moves is not None:
-            self.residency.telling = event.report_moves
+            self.residency.outbox.telling = event.report_moves
         for name in ("leases_per_client", "namespaces", "namespaces_per_tenant"):
             if getattr(event, name) is not None:
                 setattr(limits, name, getattr(event, name))
 
     def _watch(self, key: bytes, count: int) -> None:
-        awaited, word = self.residency.awaited, int.from_bytes(key[:8], "little")
+        awaited, word = self.residency.outbox.awaited, int.from_bytes(key[:8], "little")
         awaited[word] += count
         if not awaited[word]:
             del awaited[word]
@@ -250,7 +249,7 @@ class Placement:
 
     def _set_sharing(self, event: ev.SetSharing, now: float) -> None:
         r = self.residency
-        r.sharing = None if event.rule is None else Admission(event.rule, r.reuse)
+        r.outbox.sharing = None if event.rule is None else Admission(event.rule, r.reuse)
         r.blocks.offered[: r.blocks.rows_touched] = False
 
     def _set_device(self, event: ev.SetDevice, now: float) -> None:
@@ -271,10 +270,10 @@ class Placement:
             self._handlers[type(end)](end, now)
 
     def _publish(self, event: ev.Publish, now: float) -> None:
-        space = self.residency.spaces[event.namespace]
+        space = self.residency.namespaces[event.namespace]
         pool = space.pools[0]._replace(domain=event.domain)
         if pool != space.pools[0]:
-            space.pools, space.moved = (pool, *space.pools[1:]), True
+            space.pools, space.relocated = (pool, *space.pools[1:]), True
             self._publication.move(space, now)
             if not self._publication.has_moved(space.number):
                 self._publishing[event.request] = space.number
@@ -286,7 +285,7 @@ class Placement:
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
         ended = self.copies.finish(event)
         self._reads.arrived(ended)
-        if ended[0].target in self.residency.memory:
+        if ended[0].target in self.residency.topology.memory:
             # What moved within tier 0 was passed over when it was its turn to be written down.
             self._write_through(np.concatenate((ended[0].good, ended[0].bad)))
 
@@ -367,7 +366,7 @@ class Placement:
 
     def _flush(self, event: ev.Flush, now: float) -> None:
         r = self.residency
-        if r.lasting:
+        if r.topology.persistent:
             r.ending = True
             rows = np.flatnonzero(r.blocks.state == LIVE)
             rows = rows[r.alone_in_memory(rows)]

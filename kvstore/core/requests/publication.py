@@ -12,8 +12,8 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import LIVE
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.blocks.residency import DEMOTE, WRITING
-from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
@@ -51,7 +51,7 @@ class Publication:
         rows = r.index.find(event.namespace, event.keys)
         rows = rows[rows >= 0]
         for tier in range(len(r.tiers)):
-            r.tell(tier, rows[r.blocks.slot[tier, rows] >= 0], gained=True)
+            r.outbox.report(tier, rows[r.blocks.slot[tier, rows] >= 0], gained=True)
 
     def move(self, space: Namespace, now: float) -> None:
         """What a namespace has in tier 0 goes to its new pool there, or away if another tier has it too.
@@ -97,10 +97,10 @@ class Publication:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
         # What is on its way down already leaves when it is there.
         writing = self._copies.written_from(0, rows)
-        blocks.moving[writing] |= DEMOTE
+        blocks.copy_marks[writing] |= DEMOTE
         # What a GPU has may be on its way down too.
-        waits = rows[((blocks.moving[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
-        rows = rows[blocks.moving[rows] == 0]
+        waits = rows[((blocks.copy_marks[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
+        rows = rows[blocks.copy_marks[rows] == 0]
         twice = rows[r.copies(rows) > 1]
         self._reads.arrived(self._copies.cancel(twice, 0))
         r.decisions.record(DecisionKind.EVICTED, 0, twice, now)
