@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import HOLE, Blocks, Rows
 from kvstore.core.blocks.index import Index
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.reuse import Reuse
 
 _LONGEST_CHAIN = 1 << 17
 _RUN = 256
@@ -193,7 +193,7 @@ class Chains:
         for namespace, n in zip(*np.unique(self._blocks.namespace[rows], return_counts=True), strict=True):
             self.holes[int(namespace)] += sign * int(n)
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """Frees some of the holes in `childless` if it is time."""
         if now >= self._next_step:
             self.free_childless()

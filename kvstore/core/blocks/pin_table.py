@@ -50,7 +50,7 @@ class PinTable:
         if not self.ends:
             self._next_step = math.inf
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """Removes some of the pins that have ended, at most every 50 ms."""
         if now < self._next_step:
             return

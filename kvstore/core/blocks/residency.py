@@ -23,7 +23,7 @@ from kvstore.core.blocks.topology import Topology
 from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.insight.decision_log import Decisions
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.reuse import Reuse
 from kvstore.core.transfers.devices import TierSpec
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4

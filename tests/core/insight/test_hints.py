@@ -11,7 +11,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
-from kvstore.core.policy.reuse_classes import HIGH_PRIORITY, describe
+from kvstore.core.reuse.classes import HIGH_PRIORITY, describe
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]
@@ -156,9 +156,9 @@ def below(prefetch_blocks: int, slots: int = 96, branch: int | None = None) -> W
     r = w.p.residency
     rows = np.flatnonzero((r.blocks.slot[0] >= 0) & (r.blocks.state > 0))
     r.give_up(0, rows)
-    for action in r.out:
+    for action in r.outbox.actions:
         w._run(action)
-    r.out.clear()
+    r.outbox.actions.clear()
     assert (r.blocks.slot[0, rows] < 0).all()
     return w
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks import residency
+from kvstore.core.blocks import chains
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Placement
 from kvstore.core.transfers.devices import TierSpec
@@ -195,7 +195,7 @@ def test_a_root_with_children_gets_a_parent_if_the_way_up_can_be_seen_in_one_ste
     w.put(0, 1, [b"r", b"s"])
     w.invalidate(1, [b"r"])
     if not enough:
-        monkeypatch.setattr(residency, "_MOST_RUNS", -1)
+        monkeypatch.setattr(chains, "_MOST_RUNS", -1)
     assert w.put(0, 1, [b"r"], b"b") == 1
     assert w.p.view.parents(1, joined([b"r"])) == [b"b" if enough else b""]
     chain = [b"a", b"b", b"r", b"s"]
