@@ -106,9 +106,9 @@ class Shell:
         self._new_generation = True
         self.placement = self._make_placement(dice(64))
         self.chronicle = EventLog(self)
-        self.remote = NetworkTier(self, network, config.network) if network is not None else None
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
+        self.remote = self._make_network(network)
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
         self.recorder = TraceRecorder(self.now, lambda: self.placement.limits.batch_keys)
         self.routing = Routing(self)
@@ -156,6 +156,22 @@ class Shell:
                 namespaces=self.config.limits.namespaces,
                 namespaces_per_tenant=self.config.limits.namespaces_per_tenant,
             ),
+        )
+
+    def _make_network(self, backend: Backend | None) -> NetworkTier | None:
+        if backend is None:
+            return None
+        return NetworkTier(
+            backend,
+            self.config.network,
+            loop=self.loop,
+            post=self.soon,
+            core=self,
+            blocks=self.placement,
+            dram=self.dram,
+            namespaces=self.namespaces,
+            encrypts=self.tenancy.encrypts,
+            event_log=self.chronicle,
         )
 
     # -- start and stop
@@ -317,7 +333,7 @@ class Shell:
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
         if self.remote is not None:
-            self.remote.leave(asker)
+            self.remote.tasks.cancel(asker)
 
     def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
         """Like `ask`, but what the answer says survives a crash from then on."""
@@ -335,7 +351,7 @@ class Shell:
             self.ask_durably(asker, request, event)
             return
         names = [keys[i] for i in range(keys.n)]
-        self.remote.forget(
+        self.remote.deletion.delete(
             asker, request, [space], names, lambda then: self.ask_durably(then, request, event)
         )
 
@@ -508,7 +524,7 @@ class Shell:
 
     def _offer(self, offer: ac.Offer) -> None:
         if self.remote is not None:
-            self.remote.departures.offer(offer)
+            self.remote.uploads.offer(offer)
 
     def _drop(self, drop: ac.Drop) -> None:
         if drop.tier == DRAM:

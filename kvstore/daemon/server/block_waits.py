@@ -75,7 +75,7 @@ class Waits:
         self._shell.namespaces.use(space)
         if self._shell.remote is not None and not self._asking:
             self._asking = True
-            self._shell.remote.begin(self._ask_network())
+            self._shell.remote.tasks.start(self._ask_network())
         return wait
 
     def cancel(self, wait: Wait) -> None:
@@ -133,8 +133,8 @@ class Waits:
         assert remote is not None
         try:
             while self._by_tenant:
-                some = [wait for wait in self._next_asked() if remote.serves(wait.space)]
-                there = await remote.has([(wait.space, wait.key) for wait in some])
+                some = [wait for wait in self._next_asked() if remote.eligibility.serves(wait.space)]
+                there = await remote.existence.has([(wait.space, wait.key) for wait in some])
                 for wait, found in zip(some, there, strict=True):
                     if found and wait in self._by_tenant.get(wait.tenant, ()):
                         self._wake(wait)

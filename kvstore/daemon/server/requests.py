@@ -225,7 +225,7 @@ class Requests:
             if (remote := self._shell.remote) is None:
                 self._ask(q, event)
             else:
-                remote.lookup(self._wire, q.id, event, space, by)
+                remote.requests.lookup(self._wire, q.id, event, space, by)
 
     def _acquire(self, q: m.Acquire) -> None:
         space, keys = self._space(q), self._keys(q)
@@ -282,7 +282,7 @@ class Requests:
         if (remote := self._shell.remote) is None:
             self._ask(q, event)
         else:
-            remote.acquire(self._wire, q.id, event, space)
+            remote.requests.acquire(self._wire, q.id, event, space)
 
     def _release(self, q: m.Release) -> None:
         self.prompts.released(q)
@@ -299,7 +299,7 @@ class Requests:
             assert self._shell.remote is not None
             until, who, keys = self._deadline(q.timeout_s), self._wire.who.tenant, self._keys(q)
             if not self._has_too_many(q, keys):
-                self._shell.remote.hand_off(self._wire, q.id, space, keys, who, until)
+                self._shell.remote.requests.hand_off(self._wire, q.id, space, keys, who, until)
 
     def _prefetch(self, q: m.Prefetch) -> None:
         space = self._space(q)
@@ -308,7 +308,7 @@ class Requests:
             if (remote := self._shell.remote) is None:
                 self._ask(q, event)
             else:
-                remote.prefetch(self._wire, q.id, event, space)
+                remote.requests.prefetch(self._wire, q.id, event, space)
 
     def _suspect(self, q: m.Suspect) -> None:
         space = self._space(q)
