@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvstore.core import actions as ac
 from kvstore.daemon.network.core_requests import Callback
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import HEALTH_CHECK_EVERY_S, BackendExecutor
-from kvstore.daemon.network.existence import ExistenceCache
+from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.pending_deletions import PendingDeletions, Target
 from kvstore.daemon.network.ports import Requester
 from kvstore.daemon.network.tasks import Tasks
@@ -31,25 +32,16 @@ _OBJECTS_PER_CALL = 1000
 _LIST_WITHIN_S = 60.0
 
 
+@dataclass(slots=True, eq=False)
 class Deletion:
     """Deletes objects, and retries deletions that failed."""
 
-    def __init__(
-        self,
-        *,
-        executor: BackendExecutor,
-        eligibility: Eligibility,
-        pending: PendingDeletions,
-        cache: ExistenceCache,
-        tasks: Tasks,
-        uploads: Uploads,
-    ) -> None:
-        self._executor = executor
-        self._eligibility = eligibility
-        self._pending = pending
-        self._cache = cache
-        self._tasks = tasks
-        self._uploads = uploads
+    _executor: BackendExecutor
+    _eligibility: Eligibility
+    _pending: PendingDeletions
+    _existence: ExistenceChecks
+    _tasks: Tasks
+    _uploads: Uploads
 
     def delete(
         self,
@@ -131,7 +123,7 @@ class Deletion:
             if list(outcomes) != [Outcome.OK] * len(batch):
                 return False
             for name in batch:
-                self._cache.note(name, exists=False)
+                self._existence.cache.note(name, exists=False)
         return True
 
     async def _delete_namespace(self, fingerprint: bytes) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.core_requests import CLIENT, ask
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
-from kvstore.daemon.network.existence import ExistenceCache
+from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.pending_deletions import PendingDeletions
 from kvstore.daemon.network.ports import Core, SlotMemory
 from kvstore.daemon.network.tasks import Tasks
@@ -34,33 +35,20 @@ Download = asyncio.Future[bool]
 """Ends with whether the block is on this node."""
 
 
+@dataclass(slots=True, eq=False)
 class Downloads:
-    """Downloads under way, by name."""
+    """Downloads under way, by name. A read longer than `hedge_after_s` (0: no limit) is repeated once."""
 
-    def __init__(
-        self,
-        *,
-        core: Core,
-        dram: SlotMemory,
-        executor: BackendExecutor,
-        eligibility: Eligibility,
-        pending: PendingDeletions,
-        cache: ExistenceCache,
-        tasks: Tasks,
-        counters: Counter[str],
-        hedge_after_s: float,
-    ) -> None:
-        """A read that takes longer than `hedge_after_s` is repeated once; 0: none is."""
-        self.hedge_after_s = hedge_after_s
-        self._core = core
-        self._dram = dram
-        self._executor = executor
-        self._eligibility = eligibility
-        self._pending = pending
-        self._cache = cache
-        self._tasks = tasks
-        self._counters = counters
-        self._downloads: dict[Name, Download] = {}
+    _core: Core
+    _dram: SlotMemory
+    _executor: BackendExecutor
+    _eligibility: Eligibility
+    _pending: PendingDeletions
+    _existence: ExistenceChecks
+    _tasks: Tasks
+    _counters: Counter[str]
+    hedge_after_s: float
+    _downloads: dict[Name, Download] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._downloads)
@@ -169,7 +157,7 @@ class Downloads:
         for thing, outcome in zip(objects, outcomes, strict=True):
             self._counters[f"read_{outcome.name.lower()}_blocks"] += 1
             if outcome != Outcome.FAILED:
-                self._cache.note(thing.name, outcome == Outcome.OK)
+                self._existence.cache.note(thing.name, outcome == Outcome.OK)
             if outcome == Outcome.TORN:
                 corrupt.append(thing.name)
         if corrupt:

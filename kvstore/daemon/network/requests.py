@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import NETWORK
 from kvstore.core.transfers.devices import DEMAND, PREFETCH
-from kvstore.daemon.network.core_requests import Callback
+from kvstore.daemon.network.core_requests import Callback, ask
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor
@@ -32,36 +33,20 @@ from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.types import slot_bytes
 
 
+@dataclass(slots=True, eq=False)
 class NetworkRequests:
-    """Answers requests from this node and the network."""
+    """Answers requests from this node and the network. Times and `clock` are in s of the event loop."""
 
-    def __init__(
-        self,
-        *,
-        core: Core,
-        blocks: BlockView,
-        executor: BackendExecutor,
-        eligibility: Eligibility,
-        existence: ExistenceChecks,
-        tasks: Tasks,
-        downloads: Downloads,
-        uploads: Uploads,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
-        """`clock` returns s, as `until` and deadlines."""
-        self._core = core
-        self._blocks = blocks
-        self._executor = executor
-        self._eligibility = eligibility
-        self._existence = existence
-        self._tasks = tasks
-        self._downloads = downloads
-        self._uploads = uploads
-        self._counters = counters
-        self._clock = clock
-
-    # -- lookup
+    _core: Core
+    _blocks: BlockView
+    _executor: BackendExecutor
+    _eligibility: Eligibility
+    _existence: ExistenceChecks
+    _tasks: Tasks
+    _downloads: Downloads
+    _uploads: Uploads
+    _counters: Counter[str]
+    _clock: Callable[[], float]
 
     def lookup(
         self, requester: Requester, request: int, event: ev.Lookup, namespace: NamespaceEntry, until: float
@@ -71,47 +56,35 @@ class NetworkRequests:
         def found(action: Any) -> None:
             missing = isinstance(action, ac.Found) and action.value < event.keys.n
             if missing and self._may_start(requester, namespace):
-                lookup = self._lookup(requester, request, event, namespace, action, until)
-                self._tasks.start(lookup, namespace, requester)
+                self._start(requester, request, namespace, self._lookup(event, namespace, action, until))
             else:
                 requester.answer(request, action)
 
         self._core.ask(Callback(found), request, event)
 
     async def _lookup(
-        self,
-        requester: Requester,
-        request: int,
-        event: ev.Lookup,
-        namespace: NamespaceEntry,
-        found: ac.Found,
-        until: float,
-    ) -> None:
+        self, event: ev.Lookup, namespace: NamespaceEntry, found: ac.Found, until: float
+    ) -> ac.Found:
         keys = [event.keys[i] for i in range(found.value, event.keys.n)]
         existing = await self._existence.prefix(namespace, keys, until)
         n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
         _add_network(found.stored, found.value + existing)
         found.stored.unworthy = found.stored.blocks - found.value - n
-        requester.answer(request, ac.Found(request, found.value + n, found.gaps or n > 0, found.stored))
-
-    # -- acquire
+        return ac.Found(found.request, found.value + n, found.gaps or n > 0, found.stored)
 
     def acquire(
         self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry
     ) -> None:
-        """Answers with a lease, after the blocks that only the network has were downloaded in time."""
+        """Answers with a lease. Downloads the blocks that only the network has first, until the deadline."""
         blocks, keys = self._blocks, event.keys
         if not blocks.in_memory(event.namespace, keys, event.at):
             stored = blocks.stored(event.namespace, keys)
             if stored < keys.n and self._may_start(requester, namespace):
-                acquire = self._acquire(requester, request, event, namespace, stored)
-                self._tasks.start(acquire, namespace, requester)
+                self._start(requester, request, namespace, self._acquire(event, namespace, stored))
                 return
         self._core.ask(requester, request, event)
 
-    async def _acquire(
-        self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry, stored: int
-    ) -> None:
+    async def _acquire(self, event: ev.Acquire, namespace: NamespaceEntry, stored: int) -> Any:
         keys, until = event.keys, event.deadline
         missing = [keys[i] for i in range(stored, keys.n)]
         existing = await self._existence.prefix(namespace, missing, until)
@@ -121,45 +94,35 @@ class NetworkRequests:
         await self._wait(downloads, until)
         loaded, late = _leading(downloads), sum(not download.done() for download in downloads)
         self._counters["hit_blocks"] += loaded
-
-        def granted(action: Any) -> None:
-            if isinstance(action, ac.Grant):
-                _add_network(action.stored, stored + existing, loaded)
-                action.stored.unworthy += existing - n
-                action.stored.late += late
-                action.sources[stored : stored + loaded] = NETWORK
-            requester.answer(request, action)
-
         event.namespace = namespace.number  # the namespace may have been deleted meanwhile
-        self._core.ask(Callback(granted), request, event)
-
-    # -- prefetch
+        grant = await ask(self._core, event)
+        if isinstance(grant, ac.Grant):
+            _add_network(grant.stored, stored + existing, loaded)
+            grant.stored.unworthy += existing - n
+            grant.stored.late += late
+            grant.sources[stored : stored + loaded] = NETWORK
+        return grant
 
     def prefetch(
         self, requester: Requester, request: int, event: ev.Prefetch, namespace: NamespaceEntry
     ) -> None:
-        """Answers how many leading blocks are here or on the network; the latter start to be downloaded."""
+        """Answers how many leading blocks are here or on the network, and starts to download the latter."""
 
         def started(action: Any) -> None:
             missing = isinstance(action, ac.Answer) and action.value < event.keys.n
             if missing and self._eligibility.serves(namespace):
-                prefetch = self._prefetch(requester, request, event, namespace, action.value)
-                self._tasks.start(prefetch, namespace, requester)
+                self._start(requester, request, namespace, self._prefetch(event, namespace, action.value))
             else:
                 requester.answer(request, action)
 
         self._core.ask(Callback(started), request, event)
 
-    async def _prefetch(
-        self, requester: Requester, request: int, event: ev.Prefetch, namespace: NamespaceEntry, stored: int
-    ) -> None:
+    async def _prefetch(self, event: ev.Prefetch, namespace: NamespaceEntry, stored: int) -> ac.Answer:
         keys = [event.keys[i] for i in range(stored, event.keys.n)]
         n = await self._existence.prefix(namespace, keys, self._clock() + self._executor.timeout_s)
         parent = event.keys[stored - 1] if stored else b""
         self._downloads.start(namespace, keys[:n], parent, event.tenant, PREFETCH, 0.0)
-        requester.answer(request, ac.Answer(request, stored + n))
-
-    # -- hand-off
+        return ac.Answer(event.request, stored + n)
 
     def hand_off(
         self,
@@ -172,32 +135,31 @@ class NetworkRequests:
     ) -> None:
         """Uploads the stored prefix. Answers by `until` how many leading blocks are on the network."""
         if self._eligibility.serves(namespace):
-            hand_off = self._hand_off(requester, request, namespace, keys, tenant, until)
-            self._tasks.start(hand_off, namespace, requester)
+            self._start(requester, request, namespace, self._hand_off(namespace, keys, tenant, until))
             return
         problem = self._executor.problem
         why = problem or "blocks with a TTL and encrypted blocks stay on the node"
         hint = "see network in `kvstore status`" if problem else "hand off blocks of another namespace"
         requester.answer(request, ac.Deny(request, f"the blocks cannot be handed off: {why}", hint))
 
-    async def _hand_off(
-        self,
-        requester: Requester,
-        request: int,
-        namespace: NamespaceEntry,
-        keys: Keys,
-        tenant: int,
-        until: float,
-    ) -> None:
+    async def _hand_off(self, namespace: NamespaceEntry, keys: Keys, tenant: int, until: float) -> ac.Answer:
         stored = self._blocks.stored(namespace.number, keys)
         uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
         await self._wait(uploads, until)
-        requester.answer(request, ac.Answer(request, _leading(uploads)))
-
-    # -- shared by these
+        return ac.Answer(0, _leading(uploads))
 
     def _may_start(self, requester: Requester, namespace: NamespaceEntry) -> bool:
         return self._eligibility.serves(namespace) and self._tasks.has_room(requester)
+
+    def _start(
+        self, requester: Requester, request: int, namespace: NamespaceEntry, work: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Starts a task that answers a request with the result of `work`."""
+
+        async def answer() -> None:
+            requester.answer(request, await work)
+
+        self._tasks.start(answer(), namespace, requester)
 
     async def _wait(self, copies: Sequence[asyncio.Future[bool]], until: float) -> None:
         left_s = until - RESERVE_S - self._clock()

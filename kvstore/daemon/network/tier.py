@@ -52,62 +52,34 @@ class NetworkTier:
         event_log: EventLog,
     ) -> None:
         """`encrypts` returns whether a tenant's blocks are encrypted at rest."""
+        changed = self._health_changed
+        executor = BackendExecutor(loop, post, backend, config.threads, config.timeout, changed)
+        counters, pending, tasks = Counter[str](), PendingDeletions(), Tasks(loop, namespaces)
+        eligibility = Eligibility(executor, pending, encrypts)
+        existence = ExistenceChecks(executor, pending, loop.time)
+        downloads = Downloads(
+            core, dram, executor, eligibility, pending, existence, tasks, counters, config.hedge_after
+        )
+        uploads = Uploads(
+            core, blocks, dram, namespaces, executor, eligibility, pending, existence, tasks, counters
+        )
+        self.requests = NetworkRequests(
+            core, blocks, executor, eligibility, existence, tasks, downloads, uploads, counters, loop.time
+        )
+        self.deletion = Deletion(executor, eligibility, pending, existence, tasks, uploads)
+        self.tasks = tasks
+        self.eligibility = eligibility
+        self.existence = existence
+        self.uploads = uploads
+        self._downloads = downloads
+        self._executor = executor
+        self._pending = pending
+        self._counters = counters
         self._loop = loop
         self._core = core
         self._event_log = event_log
         self._config = config
         self._rule: Rule | None = None
-        self._counters: Counter[str] = Counter()
-        self._pending = PendingDeletions()
-        self._executor = BackendExecutor(
-            loop, post, backend, config.threads, config.timeout, self._health_changed
-        )
-        self.tasks = Tasks(loop, namespaces)
-        self.eligibility = Eligibility(self._executor, self._pending, encrypts)
-        self.existence = ExistenceChecks(self._executor, self._pending, loop.time)
-        self._downloads = Downloads(
-            core=core,
-            dram=dram,
-            executor=self._executor,
-            eligibility=self.eligibility,
-            pending=self._pending,
-            cache=self.existence.cache,
-            tasks=self.tasks,
-            counters=self._counters,
-            hedge_after_s=config.hedge_after,
-        )
-        self.uploads = Uploads(
-            core=core,
-            blocks=blocks,
-            dram=dram,
-            namespaces=namespaces,
-            executor=self._executor,
-            eligibility=self.eligibility,
-            pending=self._pending,
-            existence=self.existence,
-            tasks=self.tasks,
-            counters=self._counters,
-        )
-        self.requests = NetworkRequests(
-            core=core,
-            blocks=blocks,
-            executor=self._executor,
-            eligibility=self.eligibility,
-            existence=self.existence,
-            tasks=self.tasks,
-            downloads=self._downloads,
-            uploads=self.uploads,
-            counters=self._counters,
-            clock=loop.time,
-        )
-        self.deletion = Deletion(
-            executor=self._executor,
-            eligibility=self.eligibility,
-            pending=self._pending,
-            cache=self.existence.cache,
-            tasks=self.tasks,
-            uploads=self.uploads,
-        )
 
     def start(self) -> None:
         """Starts the health checks. The backend is used once it is healthy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -42,34 +42,21 @@ class Upload:
     started: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Uploads:
     """Uploads under way, by name."""
 
-    def __init__(
-        self,
-        *,
-        core: Core,
-        blocks: BlockView,
-        dram: SlotMemory,
-        namespaces: NamespaceTable,
-        executor: BackendExecutor,
-        eligibility: Eligibility,
-        pending: PendingDeletions,
-        existence: ExistenceChecks,
-        tasks: Tasks,
-        counters: Counter[str],
-    ) -> None:
-        self._core = core
-        self._blocks = blocks
-        self._dram = dram
-        self._namespaces = namespaces
-        self._executor = executor
-        self._eligibility = eligibility
-        self._pending = pending
-        self._existence = existence
-        self._tasks = tasks
-        self._counters = counters
-        self._uploads: dict[Name, Upload] = {}
+    _core: Core
+    _blocks: BlockView
+    _dram: SlotMemory
+    _namespaces: NamespaceTable
+    _executor: BackendExecutor
+    _eligibility: Eligibility
+    _pending: PendingDeletions
+    _existence: ExistenceChecks
+    _tasks: Tasks
+    _counters: Counter[str]
+    _uploads: dict[Name, Upload] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._uploads)
