@@ -143,7 +143,7 @@ class _Filled:
 
     def _remove(self, rows: Rows) -> None:
         self._policy.remove(rows)
-        self._reuse.gone(rows)
+        self._reuse.history.leave(rows)
 
     def _use(self, now: float = 0.0) -> None:
         chain = int(self._dice.zipf(1.1)) * 7919 % self._chains

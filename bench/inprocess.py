@@ -81,7 +81,7 @@ class InProcess:
 
     def counter(self, name: str) -> int:
         """One of the core's counters."""
-        return int(self._shell.placement.counters[name])
+        return int(self._shell.placement.view.counters[name])
 
     async def counted(self, name: str, target: int) -> None:
         """Returns when a counter has reached its target. TimeoutError after a minute."""

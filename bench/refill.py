@@ -67,7 +67,7 @@ def _in_core(blocks: int) -> tuple[Steps, Steps, Steps]:
     node.steps = again = {}
     refilled = node.put(keys, b"")
     gc.unfreeze()
-    found = node.placement.stored(NAMESPACE, keys)
+    found = node.placement.view.stored(NAMESPACE, keys)
     expect((stored, found), (blocks, blocks), "blocks stored, and found in the end")
     expect((gone, holes, refilled), (blocks - 1,) * 3, "blocks invalidated, holes, and blocks stored again")
     return first, again, invalidating

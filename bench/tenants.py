@@ -100,7 +100,7 @@ def _fair(bench: Bench, z: Sizes) -> Result:
             "events": watch.events,
             "violations": watch.violations,
             "hit_ratio": crowd.found / (CHAIN * requests),
-            "moved_extents": crowd.placement.counters["renewed_extents"],
+            "moved_extents": crowd.placement.view.counters["renewed_extents"],
             "virtual_s": crowd.now,
         },
     )

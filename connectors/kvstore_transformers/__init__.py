@@ -1,4 +1,4 @@
-"""transformers connector: stored prefixes restored around `model.generate`, new blocks stored after it."""
+"""The transformers connector: restores stored prefixes before `model.generate`, stores new blocks after."""
 
 from kvstore_transformers.prefix import Figures, PrefixCache
 

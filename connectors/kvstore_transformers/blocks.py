@@ -1,6 +1,6 @@
-"""Blocks and columns: the same keys and values, as bytes of the store and as tensors of a DynamicCache.
+"""Converts between blocks (bytes in the store) and columns (tensors of a DynamicCache).
 
-A block holds, layer after layer, the layer's keys (heads, block_tokens, dim), then its values.
+A block holds, for each layer, keys (heads, block_tokens, dim) and then values of the same shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore_transformers.checks import check_layers
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The keys or the values of one layer: a token's shape, the layer's device, their bytes in a block."""
+    """Keys or values of one layer: the shape of a token, the device, and the byte range in a block."""
 
     heads: int
     dim: int
@@ -28,10 +28,10 @@ class Part:
 
 
 class BlockShape:
-    """What a block of a model's cache looks like: `block_bytes`, its `dtype`, and `parts` in their order.
+    """The shape of a model's blocks: `block_bytes`, `dtype`, and `parts` in order.
 
-    The model is run on one token and its cache looked at, since configurations name heads and sizes in many
-    ways and some differ from layer to layer. Raises MisuseError if the cache is not used as expected.
+    The constructor runs the model on one token and inspects its cache, because configurations name heads and
+    sizes in many ways. Raises MisuseError if the cache differs from the expected form.
     """
 
     def __init__(self, model: Any, block_tokens: int) -> None:
@@ -48,12 +48,12 @@ class BlockShape:
             self.parts.append(Part(heads, dim, tensor.device, start, self.block_bytes))
 
     def part_of(self, blocks: Any, part: Part) -> Any:
-        """One part of a (n, block_bytes) uint8 tensor of blocks, as a view (heads, n, block_tokens, dim)."""
+        """Returns one part of blocks, uint8 (n, block_bytes), as a view (heads, n, block_tokens, dim)."""
         typed = blocks[:, part.start : part.stop].view(self.dtype)
         return typed.unflatten(-1, (part.heads, self.block_tokens, part.dim)).transpose(0, 1)
 
     def blocks(self, past: DynamicCache, row: int, column: int, count: int) -> np.ndarray:
-        """`count` blocks of a row, from `column` on, as bytes (count, block_bytes)."""
+        """Returns `count` blocks of a row from `column` on, as bytes (count, block_bytes)."""
         out = torch.empty((count, self.block_bytes), dtype=torch.uint8)
         for part, tensor in zip(self.parts, _tensors(past), strict=True):
             tokens = tensor[row, :, column : column + count * self.block_tokens]
@@ -62,12 +62,12 @@ class BlockShape:
 
 
 class Columns:
-    """The first `width` columns of a batch, zero where nothing was filled in, as in padding."""
+    """The first `width` columns of a batch. Unfilled columns, such as padding, are zero."""
 
     def __init__(self, shape: BlockShape, rows: int, width: int) -> None:
         self.width = width
         self._shape = shape
-        # A row's last block may reach beyond the width.
+        # The last block of a row may extend beyond the width.
         room = width + shape.block_tokens if width else 0
         self._tensors = [
             torch.zeros((rows, part.heads, room, part.dim), dtype=shape.dtype, device=part.device)
@@ -75,18 +75,18 @@ class Columns:
         ]
 
     def fill(self, row: int, column: int, blocks: np.ndarray) -> None:
-        """Puts blocks, (n, block_bytes) bytes, into a row from `column` on."""
+        """Copies blocks, bytes (n, block_bytes), into a row from `column` on."""
         raw, tokens = torch.from_numpy(blocks), len(blocks) * self._shape.block_tokens
         for part, tensor in zip(self._shape.parts, self._tensors, strict=True):
             target = tensor[row, :, column : column + tokens]
             target.unflatten(1, (len(blocks), self._shape.block_tokens)).copy_(self._shape.part_of(raw, part))
 
     def cut(self, width: int) -> None:
-        """Forgets the columns from `width` on."""
+        """Cuts the batch to at most `width` columns."""
         self.width = min(self.width, width)
 
     def to_cache(self, config: Any) -> DynamicCache:
-        """A DynamicCache of these columns."""
+        """Returns a DynamicCache with these columns."""
         past = DynamicCache(config=config)
         if self.width:
             cut = [tensor[:, :, : self.width] for tensor in self._tensors]
@@ -96,13 +96,13 @@ class Columns:
 
 
 def _tensors(past: DynamicCache) -> list[Any]:
-    """Keys and values, (rows, heads, columns, dim) each, layer after layer."""
+    """Returns keys and values of each layer, (rows, heads, columns, dim) each."""
     return [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
 
 
 @torch.no_grad()
 def _probe(model: Any) -> list[Any]:
-    """The keys and values of one token, (1, heads, 1, dim) each."""
+    """Returns keys and values of one token, (1, heads, 1, dim) each."""
     past = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     model(input_ids=token, past_key_values=past, use_cache=True)

@@ -1,4 +1,4 @@
-"""What can't be served, said before anything is done. Each refusal is a MisuseError with a hint."""
+"""Refuses models, calls and settings that cannot be served. Each refusal is a MisuseError with a hint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvstore.errors import MisuseError
 from kvstore_transformers.tails import eos_ids
 
 _SERVED_ROPES = {"default", "linear", "llama3", "proportional", "yarn"}
-"""Rotary embeddings in which a token's key depends on its position alone."""
+"""Rotary embeddings for which the key of a token depends only on its position."""
 
 _SHARDED = {"_tp_size": "tensor parallelism", "_fsdp_size": "FSDP", "_device_mesh": "a device mesh"}
-"""Marks that transformers leaves on a model of which a process has a part."""
+"""Attributes that transformers sets on a model that is sharded over processes."""
 
 _INSTEAD = "call model.generate for it"
 
@@ -31,7 +31,7 @@ _NO_INPUTS = {
     "streamer",
     "tokenizer",
 }
-"""Options of generate, besides its settings, that leave keys and values as they are."""
+"""Arguments of generate, besides its settings, that do not change keys and values."""
 
 _SERVED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_return_sequences": ((None, 1), "repeat the prompt in the batch"),
@@ -44,8 +44,10 @@ _SERVED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_model(model: Any, revision: str | None) -> None:
-    """Refuses models whose keys and values depend on more than a prefix's tokens, or lie elsewhere than in a
-    DynamicCache that keeps them all."""
+    """Refuses models whose keys and values depend on more than the tokens of a prefix.
+
+    Also refuses models whose DynamicCache does not keep all keys and values.
+    """
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
         raise MisuseError(f"{name} is an encoder-decoder", "only decoders can be served")
@@ -72,7 +74,7 @@ def check_model(model: Any, revision: str | None) -> None:
 
 
 def check_not_sharded(model: Any) -> None:
-    """Refuses a model of which each rank of a process group has a part: ranks' blocks would have one name."""
+    """Refuses a model that is sharded over ranks: blocks of different ranks would have the same name."""
     hint = "load it whole in each process, or on several GPUs of one process with device_map"
     for attribute, how in _SHARDED.items():
         if getattr(model, attribute, None) not in (None, 0, 1):
@@ -89,7 +91,7 @@ def check_not_sharded(model: Any) -> None:
 
 
 def check_layers(past: Any) -> None:
-    """Refuses caches in which not every layer keeps the keys and values of every token."""
+    """Refuses caches with a layer that does not keep the keys and values of every token."""
     for i, layer in enumerate(past.layers):
         if type(layer) is not DynamicLayer:
             raise MisuseError(
@@ -100,7 +102,7 @@ def check_layers(past: Any) -> None:
 
 
 def check_call(model: Any, settings: dict[str, str], then: dict[str, str]) -> None:
-    """Refuses a model whose `settings` are not those from `then`, when its PrefixCache was made."""
+    """Refuses a model whose `settings` differ from those at the construction of its PrefixCache (`then`)."""
     if model.training:
         raise MisuseError(
             f"{type(model).__name__} is in training mode", "dropout changes keys and values: model.eval()"
@@ -114,7 +116,7 @@ def check_call(model: Any, settings: dict[str, str], then: dict[str, str]) -> No
 
 
 def check_settings(model: Any, options: dict[str, Any]) -> Any:
-    """The GenerationConfig that generate will use with these options. Refuses those that can't be served."""
+    """Returns the GenerationConfig that generate will use. Refuses options that cannot be served."""
     given = options.get("generation_config")
     settings = copy.deepcopy(model.generation_config if given is None else given)
     settings.update(**model.generation_config.to_dict(), defaults_only=True)
@@ -133,10 +135,10 @@ def check_settings(model: Any, options: dict[str, Any]) -> Any:
 
 
 def check_pads(input_ids: Any, attention_mask: Any, settings: Any = None) -> list[int]:
-    """How many columns of padding each row starts with.
+    """Returns the number of padding columns at the start of each row.
 
-    Without a mask there is none, unless generate would guess some by its `settings`: that is refused, and so
-    is padding anywhere but on the left.
+    Without a mask the number is 0. Refuses input for which generate would infer padding from its `settings`,
+    and padding that is not on the left.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
         raise MisuseError(
@@ -166,7 +168,7 @@ def check_pads(input_ids: Any, attention_mask: Any, settings: Any = None) -> lis
 
 
 def _all_rope_types(model: Any) -> set[str]:
-    """What the configuration says, and what its modules do."""
+    """Returns the kinds of rotary embedding in the configuration and in the modules."""
     config, found = model.config, set()
     for parameters in ("rope_parameters", "rope_scaling"):
         found |= _rope_types(getattr(config, parameters, None))
@@ -177,7 +179,7 @@ def _all_rope_types(model: Any) -> set[str]:
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    """Kinds of rotary embedding, which some configurations give by kind of layer."""
+    """Returns the kinds of rotary embedding; some configurations have one for each kind of layer."""
     if not isinstance(parameters, dict):
         return set()
     own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()

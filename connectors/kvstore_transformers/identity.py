@@ -1,4 +1,4 @@
-"""What tells models apart whose keys and values must not mix: weights, configuration, shape, kernels."""
+"""Builds the namespace of a model: weights, configuration, shape and kernels, so that no two models mix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.errors import MisuseError
 from kvstore_transformers.blocks import BlockShape
 
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
-"""Fields of a configuration that differ between copies of one model."""
+"""Configuration fields that differ between copies of the same model."""
 
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
@@ -39,15 +39,15 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
     "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
 }
-"""Settings of torch that choose kernels or their precision."""
+"""Torch settings that select kernels or their precision."""
 
 
 def layout_of(model: Any, shape: BlockShape, revision: str | None) -> Layout:
-    """The namespace of a model's blocks. `revision` stands for the weights; None: they are read."""
+    """Returns the layout of a model's blocks. `revision` names the weights; None: a digest of the weights."""
     weights = weights_digest(model) if revision is None else revision
     said = [settings_of(model), _kinds(model), _rotations(model), _tensors(_not_weights(model))]
     settings = blake3(json.dumps(said).encode()).hexdigest(16)
-    # Kernels decide the last bits, and with them whether a hit changes an answer.
+    # Kernels differ in the last bits, which can change an answer.
     runs_on = f"{model.config._attn_implementation} on {model.device.type}"
     return Layout(
         model=model.config._name_or_path or type(model).__name__,
@@ -60,8 +60,11 @@ def layout_of(model: Any, shape: BlockShape, revision: str | None) -> Layout:
 
 
 def settings_of(model: Any) -> dict[str, str]:
-    """By name, all but the weights from which keys and values can depend: how the model is configured, what
-    it runs on, versions, torch's switches, and the state of its adapters. Cheap: each call looks at it."""
+    """Returns, by name, every setting other than weights that can change keys and values.
+
+    These are configuration, processor, versions, torch settings and adapters. The function is cheap; every
+    call of a PrefixCache uses it.
+    """
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off"
     settings = {
@@ -83,15 +86,15 @@ def settings_of(model: Any) -> dict[str, str]:
 
 
 def weights_digest(model: Any) -> str:
-    """blake3 of every parameter and buffer: its name, dtype, shape and bytes.
+    """Returns blake3 of the name, dtype, shape and bytes of every parameter and buffer.
 
-    Raises MisuseError for a weight that is not in memory.
+    Raises MisuseError if a weight is not in memory.
     """
     return f"blake3:{_tensors(itertools.chain(model.named_parameters(), model.named_buffers()))}"
 
 
 def config_digest(config: Any) -> str:
-    """blake3 of what a configuration says, wherever it was loaded from."""
+    """Returns blake3 of a configuration, independent of its path."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _SAYS_NOTHING}
     return blake3(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -109,12 +112,15 @@ def _tensors(named: Iterable[tuple[str, Any]]) -> str:
 
 
 def _kinds(model: Any) -> list[str]:
-    """Name, dtype and shape of every weight, which a named revision does not say: one may be quantized."""
+    """Returns name, dtype and shape of every weight; a revision does not imply them, e.g.
+
+    for quantized copies.
+    """
     return [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_parameters()]
 
 
 def _not_weights(model: Any) -> Iterable[tuple[str, Any]]:
-    """What a revision of the weights does not say: buffers, among them rotary frequencies, and adapters."""
+    """Returns name, dtype and shape of each weight; a revision does not imply them (quantized copies)."""
     yield from ((name, tensor) for name, tensor in model.named_buffers() if not tensor.is_meta)
     for path, module in _tuned(model):
         for name, tensor in module.named_parameters():
@@ -123,7 +129,7 @@ def _not_weights(model: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _rotations(model: Any) -> list[str]:
-    """What modules with rotary frequencies know besides them."""
+    """Returns the other properties of modules with rotary frequencies."""
     return [
         f"{path} {getattr(module, 'rope_type', '')} {getattr(module, 'attention_scaling', '')}"
         for path, module in model.named_modules()
@@ -132,14 +138,14 @@ def _rotations(model: Any) -> list[str]:
 
 
 def _tuned(model: Any) -> list[tuple[str, Any]]:
-    """Modules that PEFT put in place of others."""
+    """Returns the modules that PEFT has replaced."""
     return [
         (path, module) for path, module in model.named_modules() if hasattr(module, "adapter_layer_names")
     ]
 
 
 def _adapters(model: Any) -> str:
-    """Which adapters change what the model computes: active, merged, and by how much. Empty without any."""
+    """Returns a digest of active and merged adapters and their scaling; empty without adapters."""
     parts = [
         f"{path} {module.active_adapters} {module.disable_adapters} {module.merged_adapters}"
         f" {getattr(module, 'scaling', '')}"
@@ -159,5 +165,5 @@ def _read(switch: Callable[[], Any]) -> str:
     try:
         return str(switch())
     except (AttributeError, RuntimeError):
-        # Not in this version of torch, or set through both of its interfaces.
+        # The setting is absent from this version of torch, or was set through both interfaces.
         return "unknown"

@@ -1,9 +1,9 @@
-"""`PrefixCache`: the longest stored prefix into a DynamicCache, new blocks out of it, for batches of prompts.
+"""`PrefixCache` restores the longest stored prefix of a batch into a DynamicCache and stores new blocks.
 
-A DynamicCache is a rectangle, so one number of columns is restored for all rows of a batch. That costs no
-compute: what remains is as wide as the row with the most unknown tokens, in this arrangement as in any other.
+A DynamicCache is a rectangle, so all rows of a batch restore the same number of columns. This costs no
+compute, because the computed part is as wide as the row with the most unknown tokens in any case.
 
-Not covered: which models and calls are served (`checks`), where bytes lie (`blocks`), what tells models apart
+Not covered: the models and calls that are served (`checks`), the layout of bytes (`blocks`), namespaces
 (`identity`).
 """
 
@@ -30,20 +30,22 @@ from kvstore_transformers.trial import try_prefix
 _logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 64 << 20
-"""Most bytes on their way between a cache and the store at a time."""
+"""The most bytes in transit between a cache and the store."""
 
 _GROUP = 16
-"""Columns are restored in groups of this many, and one group at least is computed. Kernels round differently
-for a few rows, and for rows that are left over behind groups of 4, 8 or 16: this way most tokens are computed
-to the same bits as without a store."""
+"""Columns are restored in groups of this size, and at least one group is computed.
+
+Kernels round differently for small inputs and for remainders behind groups of 4, 8 or 16. Whole groups give
+most tokens the same bits as without a store.
+"""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What became of a call: tokens of its prompts, padding not counted, and blocks that it wanted stored.
+    """The counts of one call: tokens of its prompts without padding, and blocks to be stored.
 
-    `present_blocks` were stored before; `denied_blocks` found no daemon or no room, or were not
-    worth it, and `why` says which.
+    `present_blocks` were stored before. `denied_blocks` were not stored, because of no daemon, no room or
+    no expected use; `why` has the reason.
     """
 
     prompt_tokens: int = 0
@@ -55,18 +57,18 @@ class Figures:
 
 
 class PrefixCache:
-    """Stored prefixes for one model, one call at a time; `last` has the figures of the latest call.
+    """Stored prefixes for one model, one call at a time. `last` has the counts of the latest call.
 
-    Construction runs the model on a few tokens, to see what its cache looks like and that a prefix of it is
-    enough to go on, and reads every weight once for a digest: models with other weights share nothing.
-    `revision` names the weights instead, for whoever knows better. The namespace also names configuration,
-    adapters, versions, processor and torch's settings; a call after any of these has changed is refused.
-    Weights that change later, by training for instance, need a new PrefixCache. Blocks of `block_tokens`
-    tokens; prompts under other salts share nothing.
+    The constructor runs the model on a few tokens, to inspect its cache and to prove that a prefix is enough,
+    and reads every weight once for a digest, so that models with different weights share no blocks.
+    `revision` names the weights instead. The namespace also contains configuration, adapters, versions,
+    processor and torch settings; a call after a change of these is refused. Weights that change later, for
+    example by training, need a new PrefixCache. A block has `block_tokens` tokens. Prompts under different
+    salts share no blocks.
 
-    Raises MisuseError for models and calls that it can't serve. Failures of the store are misses: they are
-    counted in `failures` by what failed, and in `Figures.denied_blocks`. A call spends at most one of the
-    client's deadlines on restoring and one on storing; what did not arrive by then is computed or left out.
+    Raises MisuseError for models and calls that cannot be served. Failures of the store are misses, counted
+    in `failures` by operation and in `Figures.denied_blocks`. A call spends at most one deadline of the
+    client on restoring and one on storing. Blocks that arrive later are computed or not stored.
     """
 
     def __init__(
@@ -91,20 +93,21 @@ class PrefixCache:
 
     @property
     def failures(self) -> Counter[str]:
-        """How often `restore` and `store` raised inside, which counts as a miss."""
+        """The number of internal failures of `restore` and `store`; each counts as a miss."""
         return self._guard.failures
 
     def generate(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Any:
-        """What `model.generate` returns for these (rows, columns) token ids, which may be padded on the left.
+        """Returns the result of `model.generate` for token ids (rows, columns), padded on the left.
 
-        Without `attention_mask` all tokens count. Prompts and answers are stored up to each row's end.
+        Without `attention_mask` there is no padding. Prompts and answers are stored up to the end of each
+        row.
         """
         settings = check_settings(self._model, options)
         self._check_model_is_as_it_was()
         pads = check_pads(input_ids, attention_mask, settings)
         past = self._restored(input_ids.tolist(), pads)
         if attention_mask is None:
-            # Said outright, so that generate guesses no padding.
+            # An explicit mask keeps generate from inferring padding.
             attention_mask = torch.ones_like(input_ids)
         output = self._model.generate(
             input_ids, attention_mask=attention_mask, past_key_values=past, **options
@@ -114,18 +117,18 @@ class PrefixCache:
         return output
 
     def restore(self, input_ids: Any, attention_mask: Any = None) -> DynamicCache:
-        """A cache with the first columns of a batch, for a loop of one's own; empty if nothing is stored.
+        """Returns a cache with the stored columns of a batch, for a custom decoding loop; it may be empty.
 
-        The loop goes on at column `past.get_seq_length()`. It must count positions from each row's first
-        token, as `generate` does: keys and values at other positions must not be stored.
+        The loop continues at column `past.get_seq_length()`. It must count positions from the first token of
+        each row, as `generate` does. Keys and values at other positions must not be stored.
         """
         self._check_model_is_as_it_was()
         return self._restored(input_ids.tolist(), check_pads(input_ids, attention_mask))
 
     def store(self, past: DynamicCache, sequences: Any, attention_mask: Any = None) -> None:
-        """Stores the full blocks of (rows, columns) token ids whose keys and values `past` holds.
+        """Stores the full blocks of token ids (rows, columns) whose keys and values are in `past`.
 
-        `attention_mask` covers the prompts at least. See `restore` for the positions.
+        `attention_mask` covers at least the prompts. See `restore` for positions.
         """
         check_layers(past)
         self._check_model_is_as_it_was()
@@ -151,7 +154,7 @@ class PrefixCache:
         return DynamicCache(config=self._model.config)
 
     def _known_columns(self, keys: list[list[Key]], pads: list[int], width: int) -> int:
-        """How many leading columns are padding or stored in every row, in whole groups, and not all."""
+        """Returns how many leading columns are padding or stored in every row: whole groups, never all."""
         known = width - _GROUP
         for chain, pad in zip(keys, pads, strict=True):
             stored = self._ns.lookup(chain, self._left_s(), prompt=len(chain))
@@ -159,7 +162,7 @@ class PrefixCache:
         return max(0, known) // _GROUP * _GROUP
 
     def _fetch(self, keys: list[list[Key]], pads: list[int], width: int) -> Columns:
-        """The first `width` columns, or as many of them as arrive for every row."""
+        """Fetches the first `width` columns, or as many as arrive for every row."""
         columns = Columns(self._shape, len(keys), width)
         for row, (chain, pad) in enumerate(zip(keys, pads, strict=True)):
             wanted = -(-max(0, columns.width - pad) // self._shape.block_tokens)
@@ -197,7 +200,7 @@ class PrefixCache:
         while at < len(keys) and not self.last.denied_blocks:
             piece = keys[at : at + self._piece_blocks()]
             blocks = self._shape.blocks(past, row, pad + at * size, len(piece))
-            # Under a salt, tokens alone do not say what a block is.
+            # With a salt, tokens do not identify a block.
             said = None if self._salt else tokens[at * size : (at + len(piece)) * size]
             result = self._ns.put(piece, blocks, keys[at - 1] if at else None, self._left_s(), said)
             self.last.stored_blocks += result.stored
@@ -211,7 +214,7 @@ class PrefixCache:
         return chain_keys(tokens, self._shape.block_tokens, self._salt)
 
     def _left_s(self) -> float:
-        # Never nothing: that would be misuse.
+        # A deadline of 0 would be misuse.
         return max(0.001, self._ends_s - time.monotonic())
 
     def _piece_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Where generated rows end."""
+"""Finds the ends of generated rows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def row_ends(rows: list[list[int]], prompt_columns: int, settings: Any) -> list[int]:
-    """The column behind each row's own tokens: behind its EOS, or before the padding that follows a stop.
+    """Returns the end column of each row: after its EOS, or before the padding that follows a stop.
 
-    `settings` is the GenerationConfig that generated what lies behind the first `prompt_columns`.
+    `settings`: the GenerationConfig that generated the tokens after the first `prompt_columns`.
     """
     return [_row_end(row, prompt_columns, eos_ids(settings), settings.pad_token_id) for row in rows]
 
 
 def eos_ids(settings: Any) -> set[int]:
-    """The token ids that end a row."""
+    """Returns the token ids that end a row."""
     ids = settings.eos_token_id
     if ids is None:
         return set()

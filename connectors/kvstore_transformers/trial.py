@@ -1,6 +1,6 @@
-"""A short run that shows whether a prefix of a model's cache is all that later tokens need.
+"""A short run that proves that later tokens depend only on the cached prefix.
 
-It finds what configurations do not say: attention to later tokens, and state that is kept elsewhere.
+It detects properties that configurations do not show: attention to later tokens, and state outside the cache.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ _TOKENS = 24
 _PREFIX = 12
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest part of a layer's keys or values that rounding may change. Other dtypes: `_COARSE`."""
+"""The largest relative difference of keys or values due to rounding. Other dtypes: `_COARSE`."""
 
 _COARSE = 0.3
-"""Wide enough for a router of experts that decides otherwise for a token."""
+"""Wide enough for a token that a router sends to different experts."""
 
 
 @torch.no_grad()
 def try_prefix(model: Any) -> None:
-    """Raises MisuseError if a prefix has other keys and values alone than in front of more tokens, or if a
-    model that goes on behind the prefix's cache computes others than one that has seen all tokens."""
+    """Raises MisuseError if keys and values of a prefix depend on later tokens.
+
+    Also raises it if a run that continues from the cached prefix differs from a run over all tokens.
+    """
     size = model.config.vocab_size
     tokens = torch.arange(1, _TOKENS + 1, device=model.device)[None] * 7 % size
     prefix = _run(model, tokens[:, :_PREFIX], DynamicCache(config=model.config))
@@ -39,7 +41,7 @@ def try_prefix(model: Any) -> None:
 
 
 def _run(model: Any, tokens: Any, past: DynamicCache) -> list[Any]:
-    """The keys and values of all layers afterwards."""
+    """Returns the keys and values of all layers after the run."""
     model(input_ids=tokens, past_key_values=past, use_cache=True)
     return [tensor.clone() for layer in past.layers for tensor in (layer.keys, layer.values)]
 
@@ -49,7 +51,7 @@ def _compare(model: Any, ours: list[Any], theirs: list[Any], failing: str) -> No
         if one.shape != other.shape:
             break
         away = (one.double() - other.double()).norm()
-        # Whatever is not a number is no match.
+        # NaN does not match.
         if not bool(away <= _TOLERANCE.get(one.dtype, _COARSE) * other.double().norm() + 1e-9):
             break
     else:

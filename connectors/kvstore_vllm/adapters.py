@@ -1,4 +1,4 @@
-"""Which LoRA adapter a request's KV is of: a name and a path alone may name other weights later."""
+"""Identifies the LoRA adapter of a request's KV. Name and path do not, because files can change."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger("vllm.kvstore")
 
 
 class Adapters:
-    """What the keys of an adapter's blocks end with, by the state of its files.
+    """Salts for the keys of an adapter's blocks, by the state of its files.
 
-    vLLM computes with the adapter that it loaded, whatever its files say since, until it loads it again: at
-    once where the request says `load_inplace`, else at a time that it tells nobody.
+    vLLM computes with the files that it loaded until it loads them again: before each step with
+    `load_inplace`, otherwise at an unknown time.
     """
 
     def __init__(self) -> None:
@@ -27,19 +27,19 @@ class Adapters:
         self._warned: set[str] = set()
 
     def salt(self, lora: Any) -> bytes | None:
-        """16 bytes for an adapter as the engine runs it; None if nothing tells which weights those are."""
+        """Returns a 16-byte salt for the loaded adapter; None if its weights cannot be identified."""
         state = _state(Path(lora.lora_path))
         if state is None:
             self._warn(lora, "has no files in a local folder")
             return None
         revision, changed_ns = state
-        if lora.load_inplace:  # vLLM loads it before each step that uses it
+        if lora.load_inplace:  # vLLM loads the adapter before each step
             return blake3(revision.encode()).digest(16)
         first = self._first.setdefault((lora.lora_name, lora.lora_path, lora.lora_int_id), revision)
         if first != revision:
             self._warn(lora, "was changed in place after its first use")
             return None
-        # Files that are newer than the engine may have been others when it loaded them: only for itself.
+        # Files newer than the engine may have changed since it loaded them: no sharing with other engines.
         own = self._own if changed_ns >= self._started_ns else ""
         return blake3((revision + own).encode()).digest(16)
 
@@ -50,7 +50,7 @@ class Adapters:
 
 
 def _state(folder: Path) -> tuple[str, int] | None:
-    """Names the state of the files in an adapter's folder, with when one changed last (ns since 1970)."""
+    """Returns the state of the files in a folder and the time of the last change (ns since 1970)."""
     try:
         files = sorted((file.name, file.stat()) for file in folder.iterdir() if file.is_file())
     except OSError:

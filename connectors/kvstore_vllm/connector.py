@@ -1,7 +1,7 @@
-"""The class that vLLM loads: one half in the scheduler, one beside each worker, and no hook that raises.
+"""The connector class: one half runs in the scheduler, one beside each worker. No hook raises.
 
-What cannot be served is refused when the engine starts, with a ConfigError. After that a failure of any hook
-is counted, logged once a minute at most, and is a miss.
+Engines that cannot be served are refused at start with a ConfigError. Later failures of a hook are counted,
+logged at most once a minute, and are misses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ logger = logging.getLogger("vllm.kvstore")
 
 
 class KVStoreConnector(KVConnectorBase_V1):
-    """Loads prefixes from a kvstore daemon and stores what was computed. See `settings.Settings`."""
+    """Loads prefixes from a kvstore daemon and stores computed blocks. Options: `ConnectorSettings`.
+
+    The class has more than 25 methods because vLLM's connector interface does.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -80,13 +83,16 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: any layout is served. ConfigError for models that are not, before vLLM lays out their KV."""
+        """Returns None: any layout is served.
+
+        Raises ConfigError for unserved models before KV is laid out.
+        """
         check_model(vllm_config.model_config)
         return None
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A block that was not saved is a miss some day, no reason to compute a request twice."""
+        """False: an unsaved block is a later miss and no reason to recompute a request."""
         return False
 
     # -- in the scheduler's process
@@ -94,7 +100,7 @@ class KVStoreConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The workers tell what their blocks look like, once, before the first request."""
+        """Takes the block layouts of the workers, once, before the first request."""
         with self._guard("handshake"):
             told = [each for _, each in sorted(metadata.items()) if isinstance(each, Handshake)]
             if off := next((each.off for each in told if each.off), self._off):
@@ -103,7 +109,7 @@ class KVStoreConnector(KVConnectorBase_V1):
                 self._half().meet([each.layout for each in told])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """See the base class. ConfigError if vLLM has another null block than workers know."""
+        """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if (null := kv_cache_manager.block_pool.null_block.block_id) != NULL_BLOCK:
             raise ConfigError(f"vLLM's null block is {null}, not {NULL_BLOCK}", "use vLLM 0.32")
@@ -112,7 +118,7 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded behind the computed ones, and whether other requests run meanwhile."""
+        """Returns how many tokens to load after the computed ones, and whether the load is asynchronous."""
         with self._guard("get_num_new_matched_tokens"):
             tokens = self._half().matched(request, num_computed_tokens)
             return tokens, self._asynchronous and tokens > 0
@@ -121,31 +127,31 @@ class KVStoreConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request has its engine blocks."""
+        """Records the pages that vLLM has allocated for the request."""
         with self._guard("update_state_after_alloc"):
             self._half().admit(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The orders for the workers' next step."""
+        """Returns the transfers of the workers' next step."""
         return self._half().step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers report of a step."""
+        """Takes the reports of the workers about a step."""
         with self._guard("update_connector_output"):
             self._half().hear(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the engine blocks of a request that has ended stay until its saves are over."""
+        """Returns whether the pages of a finished request are held until its saves have ended."""
         with self._guard("request_finished"):
             return self._half().finish(request, block_ids), None
         self._half().release(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Makes all that was stored a miss for this engine, as an update of its weights in place must."""
+        """Makes all stored blocks misses for this engine, for example after an update of weights in place."""
         with self._guard("reset_cache"):
             self._half().forget()
-            # vLLM may unmap its memory before the next step, which would tell workers elsewhere.
+            # vLLM may unmap its memory before the next step reaches the workers.
             beside = get_kv_transfer_group() if has_kv_transfer_group() else None
             if isinstance(beside, KVStoreConnector) and beside._worker:
                 beside._worker.stop()
@@ -153,13 +159,13 @@ class KVStoreConnector(KVConnectorBase_V1):
         return False
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an engine that may unmap its memory from falling asleep while blocks are moved."""
+        """Returns whether transfers are running in an engine with sleep mode, so that it stays awake."""
         return self._may_sleep and self._half().moving()
 
     # -- beside the model
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's KV memory is there. ConfigError if its blocks are not runs of bytes."""
+        """Takes the KV memory of the engine. Raises ConfigError if a page is not one run of bytes."""
         pages = pages_of(kv_caches, self._kv_cache_config.num_blocks)
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
@@ -174,59 +180,59 @@ class KVStoreConnector(KVConnectorBase_V1):
                 config, self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, kv_caches
             ),
         )
-        # Layers may have turned it off while they were made, and tell this process alone.
+        # Layers may turn prefix caching off in this process only.
         self._off = why_off(config, self._settings)
         self._worker = WorkerHalf(
             self._client, self._guard, pages, layout, self._asynchronous, self._kv_cache_config.num_blocks
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this worker's blocks look like."""
+        """Returns the block layout of this worker."""
         return Handshake(self._worker.layout, self._off) if self._worker else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before anything of the step is written."""
+        """Cancels transfers of pages that the step will write."""
         with self._guard("handle_preemptions"):
             if self._worker and isinstance(kv_connector_metadata, Step):
                 self._worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Starts the step's loads; returns when they are over if they are synchronous."""
+        """Starts the loads of the step. Synchronous loads have ended on return."""
         with self._guard("start_load_kv"):
             if self._worker:
                 self._worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: synchronous loads are over before the first layer."""
+        """Does nothing: synchronous loads end before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing yet: blocks are saved whole, after the step's output was accepted."""
+        """Does nothing: blocks are saved whole after the output of the step is accepted."""
 
     def wait_for_save(self) -> None:
-        """Starts the saves of what earlier steps computed, and waits for none."""
+        """Starts the saves of earlier steps without waiting."""
         with self._guard("wait_for_save"):
             if self._worker:
                 self._worker.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(requests whose saves are over, requests whose loads are over)."""
+        """Returns the requests with finished saves and the requests with finished loads."""
         with self._guard("get_finished"):
             if self._worker:
                 return self._worker.ended()
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Engine blocks that have to be computed after all."""
+        """Returns the pages that failed to load and must be computed."""
         return self._worker.bad_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """How far transfers are, where the scheduler waits for them."""
+        """Returns the progress of transfers in an engine with sleep mode."""
         return Progress(self._worker.moved()) if self._worker and self._may_sleep else None
 
     # -- in both
 
     def get_kv_connector_stats(self) -> Figures | None:
-        """Counts since the last call."""
+        """Returns the counts since the last call."""
         with self._guard("get_kv_connector_stats"):
             counts = self._worker.counts() if self._worker else Counter[str]()
             failures = self._guard.failures.total()
@@ -238,7 +244,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Figures:
-        """Counts as another process sent them."""
+        """Returns counts that another process sent."""
         return Figures(data or {})
 
     def shutdown(self) -> None:

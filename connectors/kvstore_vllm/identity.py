@@ -1,6 +1,6 @@
-"""Whose KV it is: everything that makes two engines' bytes differ goes into the namespace.
+"""Builds the namespace of an engine's KV from every property that can change its bytes.
 
-Where in doubt a difference counts: a namespace too many is a miss, one too few would be wrong KV.
+Doubtful properties are included: a needless difference is a miss, a missing one would be wrong KV.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvstore.errors import ConfigError
 
 
 def weights_revision(config: Any, given: str) -> str:
-    """Names the weights: what the user gave, the hub's commit, or the state of the files.
+    """Returns a name for the weights: the option, the hub's commit, or the state of the files.
 
-    Of files it takes names, sizes and the times of their last change and rename (which no tool sets back),
-    not their bytes: reading those would delay the start by minutes. vLLM has read the files by then: whoever
-    changes them while an engine starts has to name the weights. ConfigError if nothing tells.
+    The state of files is names, sizes, mtime and ctime (which no tool resets), not bytes, because reading
+    them would delay the start by minutes. vLLM has read the files before: weights that change while an engine
+    starts must be named. Raises ConfigError if the weights cannot be identified.
     """
     model, load_format = config.model_config, config.load_config.load_format
     if given:
@@ -44,12 +44,12 @@ def weights_revision(config: Any, given: str) -> str:
 
 
 def in_epoch(layout: Layout, epoch: str) -> Layout:
-    """The layout of blocks since the last reset, which gave it this name (empty: there was none)."""
+    """Returns the layout of blocks since the reset named `epoch`; empty: there was no reset."""
     return replace(layout, revision=f"{layout.revision}+{epoch}") if epoch else layout
 
 
 def files_revision(path: Path) -> str:
-    """Names the state of a file, or of all files in a folder: another one after any of them has changed."""
+    """Returns a digest of the state of a file, or of all files in a folder."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     digest = blake3()
     for file in files:
@@ -61,9 +61,11 @@ def files_revision(path: Path) -> str:
 
 
 def kv_layout(config: Any, spec: Any, kv_caches: dict[str, torch.Tensor]) -> str:
-    """What else decides the bytes: the engine's configuration as it runs (see `configured`), the kind and
-    options of its KV cache, engine and version, attention backend, each layer's shape, strides and scales
-    and, on a CPU, the instruction set, since its kernels pack keys and values as that likes them.
+    """Returns a digest of the other properties that determine the bytes.
+
+    These are the engine's configuration (`configured`), kind and options of its KV cache, engine version,
+    attention backend, shape, strides and scales of each layer and, on a CPU, the instruction set, because
+    CPU kernels pack keys and values by it.
     """
     layers = config.compilation_config.static_forward_context
     kernels, scales = set(), []
@@ -84,18 +86,18 @@ def kv_layout(config: Any, spec: Any, kv_caches: dict[str, torch.Tensor]) -> str
 
 
 _LEFT_OUT = {
-    # Which steps run together changes no more than the rounding that each step's batch has anyway.
+    # Batch sizes change only rounding, as every step does.
     "compilation_config": {
         "cudagraph_capture_sizes", "max_cudagraph_capture_size", "compile_ranges_endpoints", "compile_sizes",
         "decoder_replay_cudagraph_capture_sizes",
-        # Where compiled code lies, and what was counted while it was made.
+        # Paths of compiled code, and counters of the compilation.
         "debug_dump_path", "cache_dir", "local_cache_dir", "traced_files", "compilation_time",
         "encoder_compilation_time", "enabled_custom_ops", "disabled_custom_ops", "static_forward_context",
         "static_all_moe_layers",
-        # Named by their own digests.
+        # These have digests of their own.
         "pass_config", "dynamic_shapes_config",
     },
-    # How much of its inputs an engine keeps, and how they come to it.
+    # Caching and transport of inputs.
     "multimodal_config": {
         "limit_per_prompt", "mm_processor_cache_gb", "mm_processor_cache_type",
         "mm_shm_cache_max_object_size_mb", "skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb",
@@ -104,12 +106,12 @@ _LEFT_OUT = {
 
 
 def configured(config: Any) -> list[object]:
-    """Digests of all parts of an engine's configuration on which its KV may depend, the same ones in each
-    process of each engine that is configured alike.
+    """Returns digests of every part of the configuration that may change KV.
 
-    Left out are what vLLM's own digests leave out (memory, ports, ranks, paths), the scheduler's limits,
-    n-gram drafting and offloading: they decide when and where a token is computed, not what. ConfigError
-    where vLLM cannot digest an option.
+    Equally configured engines get the same digests in each of their processes. Options that vLLM's own
+    digests leave out (memory, ports, ranks, paths), limits of the scheduler, n-gram drafting and offloading
+    are left out: they change when and where a token is computed, not its KV. Raises ConfigError for an option
+    without a digest.
     """
     model = config.model_config
     try:
@@ -143,7 +145,7 @@ def configured(config: Any) -> list[object]:
 
 
 _PLACES = {
-    # Environment variables in which engines that are configured alike differ: addresses, ranks, cores.
+    # Environment variables that differ between equally configured engines: addresses, ranks, cores.
     "MOONCAKE_PREFERRED_SEGMENT", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_CPU_NUM_OF_RESERVED_CPU",
     "VLLM_CPU_OMP_THREADS_BIND", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_EC_SIDE_CHANNEL_HOST",
     "VLLM_EC_SIDE_CHANNEL_PORT", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_GPU_NIC_PCIE_MAPPING",
@@ -153,11 +155,11 @@ _PLACES = {
     "VLLM_SYSTEM_START_DATE", "VLLM_USAGE_SOURCE",
 }  # fmt: skip
 _KERNELS = ("ONEDNN_", "DNNL_", "MKL_", "CUBLAS_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TRITON_F32_")
-"""How variables of libraries start that choose kernels or their precision, and that vLLM does not know."""
+"""Prefixes of library variables that select kernels or precision and that vLLM does not list."""
 
 
 def environment() -> list[tuple[str, object]]:
-    """The environment variables that may choose kernels: vLLM's own, but for `_PLACES`, and libraries'."""
+    """Returns environment variables that may select kernels: vLLM's, except `_PLACES`, and libraries'."""
     known = [(name, value) for name, value in envs.compile_factors().items() if name not in _PLACES]
     others = [
         (name, value)

@@ -1,4 +1,4 @@
-"""What the two halves tell each other: the scheduler what to move, the workers what blocks look like."""
+"""Messages between the halves: transfers from the scheduler, layouts and progress from the workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvstore import Layout
 
 @dataclass(slots=True)
 class Load:
-    """Fill a request's engine blocks `block_ids` from the stored blocks `keys`.
+    """Loads the stored blocks `keys` into the pages `block_ids` of a request.
 
-    The first `skip` engine blocks of the first stored block are there already; what the last one holds
-    beyond `block_ids` is not wanted.
+    The first `skip` pages of the first stored block are already computed. Pages of the last stored block
+    beyond `block_ids` are ignored.
     """
 
     request_id: str
@@ -32,9 +32,9 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Store a request's engine blocks `block_ids`, equally many of them under each of `keys`.
+    """Saves the pages `block_ids` of a request, the same number under each of `keys`.
 
-    `tokens`: the token ids of these blocks; None where there is more to a block than its tokens.
+    `tokens`: the token ids of these blocks; None if tokens do not identify a block.
     """
 
     request_id: str
@@ -46,12 +46,12 @@ class Save:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """One step's orders. `epoch` names the weights since the last reset, empty before the first.
+    """The transfers of one step.
 
-    `held` requests have finished and keep their engine blocks until all their saves are over. Engine blocks
-    of `revoked` ones may be overwritten from this step on: their saves must not read them any more. So must
-    none of the engine blocks `given`, which a request got for this step. `number` counts the steps that had
-    loads or saves; `idle`: the step computes nothing.
+    `epoch`: names the weights since the last reset; empty before the first. `held`: finished requests whose
+    pages are held until their saves have ended. `revoked`: requests whose pages this step may overwrite, so
+    that saves must no longer read them. `given`: pages that a request got for this step; no save may read
+    them either. `number`: counts the steps with loads or saves. `idle`: the step computes nothing.
     """
 
     epoch: str = ""
@@ -66,7 +66,7 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker's stored blocks look like: known once its KV memory is. `off`: why nothing is served."""
+    """The block layout of a worker, known after its KV memory. `off`: the reason if nothing is served."""
 
     layout: Layout
     off: str = ""
@@ -74,35 +74,35 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Progress(KVConnectorWorkerMetadata):
-    """All transfers of the steps up to this number are over."""
+    """All transfers of the steps up to `number` have ended."""
 
     number: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
-        """That of the slower worker."""
+        """Returns the progress of the slower worker."""
         assert isinstance(other, Progress)
         return Progress(min(self.number, other.number))
 
 
 @dataclass
 class Figures(KVConnectorStats):
-    """Counts since the last ones: blocks by what became of them, failures by hook. vLLM logs them."""
+    """Counts since the last report: blocks by outcome, failures by hook. vLLM logs them."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Starts from nothing."""
+        """Clears the counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> Figures:
-        """Adds another's."""
+        """Adds the counts of `other`."""
         self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What is logged."""
+        """Returns the counts to log."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Returns whether there are no counts."""
         return not self.data

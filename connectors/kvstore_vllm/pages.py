@@ -1,6 +1,6 @@
-"""The engine's paged KV memory, as bytes: which bytes make up an engine block, and how they get in and out.
+"""The paged KV memory of the engine as bytes, and the copies between pages and slots.
 
-A stored block is its engine blocks one after another, each of them all layers one after another.
+A stored block is a sequence of pages (vLLM's blocks). A page is the sequence of its layers.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from kvstore.errors import ConfigError
 
 
 class Pages(Protocol):
-    """Moves whole stored blocks; may be called from several threads, for different engine blocks."""
+    """Copies whole stored blocks. Several threads may call, for different pages."""
 
     block_bytes: int
-    """Bytes of one engine block, all layers."""
+    """The bytes of one page, all layers."""
 
     device: str | None
-    """The GPU that rooms and leases are to be of; None: they are of host memory."""
+    """The GPU of reservations and leases; None: host memory."""
 
     at_once: int
-    """Blocks of a lease that are best loaded by one call."""
+    """The number of leased blocks to load in one call."""
 
-    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
-        """Fills a slot of a room from engine blocks."""
+    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
+        """Copies pages into a slot of a reservation."""
 
     def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
-        """Fills engine blocks (None: not this one) from blocks of a lease, the first of which is `first`.
+        """Copies leased blocks, from `first` on, into pages. None: skip this page.
 
-        How many leading ones had the right bytes.
+        Returns the number of leading blocks that verified.
         """
 
 
 def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
-    """The pages of an engine with `num_blocks` blocks, given each layer's cache. Raises ConfigError."""
+    """Returns the pages of an engine with `num_blocks` blocks and these caches by layer.
+
+    Raises ConfigError.
+    """
     layers: dict[int, torch.Tensor] = {}
     for name in sorted(kv_caches):
         rows = _rows(name, kv_caches[name], num_blocks)
-        layers.setdefault(rows.data_ptr(), rows)  # layers that share their KV are one
+        layers.setdefault(rows.data_ptr(), rows)  # layers that share KV count once
     if not layers:
         raise ConfigError("the engine has no KV cache", "nothing is there to store")
     rows = list(layers.values())
@@ -58,7 +61,7 @@ def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
 
 
 def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer's cache as bytes, shape (num_blocks, bytes of a block), sharing its memory."""
+    """Returns a view of a layer's cache as bytes, shape (num_blocks, bytes of a page)."""
     if not isinstance(cache, torch.Tensor):
         raise ConfigError(f"layer {name} keeps its state in several tensors", "only attention is served")
     inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
@@ -82,7 +85,7 @@ def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class HostPages:
-    """KV memory that the CPU reaches: copied and verified in one go, straight from and into slots."""
+    """KV in host memory: copied and verified in one pass between pages and slots."""
 
     device: str | None = None
     at_once = 1
@@ -92,9 +95,9 @@ class HostPages:
         self._unwanted = [np.empty(rows.shape[1], np.uint8) for rows in self._layers]
         self.block_bytes = sum(rows.shape[1] for rows in self._layers)
 
-    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """See Pages."""
-        room.gather(slot, self._parts(block_ids))
+        reservation.gather(slot, self._parts(block_ids))
 
     def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
         """See Pages."""
@@ -109,7 +112,7 @@ class HostPages:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's cache in a GPU's memory: engine block i has `row_bytes` from `start` + i * `step` on."""
+    """The cache of a layer in GPU memory. Page i has `row_bytes` bytes from `start` + i * `step` on."""
 
     memory: DeviceBuffer
     start: int
@@ -118,21 +121,21 @@ class Layer:
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Layer:
-        """Of rows of bytes, as `_rows` gives them."""
+        """Returns the layer of rows that `_rows` returned."""
         whole = torch.empty(0, dtype=torch.uint8, device=rows.device).set_(rows.untyped_storage())
         return cls(on_device(whole), rows.storage_offset(), rows.stride(0), rows.shape[1])
 
     def row(self, block_id: int) -> DeviceBuffer:
-        """One engine block of the layer."""
+        """Returns one page of the layer."""
         start = self.start + block_id * self.step
         return self.memory.part(start, start + self.row_bytes)
 
 
 class GpuPages:
-    """KV memory of a GPU, by kvstore's own kernels: a kernel scatters many blocks, and one verifies them.
+    """KV in GPU memory, copied by kvstore's kernels: one kernel scatters many blocks, one verifies them.
 
-    Blocks that are saved were computed by a step whose output the scheduler has seen, so nothing has to be
-    waited for; loads are over when `load` returns.
+    The scheduler has seen the output of the step that computed a saved block, so a save needs no
+    synchronization. A load has ended when `load` returns.
     """
 
     device: str | None
@@ -145,9 +148,9 @@ class GpuPages:
         self._unwanted = gpu.allocate(max(layer.row_bytes for layer in layers))
         self.block_bytes = sum(layer.row_bytes for layer in layers)
 
-    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """See Pages."""
-        room.gather(slot, self._parts(block_ids))
+        reservation.gather(slot, self._parts(block_ids))
 
     def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
         """See Pages."""
@@ -162,10 +165,10 @@ class GpuPages:
 
 
 class DevicePages:
-    """KV memory of another device: by a buffer in host memory, so that what arrives is what was verified.
+    """KV in the memory of another device, copied through a host buffer, so that verified bytes are loaded.
 
-    Each thread has a stream and a buffer of its own. Blocks that are saved were computed by a step whose
-    output the scheduler has seen, so nothing has to be waited for; loads are over when `load` returns.
+    Each thread has its own stream and buffer. The scheduler has seen the output of the step that computed a
+    saved block, so a save needs no synchronization. A load has ended when `load` returns.
     """
 
     device: str | None = None
@@ -178,13 +181,13 @@ class DevicePages:
         self.block_bytes = sum(self._sizes)
         self._mine = threading.local()
 
-    def save(self, room: Reservation, slot: int, block_ids: Sequence[int]) -> None:
+    def save(self, reservation: Reservation, slot: int, block_ids: Sequence[int]) -> None:
         """See Pages."""
         buffer = self._buffer(len(block_ids))
         with self._stream():
             packed = torch.cat([rows[block_id] for block_id in block_ids for rows in self._layers])
             buffer.copy_(packed)
-        room.gather(slot, [buffer.numpy()])
+        reservation.gather(slot, [buffer.numpy()])
 
     def load(self, lease: Lease, first: int, block_ids: Sequence[Sequence[int | None]]) -> int:
         """See Pages."""

@@ -1,9 +1,9 @@
-"""The half in the scheduler's process: which blocks to load, which to save, whose engine blocks to keep.
+"""The scheduler half: decides which blocks to load and save, and which pages to hold.
 
-It sees requests and block numbers, never bytes. A block is saved only after the step that computed it has
-come back and was not thrown away, so KV that was computed from a block that failed to load is never stored.
-No save is awaited: engine blocks of running requests do not change, those of finished ones are held until
-their saves are over, and those of preempted ones are taken out of the workers' hands before the next step.
+It sees requests and page numbers, never bytes. A block is saved after the output of the step that computed it
+was accepted, so KV computed from a block that failed to load is never stored. No step waits for a save: pages
+of running requests do not change, pages of finished requests are held until their saves have ended, and saves
+of preempted requests are revoked before the next step.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 62
 LOOKUP_DEADLINE_S = 0.05
-"""The scheduler, and so every request, waits for look-ups: a daemon that takes longer has no answer."""
+"""The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
 
 
 @dataclass(slots=True)
 class Tracked:
-    """A request that has engine blocks, since it was last admitted.
+    """A request with pages, since its last admission.
 
-    `block_ids`: those that it had then. `hit_tokens`: computed before its first step (None: no step yet).
-    `stored`: leading blocks that are stored, or that were handed to the workers (_NEVER: none may be any
-    more). `loading`: the engine blocks of its load. `salt`: what its keys end with.
+    `block_ids`: its pages at admission. `hit_tokens`: tokens computed before its first step; None: no step
+    yet. `stored`: leading blocks that are stored or being saved; _NEVER: no more saves. `loading`: the pages
+    of its load. `salt`: the suffix of its keys.
     """
 
     request: Request
@@ -48,10 +48,9 @@ class Tracked:
 
 
 class SchedulerHalf:
-    """Called by the scheduler between steps. `blocks_per_key` engine blocks make a stored block.
+    """Called by the scheduler between steps. A stored block has `blocks_per_key` pages.
 
-    `whole_inputs`: images and the like attend to themselves in both directions, so a prompt with some must
-    be computed as a whole.
+    `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
     """
 
     def __init__(
@@ -84,30 +83,33 @@ class SchedulerHalf:
         self._moved = 0
         self.kv_cache_manager: Any = None
 
-    # -- before a request has engine blocks
+    # -- before a request has pages
 
     def meet(self, layouts: list[Layout]) -> None:
-        """Takes in what each worker's blocks look like; before that everything is a miss."""
+        """Takes the block layout of each worker. Until then every lookup is a miss."""
         self._layouts = layouts
         self._open()
 
     def matched(self, request: Request, computed_tokens: int) -> int:
-        """How many tokens behind the first `computed_tokens` can be loaded; one at least is left."""
+        """Returns how many tokens after the first `computed_tokens` to load.
+
+        At least one token is computed.
+        """
         salt = self._salt(request)
-        # vLLM says of some requests that they must be computed from their first token on.
+        # vLLM requires some requests to be computed from their first token.
         asked = salt is not None and not request.skip_reading_prefix_cache
         keys = self._keys(request, salt or b"") if asked else []
-        # Polls, and admissions after a preemption, ask for the same prompt.
+        # Polls, and admissions after a preemption, are for the same prompt.
         stored = self._look_up(keys, 0 if request.request_id in self._matched else len(keys))
         self._matched[request.request_id] = (stored, computed_tokens, salt or b"")
-        # One try an admission: whoever loads again what failed would never start.
+        # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
         usable: int = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         return max(0, min(stored * self._per_key * self._block_tokens, usable) - computed_tokens)
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The request got engine blocks; `external_tokens` behind the computed ones are to be loaded."""
+        """Records the pages of a request; `external_tokens` tokens after the computed ones are loaded."""
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
         [block_ids] = blocks.get_block_ids()
@@ -116,7 +118,7 @@ class SchedulerHalf:
         try:
             self._track(request, block_ids, external_tokens)
         except Exception:
-            # vLLM waits for a load that it was promised: this one ends with nothing loaded.
+            # vLLM waits for a promised load: this one ends with nothing loaded.
             if external_tokens:
                 self._next.loads.append(Load(request.request_id, [], block_ids, 0))
             raise
@@ -135,7 +137,7 @@ class SchedulerHalf:
     # -- every step
 
     def step(self, output: SchedulerOutput) -> Step:
-        """The orders of the step that was just scheduled."""
+        """Returns the transfers of the step that was just scheduled."""
         orders, self._next = self._next, Step(self._next.epoch)
         orders.revoked += output.preempted_req_ids or ()
         orders.idle = not output.num_scheduled_tokens
@@ -144,7 +146,7 @@ class SchedulerHalf:
         with self._guard("save"):
             for request_id in orders.revoked:
                 tracked = self._tracked.get(request_id)
-                # One that was admitted again in this very step has had no step since.
+                # A request admitted again in this step has had no step since.
                 if tracked is not None and tracked.hit_tokens is not None:
                     del self._tracked[request_id]
             for request_id in output.num_scheduled_tokens:
@@ -162,7 +164,7 @@ class SchedulerHalf:
         return orders
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """A request has ended; whether its engine blocks are held until the workers say its id."""
+        """Ends a request. Returns whether its pages are held until the workers release it."""
         request_id = request.request_id
         self._matched.pop(request_id, None)
         self._tried.pop(request_id, None)
@@ -176,11 +178,11 @@ class SchedulerHalf:
         return tracked.saving
 
     def release(self, request_id: str) -> None:
-        """The engine blocks of a request are free from now on, whatever became of its saves."""
+        """Frees the pages of a request. Its saves are revoked."""
         self._next.revoked.append(request_id)
 
     def hear(self, output: KVConnectorOutput) -> None:
-        """What the workers report: engine blocks that could not be loaded are computed by their request."""
+        """Takes the reports of the workers. Pages that failed to load are computed by their request."""
         if isinstance(output.kv_connector_worker_meta, Progress):
             self._moved = output.kv_connector_worker_meta.number
         invalid = output.invalid_block_ids
@@ -191,21 +193,21 @@ class SchedulerHalf:
             if bad and not invalid.isdisjoint(tracked.loading):
                 if tracked.stored != _NEVER:
                     tracked.stored = min(tracked.stored, bad[0] // self._per_key)
-                # Until it is computed again nobody else may take it for computed.
+                # No other request may use the page before it is computed again.
                 if not self._asynchronous and self.kv_cache_manager is not None:
                     self.kv_cache_manager.evict_blocks(set(tracked.block_ids[bad[0] :]))
 
     def moving(self) -> bool:
-        """Whether transfers of a step may still be under way."""
+        """Returns whether transfers of a step may still be running."""
         return self._moved < self._number
 
     def forget(self) -> None:
-        """From here on nothing that was stored before is found: the weights may be others now."""
+        """Makes all earlier stored blocks misses, because the weights may have changed."""
         self._next.epoch = uuid.uuid4().hex
         self._next.saves.clear()
         self._open()
         for tracked in self._tracked.values():
-            tracked.stored = _NEVER  # what they have computed or load is of before
+            tracked.stored = _NEVER  # its pages are from before the reset
 
     # -- within
 
@@ -215,18 +217,18 @@ class SchedulerHalf:
         ]
 
     def _look_up(self, keys: list[bytes], prompt: int) -> int:
-        """How many leading blocks every worker can load. `prompt`: see `Namespace.lookup`."""
+        """Returns how many leading blocks every worker can load. `prompt`: see `Namespace.lookup`."""
         if not self._namespaces:
             return 0
         count = len(keys)
         for namespace in self._namespaces:
-            # What is asked for counts in every shard's namespace, so that ratios are those of one.
+            # Every shard counts the prompt, so that the hit ratio is that of one shard.
             if count or prompt:
                 count = namespace.lookup(keys[:count], LOOKUP_DEADLINE_S, prompt=prompt)
         return count
 
     def _given(self, output: SchedulerOutput) -> list[int]:
-        """Engine blocks that a request got for this step, without those that hold what it begins with."""
+        """Returns the pages that requests got for this step, without pages that are already computed."""
         given: list[int] = []
         for new in output.scheduled_new_reqs:
             given += new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
@@ -240,20 +242,20 @@ class SchedulerHalf:
         return given
 
     def _salt(self, request: Request) -> bytes | None:
-        """What the keys of a request end with; None if its blocks may be neither loaded nor stored."""
+        """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""
         if self._whole_inputs and request.mm_features:
             return None
         return self._adapters.salt(request.lora_request) if request.lora_request else b""
 
     def _keys(self, request: Request, salt: bytes = b"") -> list[bytes]:
-        """Keys of a request's full blocks: vLLM's own hashes, which cover salt, images, an adapter's name."""
+        """Returns keys of full blocks: vLLM's hashes, which cover salt, images and adapter name."""
         return [key + salt for key in request.block_hashes[self._per_key - 1 :: self._per_key]]
 
     def _saves(self) -> bool:
         return self._may_save and bool(self._layouts)
 
     def _confirmed_blocks(self, tracked: Tracked) -> int:
-        """Leading blocks whose computation has come back; 0 until the request's first own step has."""
+        """Returns the number of leading blocks with accepted output; 0 before the request's first step."""
         request = tracked.request
         confirmed: int = request.num_computed_tokens - request.num_in_flight_tokens
         if not self._saves() or tracked.hit_tokens is None or confirmed <= tracked.hit_tokens:
@@ -263,10 +265,10 @@ class SchedulerHalf:
         )
 
     def _save(self, orders: Step, tracked: Tracked, stop: int, block_ids: Sequence[int]) -> None:
-        """Orders the save of what is not stored of the first `stop` blocks."""
+        """Adds a save for the unsaved blocks among the first `stop`."""
         request, start = tracked.request, tracked.stored
         if self._salt(request) != tracked.salt:
-            tracked.stored = _NEVER  # its adapter's files have changed since: nothing tells with which it ran
+            tracked.stored = _NEVER  # the adapter's files have changed, so its weights are unknown
             return
         keys = self._keys(request, tracked.salt)[:stop]
         tracked.stored, tracked.saving = stop, True
@@ -281,7 +283,7 @@ class SchedulerHalf:
         )
 
     def _tokens(self, request: Request, start: int, stop: int) -> list[int] | None:
-        """Token ids of stored blocks, for routers; None where these alone do not say what a block is."""
+        """Returns token ids of stored blocks, for routers; None if tokens do not identify a block."""
         if (
             request.lora_request
             or request.mm_features

@@ -1,4 +1,4 @@
-"""What users set in `kv_connector_extra_config`, and which engines cannot be served. Raises ConfigError."""
+"""Reads `kv_connector_extra_config` and refuses engines that cannot be served, with a ConfigError."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvstore.errors import ConfigError
 
 SERVED_OPTIONS = {"non_causal": False, "tokens_per_state": 1}
-"""Of FullAttentionSpec, the one kind of KV cache that is served: vLLM keeps its engine blocks until their
-request ends, also where layers with a window or with chunks are kept whole beside others."""
+"""The served options of FullAttentionSpec, the only served kind of KV cache.
+
+vLLM keeps the pages of this kind until their request ends, also for windowed or chunked layers beside it.
+"""
 HINTS = {
     "SlidingWindowSpec": "vLLM frees blocks outside a sliding window while a request runs; "
     "only FullAttentionSpec is served: leave out the connector",
@@ -25,11 +27,13 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """`url` of the daemon (empty: KVSTORE_SOCKET, or the default path); `deadline_s` bounds every transfer;
-    `load` is "async" (requests wait for their blocks while others run) or "sync" (the step waits);
-    `block_tokens` a stored block holds (0: as many as the engine's own); `weights_revision` names the
-    weights where files cannot, or across machines; `without_prefix_caching` says why blocks may be loaded
-    although the engine has its own prefix cache off (empty: they may not).
+    """The options of the connector.
+
+    `url`: the daemon; empty: KVSTORE_SOCKET or the default path. `deadline_s`: bounds every transfer. `load`:
+    "async" (a request waits for its blocks while others run) or "sync" (the step waits). `block_tokens`:
+    tokens of a stored block; 0: as many as a page. `weights_revision`: names the weights where files cannot,
+    or across machines. `without_prefix_caching`: the reason to serve an engine with prefix caching off;
+    empty: refuse.
     """
 
     url: str = ""
@@ -41,7 +45,7 @@ class ConnectorSettings:
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> ConnectorSettings:
-        """The settings in an engine's extra config."""
+        """Parses an engine's extra config. Raises ConfigError."""
         known = {field.name: field for field in fields(cls)}
         for name, value in extra.items():
             if name not in known:
@@ -61,7 +65,7 @@ class ConnectorSettings:
         return settings
 
     def blocks_per_key(self, engine_block_tokens: int) -> int:
-        """How many engine blocks a stored block holds."""
+        """Returns the number of pages in a stored block. Raises ConfigError if it is not whole."""
         count, rest = divmod(self.block_tokens or engine_block_tokens, engine_block_tokens)
         if count < 1 or rest:
             raise ConfigError(
@@ -72,7 +76,7 @@ class ConnectorSettings:
 
 
 def check_model(model: Any) -> None:
-    """Raises ConfigError for a model that keeps more than keys and values, or that is not to write text."""
+    """Raises ConfigError for a model with state other than KV, or that does not generate text."""
     if model.is_hybrid:
         why = "layers that keep a state of the whole prompt (Mamba, linear attention, convolutions)"
     elif model.is_encoder_decoder:
@@ -88,7 +92,7 @@ def check_model(model: Any) -> None:
 
 
 def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
-    """Raises ConfigError for an engine whose blocks we could not name, find again or restore."""
+    """Raises ConfigError for an engine whose blocks cannot be named, found again or restored."""
     cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
     check_model(config.model_config)
     algorithm = cache.prefix_caching_hash_algo
@@ -124,7 +128,7 @@ def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings)
 
 
 def _check_sync(config: Any) -> None:
-    """Raises ConfigError where a step could read what a failed synchronous load has left."""
+    """Raises ConfigError if a step could read the pages of a failed synchronous load."""
     scheduler, stages = config.scheduler_config, config.parallel_config.pipeline_parallel_size
     if scheduler.long_prefill_token_threshold > 0:
         raise ConfigError(
@@ -141,7 +145,7 @@ def _check_sync(config: Any) -> None:
 
 
 def _check_groups(groups: Sequence[Any]) -> None:
-    """Raises ConfigError for a KV cache of another kind than those that are shown to come back the same."""
+    """Raises ConfigError for a kind of KV cache that is not tested to be restored exactly."""
     if not groups:
         raise ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
     if len(groups) != 1:
@@ -152,7 +156,7 @@ def _check_groups(groups: Sequence[Any]) -> None:
         )
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
-    if type(spec) is not FullAttentionSpec:  # not what derives from it
+    if type(spec) is not FullAttentionSpec:  # subclasses are not served
         raise ConfigError(
             f"the model's KV cache is of kind {kind}", HINTS.get(kind, "only FullAttentionSpec is served")
         )
@@ -162,9 +166,9 @@ def _check_groups(groups: Sequence[Any]) -> None:
 
 
 def why_off(config: Any, settings: ConnectorSettings) -> str:
-    """Why nothing may be loaded or stored, as a clause; empty if it may.
+    """Returns the reason if nothing may be loaded or stored, as a clause; otherwise an empty string.
 
-    An engine whose prefix cache is off may be one that cannot begin in the middle of a prompt.
+    An engine with prefix caching off may be unable to start in the middle of a prompt.
     """
     if config.cache_config.enable_prefix_caching or settings.without_prefix_caching:
         return ""

@@ -1,7 +1,6 @@
-"""The half beside the model: moves blocks between the engine's pages and the store, in threads of its own.
+"""The worker half: copies blocks between pages and the store, on its own threads.
 
-Each promise to the scheduler is kept whatever happens: a load that was ordered ends, well or with its engine
-blocks reported, and a request that is held is let go once no save of it is left.
+Every load ends, with its pages filled or reported. Every held request is released after its last save.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from kvstore_vllm.messages import Load, Save, Step
 from kvstore_vllm.pages import Pages
 
 _LOADERS = 4
-"""Loads at a time: most of a load that comes from NVMe is waiting."""
+"""Concurrent loads. A load from NVMe mostly waits."""
 _SAVES = 1024
-"""Saves that may wait; more are dropped."""
+"""Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
-"""Blocks reserved at a time: so many are given up at most when their request is preempted."""
+"""Blocks per reservation: the most that a preemption discards."""
 _IDLE_S = 0.002
-"""How long a step without work waits for a transfer, instead of spinning."""
+"""The time that an idle step waits for a transfer, in seconds."""
 
 
 NULL_BLOCK = 0
-"""The engine block that vLLM puts where a request needs none: nobody's, and everybody's."""
+"""The page that vLLM uses as a placeholder. It belongs to no request."""
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or a save of `block_ids`, which was ordered in step `number` and is `copying` now."""
+    """A load or save of the pages `block_ids` from step `number`. `copying`: a copy is running."""
 
     request_id: str
     epoch: str
@@ -47,7 +46,7 @@ class _Transfer:
 
 
 class WorkerHalf:
-    """Called by the worker around its forward pass; only synchronous loads keep it waiting."""
+    """Called by the worker around its forward pass. Only synchronous loads block it."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class WorkerHalf:
         self._namespace: Any = None
         self._number = 0
         self._loaders = _threads(_LOADERS, "kvstore-load")
-        self._saver = _threads(1, "kvstore-save")  # one: parents before their children
+        self._saver = _threads(1, "kvstore-save")  # one thread: parents before children
         self._changed = threading.Condition()
         self._saving: set[_Transfer] = set()
         self._loading: set[_Transfer] = set()
@@ -82,9 +81,9 @@ class WorkerHalf:
     # -- hooks, in the order of a step
 
     def begin(self, step: Step) -> None:
-        """Keeps transfers from engine blocks that the step may write, and ends those of before a reset.
+        """Cancels transfers of pages that the step may write, and transfers from before a reset.
 
-        Waits for one copy of each at most.
+        Waits for at most one copy of each.
         """
         ids, given = set(step.revoked), set(step.given)
         with self._changed:
@@ -104,12 +103,12 @@ class WorkerHalf:
             raise RuntimeError(f"engine blocks were given to others while they were moved for {names}")
 
     def stop(self) -> None:
-        """Ends all transfers: engine memory is touched by none of them when this returns."""
+        """Cancels all transfers. None of them touches pages after the return."""
         with self._changed:
             self._revoke(self._saving | self._loading)
 
     def load(self, step: Step) -> None:
-        """Starts the step's loads, or makes them."""
+        """Starts the loads of the step; runs them if they are synchronous."""
         self._idle = step.idle
         ends = time.monotonic() + self._client.deadline_s
         for load in step.loads:
@@ -122,7 +121,7 @@ class WorkerHalf:
                 self._load(loading, load, ends)
 
     def save(self, step: Step) -> None:
-        """Starts the step's saves."""
+        """Starts the saves of the step."""
         ends = time.monotonic() + self._client.deadline_s
         self._held.update(step.held)
         for save in step.saves:
@@ -135,7 +134,7 @@ class WorkerHalf:
             self._saver.submit(self._save, saving, save, ends)
 
     def ended(self) -> tuple[set[str], set[str]]:
-        """(requests whose engine blocks may go, requests whose loads are over), each told once."""
+        """Returns the released requests and the requests with finished loads, each once."""
         with self._changed:
             if self._idle:
                 self._changed.wait_for(lambda: not self._waiting() or bool(self._loaded), _IDLE_S)
@@ -146,24 +145,24 @@ class WorkerHalf:
             return released, loaded
 
     def bad_blocks(self) -> set[int]:
-        """Engine blocks that a load has left without their bytes, each told once."""
+        """Returns the pages that failed to load, each once."""
         with self._changed:
             bad, self._bad_blocks = self._bad_blocks, set()
             return bad
 
     def moved(self) -> int:
-        """All transfers of the steps up to this number are over."""
+        """Returns the latest step up to which all transfers have ended."""
         with self._changed:
             return min((each.number - 1 for each in self._saving | self._loading), default=self._number)
 
     def counts(self) -> Counter[str]:
-        """Blocks by what became of them, since the last call."""
+        """Returns counts of blocks by outcome since the last call."""
         with self._changed:
             counts, self._counts = self._counts, Counter()
             return counts
 
     def close(self) -> None:
-        """Waits for what is under way, which its deadline ends."""
+        """Waits for running transfers; their deadlines bound the time."""
         self._loaders.shutdown()
         self._saver.shutdown()
 
@@ -173,14 +172,14 @@ class WorkerHalf:
         return bool(self._loading or self._saving or self._held)
 
     def _revoke(self, transfers: set[_Transfer]) -> None:
-        """Nothing is copied for these any more when this returns. Called with the lock."""
+        """Cancels transfers and waits for their running copies. The caller holds the lock."""
         for each in transfers:
             each.revoked = True
         self._changed.wait_for(lambda: not any(each.copying for each in transfers))
 
     @contextmanager
     def _copying(self, transfer: _Transfer) -> Iterator[bool]:
-        """Whether the engine blocks of a transfer may be read and written, until the end of the block."""
+        """Yields whether the transfer may touch its pages during the `with` block."""
         with self._changed:
             transfer.copying = not transfer.revoked
         try:
@@ -191,7 +190,10 @@ class WorkerHalf:
                 self._changed.notify_all()
 
     def _open(self, transfer: _Transfer) -> Any:
-        """The namespace of a transfer; None if it was revoked. RuntimeError for blocks that are nobody's."""
+        """Returns the namespace of a transfer; None if it is cancelled.
+
+        Raises RuntimeError for invalid pages.
+        """
         blocks = transfer.block_ids
         if blocks and (min(blocks) <= NULL_BLOCK or max(blocks) >= self._num_blocks):
             raise RuntimeError(f"null block, or no engine block, among those of {transfer.request_id}")
@@ -218,7 +220,7 @@ class WorkerHalf:
                 self._changed.notify_all()
 
     def _fill_pages(self, loading: _Transfer, load: Load, ends: float) -> int:
-        """How many leading engine blocks of the load have their bytes."""
+        """Returns the number of leading pages that were loaded."""
         wanted: list[int | None] = [None] * load.skip
         wanted += load.block_ids
         wanted += [None] * (len(load.keys) * self._per_key - len(wanted))
@@ -252,7 +254,7 @@ class WorkerHalf:
                 self._changed.notify_all()
 
     def _fill_store(self, saving: _Transfer, save: Save, ends: float) -> int:
-        """How many leading blocks of the save are stored now, or were before."""
+        """Returns the number of leading blocks that are stored."""
         parent, stored = save.parent, 0
         namespace = self._open(saving)
         if namespace is None:
@@ -265,23 +267,23 @@ class WorkerHalf:
             tokens, size = save.tokens, self.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, self._pages.device, tokens) as room:
-                for slot, at in enumerate(room.wanted):
+            with namespace.reserve(keys, parent, left_s, self._pages.device, tokens) as reservation:
+                for slot, at in enumerate(reservation.wanted):
                     first = (start + at) * self._per_key
                     with self._copying(saving) as allowed:
                         if not allowed:
                             return stored
-                        self._pages.save(room, slot, save.block_ids[first : first + self._per_key])
-                result = room.commit()
+                        self._pages.save(reservation, slot, save.block_ids[first : first + self._per_key])
+                result = reservation.commit()
             stored += result.stored + result.present
             if result.denied:
-                break  # their children would be refused too
+                break  # its children would be denied too
             parent = keys[-1]
         return stored
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads run already, so that no later call can fail for want of one."""
+    """Returns a pool with started threads, so that no later submit fails to start one."""
     pool, all_there = ThreadPoolExecutor(count, name), threading.Barrier(count)
     for _ in range(count):
         pool.submit(all_there.wait)

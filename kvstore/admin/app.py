@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.admin.access import problem_details
+from kvstore.admin import problem_details
 from kvstore.admin.access.audit import Audited, AuditLog
 from kvstore.admin.access.auth import Authenticator
 from kvstore.admin.daemon_state import DaemonState

@@ -12,7 +12,7 @@ from typing import Annotated
 from blake3 import blake3
 from fastapi import APIRouter, Header, Response
 
-from kvstore.admin.access.problem_details import ProblemError
+from kvstore.admin.problem_details import ProblemError
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",

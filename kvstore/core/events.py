@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.quotas import Quota
+from kvstore.core.policy.reuse import ReuseState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
 
@@ -56,6 +57,21 @@ class SetTenant:
     pin_bytes: int = 1 << 62
     rate: float = 0.0
     burst: float = 0.0
+
+
+@dataclass(slots=True)
+class Configure:
+    """Changes settings. None leaves a setting as it is.
+
+    `report_moves`: whether `Moved` actions report which blocks come to a tier and leave it.
+    """
+
+    write_policy: str | None = None
+    prefetch_blocks: int | None = None
+    leases_per_client: int | None = None
+    namespaces: int | None = None
+    namespaces_per_tenant: int | None = None
+    report_moves: bool | None = None
 
 
 @dataclass(slots=True)
@@ -406,6 +422,28 @@ class Restore:
 
 
 @dataclass(slots=True)
+class RestoreReuse:
+    """Continues from the reuse statistics that an earlier process saved `elapsed_s` ago, before any block."""
+
+    state: ReuseState
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class Watch:
+    """Reports blocks with this key as `Came` when they are stored, until as many `Unwatch` events."""
+
+    key: bytes
+
+
+@dataclass(slots=True)
+class Unwatch:
+    """Undoes one `Watch` of this key."""
+
+    key: bytes
+
+
+@dataclass(slots=True)
 class Flush:
     """Write everything down that only the serving tier holds (before a stop)."""
 
@@ -420,6 +458,7 @@ class Tick:
 Event = (
     OpenNamespace
     | SetTenant
+    | Configure
     | SetPolicy
     | SetAdmission
     | SetSharing
@@ -453,6 +492,9 @@ Event = (
     | ExtentLost
     | ExtentsEnd
     | Restore
+    | RestoreReuse
+    | Watch
+    | Unwatch
     | Flush
     | Tick
 )

@@ -43,7 +43,7 @@ def check(ledger: LeaseTable) -> None:
 def _check_copies(ledger: LeaseTable) -> None:
     r, marks = ledger.residency, np.zeros(ledger.residency.blocks.capacity, np.uint8)
     coming: Counter[tuple[int, int]] = Counter()
-    for t in ledger.transfers.under_way.values():
+    for t in ledger.copies.under_way.values():
         rows, slots = t.rows[t.alive], t.source_slots[t.alive]
         assert (r.tiers[t.source].extents.owner[slots] == rows).all(), "a copy of what is not there any more"
         assert not (marks[rows] & t.marks).any(), "two copies share a mark"
@@ -116,7 +116,7 @@ def _check_tier(ledger: LeaseTable, tier: int) -> None:
 
 def _check_tenants(ledger: LeaseTable, tier: int) -> None:
     extents = ledger.residency.tiers[tier].extents
-    holdings, shrinking = extents.holdings, ledger.transfers.eviction.shrinking
+    holdings, shrinking = extents.holdings, ledger.eviction.shrinking
     n = len(holdings.extents)
     held, fitted, used = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     for pool, members in extents.classes.items():
@@ -152,7 +152,7 @@ def _check_tenants(ledger: LeaseTable, tier: int) -> None:
 def _references(ledger: LeaseTable, tier: int) -> list[Slots]:
     """All slots of a tier that somebody refers to, once a reference."""
     out = []
-    for transfer in ledger.transfers.under_way.values():
+    for transfer in ledger.copies.under_way.values():
         if transfer.source == tier:
             out.append(transfer.source_slots)
         if transfer.target == tier:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,8 +19,8 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Answer
 from kvstore.core.blocks.block_table import LIVE, Rows
-from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.capacity.resizing import Resizing
@@ -40,8 +39,10 @@ from kvstore.core.requests.recovery import restore
 from kvstore.core.requests.verification import Verification
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.admission import Admission
+from kvstore.core.transfers.copy_queue import CopyQueue
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.core.transfers.transfers import Transfers
+from kvstore.core.view import View
 
 __all__ = ["Limits", "Placement", "TierSpec"]
 
@@ -93,21 +94,23 @@ class Placement:
     ) -> None:
         self.residency = Residency(specs, max_blocks, seed, policy)
         self.switch = PolicyMigration(self.residency, policy)
-        self.transfers = Transfers(self.residency)
+        self.copies = CopyQueue(self.residency)
+        self.eviction = Eviction(self.residency, self.copies)
+        self.transfers = Transfers(self.residency, self.copies, self.eviction)
         self.limits = limits or Limits()
-        self.ledger = LeaseTable(self.residency, self.transfers, self.limits)
+        self.ledger = LeaseTable(self.residency, self.copies, self.eviction, self.transfers, self.limits)
         self._reads = Reads(self.ledger, prefetch_blocks)
         self._pins = Pins(self.ledger)
         self._publication = Publication(self.ledger, self._reads)
         invalidation = Invalidation(self.ledger, self._reads)
         verification = Verification(self.ledger, self._reads)
         self._writes = Writes(self.ledger, invalidation, write_policy == "write_through")
-        self.resizing = Resizing(self.residency, self.transfers.eviction)
-        self.joining = Hotplug(self.residency, self.transfers, self.resizing)
+        self.resizing = Resizing(self.residency, self.eviction)
+        self.joining = Hotplug(self.residency, self.copies, self.resizing)
         self._deletion = Deletion(self.ledger, invalidation, self._reads)
         self._publishing: dict[int, int] = {}
         self._jobs: tuple[Job, ...] = (
-            self.transfers.eviction,
+            self.eviction,
             self._publication,
             self._deletion,
             self.switch,
@@ -118,6 +121,7 @@ class Placement:
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.OpenNamespace: NamespaceTable(self.ledger, self._pins, self._publication).open,
             ev.SetTenant: self._set_tenant,
+            ev.Configure: self._configure,
             ev.SetPolicy: lambda event, now: self.switch.to(event.name, now),
             ev.SetAdmission: self._set_admission,
             ev.SetSharing: self._set_sharing,
@@ -151,9 +155,13 @@ class Placement:
             ev.ExtentsEnd: lambda event, now: self.resizing.ended(event.tier),
             ev.Scrub: verification.scrub,
             ev.Restore: lambda event, now: restore(self.ledger, event, self._writes.write_through),
+            ev.RestoreReuse: lambda event, now: self.residency.reuse.load(event.state, event.elapsed_s, now),
+            ev.Watch: lambda event, now: self._watch(event.key, 1),
+            ev.Unwatch: lambda event, now: self._watch(event.key, -1),
             ev.Flush: self._flush,
             ev.Tick: self._tick,
         }
+        self.view = View(self)
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never going back) and returns the actions, in order."""
@@ -164,14 +172,14 @@ class Placement:
         self._handlers[type(event)](event, now)
         if frees:
             self._go_on(now, whose)
-        self.transfers.start()
+        self.copies.start()
         actions, self.residency.out = self.residency.out, []
         return actions
 
     def _whose_room(self, event: ev.Event) -> int | None:
         """The only tenant for whom an event, about to be handled, may make room; None: it may be anybody."""
         if isinstance(event, ev.CopyDone):
-            copied = self.transfers.under_way.get(event.transfer)
+            copied = self.copies.under_way.get(event.transfer)
             return copied.pool.tenant if copied is not None else None
         if isinstance(event, ev.Release):
             lease = self.ledger.leases.get(event.lease)
@@ -194,43 +202,10 @@ class Placement:
         r, deadlines = self.residency, self.ledger.deadlines
         wake = min(
             deadlines[0][0] if deadlines else math.inf,
-            self.transfers.wakes_at(r.now),
+            self.copies.wakes_at(r.now),
             *(job.wakes_at() for job in self._jobs),
         )
         return None if wake == math.inf else wake
-
-    def reconfigure(
-        self,
-        write_policy: str,
-        prefetch_blocks: int,
-        leases_per_client: int,
-        namespaces: int,
-        namespaces_per_tenant: int,
-    ) -> None:
-        """From now on."""
-        self._reads.prefetch_blocks = prefetch_blocks
-        self._writes.write_through = write_policy == "write_through"
-        self.limits.leases_per_client = leases_per_client
-        self.limits.namespaces, self.limits.namespaces_per_tenant = namespaces, namespaces_per_tenant
-
-    def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
-        """Whether all of these are in a tier of memory, if that is told in the short way; see Residency."""
-        return self.residency.resident_run(namespace, keys, tier) is not None
-
-    def stored(self, namespace: int, keys: Keys) -> int:
-        """How many leading keys can be read on this node; it is no use of them."""
-        return len(self.residency.prefix(namespace, keys)) if namespace in self.residency.spaces else 0
-
-    def parents(self, namespace: int, keys: Keys) -> list[bytes]:
-        """The key before each key in its chain; empty of roots, and of what is not known."""
-        blocks = self.residency.blocks
-        rows = self.residency.index.find(namespace, keys)
-        return blocks.keys_of(np.where(rows >= 0, blocks.parent[rows], -1))
-
-    @property
-    def counters(self) -> Counter[str]:
-        """What has happened since the start, by name."""
-        return self.residency.counters
 
     def check(self) -> None:
         """Asserts every invariant; costs time proportional to the state. For tests and debugging."""
@@ -241,7 +216,25 @@ class Placement:
                 "over the limit, and nothing is done about it"
             )
 
-    # -- namespaces, tenants
+    # -- settings, namespaces, tenants
+
+    def _configure(self, event: ev.Configure, now: float) -> None:
+        limits = self.limits
+        if event.write_policy is not None:
+            self._writes.write_through = event.write_policy == "write_through"
+        if event.prefetch_blocks is not None:
+            self._reads.prefetch_blocks = event.prefetch_blocks
+        if event.report_moves is not None:
+            self.residency.telling = event.report_moves
+        for name in ("leases_per_client", "namespaces", "namespaces_per_tenant"):
+            if getattr(event, name) is not None:
+                setattr(limits, name, getattr(event, name))
+
+    def _watch(self, key: bytes, count: int) -> None:
+        awaited, word = self.residency.awaited, int.from_bytes(key[:8], "little")
+        awaited[word] += count
+        if not awaited[word]:
+            del awaited[word]
 
     def _set_tenant(self, event: ev.SetTenant, now: float) -> None:
         r = self.residency
@@ -249,7 +242,7 @@ class Placement:
             floor = 0 if r.tiers[tier].leaving else quota.floor
             r.tiers[tier].extents.holdings.set(event.tenant, replace(quota, floor=floor))
             r.tiers[tier].device.queue.set(event.tenant, event.weight, event.rate, event.burst)
-            self.transfers.eviction.shrink(tier, event.tenant)
+            self.eviction.shrink(tier, event.tenant)
         self._pins.pin_bytes[event.tenant] = event.pin_bytes
 
     def _set_admission(self, event: ev.SetAdmission, now: float) -> None:
@@ -274,7 +267,7 @@ class Placement:
 
     def _call_off(self, now: float) -> None:
         """What waits for a device that is fenced ends, some of it; others are told that there is nothing."""
-        for end in self.transfers.call_off(now):
+        for end in self.copies.call_off(now):
             self._handlers[type(end)](end, now)
 
     def _publish(self, event: ev.Publish, now: float) -> None:
@@ -291,7 +284,7 @@ class Placement:
     # -- results, clients, time
 
     def _copy_done(self, event: ev.CopyDone, now: float) -> None:
-        ended = self.transfers.finish(event)
+        ended = self.copies.finish(event)
         self._reads.arrived(ended)
         if ended[0].target in self.residency.memory:
             # What moved within tier 0 was passed over when it was its turn to be written down.
@@ -325,13 +318,13 @@ class Placement:
 
     def _try_again(self, event: ev.Acquire | ev.Reserve, now: float) -> None:
         self.ledger.retried = event.request
-        self.transfers.eviction.trying_again = now < event.deadline
+        self.eviction.trying_again = now < event.deadline
         if isinstance(event, ev.Acquire):
             self._reads.acquire(event, now)
         else:
             self._writes.reserve(event, now)
         self.ledger.retried = 0
-        self.transfers.eviction.trying_again = False
+        self.eviction.trying_again = False
 
     def _client_lost(self, event: ev.ClientLost, now: float) -> None:
         for request in [k for k, w in self.ledger.waiting.items() if w.event.client == event.client]:
@@ -352,7 +345,7 @@ class Placement:
                 self._reads.answer_waiter(self.ledger.waiting.pop(request))
             elif request in self.ledger.stalled:
                 self._try_again(self.ledger.stalled.pop(request), now)
-        self.transfers.at(now)
+        self.copies.at(now)
         self._call_off(now)
         for job in self._jobs:
             job.at(now)
@@ -363,11 +356,11 @@ class Placement:
         extents = self.residency.tiers[event.tier].extents
         extents.add(event.extent, event.replaces)
         if event.tenant == ev.UNKNOWN:
-            self.transfers.eviction.renew(event.tier, event.extent)
+            self.eviction.renew(event.tier, event.extent)
         cut = None
         if event.slot_bytes:
             cut = extents.assign(SlotPool(event.tenant, event.domain, event.slot_bytes), event.extent)
-            self.transfers.eviction.shrink(event.tier, event.tenant)
+            self.eviction.shrink(event.tier, event.tenant)
         if event.versions is not None and cut is not None:
             slots = extents.slots_of(event.extent)
             extents.version[slots] = event.versions[: len(slots)]
@@ -380,6 +373,6 @@ class Placement:
             rows = rows[r.alone_in_memory(rows)]
             self.transfers.backlog.clear()
             # There may not be time, or room, for all: and a block is of no use without its parents.
-            latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")
+            latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
             self.transfers.queue_writes(rows[latest_first])
             self.transfers.pump()

@@ -1,9 +1,9 @@
-"""The most that any policy can serve: Belady's rule with bypass, exact for prefix hits.
+"""Belady's bound with bypass: the most hits that any eviction policy can reach. Exact for prefix hits.
 
-Of all that was used so far, those blocks are kept whose next use comes soonest. A block's next use never
-comes after its children's, so what is kept of a prompt is always its start, and only numbers count: how many
-blocks are kept for which later request. A request costs a few steps for each run of blocks with the same next
-use.
+The optimal cache keeps the blocks with the earliest next use. A block is used again no later than its
+children, so the cached part of a prompt is always a prefix. The bound therefore counts blocks for each later
+request and needs no block numbers. The cost of a request is proportional to its runs of blocks with the same
+next use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Bound:
         self._requests = workload.requests
 
     def hits(self, capacity: int) -> int:
-        """Blocks that a cache of so many blocks serves at best."""
+        """Returns the most blocks that a cache of `capacity` blocks can serve."""
         kept = [0] * self._requests
         farthest: list[int] = []
         total = hits = 0
@@ -50,7 +50,7 @@ class Bound:
 
 
 def _runs(workload: Workload) -> list[list[tuple[int, int]]]:
-    """For each request, (a later request, how many of its blocks are used there next)."""
+    """Returns, for each request, pairs of (later request, blocks that are next used there)."""
     later = next_uses(workload)
     starts = workload.starts.tolist()
     out = []
@@ -61,7 +61,7 @@ def _runs(workload: Workload) -> list[list[tuple[int, int]]]:
 
 
 def next_uses(workload: Workload) -> npt.NDArray[np.int32]:
-    """For each access, the number of the next request for the same block, or the largest number if none."""
+    """Returns, for each access, the next request for the same block; the largest int32 if there is none."""
     later = np.empty(workload.accesses, np.int32)
     seen = np.full(workload.unique_blocks, _NEVER, np.int32)
     starts = workload.starts.tolist()

@@ -1,4 +1,4 @@
-"""Capacities as people write them: `5%` of what a trace touches, `64GiB`, and `5%+1TiB` for two tiers."""
+"""Parses capacities: `5%` of a trace's unique blocks, `64GiB`, or `5%+1TiB` for DRAM and NVMe."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _HINT = "a share of the trace's unique blocks such as 5%, or a size such as 64Gi
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room of one tier: `slots` payloads exactly, or what a daemon makes of a limit of `limit_bytes`."""
+    """The size of one tier: exactly `slots` blocks, or as many as a daemon fits into `limit_bytes`."""
 
     tier: Tier
     slots: int = 0
     limit_bytes: int = 0
 
     def spec(self, block_bytes: int) -> TierSpec:
-        """The tier as the core knows it."""
+        """Returns the tier's specification for the core."""
         if self.limit_bytes:
             size = extent_bytes(self.limit_bytes)
             return TierSpec(self.tier, self.limit_bytes, size, table=self.tier == Tier.DRAM)
@@ -31,13 +31,13 @@ class Capacity:
         return TierSpec(self.tier, size, size, table=False)
 
     def blocks(self, block_bytes: int) -> int:
-        """How many blocks of so many bytes fit."""
+        """Returns how many blocks of `block_bytes` fit."""
         spec = self.spec(block_bytes)
         geometry = Geometry(spec.extent_bytes, slot_bytes(block_bytes), spec.table)
         return spec.limit_bytes // spec.extent_bytes * geometry.slots
 
     def nbytes(self, block_bytes: int) -> int:
-        """Its limit, or what its slots take."""
+        """Returns the limit in bytes, or the size of the slots."""
         return self.spec(block_bytes).limit_bytes
 
 
@@ -46,7 +46,7 @@ Capacities = tuple[Capacity, ...]
 
 
 def parse_capacities(text: str, unique_blocks: int, block_bytes: int) -> Capacities:
-    """The tiers meant by `5%`, `64GiB` or `5%+1TiB`. Raises MisuseError for all else, and too small ones."""
+    """Parses `5%`, `64GiB` or `5%+1TiB`. Raises MisuseError for other texts and for too small sizes."""
     parts = text.split("+")
     if len(parts) > len(TIERS):
         raise MisuseError(f"{text!r:.80} names {len(parts)} tiers", "there are two: DRAM+NVMe")
@@ -57,7 +57,7 @@ def parse_capacities(text: str, unique_blocks: int, block_bytes: int) -> Capacit
 
 
 def parse_tier(text: str, tier: Tier, unique_blocks: int, block_bytes: int) -> Capacity:
-    """One tier meant by `5%` or `64GiB`."""
+    """Parses the capacity of one tier: `5%` or `64GiB`. Raises MisuseError."""
     if m := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%", text):
         percent = float(m[1])
         if not 0 < percent <= 100:

@@ -1,8 +1,8 @@
-"""Conversations as a closed loop: so many users, each of whom plays one conversation after another.
+"""Schedules the conversations of a trace as a closed loop of users.
 
-Between two requests of a conversation passes what the trace says, up to a cap; between two conversations the
-user is idle for up to that long. Whoever is free first takes the next conversation. Nobody waits for answers
-longer than the trace did: times do not depend on what is replayed.
+Each user plays one conversation after another. The gap between two requests of a conversation is the trace's,
+up to a cap. The gap between two conversations is random, up to the same cap. The next conversation goes to
+the user that is idle first. Request times do not depend on how fast a replay is served.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.lab.workload import Blocks, Numbering, Workload, assemble
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Who plays. `shared` is the part of tools and system prompt that all conversations have in common."""
+    """The users. `shared`: the fraction of tools and system prompt that all conversations have in common."""
 
     users: int = 64
     gap_cap_s: float = 300.0
@@ -35,39 +35,39 @@ class ClosedLoop:
             raise MisuseError(f"shared is {self.shared}", "a share from 0 to 1")
 
 
-def of_conversations(trace: Trace, block_tokens: int, crowd: ClosedLoop) -> Workload:
-    """What the crowd asks for while it plays each conversation of the trace once."""
+def of_conversations(trace: Trace, block_tokens: int, loop: ClosedLoop) -> Workload:
+    """Returns the workload of playing each conversation of the trace once."""
     numbering = Numbering(block_tokens, trace.block_tokens)
     prompts: list[Blocks] = []
     tokens: list[int] = []
     offsets_s: list[list[float]] = []
     for session in trace.sessions():
-        prompts += numbering.prompts(session, crowd.shared)
+        prompts += numbering.prompts(session, loop.shared)
         tokens += [call.tokens_in for call in session.calls]
-        offsets_s.append(_capped([call.t for call in session.calls], crowd.gap_cap_s))
-    starts_s = _starts([each[-1] if each else 0.0 for each in offsets_s], crowd)
+        offsets_s.append(_capped([call.t for call in session.calls], loop.gap_cap_s))
+    starts_s = _starts([each[-1] if each else 0.0 for each in offsets_s], loop)
     times_s = [start + at for start, each in zip(starts_s, offsets_s, strict=True) for at in each]
     return assemble(numbering, prompts, times_s, tokens)
 
 
 def _capped(times_s: Sequence[float], cap_s: float) -> list[float]:
-    """Times from the first one on, with no gap longer than the cap."""
+    """Returns times relative to the first, with gaps cut to `cap_s`."""
     out: list[float] = []
     for i, at in enumerate(times_s):
         out.append(out[-1] + min(cap_s, at - times_s[i - 1]) if i else 0.0)
     return out
 
 
-def _starts(lengths_s: Sequence[float], crowd: ClosedLoop) -> list[float]:
-    """When each conversation begins, in seconds from the start of all."""
-    dice = random.Random(crowd.seed)
+def _starts(lengths_s: Sequence[float], loop: ClosedLoop) -> list[float]:
+    """Returns the start of each conversation, in seconds."""
+    rng = random.Random(loop.seed)
     order = list(range(len(lengths_s)))
-    dice.shuffle(order)
-    free_at = [(dice.uniform(0, crowd.gap_cap_s), user) for user in range(crowd.users)]
+    rng.shuffle(order)
+    free_at = [(rng.uniform(0, loop.gap_cap_s), user) for user in range(loop.users)]
     heapq.heapify(free_at)
     starts_s = [0.0] * len(lengths_s)
     for number in order:
         at, user = heapq.heappop(free_at)
         starts_s[number] = at
-        heapq.heappush(free_at, (at + lengths_s[number] + dice.uniform(0, crowd.gap_cap_s), user))
+        heapq.heappush(free_at, (at + lengths_s[number] + rng.uniform(0, loop.gap_cap_s), user))
     return starts_s

@@ -1,4 +1,4 @@
-"""Two reports side by side."""
+"""Compares two reports: the hit ratios of equal policies and capacities, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.lab.report import Point, Report
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One policy with one capacity in both reports; None where a report lacks it."""
+    """One policy at one capacity in both reports. None: the report lacks the pair."""
 
     policy: str
     capacity: str
@@ -19,25 +19,25 @@ class Pair:
 
     @property
     def points(self) -> float | None:
-        """Hit ratio of b above that of a, in percentage points."""
+        """The hit ratio of b minus that of a, in percentage points."""
         return 100 * (self.b.hit_ratio - self.a.hit_ratio) if self.a and self.b else None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`differing` has, by its name, each thing about trace and settings that is not the same: (a's, b's)."""
+    """The pairs, and in `differing` each trace property or setting with different values: (a's, b's)."""
 
     differing: dict[str, tuple[Any, Any]]
     pairs: list[Pair]
 
     def to_map(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         pairs = [{**asdict(pair), "points": pair.points} for pair in self.pairs]
         return {"differing": {name: list(both) for name, both in self.differing.items()}, "pairs": pairs}
 
 
 def compare(a: Report, b: Report) -> Comparison:
-    """Pairs of equal policy and capacity first, in a's order, then what only one of them has."""
+    """Compares two reports. Pairs that both have come first, in the order of a."""
     told = [{**_flat("trace", asdict(r.trace)), **_flat("settings", asdict(r.settings))} for r in (a, b)]
     names = dict.fromkeys([*told[0], *told[1]])
     both = {name: (told[0].get(name), told[1].get(name)) for name in names}
@@ -49,7 +49,7 @@ def compare(a: Report, b: Report) -> Comparison:
 
 
 def _flat(prefix: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Nested names joined by dots."""
+    """Flattens nested maps; names are joined by dots."""
     out: dict[str, Any] = {}
     for name, value in fields.items():
         out |= _flat(f"{prefix}.{name}", value) if isinstance(value, dict) else {f"{prefix}.{name}": value}

@@ -1,6 +1,6 @@
-"""The demo: a few chats with one system prompt, a daemon with little DRAM and a disk tier, a SIGKILL midway.
+"""The demo: chats with a common system prompt, a daemon with little DRAM and an NVMe tier, a SIGKILL midway.
 
-It shows where each turn's blocks came from, and fails if a byte is wrong or a stored block was forgotten.
+It shows which tier served the blocks of each turn. It fails if a byte is wrong or a stored block is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STYLES = {"dram": ("█", "green"), "nvme": ("▓", "yellow"), "computed": ("�
 
 
 class Chats:
-    """Several chats that start with one system prompt and grow by a turn each. The same on every run."""
+    """Chats that start with one system prompt and grow turn by turn. Every run is the same."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(7)
@@ -39,7 +39,7 @@ class Chats:
         self._prompts = [system for _ in range(CHATS)]
 
     def turn(self) -> list[list[bytes]]:
-        """The keys of every chat's prompt after one more turn, in the order in which users happen to ask."""
+        """Adds one turn to every chat. Returns the keys of each prompt, in the order of the requests."""
         self._prompts = [np.concatenate([prompt, self._tokens(TURN_TOKENS)]) for prompt in self._prompts]
         order = self._rng.permutation(CHATS)
         return [chain_keys(self._prompts[i], LAYOUT.block_tokens) for i in order]
@@ -49,7 +49,7 @@ class Chats:
 
 
 def run(console: Console) -> bool:
-    """Runs the demo and prints it. Returns whether everything was as promised."""
+    """Runs the demo and prints its result. Returns whether no block was wrong, missing or denied."""
     settings = {"dram": {"limit": DRAM_BYTES}, "nvme": {"limit": NVME_BYTES}}
     dram, nvme, block = map(format_size, (DRAM_BYTES, NVME_BYTES, LAYOUT.block_bytes))
     console.print(
@@ -67,7 +67,7 @@ def run(console: Console) -> bool:
 
 
 def _play(daemon: LocalDaemon, client: Client, console: Console) -> tuple[list[Tally], int]:
-    """One tally a turn, and how many blocks were missed although they had been stored before."""
+    """Returns one tally per turn, and the number of stored blocks that were misses."""
     engine, chats = Engine(client, LAYOUT), Chats()
     turns: list[Tally] = []
     stored: set[bytes] = set()
@@ -91,7 +91,7 @@ def _play(daemon: LocalDaemon, client: Client, console: Console) -> tuple[list[T
 
 
 def _wait_until_connected(client: Client) -> None:
-    """The client comes back by itself, but backs off while the daemon is away; a miss here would be ours."""
+    """Waits for the client to reconnect. A miss while the client backs off would not be the daemon's."""
     give_up_s = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -111,7 +111,7 @@ def _table(turns: list[Tally]) -> Table:
     table.add_column(_legend(), no_wrap=True)
     for turn, tally in enumerate(turns, 1):
         if turn == KILLED_BEFORE_TURN:
-            table.add_row(*[""] * 7, "SIGKILL, and it is back")
+            table.add_row(*[""] * 7, "SIGKILL, then restart")
         table.add_row(
             str(turn),
             str(tally.asked),
@@ -130,7 +130,7 @@ def _legend() -> Text:
 
 
 def _picture(tally: Tally) -> Text:
-    """A bar of fixed width, cut in proportion to where the blocks came from."""
+    """Returns a bar of fixed width with one part for each source of blocks."""
     parts = (tally.hits[Tier.DRAM], tally.hits[Tier.NVME], tally.asked - tally.served)
     text, done, drawn = Text(), 0, 0
     for blocks, (cell, style) in zip(parts, _STYLES.values(), strict=True):

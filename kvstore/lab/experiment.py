@@ -1,4 +1,4 @@
-"""A study: one trace, read once, and whatever is asked about it."""
+"""An experiment: one trace, read once, and replays of it with any policy and capacity."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _CHECKED_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to study a trace. `block_tokens` None: 256 of conversations, else the trace's own.
+    """How to replay a trace. `block_tokens` None: 256 for conversations, otherwise the trace's own.
 
-    `crowd` None: the default one, and only for conversations. `placement` are options of `virtual.Node`.
-    `repeat`: how often the trace is played, one time after another, each with blocks of its own.
+    `loop` None: the default closed loop, for conversations only. `placement`: options of `SimulatedNode`.
+    `repeat`: how many times the trace is replayed in a row; each time has blocks of its own.
     """
 
     block_bytes: int = 2 << 20
     block_tokens: int | None = None
-    crowd: ClosedLoop | None = None
+    loop: ClosedLoop | None = None
     skip_bad: bool = False
     placement: dict[str, str] = field(default_factory=dict)
     processes: int = 1
@@ -43,9 +43,9 @@ class Options:
 
 
 class Experiment:
-    """Reads the trace.
+    """Reads a trace and replays it.
 
-    Raises KVStoreError for one that cannot be read, MisuseError for options that do not fit it.
+    Raises KVStoreError if the trace cannot be read, MisuseError if the options do not fit the trace.
     """
 
     def __init__(self, path: Path, options: Options) -> None:
@@ -61,13 +61,11 @@ class Experiment:
         self.processes = options.processes
         self._placement = dict(options.placement)
         trace = Trace(path, options.skip_bad)
-        self._crowd: ClosedLoop | None = None
+        self._loop: ClosedLoop | None = None
         if trace.kind == "conversations":
-            self._crowd = options.crowd or ClosedLoop()
-            self.workload = of_conversations(
-                trace, _or(options.block_tokens, AGENT_BLOCK_TOKENS), self._crowd
-            )
-        elif options.crowd is not None:
+            self._loop = options.loop or ClosedLoop()
+            self.workload = of_conversations(trace, _or(options.block_tokens, AGENT_BLOCK_TOKENS), self._loop)
+        elif options.loop is not None:
             raise MisuseError(
                 f"{path} holds single requests, which have a clock of their own",
                 "--users, --gap-cap, --shared and --seed are for conversations",
@@ -81,7 +79,7 @@ class Experiment:
     def report(
         self, policies: Sequence[str], capacities: Sequence[str], progress: Progress | None = None
     ) -> Report:
-        """Replays every policy with every capacity. Raises MisuseError for unknown ones of either."""
+        """Replays every policy with every capacity. Raises MisuseError for an unknown policy or capacity."""
         parsed = [(text, self.parse(text)) for text in capacities]
         return self.summary(self.replay(policies, parsed, progress), parsed)
 
@@ -91,21 +89,21 @@ class Experiment:
         capacities: Sequence[tuple[str, Capacities]],
         progress: Progress | None = None,
     ) -> list[Point]:
-        """A point for every policy with every capacity, in this order."""
+        """Returns a point for every policy with every capacity, policies first."""
         tasks = [self._task(policy, text, tiers) for policy in policies for text, tiers in capacities]
         return run(self.workload, tasks, self.processes, progress)
 
     def summary(self, points: list[Point], parsed: Sequence[tuple[str, Capacities]]) -> Report:
-        """A report of points, with the bound at each capacity."""
+        """Returns a report of these points, with Belady's bound at each capacity."""
         bounds = [self.bound_at(text, tiers) for text, tiers in parsed]
         return Report(self.trace_info(), self.settings(), points, bounds)
 
     def parse(self, capacity: str) -> Capacities:
-        """What a capacity means for this trace."""
+        """Parses a capacity; percentages are of this trace's unique blocks."""
         return parse_capacities(capacity, self.workload.unique_blocks, self.block_bytes)
 
     def parse_nvme(self, size: str) -> Capacities:
-        """The same for NVMe alone."""
+        """Parses the capacity of an NVMe tier."""
         return (parse_tier(size, Tier.NVME, self.workload.unique_blocks, self.block_bytes),)
 
     def _task(self, policy: str, capacity: str, tiers: Capacities) -> Task:
@@ -113,21 +111,21 @@ class Experiment:
         return Task(policy, capacity, tiers, self.block_bytes, self._placement)
 
     def bound_at(self, capacity: str, tiers: Capacities) -> BoundPoint:
-        """Belady's bound for all tiers together."""
+        """Returns Belady's bound for the sum of all tiers."""
         blocks = sum(tier.blocks(self.block_bytes) for tier in tiers)
         return BoundPoint(capacity, blocks, self.ratio(self.bound.hits(blocks)))
 
     def ratio(self, blocks: int) -> float:
-        """The token hit ratio of so many blocks served."""
+        """Returns the token hit ratio of `blocks` served blocks."""
         return blocks * self.workload.block_tokens / max(1, int(self.workload.input_tokens.sum()))
 
     @property
     def best_ratio(self) -> float:
-        """What a cache with room for everything serves."""
+        """The hit ratio of a cache that holds every block."""
         return self.ratio(self.bound.hits(self.workload.unique_blocks))
 
     def trace_info(self) -> TraceInfo:
-        """What is studied."""
+        """Returns the properties of the trace."""
         w = self.workload
         return TraceInfo(
             name=self._trace.path.name,
@@ -143,10 +141,10 @@ class Experiment:
         )
 
     def settings(self) -> ReplaySettings:
-        """How."""
-        crowd = asdict(self._crowd) if self._crowd else {}
+        """Returns the settings of the replays."""
+        loop = asdict(self._loop) if self._loop else {}
         block_tokens = self.workload.block_tokens
-        return ReplaySettings(block_tokens, self.block_bytes, self._placement, **crowd)
+        return ReplaySettings(block_tokens, self.block_bytes, self._placement, **loop)
 
 
 def _or(given: int | None, default: int) -> int:

@@ -1,5 +1,6 @@
-"""A daemon of one's own: a child process with its socket, and unless told otherwise its data, in a temporary
-folder that goes away with it. For replays, the demo, tests and benches.
+"""Runs a daemon as a child process. Its socket and, by default, its data are in a temporary folder.
+
+For replays, the demo, tests and benches.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ _LOG_TAIL_CHARS = 2000
 
 
 class LocalDaemon:
-    """Runs `kvstore serve` for as long as the `with` block lasts.
+    """Runs `kvstore serve` during the `with` block.
 
-    `settings` override the default configuration; the socket is always our own. An `nvme` section without a
-    `path` gets a folder in the temporary one; without the section there is no NVMe tier. Entering raises
-    ConfigError for settings that cannot be, UnavailableError with the end of the daemon's log if it does not
-    answer within `start_timeout_s`. With `supervised`, `kvstore supervise` runs it, so that DRAM outlives it.
+    `settings` override the default configuration, except the socket. An `nvme` section without a `path` gets
+    a folder in the temporary folder; without the section there is no NVMe tier. `supervised`: the daemon runs
+    under `kvstore supervise`, which keeps DRAM through restarts. Entering raises ConfigError for invalid
+    settings, and UnavailableError with the end of the daemon's log if the daemon does not answer within
+    `start_timeout_s` seconds.
     """
 
     popen: ClassVar[Callable[..., Any]] = subprocess.Popen
-    """Starts the process."""
+    """The function that starts the process."""
 
     def __init__(
         self, settings: Settings | None = None, start_timeout_s: float = 60.0, supervised: bool = False
@@ -59,12 +61,12 @@ class LocalDaemon:
 
     @property
     def url(self) -> str:
-        """What a Client connects to."""
+        """The URL for clients."""
         return f"unix://{self.socket}"
 
     @property
     def operators_url(self) -> str:
-        """What a Client connects to that is to be an operator."""
+        """The URL for operators."""
         own = self._settings.get("daemon", {}).get("operator_socket")
         return f"unix://{own}" if own else self.url
 
@@ -75,7 +77,7 @@ class LocalDaemon:
 
     @property
     def pid(self) -> int:
-        """The running daemon's process id; 0 if it does not run. It is not the supervisor's."""
+        """The process id of the running daemon, not of its supervisor; 0 if none runs."""
         return self._pid
 
     def __enter__(self) -> LocalDaemon:
@@ -100,14 +102,14 @@ class LocalDaemon:
             self._remove()
 
     def start(self) -> None:
-        """Starts the daemon and waits until it answers. Call it only when none runs.
+        """Starts the daemon and waits until it answers. No daemon may be running.
 
-        A supervisor that is there starts it by itself: then this only waits.
+        A running supervisor starts the daemon; then this method only waits.
         """
         assert not self._pid, "the daemon already runs"
         if self._process is None:
             with (self.folder / "daemon.log").open("ab") as log:
-                # In a session of its own, so that Ctrl-C reaches only us and we stop it in order.
+                # A session of its own keeps Ctrl-C from the daemon, so that `stop` ends it in order.
                 self._process = type(self).popen(
                     self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
@@ -122,7 +124,10 @@ class LocalDaemon:
         return [sys.executable, "-P", "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Asks the daemon to end (SIGTERM) and waits. Raises KVStoreError if it fails or takes too long."""
+        """Sends SIGTERM and waits.
+
+        Raises KVStoreError if the daemon fails or takes longer than `timeout_s`.
+        """
         if self._process is None:
             return
         self._process.terminate()
@@ -136,7 +141,7 @@ class LocalDaemon:
             raise KVStoreError(f"the daemon stopped with exit code {code}", self.log_tail())
 
     def kill(self) -> None:
-        """Ends the daemon at once (SIGKILL), as a crash would. `start` brings up the next one."""
+        """Sends SIGKILL, as a crash would. `start` starts the next daemon."""
         if self._supervised and self._pid:
             os.kill(self._pid, signal.SIGKILL)
             self._last_pid, self._pid = self._pid, 0
@@ -144,7 +149,7 @@ class LocalDaemon:
             self._end()
 
     def _end(self) -> None:
-        """Nothing of ours runs any longer."""
+        """Kills all processes of this object."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -152,7 +157,7 @@ class LocalDaemon:
         self._process, self._pid = None, 0
 
     def restart(self) -> None:
-        """A clean stop, then a start on the same data; a supervisor does both and keeps DRAM."""
+        """Stops and starts the daemon on the same data. A supervisor does both and keeps DRAM."""
         if self._supervised and self._process is not None:
             self._last_pid, self._pid = self._pid, 0
             self._process.send_signal(signal.SIGUSR1)
@@ -161,7 +166,7 @@ class LocalDaemon:
         self.start()
 
     def log_tail(self) -> str:
-        """The end of what the daemon wrote to stdout and stderr, as a hint; empty if it wrote nothing."""
+        """Returns the end of the daemon's log as a hint; empty if the log is empty."""
         try:
             text = (self.folder / "daemon.log").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -169,7 +174,7 @@ class LocalDaemon:
         return f"its log ends: {text[-_LOG_TAIL_CHARS:]}" if text else ""
 
     def _wait_for_answer(self, process: subprocess.Popen[bytes]) -> int:
-        """The process id of a daemon that answers, and is not the one that was told to end."""
+        """Waits for an answer from a daemon other than the last. Returns its process id."""
         give_up_s = time.monotonic() + self._start_timeout_s
         last: UnavailableError | None = None
         while time.monotonic() < give_up_s:
@@ -211,12 +216,12 @@ class LocalDaemon:
 
 
 def _key(name: str) -> str:
-    """A key as TOML writes it: in quotes unless it is plain."""
+    """Formats a TOML key; quoted unless it is a bare key."""
     return name if name.isidentifier() and name.isascii() else json.dumps(name)
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it; JSON's strings, numbers and booleans are TOML's too."""
+    """Formats a TOML value. Strings, numbers and booleans are the same in JSON and TOML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):

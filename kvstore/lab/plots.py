@@ -1,4 +1,4 @@
-"""A report as a picture, PNG or SVG, by matplotlib: an optional dependency, `pip install kvstore[lab]`."""
+"""Plots a report as PNG or SVG. Needs matplotlib, an optional dependency: `pip install kvstore[lab]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.lab.report import Point, Report
 
 SUFFIXES = (".png", ".svg")
 _INK, _GRID, _BOUND = "#333333", "#e3e3e3", "#8a8a8a"
-# Okabe and Ito's colours, which everybody tells apart; marks differ too, for prints in grey.
+# Okabe and Ito's palette is safe for colour blindness; markers differ too, for prints in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#000000")
 _MARKS = "osD^vPX*"
 _TIER_COLOURS = {"dram": "#0072B2", "nvme": "#E69F00"}
@@ -39,16 +39,16 @@ _STYLE = {
 
 
 def check(path: Path) -> None:
-    """Raises what `draw` would, before there is anything to draw."""
+    """Raises the errors of `draw`, before the replays run."""
     if path.suffix.lower() not in SUFFIXES:
         raise MisuseError(f"cannot plot into {path}", f"a name that ends in {' or '.join(SUFFIXES)}")
     _pyplot()
 
 
 def draw(report: Report, path: Path) -> None:
-    """Hit ratio by capacity with Belady's bound; with two tiers also where hits lay, and what is written.
+    """Plots hit ratio by capacity with Belady's bound; with two tiers also hits by tier and bytes written.
 
-    Raises KVStoreError without matplotlib, or where the file cannot be written.
+    Raises KVStoreError if matplotlib is absent or the file cannot be written.
     """
     check(path)
     plt = _pyplot()
@@ -95,7 +95,7 @@ def _pyplot() -> Any:
 
 
 def _places(report: Report) -> dict[str, float]:
-    """Where each capacity stands on the x axis: the smallest first."""
+    """Returns the x position of each capacity, smallest first."""
     order = sorted(report.bounds, key=lambda b: b.blocks)
     return {bound.capacity: float(i) for i, bound in enumerate(order)}
 
@@ -143,7 +143,7 @@ def _hits(axes: Any, report: Report) -> None:
 
 
 def _shares(axes: Any, report: Report) -> None:
-    """A stack of tiers for each policy, side by side at each capacity."""
+    """Draws a stacked bar of tiers for each policy at each capacity."""
     places, policies = _places(report), _policies(report)
     width = 0.8 / len(policies)
     for p in report.points:
@@ -159,15 +159,15 @@ def _shares(axes: Any, report: Report) -> None:
     _capacity_axis(axes, report)
     for tier, colour in _TIER_COLOURS.items():
         axes.bar(0, 0, color=colour, label={"dram": "from DRAM", "nvme": "from NVMe"}[tier])
-    axes.set_title("Where they lay, % of all tokens")
+    axes.set_title("Hits by tier, % of all tokens")
     axes.legend(loc="upper left", ncols=2)
 
 
 def _written(axes: Any, report: Report) -> None:
     _lines(axes, report, lambda p: (p.written_per_served or {}).get("nvme"))
-    axes.set_title("Bytes written to NVMe a byte served")
+    axes.set_title("Bytes written to NVMe per byte served")
 
 
 def _wear(axes: Any, report: Report) -> None:
     _lines(axes, report, lambda p: p.drive_writes_per_day)
-    axes.set_title("Drive writes a day")
+    axes.set_title("Drive writes per day")

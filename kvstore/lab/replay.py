@@ -1,9 +1,9 @@
-"""Drives a daemon with a recorded trace, through the real client, with real bytes.
+"""Replays a trace against a running daemon, with the real client and real bytes.
 
-A block's payload is computed from its key, so every byte that comes back is checked. Each prompt does what an
-engine does: look up, get the prefix that is there, put the rest.
+The payload of a block is computed from its key, so every byte read is checked. Each prompt does what an
+engine does: look up, read the stored prefix, put the rest.
 
-Not covered: the time an engine would compute between two requests, beyond what the trace's clock says.
+Not covered: compute time of an engine between two requests, beyond the gaps in the trace.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvstore.lab.traces import Trace, TraceSession
 from kvstore.types import Tier
 
 BUFFER_BYTES = 32 << 20
-"""Each worker has two buffers of this size (at least one block): longer prompts move in pieces."""
+"""Size of a worker's read and write buffer, at least one block. Longer prompts move in pieces."""
 PIECE_KEYS = 4096
 
 Rows = npt.NDArray[np.uint8]
 
 
 class Payload:
-    """The bytes that belong to a key: one fixed random pattern, plus a word from the key, modulo 2**64."""
+    """The payload of a key: a fixed random pattern plus the first word of the key, modulo 2**64."""
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes < 8 or block_bytes % 8:
@@ -49,8 +49,10 @@ class Payload:
             np.add(self._pattern, _word(key), out=row)
 
     def count_wrong(self, keys: Sequence[bytes], rows: Rows) -> int:
-        """How many rows[i] are not the payload of keys[i]. Clears all rows, so that no later check can
-        take old bytes for new ones."""
+        """Returns how many rows[i] differ from the payload of keys[i]. Clears all rows.
+
+        A later check can therefore not mistake old bytes for new ones.
+        """
         wrong = 0
         for key, row in zip(keys, rows.view(np.uint64), strict=True):
             np.add(self._pattern, _word(key), out=self._expected)
@@ -67,7 +69,7 @@ def _word(key: bytes) -> np.uint64:
 
 @dataclass(slots=True)
 class Tally:
-    """What prompts asked for and got. Counts are blocks unless the name says otherwise."""
+    """Requested and served blocks of prompts. Counts are blocks unless the name says otherwise."""
 
     requests: int = 0
     input_tokens: int = 0
@@ -84,11 +86,11 @@ class Tally:
 
     @property
     def served(self) -> int:
-        """Blocks that came out of the store, from any tier."""
+        """Blocks served by the store, from any tier."""
         return self.hits.total()
 
     def add(self, other: Tally) -> None:
-        """Adds the other's numbers to these."""
+        """Adds the numbers of `other`."""
         for name in self.__slots__:
             total = getattr(self, name)
             total += getattr(other, name)
@@ -96,18 +98,18 @@ class Tally:
 
 
 class Engine:
-    """Plays one worker of an inference engine. Not thread-safe; several may share one client."""
+    """Simulates one worker of an engine. Not thread-safe; several engines may share one client."""
 
     def __init__(self, client: Client, layout: Layout) -> None:
         self._ns = client.namespace(layout)
         self._payload = Payload(layout.block_bytes)
         self._piece = max(1, min(PIECE_KEYS, BUFFER_BYTES // layout.block_bytes))
-        # Apart, because a get into a buffer that still held what was just put would prove nothing.
+        # Separate buffers: a get into a buffer that still holds the put bytes would prove nothing.
         self._got = np.zeros((self._piece, layout.block_bytes), np.uint8)
         self._made = np.zeros((self._piece, layout.block_bytes), np.uint8)
 
     def prompt(self, keys: list[bytes]) -> Tally:
-        """Gets and checks the longest prefix that is there, then puts the rest."""
+        """Reads and checks the longest stored prefix, then puts the rest."""
         tally = Tally(requests=1, asked=len(keys))
         found = self._lookup(keys, tally)
         have = self._get(keys[:found], tally)
@@ -123,8 +125,11 @@ class Engine:
         return found
 
     def _get(self, keys: list[bytes], tally: Tally) -> int:
-        """How many leading blocks came. A piece may come short because the memory tier has no room for all
-        of it at once, so only an empty answer ends the prefix."""
+        """Returns the number of leading blocks read.
+
+        A lease may cover only part of a piece if DRAM has no room for all of it. Only an empty lease ends the
+        prefix.
+        """
         have, spent_s = 0, 0.0
         while have < len(keys):
             part = keys[have : have + self._piece]
@@ -153,7 +158,7 @@ class Engine:
             tally.stored += result.stored
             tally.present += result.present
             if result.denied:
-                # What follows a denied block has no parent in the store and would be denied as well.
+                # Blocks after a denied block have no parent in the store and would be denied as well.
                 tally.denied += len(keys) - at - result.stored - result.present
                 tally.denied_why[result.why] += 1
                 return
@@ -161,8 +166,11 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to replay. `requests` None = all; `speed` 0 = as fast as it goes, 1 = by the trace's clock, 2 =
-    twice as fast; `concurrency` workers share one client."""
+    """The options of a replay.
+
+    `requests`: the first N requests; None: all. `speed`: 0 without waits, 1 by the trace's clock, 2 twice as
+    fast. `concurrency`: workers that share one client.
+    """
 
     requests: int | None = None
     concurrency: int = 4
@@ -180,13 +188,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a replay measured. Seconds end in _s; a percentile without any sample is None.
+    """The measurements of a replay. Names in _s are seconds; a percentile without samples is None.
 
-    `token_hit_ratio` is the tokens of blocks served over the tokens of all full blocks asked for: a prompt's
-    last, partial block counts on neither side. `bytes_written` is what the client put; `nvme_bytes_written`
-    is the daemon's count of what reached the disk during the run, None where it keeps none. A get is timed
-    from acquire to release, checked copy included, for requests that got at least one block. `gib_per_s` is
-    bytes served over the whole time, `get_gib_per_s` over the time within gets of all workers together.
+    `token_hit_ratio`: tokens of served blocks / tokens of full blocks requested; a partial last block does
+    not count. `bytes_written`: bytes put by the client. `nvme_bytes_written`: bytes that the daemon wrote to
+    NVMe during the run; None without NVMe. The time of a get is from acquire to release, including the
+    checked copy, for requests that got at least one block. `gib_per_s`: bytes served / wall time.
+    `get_gib_per_s`: bytes served / time in gets, summed over workers.
     """
 
     requests: int
@@ -218,20 +226,20 @@ class Result:
 
 
 Progress = Callable[[float, Tally], None]
-"""Called after each request with the share done (0 to 1) and the totals so far, by one worker at a time."""
+"""Called after each request with the fraction done (0 to 1) and the totals, by one worker at a time."""
 
 
 def replay(client: Client, trace: Trace, options: Options, progress: Progress | None = None) -> Result:
-    """Plays the trace against the daemon behind `client` and returns what was measured.
+    """Replays the trace against the daemon of `client` and returns the measurements.
 
-    Raises UnavailableError if the daemon does not answer before or after the run, KVStoreError for a trace
-    that cannot be read. What fails in between counts as misses and denials.
+    Raises UnavailableError if the daemon does not answer before or after the run, KVStoreError if the trace
+    cannot be read. Failures during the run count as misses and denials.
     """
     layout = Layout(model="kvstore-replay", block_bytes=options.block_bytes, block_tokens=trace.block_tokens)
     engines = [Engine(client, layout) for _ in range(options.concurrency)]
     written_before = _nvme_bytes_written(client)
     run = _Run(trace, options, progress)
-    # Between two Python threads the default interval adds up to 5 ms to whatever is being timed.
+    # The default interval adds up to 5 ms to timings when two Python threads compete.
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
@@ -244,7 +252,7 @@ def replay(client: Client, trace: Trace, options: Options, progress: Progress | 
 
 
 class _Run:
-    """Hands sessions to workers and adds up what they did."""
+    """Distributes sessions to workers and sums their tallies."""
 
     def __init__(self, trace: Trace, options: Options, progress: Progress | None) -> None:
         self.total = Tally()
@@ -259,7 +267,10 @@ class _Run:
         self._all_sessions = 0 if options.requests or not progress else trace.count_sessions()
 
     def play(self, engines: Sequence[Engine]) -> float:
-        """Plays everything; returns the seconds it took. The first error of a worker stops all of them."""
+        """Replays all sessions.
+
+        Returns the wall time in seconds. The first error of a worker stops all workers.
+        """
         self._start_s = time.perf_counter()
         with ThreadPoolExecutor(len(engines), "replay") as pool:
             workers = [pool.submit(self._work, engine) for engine in engines]

@@ -1,4 +1,4 @@
-"""What a run of the lab found, as plain data: written and read as JSON."""
+"""The report of a lab run: plain data, written and read as JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceInfo:
-    """What was replayed. `digest` names its requests and blocks, in order; two equal ones are one workload.
+    """The trace. Two traces with the same `digest` have the same requests and blocks in the same order.
 
-    `accesses` are the full blocks that all requests ask for, `unique_blocks` how many of them are different,
-    `best_hit_ratio` what a cache with room for all of them serves.
+    `accesses`: full blocks of all requests. `unique_blocks`: distinct blocks. `best_hit_ratio`: the hit ratio
+    of a cache that holds every block.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TraceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """How it was replayed. `users` to `seed` are None where the trace has a clock of its own."""
+    """The settings of a replay. `users` to `seed` are None if the trace has its own clock."""
 
     block_tokens: int
     block_bytes: int
@@ -48,12 +48,12 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One policy with one capacity.
+    """The result of one policy at one capacity.
 
-    `hit_ratio` is tokens served over all input tokens, `block_hit_ratio` blocks served over full blocks asked
-    for, `share_by_tier` the parts of the served blocks that lay there. `written_per_served` is bytes written
-    to each lower tier over bytes served, None if nothing was served. `drive_writes_per_day` is how often the
-    NVMe tier's capacity was written in a day of the trace's time, None without NVMe or without time.
+    `hit_ratio`: tokens served / input tokens. `block_hit_ratio`: blocks served / full blocks requested.
+    `share_by_tier`: fraction of the served blocks that each tier served. `written_per_served`: bytes written
+    to each lower tier / bytes served; None if nothing was served. `drive_writes_per_day`: bytes written to
+    NVMe per day of trace time / capacity of NVMe; None without NVMe or without trace time.
     """
 
     policy: str
@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class BoundPoint:
-    """Belady's bound at one capacity, of all tiers together."""
+    """Belady's bound at one capacity, for the sum of all tiers."""
 
     capacity: str
     blocks: int
@@ -85,7 +85,7 @@ class BoundPoint:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run. `version` is that of this format."""
+    """A lab run. `version`: the version of this format."""
 
     trace: TraceInfo
     settings: ReplaySettings
@@ -99,7 +99,7 @@ class Report:
 
 
 def load(path: Path) -> Report:
-    """Reads what `to_map` made. Raises KVStoreError for what is no report of this version."""
+    """Reads a report that `to_map` made. Raises KVStoreError if the file is not a report of this version."""
     try:
         text = path.read_bytes()
     except OSError as e:
@@ -110,7 +110,7 @@ def load(path: Path) -> Report:
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise KVStoreError(f"{path} is no report: {where}: {first['msg']}", hint) from None
+        raise KVStoreError(f"{path} is not a report: {where}: {first['msg']}", hint) from None
     if report.version != VERSION:
         raise KVStoreError(f"{path} is a report of version {report.version}, this is {VERSION}", hint)
     return report

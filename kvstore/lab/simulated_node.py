@@ -1,9 +1,9 @@
-"""The production `Placement` without bytes, in virtual time, driven as an engine and a shell do.
+"""A simulated node: the production `Placement` in virtual time, without bytes.
 
-An engine looks a prompt up, takes what is stored of it, and puts the rest. The shell's part is that extents
-are there from the start and that every copy ends well as soon as it is asked for, so nobody ever waits.
+It plays an engine that looks a prompt up, reads the stored prefix and puts the rest, and an executor with all
+extents ready whose copies succeed at once. No request waits.
 
-Not covered: how long copies take, bytes that go bad, tenants.
+Not covered: the duration of copies, damaged bytes, tenants.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _SEED = 1
 
 
 def _rule(options: dict[str, Any], limit_bytes: int) -> Rule:
-    """Takes what is about admission out of options."""
+    """Removes the admission settings from `options` and returns them."""
     budget = parse_write_budget(options.pop("write_budget", 0), limit_bytes)
     return Rule(options.pop("admission", "always"), float(options.pop("admission_threshold", 0.2)), budget)
 
 
 class SimulatedNode:
-    """One node that serves prompts. `options` go to Placement, such as `policy` and `write_policy`,
-    or say what NVMe takes, as in the configuration: `admission`, `admission_threshold`, `write_budget`.
+    """One node that serves prompts.
 
-    `hits` has the blocks served, by the number of the tier in which they were found; `denied` those for which
-    there was no room, not those that were worth less than what was there.
+    `options` are arguments of Placement, such as `policy` and `write_policy`, or the admission settings of
+    NVMe: `admission`, `admission_threshold`, `write_budget`. `hits`: blocks served, by tier number. `denied`:
+    blocks that found no free slot; blocks that the policy did not admit do not count.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class SimulatedNode:
         self.denied = 0
         self._now = 0.0
         self._request = 0
-        self._nothing = np.zeros(self.placement.limits.reserve_keys, np.uint64)
-        self._written = np.ones(self.placement.limits.reserve_keys, np.bool_)
+        self._nothing = np.zeros(self.placement.view.limits.reserve_keys, np.uint64)
+        self._written = np.ones(self.placement.view.limits.reserve_keys, np.bool_)
         self._ask(ev.OpenNamespace(0, _NAMESPACE, block_bytes))
         for tier, spec in enumerate(specs):
             for extent in range(spec.limit_bytes // spec.extent_bytes):
@@ -68,7 +68,7 @@ class SimulatedNode:
             self._send(ev.ExtentsEnd(tier))
 
     def prompt(self, keys: Keys, now: float) -> int:
-        """Gets the stored prefix and puts the rest at time `now` (s, never going back); blocks served."""
+        """Reads the stored prefix and puts the rest. `now`: seconds, monotonic. Returns the blocks served."""
         if now > self._now:
             self._pass_time(now)
         found = self._get(keys, self._lookup(keys))
@@ -83,7 +83,7 @@ class SimulatedNode:
             self._send(ev.Tick())
 
     def _lookup(self, keys: Keys) -> int:
-        found, batch = 0, self.placement.limits.batch_keys
+        found, batch = 0, self.placement.view.limits.batch_keys
         while found < keys.n:
             part = keys if keys.n <= batch else keys.take(found, min(found + batch, keys.n))
             n = self._ask(ev.Lookup(0, _NAMESPACE, part)).value
@@ -93,8 +93,8 @@ class SimulatedNode:
         return found
 
     def _get(self, keys: Keys, found: int) -> int:
-        # A lease comes short where DRAM has no room for all of it at once: only an empty one ends the prefix.
-        have, batch = 0, self.placement.limits.batch_keys
+        # A lease may cover less than the request without room in DRAM; only an empty lease ends the prefix.
+        have, batch = 0, self.placement.view.limits.batch_keys
         while have < found:
             part = keys.take(have, min(have + batch, found))
             grant = self._ask(ev.Acquire(0, _CLIENT, _NAMESPACE, part, inf))
@@ -106,17 +106,17 @@ class SimulatedNode:
         return have
 
     def _put(self, keys: Keys, have: int) -> None:
-        step = self.placement.limits.reserve_keys
+        step = self.placement.view.limits.reserve_keys
         for at in range(have, keys.n, step):
             part = keys.take(at, min(at + step, keys.n))
-            room = self._ask(ev.Reserve(0, _CLIENT, _NAMESPACE, part, keys[at - 1] if at else b"", inf))
-            n = len(room.slots)
+            reserved = self._ask(ev.Reserve(0, _CLIENT, _NAMESPACE, part, keys[at - 1] if at else b"", inf))
+            n = len(reserved.slots)
             if n:
-                self._ask(ev.Commit(0, _CLIENT, room.lease, self._nothing[:n], self._written[:n]))
-            refused = int(np.count_nonzero(room.status == ac.DENIED))
+                self._ask(ev.Commit(0, _CLIENT, reserved.lease, self._nothing[:n], self._written[:n]))
+            refused = int(np.count_nonzero(reserved.status == ac.DENIED))
             if refused:
-                # What follows would have no parent in the store.
-                if room.why == ac.NO_ROOM:
+                # The following blocks would have no parent in the store.
+                if reserved.why == ac.NO_ROOM:
                     self.denied += refused + keys.n - at - part.n
                 return
 
@@ -130,7 +130,7 @@ class SimulatedNode:
         return answer
 
     def _send(self, event: Any) -> Any:
-        """One event and all that follows from it; the answer to it."""
+        """Handles an event and every event that its actions lead to. Returns the answer to the first."""
         answer = None
         todo = deque((event,))
         while todo:
@@ -147,7 +147,7 @@ class SimulatedNode:
 
 
 def keys_of(numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint64]:
-    """Keys of blocks with these numbers: other numbers, as evenly spread as hashes are."""
+    """Returns a key for each block number: a bijective mix (splitmix64), so that keys spread like hashes."""
     z = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

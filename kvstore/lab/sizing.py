@@ -1,4 +1,4 @@
-"""What to buy: the smallest DRAM for a wanted hit ratio, or the best split of a budget, by replaying."""
+"""Sizes a node by replays: the smallest DRAM for a hit ratio, or the best split of a budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.lab.report import Point, Report
 from kvstore.types import Tier
 
 Doing = Callable[[str], None]
-"""Told what is about to be replayed."""
+"""Called with a text before each batch of replays."""
 
 _CLOSE = 1.02
 _SPLITS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.03125)
@@ -29,9 +29,9 @@ _STEP_BYTES = 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What was found. `searched` says among what; `answer` is one of the report's points.
+    """The result of a search. `searched`: the range, as text. `answer`: the best of the report's points.
 
-    `limits_bytes` are the limits that a daemon needs for it, by tier; `cost` is None without prices.
+    `limits_bytes`: the limits that a daemon needs for it, by tier. `cost`: None without prices.
     """
 
     searched: str
@@ -47,7 +47,7 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a GiB of each tier costs, in the budget's currency."""
+    """The price of a GiB of each tier, in the currency of the budget."""
 
     dram: float
     nvme: float
@@ -58,74 +58,77 @@ class Prices:
                 raise MisuseError(f"a GiB of {name} costs {getattr(self, name)}", "a price above 0")
 
     def of(self, limits_bytes: dict[str, int]) -> float:
-        """What limits by tier cost."""
+        """Returns the price of these limits."""
         return (self.dram * limits_bytes.get("dram", 0) + self.nvme * limits_bytes.get("nvme", 0)) / GIB
 
 
 class _Tried:
-    """What was replayed so far with one policy."""
+    """Replays of one policy; each capacity is replayed once."""
 
-    def __init__(self, study: Experiment, policy: str, doing: Doing) -> None:
-        self._study, self._policy, self._doing = study, policy, doing
+    def __init__(self, experiment: Experiment, policy: str, doing: Doing) -> None:
+        self._experiment, self._policy, self._doing = experiment, policy, doing
         self._named: dict[str, Capacities] = {}
         self._points: dict[str, Point] = {}
 
     def run(self, nodes: Iterable[Capacities]) -> list[Point]:
-        """The points of these capacities, replayed where they were not yet."""
+        """Returns the points of these capacities. Replays those without one."""
         named = [(self._name(tiers), tiers) for tiers in nodes]
         todo = {name: tiers for name, tiers in named if name not in self._points}
         if todo:
             self._doing("; ".join(todo))
             self._named |= todo
-            points = self._study.replay([self._policy], list(todo.items()))
+            points = self._experiment.replay([self._policy], list(todo.items()))
             self._points |= dict(zip(todo, points, strict=True))
         return [self._points[name] for name, _ in named]
 
     def _name(self, tiers: Capacities) -> str:
-        blocks = (tier.blocks(self._study.block_bytes) for tier in tiers)
+        blocks = (tier.blocks(self._experiment.block_bytes) for tier in tiers)
         return f"{'+'.join(f'{n:,}' for n in blocks)} blocks"
 
     def sizing(self, searched: str, answer: Point, prices: Prices | None) -> Sizing:
-        """The result, with all points as its report."""
-        nbytes = self._study.block_bytes
+        """Returns the result, with all points as its report."""
+        nbytes = self._experiment.block_bytes
         limits = {
             t.tier.name.lower(): t.limit_bytes or limit_for(t.blocks(nbytes), t.tier, nbytes)
             for t in self._named[answer.capacity]
         }
         cost = prices.of(limits) if prices else None
-        report = self._study.summary(list(self._points.values()), list(self._named.items()))
+        report = self._experiment.summary(list(self._points.values()), list(self._named.items()))
         return Sizing(f"{searched}: {len(self._points)} replays", answer, limits, cost, report)
 
 
-def for_hit_ratio(study: Experiment, policy: str, wanted: float, nvme: Capacities, doing: Doing) -> Sizing:
-    """The smallest DRAM, to 2 %, that serves at least `wanted` of all tokens beside this NVMe (or none).
+def for_hit_ratio(
+    experiment: Experiment, policy: str, wanted: float, nvme: Capacities, doing: Doing
+) -> Sizing:
+    """Finds the smallest DRAM, within 2 %, with a hit ratio of at least `wanted`. `nvme` is fixed and may be
+    empty.
 
-    Raises KVStoreError if no cache could, or this policy cannot.
+    Raises KVStoreError if no cache, or not this policy, can reach the hit ratio.
     """
-    if wanted > study.best_ratio:
+    if wanted > experiment.best_ratio:
         raise KVStoreError(
             f"{100 * wanted:.1f} % of the tokens cannot be served",
-            f"a cache with room for everything serves {100 * study.best_ratio:.1f} % of this trace",
+            f"a cache with room for everything serves {100 * experiment.best_ratio:.1f} % of this trace",
         )
-    tried = _Tried(study, policy, doing)
+    tried = _Tried(experiment, policy, doing)
 
     def replay(sizes: Iterable[int]) -> list[Point]:
         return tried.run((Capacity(Tier.DRAM, slots=n), *nvme) for n in sizes)
 
-    high = study.workload.unique_blocks
-    low = _least(study, wanted) - sum(tier.blocks(study.block_bytes) for tier in nvme)
-    low = min(high, max(low, study.workload.longest))
+    high = experiment.workload.unique_blocks
+    low = _least(experiment, wanted) - sum(tier.blocks(experiment.block_bytes) for tier in nvme)
+    low = min(high, max(low, experiment.workload.longest))
     searched = f"DRAM from {low:,} to {high:,} blocks, to 2 %"
     first, best = replay((low, high))
     if best.hit_ratio < wanted:
         raise KVStoreError(
             f"{policy} does not serve {100 * wanted:.1f} % of the tokens with room for everything",
-            f"it serves {100 * best.hit_ratio:.1f} %, the best one {100 * study.best_ratio:.1f} %",
+            f"it serves {100 * best.hit_ratio:.1f} %, the best one {100 * experiment.best_ratio:.1f} %",
         )
     if first.hit_ratio >= wanted:
         return tried.sizing(searched, first, None)
     while high > low + 1 and high > low * _CLOSE:
-        inner = np.geomspace(low, high, study.processes + 2)[1:-1].astype(int).tolist()
+        inner = np.geomspace(low, high, experiment.processes + 2)[1:-1].astype(int).tolist()
         sizes = sorted({min(max(n, low + 1), high - 1) for n in inner})
         for n, point in zip(sizes, replay(sizes), strict=True):
             if point.hit_ratio >= wanted:
@@ -135,24 +138,24 @@ def for_hit_ratio(study: Experiment, policy: str, wanted: float, nvme: Capacitie
     return tried.sizing(searched, best, None)
 
 
-def _least(study: Experiment, wanted: float) -> int:
-    """The blocks below which not even the best policy serves that much."""
-    sizes = range(1, study.workload.unique_blocks + 1)
-    return sizes[bisect_left(sizes, wanted, key=lambda n: study.ratio(study.bound.hits(n)))]
+def _least(experiment: Experiment, wanted: float) -> int:
+    """Returns the smallest capacity in blocks at which Belady's bound reaches the hit ratio."""
+    sizes = range(1, experiment.workload.unique_blocks + 1)
+    return sizes[bisect_left(sizes, wanted, key=lambda n: experiment.ratio(experiment.bound.hits(n)))]
 
 
-def for_budget(study: Experiment, policy: str, budget: float, prices: Prices, doing: Doing) -> Sizing:
-    """The split of a budget between DRAM and NVMe that serves most.
+def for_budget(experiment: Experiment, policy: str, budget: float, prices: Prices, doing: Doing) -> Sizing:
+    """Finds the split of a budget between DRAM and NVMe with the highest hit ratio.
 
-    Of splits that serve as much, within a tenth of a point, the one with more hits in DRAM. Raises
-    KVStoreError if the budget does not buy DRAM for the longest prompt.
+    Among splits within 0.1 percentage points, the split with the most DRAM hits wins. Raises KVStoreError if
+    the budget does not buy DRAM for the longest prompt.
     """
-    tried = _Tried(study, policy, doing)
-    nodes = {share: node for share in _SPLITS if (node := _bought(study, budget, share, prices))}
+    tried = _Tried(experiment, policy, doing)
+    nodes = {share: node for share in _SPLITS if (node := _bought(experiment, budget, share, prices))}
     if not nodes:
         raise KVStoreError(
             f"{budget:g} does not buy DRAM for the longest prompt",
-            f"it has {study.workload.longest:,} blocks of {format_size(study.block_bytes)}",
+            f"it has {experiment.workload.longest:,} blocks of {format_size(experiment.block_bytes)}",
         )
     points: dict[float, Point] = {}
     for _ in range(1 + _REFINEMENTS):
@@ -161,7 +164,7 @@ def for_budget(study: Experiment, policy: str, budget: float, prices: Prices, do
         shares = sorted(points)
         at = shares.index(best)
         beside = [sqrt(best * other) for other in shares[max(0, at - 1) : at + 2] if other != best]
-        nodes = {share: node for share in beside if (node := _bought(study, budget, share, prices))}
+        nodes = {share: node for share in beside if (node := _bought(experiment, budget, share, prices))}
     searched = (
         f"splits of {budget:g} between DRAM at {prices.dram:g} and NVMe at {prices.nvme:g} a GiB, "
         f"DRAM's part from {100 * min(points):.0f} % to {100 * max(points):.0f} %, "
@@ -174,19 +177,19 @@ def _worth(point: Point) -> tuple[float, int]:
     return round(point.hit_ratio / _ALIKE), point.hits_by_tier[Tier.DRAM.name.lower()]
 
 
-def _bought(study: Experiment, budget: float, share: float, prices: Prices) -> Capacities | None:
-    """What a budget buys, of which so much is for DRAM, but no more than the trace can use.
+def _bought(experiment: Experiment, budget: float, share: float, prices: Prices) -> Capacities | None:
+    """Returns the tiers that a budget buys with a fraction `share` for DRAM, at most what the trace can use.
 
-    None if DRAM cannot hold the longest prompt.
+    Returns None if DRAM cannot hold the longest prompt.
     """
     money = {Tier.DRAM: budget * share / prices.dram, Tier.NVME: budget * (1 - share) / prices.nvme}
     tiers = []
     for tier, gib in money.items():
-        most = limit_for(study.workload.unique_blocks, tier, study.block_bytes)
+        most = limit_for(experiment.workload.unique_blocks, tier, experiment.block_bytes)
         limit = min(int(gib * GIB) // _STEP_BYTES * _STEP_BYTES, most)
         capacity = Capacity(tier, limit_bytes=limit)
-        least = study.workload.longest if tier == Tier.DRAM else 1
-        if limit and capacity.blocks(study.block_bytes) >= least:
+        least = experiment.workload.longest if tier == Tier.DRAM else 1
+        if limit and capacity.blocks(experiment.block_bytes) >= least:
             tiers.append(capacity)
         elif tier == Tier.DRAM:
             return None
@@ -194,7 +197,7 @@ def _bought(study: Experiment, budget: float, share: float, prices: Prices) -> C
 
 
 def limit_for(blocks: int, tier: Tier, block_bytes: int) -> int:
-    """A limit, in bytes, with which a daemon has room for so many blocks, and for few more."""
+    """Returns the smallest limit in bytes, in steps of 2 MiB, with which a daemon holds `blocks` blocks."""
     steps = range(1, 2 + 4 * (blocks + 16) * (block_bytes + (64 << 10)) // _STEP_BYTES)
     return (
         _STEP_BYTES

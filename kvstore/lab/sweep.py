@@ -1,7 +1,7 @@
-"""Many replays of one workload, policies by capacities, over several processes.
+"""Replays one workload with many policies and capacities, in several processes.
 
-The workload is written once and mapped by every process. So is a file in which stands how far each replay is,
-and, behind that, whether all should stop.
+The workload is written to a file once and mapped by every process. A second mapped file has the progress of
+each replay, and after these a flag that stops all replays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.lab.workload import Workload
 from kvstore.types import Tier
 
 Progress = Callable[[int], None]
-"""Called now and then with the accesses done so far, of all replays together."""
+"""Called about five times a second with the number of accesses done, over all replays."""
 
 _LOOK_EVERY_S = 0.2
 _DAY_S = 86400.0
@@ -40,7 +40,7 @@ _Done = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One replay. `capacity` is how `capacities` were written; `options` go to Placement."""
+    """One replay. `capacity` is the text of `capacities`; `options` are arguments of Placement."""
 
     policy: str
     capacity: str
@@ -52,7 +52,8 @@ class Task:
 def run(
     workload: Workload, tasks: Sequence[Task], processes: int, progress: Progress | None = None
 ) -> list[Point]:
-    """Replays every task, in as many processes; with one, in this one. Points are in the tasks' order.
+    """Replays every task in up to `processes` processes; with one, in the caller's. Returns points in task
+    order.
 
     Raises KVStoreError if a process dies.
     """
@@ -76,7 +77,7 @@ def run(
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Python processes that start meanwhile import nothing from the working directory."""
+    """Keeps Python processes that start in this context from importing from the working directory."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -115,7 +116,7 @@ def _after(before: int, progress: Progress) -> Progress:
 
 
 def _end_with_parent() -> None:
-    """However the parent ends, this process does not stay."""
+    """Ends this process when its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -132,13 +133,13 @@ def _run_there(folder: Path, number: int, task: Task) -> Point:
     def tell(accesses: int) -> None:
         done[number] = accesses
         if done[-1]:
-            raise KVStoreError("stopped: another replay failed, or the lab was told to end")
+            raise KVStoreError("stopped: another replay failed, or the lab was interrupted")
 
     return replay(Workload.load(folder), task, tell)
 
 
 def replay(workload: Workload, task: Task, progress: Progress | None = None) -> Point:
-    """Plays a workload on an empty node."""
+    """Replays a workload on an empty node."""
     node = SimulatedNode(task.capacities, task.block_bytes, {"policy": task.policy, **task.options})
     keys = keys_of(np.arange(workload.unique_blocks))
     starts, times_s = workload.starts.tolist(), workload.times_s.tolist()
@@ -158,7 +159,7 @@ def replay(workload: Workload, task: Task, progress: Progress | None = None) -> 
 def _point(workload: Workload, task: Task, node: SimulatedNode, wall_s: float) -> Point:
     tiers = {c.tier.name.lower(): c for c in task.capacities}
     hits = {name: int(node.hits[c.tier]) for name, c in tiers.items()}
-    counters, served = node.placement.counters, sum(hits.values())
+    counters, served = node.placement.view.counters, sum(hits.values())
     written = {
         name: counters["written_blocks"] * task.block_bytes
         for name, c in tiers.items()

@@ -6,9 +6,8 @@ Two formats. `requests`, published by the Mooncake project: each line one chat r
 (`block_size`, `requests` with `t`, `in`, `out`, `hash_ids`), in which sub-agents are nested and count their
 time from their own start.
 
-Only full blocks get keys: the last, partial block of a prompt is left out. Sessions in which time goes back,
-or whose prompts have fewer ids than full blocks, are bad. Not covered: tokens themselves, which these traces
-do not have.
+Only full blocks have keys; the last, partial block of a prompt has none. A session is bad if its times
+decrease or a prompt has fewer ids than full blocks. Not covered: tokens, which these traces do not have.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ Kind: TypeAlias = Literal["requests", "conversations"]
 
 
 class BadLineError(KVStoreError):
-    """A line of a trace that cannot be understood; others may be."""
+    """A line of a trace is malformed. Other lines may be good."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. `keys` has one 32-byte key per full block of `block_tokens` tokens, first block first.
+    """One prompt. `keys`: one 32-byte key for each full block of `block_tokens` tokens, in order.
 
     `time_s` counts from the trace's first request; in a conversation, from the conversation's start.
-    Requests of one `session` follow one another.
+    Requests of one `session` are sequential.
     """
 
     time_s: float
@@ -73,7 +72,7 @@ class _Chat(_Row):
 
 
 class Call(_Row):
-    """One request as the trace has it. `main`: it is not a sub-agent's; `t` is in seconds."""
+    """One request of the trace. `main`: it is not of a sub-agent. `t`: seconds."""
 
     t: _Seconds
     tokens_in: _Count = Field(alias="in")
@@ -103,10 +102,10 @@ class _Conversation(_Row):
 
 
 class TraceSession:
-    """Requests that one client sends one after another. Iterating makes them, keys included, one at a time.
+    """The sequential requests of one client. Iteration makes requests with keys, one at a time.
 
-    `calls` are the same requests without keys. `own_clock` tells whether their times count from the session's
-    own start rather than the trace's; `preamble_tokens` of its main prompts are tools and system prompt.
+    `calls`: the same requests without keys. `own_clock`: times count from the start of the session instead of
+    the trace. `preamble_tokens`: the tokens of tools and system prompt in main prompts.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class TraceSession:
             last_salt, last_ids, last_keys = salt, ids, keys
 
     def head(self, n: int) -> TraceSession:
-        """The same session with its first `n` requests only."""
+        """Returns this session cut to its first `n` requests."""
         calls = self.calls[:n]
         return TraceSession(
             self.number, self._block_tokens, calls, self.own_clock, self.where, self.preamble_tokens
@@ -148,7 +147,7 @@ class TraceSession:
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids are equal."""
+    """Returns the number of equal leading ids."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -156,8 +155,10 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _chain(salt: bytes, keys: list[bytes], ids: Iterable[int]) -> list[bytes]:
-    """`keys` continued by one key per id: a hash over the key before it and the id, so that equal keys
-    mean equal prefixes also in traces whose ids alone do not."""
+    """Appends a key for each id to `keys`: a hash of the previous key and the id.
+
+    Equal keys therefore mean equal prefixes, even in traces where equal ids do not.
+    """
     parent = keys[-1] if keys else blake3(salt).digest()
     for i in ids:
         parent = blake3(parent + i.to_bytes(8, "little")).digest()
@@ -166,11 +167,11 @@ def _chain(salt: bytes, keys: list[bytes], ids: Iterable[int]) -> list[bytes]:
 
 
 class Trace:
-    """A trace file. Iterating reads it from its start, a line at a time, as often as wanted.
+    """A trace file. Each iteration reads it from the start, line by line.
 
-    `kind` is the format found in the first line, `block_tokens` the tokens of one block. Opening and reading
-    raise KVStoreError, with the file and the line, for whatever cannot be read. With `skip_bad`, lines that
-    cannot be understood are left out, and `skipped` says why, since the latest iteration began.
+    `kind`: the format, detected from the first line. `block_tokens`: tokens of one block. Opening and reading
+    raise KVStoreError with the file and the line. `skip_bad`: malformed lines are skipped, and `skipped` has
+    their errors since the latest iteration began.
     """
 
     def __init__(self, path: Path, skip_bad: bool = False) -> None:
@@ -180,7 +181,7 @@ class Trace:
         self.kind, self.block_tokens = self._first()
 
     def _first(self) -> tuple[Kind, int]:
-        """Format and block size, by the first good line."""
+        """Returns format and block size of the first good line."""
         for where, line in self._lines():
             try:
                 kind = _kind(where, line)
@@ -200,11 +201,11 @@ class Trace:
         return chain.from_iterable(self.sessions())
 
     def count_sessions(self) -> int:
-        """How many sessions there are; reads the whole file but understands none of it."""
+        """Returns the number of sessions: the non-blank lines of the file."""
         return sum(1 for _ in self._lines())
 
     def sessions(self, limit: int | None = None) -> Iterator[TraceSession]:
-        """All sessions in the file's order, cut off after `limit` requests in total."""
+        """Iterates over the sessions in file order, cut to `limit` requests in total."""
         for session in self._sessions():
             if limit is None:
                 yield session
@@ -256,7 +257,7 @@ class Trace:
             )
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
-        """Every line that is not blank, with the words that say where it stands."""
+        """Iterates over the non-blank lines, each with its position as text."""
         rest: list[bytes] = []
         size, number = 0, 1
         for chunk in _chunks(self.path):
@@ -275,14 +276,14 @@ class Trace:
 
 
 class _Clock:
-    """The trace's clock: milliseconds that never go back, counted from the first."""
+    """The trace's clock: milliseconds, monotonic, from the first request."""
 
     def __init__(self) -> None:
         self._start_ms: float | None = None
         self._last_ms = 0.0
 
     def seconds_at(self, where: str, timestamp_ms: float) -> float:
-        """Seconds since the first timestamp. Raises BadLineError if it is before the latest one."""
+        """Returns seconds since the first timestamp. Raises BadLineError if the clock decreases."""
         if self._start_ms is None:
             self._start_ms = timestamp_ms
         elif timestamp_ms < self._last_ms:
@@ -296,7 +297,7 @@ class _Clock:
 def _flatten(
     where: str, entries: Iterable[Call | _Agent], start_s: float = 0.0, main: bool = True
 ) -> Iterator[Call]:
-    """All calls with their times counted from the conversation's start."""
+    """Iterates over all calls, with times from the start of the conversation."""
     last_s = 0.0
     for entry in entries:
         if entry.t < last_s:
@@ -309,7 +310,7 @@ def _flatten(
 
 
 def _check_ids(where: str, call: Call, block_tokens: int) -> None:
-    """Raises BadLineError for a prompt that does not name each of its full blocks."""
+    """Raises BadLineError if a full block of the prompt has no id."""
     full = call.tokens_in // block_tokens
     if len(call.hash_ids) < full:
         raise BadLineError(
@@ -318,7 +319,7 @@ def _check_ids(where: str, call: Call, block_tokens: int) -> None:
         )
 
 
-_ORDER_HINT = "requests stand in the order of their times"
+_ORDER_HINT = "sort the requests by time"
 _FORMATS_HINT = (
     "JSON lines, either chat requests {timestamp, input_length, output_length, hash_ids} "
     "or agent conversations {block_size, requests: [{t, in, out, hash_ids}]}"
@@ -335,7 +336,7 @@ def _kind(where: str, line: bytes) -> Kind:
         return "conversations"
     if "timestamp" in fields or "input_length" in fields:
         return "requests"
-    raise BadLineError(f"{where} is of no known trace format", _FORMATS_HINT)
+    raise BadLineError(f"{where} has no known trace format", _FORMATS_HINT)
 
 
 _RowT = TypeVar("_RowT", bound=_Row)
@@ -355,7 +356,7 @@ def _parse(model: type[_RowT], where: str, line: bytes) -> _RowT:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The file's text in pieces, decompressed if it is compressed."""
+    """Iterates over pieces of the file, decompressed if necessary."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(_ZSTD_MAGIC))
@@ -383,4 +384,4 @@ def _decompressed(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
     except zstandard.ZstdError as e:
         raise KVStoreError(f"{path} is not readable as zstd: {e}", "is the file complete?") from None
     if not frame.eof:
-        raise KVStoreError(f"{path} ends in the middle of its zstd data", "it was cut: fetch it again")
+        raise KVStoreError(f"{path} ends within its zstd data", "the file is truncated: fetch it again")

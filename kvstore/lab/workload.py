@@ -1,9 +1,9 @@
-"""A trace as flat arrays: what is asked for when, a number a block instead of a key.
+"""A workload: a trace as flat arrays of request times and block numbers.
 
-Built once, kept in a folder and mapped by whoever replays it. Equal numbers mean equal prefixes: a block is
-named by its last id and by the block before it. Every block of a prompt is another one.
+A workload is built once, saved to a folder and mapped by the processes that replay it. A block's number
+stands for its id and the number of the block before it, so equal numbers mean equal prefixes.
 
-Not covered: who sends which request when in traces of conversations (`users`).
+Not covered: the schedule of conversations (`closed_loop`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _COLUMNS = ("times_s", "input_tokens", "starts", "blocks")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their times. Request i asks for `blocks[starts[i]:starts[i + 1]]`.
+    """Requests sorted by time. The blocks of request i are `blocks[starts[i]:starts[i + 1]]`.
 
-    Blocks have the numbers below `unique_blocks`, in the order of their first use by any session.
+    Block numbers are below `unique_blocks`, in the order of first use.
     """
 
     block_tokens: int
@@ -39,7 +39,7 @@ class Workload:
     blocks: Blocks
 
     def repeated(self, times: int) -> Workload:
-        """The same so many times, one after another, each time with blocks of its own."""
+        """Returns this workload repeated `times` times in a row; each repetition has its own blocks."""
         if times == 1:
             return self
         each = np.arange(times)
@@ -56,26 +56,26 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """How many there are."""
+        """The number of requests."""
         return len(self.times_s)
 
     @property
     def accesses(self) -> int:
-        """Blocks that all requests ask for."""
+        """The number of blocks in all requests."""
         return len(self.blocks)
 
     @property
     def longest(self) -> int:
-        """The blocks of the longest prompt."""
+        """The number of blocks in the longest prompt."""
         return int(np.diff(self.starts).max(initial=0))
 
     @property
     def duration_s(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return float(self.times_s[-1] - self.times_s[0]) if len(self.times_s) else 0.0
 
     def digest(self) -> str:
-        """Names the contents: 32 hex digits."""
+        """Returns a digest of the contents: 32 hex digits."""
         state = xxhash.xxh3_128(f"{self.block_tokens} {self.unique_blocks}".encode())
         for name in _COLUMNS:
             state.update(np.ascontiguousarray(getattr(self, name)).data)
@@ -89,17 +89,17 @@ class Workload:
 
     @classmethod
     def load(cls, folder: Path) -> Workload:
-        """Maps what `save` wrote, read-only."""
+        """Maps the arrays that `save` wrote, read-only."""
         block_tokens, unique_blocks = np.load(folder / "scalars.npy").tolist()
         columns = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS]
         return cls(block_tokens, unique_blocks, *columns)
 
 
 class Numbering:
-    """Gives the blocks of prompts their numbers. `block_tokens` is a multiple of the trace's block.
+    """Numbers the blocks of prompts. `block_tokens` is a multiple of the trace's block.
 
-    Ids mean the same in all sessions if they do not have a clock of their own, else within their session. Two
-    models never share a block.
+    Ids are global if the sessions use the trace's clock, otherwise local to their session. Two models never
+    share a block.
     """
 
     def __init__(self, block_tokens: int, trace_tokens: int) -> None:
@@ -116,7 +116,7 @@ class Numbering:
         self._known: dict[tuple[int, int, int], int] = {}
 
     def prompts(self, session: TraceSession, shared: float) -> list[Blocks]:
-        """The blocks of each prompt. A share of what its main prompts start with is all sessions'."""
+        """Returns the blocks of each prompt. All sessions share a fraction `shared` of the preamble."""
         if session.own_clock:
             self._known = {}
         common = int(shared * session.preamble_tokens) // self.block_tokens
@@ -142,14 +142,14 @@ class Numbering:
         return out
 
     def _head(self, root: int, n: int) -> list[int]:
-        """Numbers of the first n blocks that all main prompts to a model have in common."""
+        """Returns the numbers of the first n blocks that all main prompts of a model share."""
         common = self._common.setdefault(root, [])
         while len(common) < n:
             common.append(self._next())
         return common[:n]
 
     def _chain(self, root: int, parent: int, names: list[int]) -> list[int]:
-        """Numbers of the blocks of these names that follow `parent`."""
+        """Returns the numbers of a chain of blocks with these names after `parent`."""
         out, known = [], self._known
         for name in names:
             key = root, parent, name
@@ -165,14 +165,14 @@ class Numbering:
 
 
 def _shared(a: Names, b: Names) -> int:
-    """How many leading names are equal."""
+    """Returns the number of equal leading names."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
 def of_chats(trace: Trace, block_tokens: int) -> Workload:
-    """What a trace of single requests asks for, by its own clock."""
+    """Returns the workload of a trace of single requests, at the times of the trace."""
     numbering = Numbering(block_tokens, trace.block_tokens)
     prompts, times_s, tokens = [], [], []
     for session in trace.sessions():
@@ -185,7 +185,7 @@ def of_chats(trace: Trace, block_tokens: int) -> Workload:
 def assemble(
     numbering: Numbering, prompts: Sequence[Blocks], times_s: Sequence[float], tokens: Sequence[int]
 ) -> Workload:
-    """A workload of these prompts, each sent at its time (s), in the order of the times."""
+    """Returns the workload of these prompts, sorted by `times_s` (seconds)."""
     if not prompts:
         raise KVStoreError("the trace holds no requests", "are all of its lines bad?")
     order = np.argsort(np.array(times_s), kind="stable")

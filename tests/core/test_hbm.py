@@ -82,8 +82,8 @@ def test_a_block_of_dram_comes_into_a_pool_and_is_a_hit_there_from_then_on() -> 
     assert w.tier_of(again) == gpu
     assert again.tiers.tolist() == [Tier.HBM] * 4
     assert not w.copies
-    assert w.p.counters["hit_blocks_hbm0"] == w.p.counters["hit_blocks_dram"] == 4
-    assert w.p.counters["promoted_blocks"] == 4
+    assert w.p.view.counters["hit_blocks_hbm0"] == w.p.view.counters["hit_blocks_dram"] == 4
+    assert w.p.view.counters["promoted_blocks"] == 4
     assert (grant.sources.tolist(), again.sources.tolist()) == ([0] * 4, [gpu] * 4)
     w.settle()
 
@@ -117,7 +117,7 @@ def test_a_block_of_one_pool_comes_into_another() -> None:
     assert w.tier_of(answer(w, request)) == two
     assert w.read(1, keys, answer(w, request)) == values(keys)
     assert [held(w, key) for key in keys] == [[one, two]] * 4
-    assert w.p.counters["hit_blocks_hbm0"] == 4
+    assert w.p.view.counters["hit_blocks_hbm0"] == 4
     w.settle()
 
 
@@ -133,7 +133,7 @@ def test_where_a_block_was_found_is_from_where_it_was_copied() -> None:
     request = w.last_request
     w.finish_all()
     assert answer(w, request).tiers.tolist() == [Tier.HBM] * 4
-    assert w.p.counters["hit_blocks_hbm0"] == 4
+    assert w.p.view.counters["hit_blocks_hbm0"] == 4
     w.settle()
 
 
@@ -236,7 +236,7 @@ def test_three_who_want_the_same_in_one_pool_share_one_copy() -> None:
     w.finish_all()
     for request in requests:
         assert w.read(1, keys, answer(w, request)) == values(keys)
-    assert w.p.counters["promoted_blocks"] == 4
+    assert w.p.view.counters["promoted_blocks"] == 4
     assert w.used(gpu) == 4 * ALIGN
     w.settle()
 
@@ -362,7 +362,7 @@ def test_on_a_node_without_nvme_a_pool_evicts_into_dram() -> None:
     w.finish_all()
     assert [held(w, key) for key in first] == [[0]] * 4
     assert w.get(1, first) == values(first)
-    assert w.p.counters["dropped_blocks"] == 0
+    assert w.p.view.counters["dropped_blocks"] == 0
     w.send(ev.ClientLost(0))
     assert w.put(0, 1, second, at=gpu) == 4
     assert w.get(1, second, at=gpu) == values(second)
@@ -411,7 +411,7 @@ def test_write_through_of_a_chain_in_several_tiers_of_memory_writes_each_block_o
     w.send(ev.Flush())
     assert routes(w) == [(0, 1), (one, 1), (two, 1)]
     w.finish_all()
-    assert w.p.counters["written_blocks"] == 6
+    assert w.p.view.counters["written_blocks"] == 6
     assert len(w.records) == 6
     w.settle()
 
@@ -432,12 +432,12 @@ def test_what_a_pool_has_no_room_for_is_served_from_dram() -> None:
     assert isinstance(grant, ac.Grant), "what DRAM has need not be waited for"
     assert w.tier_of(grant) == 0
     assert w.read(1, keys, grant) == values(keys)
-    assert w.p.counters["hbm_full_requests"] == 1
+    assert w.p.view.counters["hbm_full_requests"] == 1
     assert not w.copies, "no half of it fills the pool"
     w.send(ev.Release(0, lease.lease))
     assert w.get(1, keys, at=gpu) == values(keys)
     assert [held(w, key) for key in keys] == [[0, 1, gpu]] * 2
-    assert w.p.counters["hbm_full_requests"] == 1
+    assert w.p.view.counters["hbm_full_requests"] == 1
     w.settle()
 
 
@@ -485,7 +485,7 @@ def test_a_block_that_does_not_fit_into_an_extent_of_the_pool() -> None:
     assert isinstance(grant, ac.Grant)
     assert w.tier_of(grant) == 0
     assert w.used(gpu) == 0
-    assert not w.p.counters["hbm_full_requests"], "the pool is not even asked"
+    assert not w.p.view.counters["hbm_full_requests"], "the pool is not even asked"
     assert w.lookup(1, keys, at=gpu) == 2
     w.settle()
 
@@ -528,7 +528,7 @@ def test_of_a_fenced_pool_nothing_is_served_until_it_serves_again() -> None:
     w.finish_all()
     w.send(ev.SetDevice(gpu, FENCED))
     assert w.get(1, keys, at=gpu) == values(keys)
-    assert w.p.counters["hit_blocks_nvme"] == 4
+    assert w.p.view.counters["hit_blocks_nvme"] == 4
     w.send(ev.SetDevice(gpu, "serving"))
     grant = w.acquire(0, 1, keys, at=gpu)
     assert isinstance(grant, ac.Grant)
@@ -943,5 +943,5 @@ def test_a_deadline_passes_for_who_waits_at_a_pool() -> None:
     assert not answer(w, request).lease
     w.finish_all()
     assert w.used(gpu) == 4 * ALIGN
-    assert math.isinf(w.p.transfers.wakes_at(w.now))
+    assert math.isinf(w.p.copies.wakes_at(w.now))
     w.settle()

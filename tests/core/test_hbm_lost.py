@@ -204,7 +204,7 @@ def test_who_waits_at_a_lost_pool_is_served_from_dram() -> None:
     w.finish_all()
     assert w.read(1, below, answer(w, first)) == values(below)
     assert w.used(gpu) == 0
-    assert w.p.counters["hit_blocks_nvme"] == 4
+    assert w.p.view.counters["hit_blocks_nvme"] == 4
     w.settle()
 
 
@@ -311,7 +311,7 @@ def test_copies_that_wait_their_turn_are_never_begun() -> None:
     w.put(0, 1, chain("b"))
     w.send(ev.Prefetch(0, 1, joined(keys), at=gpu))
     w.send(ev.Prefetch(0, 1, joined(chain("b")), at=gpu))
-    assert {(t.source, t.target) for t in w.p.transfers.under_way.values()} >= {(1, gpu), (0, gpu)}
+    assert {(t.source, t.target) for t in w.p.copies.under_way.values()} >= {(1, gpu), (0, gpu)}
     w.lose(gpu)
     for state in w.p.residency.tiers[1:]:
         state.device.bytes_moving[0], state.device.moving = 0, 0

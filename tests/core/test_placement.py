@@ -708,7 +708,7 @@ def test_a_copy_that_failed_does_not_become_readable() -> None:
     w.put(0, 1, [b"a"])
     w.finish(next(iter(w.copies)), [ev.FAILED])
     assert w.used(1) == 0
-    assert w.p.counters["failed_blocks"] == 1
+    assert w.p.view.counters["failed_blocks"] == 1
     w.restart()
     assert w.get(1, [b"a"]) == []
 
@@ -730,7 +730,7 @@ def test_a_corrupt_block_on_nvme_is_quarantined_and_a_miss() -> None:
     w.finish_all()
     assert ("drop", "nvme", keys[0]) in told(w)
     assert told(w)[-1] == ("grant", 0, [])
-    assert w.p.counters["quarantined_blocks"] == 1
+    assert w.p.view.counters["quarantined_blocks"] == 1
     assert len(w.p.residency.tiers[1].extents.retired) == 1
     assert w.lookup(1, keys[:1]) == 0
     assert w.put(0, 1, keys[:1]) == 1
@@ -802,7 +802,7 @@ def test_who_waits_for_slots_being_emptied_has_no_more_emptied() -> None:
     assert [len(copy.identity) for copy in w.copies.values()] == [2]
     w.finish_all()
     assert room_of(w.answers[waiting]).status.tolist() == [ac.GRANTED] * 4
-    assert w.p.counters["written_blocks"] == 4
+    assert w.p.view.counters["written_blocks"] == 4
 
 
 def test_dram_evicts_leaves_while_the_device_is_closed() -> None:
@@ -1034,7 +1034,7 @@ def test_what_was_recorded_comes_back() -> None:
     w.restart()
     assert w.lookup(1, [b"a", b"b", b"c", b"d"]) == 3
     assert w.get(1, [b"a", b"b", b"c", b"d"]) == [payload(1, k) for k in (b"a", b"b", b"c")]
-    assert w.p.counters["restored_blocks_nvme"] == 3
+    assert w.p.view.counters["restored_blocks_nvme"] == 3
 
 
 def test_restored_chains_are_chains_again() -> None:

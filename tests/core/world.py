@@ -585,8 +585,8 @@ class World:
         assert not p.ledger.stalled
         assert not p.ledger.probes
         assert not p.residency.pins
-        assert not p.transfers.under_way
-        assert not p.transfers.writing.total()
+        assert not p.copies.under_way
+        assert not p.copies.writing.total()
         assert not p.residency.blocks.moving.any()
         for state in p.residency.tiers:
             held = set(np.flatnonzero(state.extents.refs).tolist())

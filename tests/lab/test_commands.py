@@ -174,12 +174,12 @@ def test_compare_counts_points(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no report"),
-        ('{"version": 1}', "is no report: trace: Field required"),
-        ("[]", "is no report"),
+        ("{", "is not a report"),
+        ('{"version": 1}', "is not a report: trace: Field required"),
+        ("[]", "is not a report"),
     ],
 )
-def test_what_is_no_report(tmp_path: Path, text: str, says: str) -> None:
+def test_files_that_are_not_reports(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     assert says in refused("compare", path, path)
@@ -276,7 +276,7 @@ def test_plots(trace: Path, tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     json_of("size", trace, "--hit", "30%", "--nvme", "20%", "--plot", svg)
     text = (tmp_path / "a.svg").read_text()
-    for title in ("Tokens served", "Where they lay", "Bytes written", "Drive writes a day", "Belady"):
+    for title in ("Tokens served", "Hits by tier", "Bytes written", "Drive writes per day", "Belady"):
         assert f"<!-- {title}" in text, title
     plots.draw(_report(trace), tmp_path / "one.svg")
     assert "Drive writes" not in (tmp_path / "one.svg").read_text(), "one tier has no drives"

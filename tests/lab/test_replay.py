@@ -370,7 +370,7 @@ def test_the_demo_keeps_its_promises() -> None:
     assert demo.run(console)
     text = console.export_text()
     assert "0 wrong, 0 forgotten, 0 denied" in text
-    assert "SIGKILL, and it is back" in text
+    assert "SIGKILL, then restart" in text
 
 
 def test_the_demo_fails_on_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,8 @@ def test_on_evict_writes_what_dram_lets_go_of() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
-    study = Experiment(chats(tmp_path / "t", 150), Options(block_bytes=BLOCK))
-    report = study.report([policy], ["5%", "20%", "5%+5%", "100%"])
+    experiment = Experiment(chats(tmp_path / "t", 150), Options(block_bytes=BLOCK))
+    report = experiment.report([policy], ["5%", "20%", "5%+5%", "100%"])
     bounds = {bound.capacity: bound for bound in report.bounds}
     for point in report.points:
         assert point.hit_ratio <= bounds[point.capacity].hit_ratio
@@ -103,10 +103,10 @@ def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
 def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> None:
     """By order alone, as fast as it goes; or by the trace's clock too, from which a policy learns."""
     path = chats(tmp_path / "t", 1200, apart_ms=25)
-    study = Experiment(path, Options(block_bytes=BLOCK))
+    experiment = Experiment(path, Options(block_bytes=BLOCK))
     # Nothing else goes on: the scrubber would keep a quarter of so few blocks from being evicted at a time.
     settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": policy}, "scrub": {"rate": 0}}
-    [point] = study.report([policy], ["18MiB"]).points
+    [point] = experiment.report([policy], ["18MiB"]).points
     # A machine that is busy for a moment plays late, and the policy learns other times: then once more.
     for _ in range(3 if speed else 1):
         with LocalDaemon(settings) as daemon, Client(daemon.url) as client:
@@ -117,7 +117,7 @@ def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> N
         if point.block_hit_ratio == pytest.approx(live.token_hit_ratio, abs=0.005):
             break
     assert point.evicted_blocks > 300
-    assert 0.2 < point.block_hit_ratio < study.best_ratio - 0.1, "the capacity decides"
+    assert 0.2 < point.block_hit_ratio < experiment.best_ratio - 0.1, "the capacity decides"
     assert point.block_hit_ratio == pytest.approx(live.token_hit_ratio, abs=0.005)
 
 
@@ -142,41 +142,41 @@ def same(points: list[Point]) -> list[Point]:
 
 
 def test_the_same_again_also_in_other_processes(tmp_path: Path) -> None:
-    study = Experiment(chats(tmp_path / "t", 100), Options(block_bytes=BLOCK))
-    tasks = [Task("lru", name, study.parse(name), BLOCK) for name in ("5%", "20%", "5%+10%")]
+    experiment = Experiment(chats(tmp_path / "t", 100), Options(block_bytes=BLOCK))
+    tasks = [Task("lru", name, experiment.parse(name), BLOCK) for name in ("5%", "20%", "5%+10%")]
     told: list[int] = []
-    here = sweep.run(study.workload, tasks, 1, told.append)
+    here = sweep.run(experiment.workload, tasks, 1, told.append)
     assert told == sorted(told)
-    assert told[-1] == 3 * study.workload.accesses
+    assert told[-1] == 3 * experiment.workload.accesses
     told.clear()
-    there = sweep.run(study.workload, tasks, 2, told.append)
-    assert told[-1] == 3 * study.workload.accesses
+    there = sweep.run(experiment.workload, tasks, 2, told.append)
+    assert told[-1] == 3 * experiment.workload.accesses
     assert same(here) == same(there)
 
 
 def test_other_processes_import_nothing_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    experiment = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     task = Task("lru", "", slots(9), BLOCK)
     (tmp_path / "multiprocessing.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\n")
     monkeypatch.chdir(tmp_path)
-    assert len(sweep.run(study.workload, [task, task], 2)) == 2
+    assert len(sweep.run(experiment.workload, [task, task], 2)) == 2
     assert not (tmp_path / "ran").exists()
 
 
 def test_errors_of_other_processes_come_home(tmp_path: Path) -> None:
-    study = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    experiment = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     bad = Task("lru", "", (Capacity(Tier.DRAM, limit_bytes=2 << 20),), 4 << 20)
     with pytest.raises(KVStoreError, match="does not fit into an extent"):
-        sweep.run(study.workload, [bad, bad], 2)
+        sweep.run(experiment.workload, [bad, bad], 2)
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
+    experiment = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     task = Task("lru", "", slots(9), BLOCK, {"policy_that_dies": Dying()})
     with pytest.raises(KVStoreError, match="a process of the lab died"):
-        sweep.run(study.workload, [task, task], 2)
+        sweep.run(experiment.workload, [task, task], 2)
 
 
 def test_replays_stop_when_they_are_told(tmp_path: Path) -> None:

@@ -193,8 +193,8 @@ def _a_list(path: Path) -> None:
         (_folder, "cannot read .*: Is a directory", ""),
         (_empty, "holds no requests", "hash_ids"),
         (_binary, "line 1 is not JSON", "hash_ids"),
-        (_unknown, "line 1 is of no known trace format", "conversations"),
-        (_a_list, "line 1 is of no known trace format", "input_length"),
+        (_unknown, "line 1 has no known trace format", "conversations"),
+        (_a_list, "line 1 has no known trace format", "input_length"),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, make: Callable[[Path], None], says: str, hint: str) -> None:
@@ -249,14 +249,14 @@ def test_zstd_that_is_none_is_cut_or_is_damaged(tmp_path: Path) -> None:
     path = compress(write(tmp_path / "trace.jsonl", rows))
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(KVStoreError, match=r"trace\.jsonl\.zst ends in the middle"):
+    with pytest.raises(KVStoreError, match=r"trace\.jsonl\.zst ends within"):
         list(Trace(path))
     path.write_bytes(whole[:-1])
-    with pytest.raises(KVStoreError, match="ends in the middle"):
+    with pytest.raises(KVStoreError, match="ends within"):
         list(Trace(path))
     path.write_bytes(json.dumps(CHATS[0]).encode())
     with pytest.raises(KVStoreError, match=r"trace\.jsonl\.zst is not readable as zstd"):
         Trace(path)
     path.write_bytes(b"")
-    with pytest.raises(KVStoreError, match=r"ends in the middle"):
+    with pytest.raises(KVStoreError, match=r"ends within"):
         Trace(path)

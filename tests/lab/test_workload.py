@@ -54,8 +54,8 @@ TALKS = [
 ]
 
 
-def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **crowd: float) -> Workload:
-    return of_conversations(Trace(write(tmp_path / "t", rows)), 64, ClosedLoop(**{"users": 1, **crowd}))  # type: ignore[arg-type]
+def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **loop: float) -> Workload:
+    return of_conversations(Trace(write(tmp_path / "t", rows)), 64, ClosedLoop(**{"users": 1, **loop}))  # type: ignore[arg-type]
 
 
 def test_what_conversations_share(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_users_play_one_after_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad", [{"users": 0}, {"gap_cap_s": -1.0}, {"gap_cap_s": float("nan")}, {"shared": 1.1}, {"shared": -0.1}]
 )
-def test_crowds_that_cannot_be(bad: dict[str, float]) -> None:
+def test_invalid_loops_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(MisuseError, match=next(iter(bad))):
         ClosedLoop(**bad)  # type: ignore[arg-type]
 

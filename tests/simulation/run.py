@@ -307,7 +307,7 @@ class World:
         self.log(f"{kind} at step {self.loop.steps}")
         self.counts[kind] += 1
         self._count_devices(life)
-        self.counts["refused"] += life.shell.placement.counters["refused_blocks"]
+        self.counts["refused"] += life.shell.placement.view.counters["refused_blocks"]
         handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
         self._left = None if self._will_lose_some(life) else audit.Left.of(life, self.disks, handed_over)
@@ -342,7 +342,7 @@ class World:
             lossy = self.faults.no_memory or self.faults.small_disk or self.faults.commit_error
             self._checked("quotas are kept", self.quotas.check, self.life, bool(lossy))
             if not self.faults.corrupted:
-                quarantined = self.life.shell.placement.counters["quarantined_blocks"]
+                quarantined = self.life.shell.placement.view.counters["quarantined_blocks"]
                 if quarantined:
                     self.fail("nothing good is quarantined", f"{quarantined} blocks")
 

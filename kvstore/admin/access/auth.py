@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from fastapi import Request
 
-from kvstore.admin.access.problem_details import ProblemError
+from kvstore.admin.problem_details import ProblemError
 from kvstore.config import Admin
 from kvstore.daemon.tenancy.auth import EXPIRED, EXPIRED_HINT, find_token
 

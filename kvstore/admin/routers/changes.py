@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from kvstore.admin.access.problem_details import ProblemError, documented
 from kvstore.admin.daemon_state import DaemonState
-from kvstore.admin.dependencies import (
+from kvstore.admin.problem_details import ProblemError, documented
+from kvstore.admin.routers.dependencies import (
     OPERATOR,
     Daemon,
     DevicePath,

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from kvstore.admin.access.problem_details import ProblemError, documented
 from kvstore.admin.daemon_state import DaemonState
-from kvstore.admin.dependencies import OPERATOR, VIEWER, Daemon, DevicePath, IfMatch, TenantPath
+from kvstore.admin.problem_details import ProblemError, documented
+from kvstore.admin.routers.dependencies import OPERATOR, VIEWER, Daemon, DevicePath, IfMatch, TenantPath
 from kvstore.admin.schemas import configuration as views
 from kvstore.config import (
     HOLDER_PATTERN,

@@ -11,9 +11,9 @@ from fastapi.responses import PlainTextResponse
 from pydantic import StringConstraints
 
 from kvstore.admin import metrics
-from kvstore.admin.access.problem_details import ProblemError, documented
 from kvstore.admin.daemon_state import DaemonState
-from kvstore.admin.dependencies import (
+from kvstore.admin.problem_details import ProblemError, documented
+from kvstore.admin.routers.dependencies import (
     ANYBODY,
     VIEWER,
     Daemon,

@@ -10,8 +10,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.admin.access.problem_details import ProblemError, documented
-from kvstore.admin.dependencies import OPERATOR
+from kvstore.admin.problem_details import ProblemError, documented
+from kvstore.admin.routers.dependencies import OPERATOR
 from kvstore.admin.schemas.responses import WHOLE, View
 from kvstore.client.trace_recording import Part, record, trace_line
 from kvstore.errors import KVStoreError

@@ -218,7 +218,7 @@ def _study(
     options = Options(
         block_bytes=named("--block-bytes", parse_size, block_bytes),
         block_tokens=block_tokens,
-        crowd=ClosedLoop(**given) if given else None,
+        loop=ClosedLoop(**given) if given else None,
         skip_bad=skip_bad,
         placement=node,
         repeat=repeat,

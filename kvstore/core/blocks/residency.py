@@ -450,7 +450,7 @@ class Residency:
         free = np.concatenate((rows, self._remove_childless(parents)))
         if len(free):
             self.index.remove(free)
-            self.reuse.gone(free)
+            self.reuse.history.leave(free)
             blocks.give_back(free)
 
     def _keep_ancestors(self, rows: Rows) -> None:

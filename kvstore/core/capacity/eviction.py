@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,17 +21,12 @@ from kvstore.core.blocks.residency import DEMOTE, Residency
 from kvstore.core.capacity.extents import SlotClass
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.insight.decision_log import DecisionKind
-
-Demote = Callable[[int, Rows], npt.NDArray[np.bool_]]
-"""(tier, rows) -> which of these rows are now on their way down, and will leave when there."""
-
-LeavingSoon = Callable[[int, SlotPool], int]
-"""(tier, pool) -> how many blocks of a pool are on their way down."""
-
-WrittenFrom = Callable[[int, Rows], Rows]
-"""(tier, rows) -> those of these rows that are on their way down from this tier."""
+from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
+from kvstore.core.transfers.devices import WRITE_BACK
 
 _SCAN_MIN = 64
+_MORE_WRITES = 2
+"""Evictions may have so many more writes in flight than the backlog."""
 _BUSY_COST = 16
 """So many blocks in use are passed over for what one costs that is evicted."""
 
@@ -61,13 +55,9 @@ class Eviction:
     `trying_again`: for a request that has had slots emptied already, and waits for them.
     """
 
-    def __init__(
-        self, residency: Residency, demote: Demote, leaving_soon: LeavingSoon, written_from: WrittenFrom
-    ) -> None:
+    def __init__(self, residency: Residency, copies: CopyQueue) -> None:
         self._r = residency
-        self._demote = demote
-        self._leaving_soon = leaving_soon
-        self._written_from = written_from
+        self._copies = copies
         self._leaving: dict[int, Leaving] = {}
         self._next_move: defaultdict[int, float] = defaultdict(float)
         self._next_ask: defaultdict[int, dict[int, float]] = defaultdict(dict)
@@ -94,7 +84,7 @@ class Eviction:
                 if not state.growing:
                     self._take_over(tier, pool)
                 break
-        short = n - extents.free(pool) - (self._leaving_soon(tier, pool) if self.trying_again else 0)
+        short = n - extents.free(pool) - (self._copies.demoting(tier, pool) if self.trying_again else 0)
         if short > 0 and pool in extents.classes and not (patient and state.growing):
             # Ahead of need, where that costs little room: evicting one by one costs much time.
             ahead = min(_AHEAD, extents.classes[pool].total // _AHEAD_OF)
@@ -155,7 +145,7 @@ class Eviction:
             r.give_up(tier, spare)
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
-            writing = self._written_from(tier, busy)[: max(n, 0)]
+            writing = self._copies.written_from(tier, busy)[: max(n, 0)]
             r.blocks.moving[writing] |= DEMOTE
             policy.defer(busy)
             n -= len(writing)
@@ -224,6 +214,44 @@ class Eviction:
                 leaf[i] = True
                 going[parents[i]] = going.get(parents[i], 0) + 1
         return leaf
+
+    # -- copies to lower tiers
+
+    def _demote(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Starts moving rows to a lower tier: they leave this one when written. False where none starts."""
+        started = self.write_down(tier, rows)
+        self._r.blocks.moving[rows[started]] |= DEMOTE
+        return started
+
+    def write_down(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Queues copies of rows to the next tier, the first rows first. False where the bounds allow none."""
+        started = np.zeros(len(rows), np.bool_)
+        for target in self._r.takers(tier) if not self._r.tiers[tier].lost else ():
+            left = np.flatnonzero(~started)
+            if not len(left):
+                break
+            started[left] = self._write_to(tier, target, rows[left])
+        return started
+
+    def _write_to(self, tier: int, target: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        started, places = np.zeros(len(rows), np.bool_), np.arange(len(rows))
+        for space, some in self._r.by_space(rows):
+            pool = space.pools[target]
+            if len(some) < len(rows):
+                places = np.flatnonzero(self._r.blocks.namespace[rows] == space.number)
+            free = self._copies.room_for_writes(tier, pool.tenant, _MORE_WRITES)
+            room = self._copies.device(tier, target).room(pool.tenant, WRITE_BACK) // pool.slot_bytes
+            most = min(room, free * write_chunk(pool.slot_bytes))
+            idle = np.flatnonzero(self._r.blocks.moving[some] == 0)[:most]
+            if not len(idle):
+                continue
+            idle = idle[: self.make_room(target, pool, len(idle), patient=True)]
+            if len(idle):
+                todo = some[idle]
+                slots = self._r.tiers[target].extents.take(pool, len(todo))
+                self._copies.put(pool.tenant, WRITE_BACK, tier, target, space, todo, slots, writing=True)
+                started[places[idle]] = True
+        return started
 
     # -- limits that were lowered
 

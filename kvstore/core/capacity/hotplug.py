@@ -18,8 +18,8 @@ from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.resizing import Resizing
 from kvstore.core.insight.decision_log import DecisionKind
+from kvstore.core.transfers.copy_queue import Arrived, CopyQueue
 from kvstore.core.transfers.devices import DRAINING, FENCED, TierSpec
-from kvstore.core.transfers.transfers import Arrived, Transfers
 
 _ROWS_AT_ONCE = 1 << 17
 _SCANNED_AT_ONCE = 1 << 15
@@ -31,9 +31,9 @@ _NEXT_LOOK_S = 0.05
 class Hotplug:
     """Those of one residency."""
 
-    def __init__(self, residency: Residency, transfers: Transfers, resizing: Resizing) -> None:
+    def __init__(self, residency: Residency, copies: CopyQueue, resizing: Resizing) -> None:
         self._r = residency
-        self._transfers = transfers
+        self._copies = copies
         self._resizing = resizing
         self._next_row: dict[int, int] = {}
         self._coming: deque[TierSpec] = deque()
@@ -69,7 +69,7 @@ class Hotplug:
         state.device.state, state.lost, state.leaving = FENCED, True, True
         self._r.losing.add(event.tier)
         self._next_row[event.tier] = 0
-        gone = self._transfers.lose(event.tier)
+        gone = self._copies.lose(event.tier)
         self._next_step = now
         self.at(now)
         return gone

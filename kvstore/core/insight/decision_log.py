@@ -117,12 +117,12 @@ class Decisions:
         With their `tenant`, what was expected of them then is kept too.
         """
         if len(rows):
-            kinds, score = self._reuse.kinds(rows), np.full(len(rows), np.nan, np.float32)
+            kinds, score = self._reuse.history.kinds(rows), np.full(len(rows), np.nan, np.float32)
             if tenant != NOBODY:
-                score = self._reuse.density(tenant, kinds, self._reuse.last_used(rows), now)
+                score = self._reuse.density(tenant, kinds, self._reuse.history.last_used(rows), now)
             marks, namespaces = self._index.fingerprints(rows), self._blocks.namespace[rows]
             about = marks, self._blocks.words[rows], self._blocks.key_bytes[rows]
-            self._append(what, tier, namespaces, about, now, score, self._reuse.classes(rows))
+            self._append(what, tier, namespaces, about, now, score, self._reuse.history.classes(rows))
 
     def record_keys(
         self,

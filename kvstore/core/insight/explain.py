@@ -14,7 +14,7 @@ from kvstore.core.actions import Deny, Explained
 from kvstore.core.blocks.block_table import HOLE, LIVE, RESERVED
 from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.insight.decision_log import Decision
-from kvstore.core.policy.reuse import describe
+from kvstore.core.policy.reuse_classes import describe
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.types import EXPLAIN_KEYS
 
@@ -74,10 +74,10 @@ def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
 def _use(r: Residency, row: int, now: float) -> dict[str, Any]:
     """What is known of a block's past; nothing of one that is still being written."""
     one, blocks = np.array([row]), r.blocks
-    uses, last = int(r.reuse.uses(one)[0]), float(r.reuse.last_used(one)[0])
+    uses, last = int(r.reuse.history.uses(one)[0]), float(r.reuse.history.last_used(one)[0])
     if blocks.state[row] != LIVE or not uses:
         return {"uses": None, "last_used_s": None, "class": ""}
-    kind = describe(int(r.reuse.classes(one)[0]))
+    kind = describe(int(r.reuse.history.classes(one)[0]))
     return {"uses": uses, "last_used_s": max(0.0, now - last), "class": kind}
 
 

@@ -31,11 +31,11 @@ def hint(ledger: LeaseTable, event: ev.Hint, now: float) -> None:
     if not len(rows):
         return
     own = own_end(r, r.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)
-    r.reuse.favour(rows if event.priority > 0 else own, event.priority > 0)
+    r.reuse.history.set_priority(rows if event.priority > 0 else own, event.priority > 0)
     if event.closed:
-        r.reuse.told(own, space.tenant, None, now)
+        r.reuse.hinted(own, space.tenant, None, now)
     elif event.next_use_s is not None:
-        r.reuse.told(own, space.tenant, event.next_use_s, now)
+        r.reuse.hinted(own, space.tenant, event.next_use_s, now)
         for policy, some in _each(r, own):
             policy.touch(some, now)
     if event.closed or event.priority < 0:

@@ -148,7 +148,7 @@ class Deletion:
                 return True
         if np.isin(blocks.namespace[list(self._r.childless)], numbers).any():
             return False
-        if self._ledger.transfers.concern(numbers):
+        if self._ledger.copies.concern(numbers):
             return False
         if sweep.tenant >= 0 and not self._is_bare(sweep):
             return False
@@ -165,7 +165,7 @@ class Deletion:
     def _is_bare(self, sweep: _Sweep) -> bool:
         """Has some extents of a tenant renewed, as far as nobody uses them; whether all have been."""
         tenant, budget = sweep.tenant, _EXTENTS_AT_ONCE
-        eviction = self._ledger.transfers.eviction
+        eviction = self._ledger.eviction
         for tier, state in enumerate(self._r.tiers):
             extents = state.extents
             for extent in [e for c in extents.classes_of(tenant) for e in c.extents]:

@@ -18,7 +18,7 @@ class Invalidation:
     def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
-        self._transfers = ledger.transfers
+        self._copies = ledger.copies
         self._reads = reads
 
     def invalidate(self, event: ev.Invalidate, now: float) -> None:
@@ -45,7 +45,7 @@ class Invalidation:
         live = rows[state == LIVE]
         if what is not None:
             r.decisions.record(what, EVERY_TIER, live, r.now)
-        self._reads.arrived(self._transfers.cancel(live))
+        self._reads.arrived(self._copies.cancel(live))
         held = [r.blocks.slot[tier, live] >= 0 for tier in range(len(r.tiers))]
         for tier in range(len(r.tiers)):
             r.give_up(tier, live[held[tier]])

@@ -19,8 +19,10 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Action, Deny, Stored
 from kvstore.core.blocks.block_table import Picked, Rows
 from kvstore.core.blocks.residency import Residency
+from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import Namespace, SlotPool
+from kvstore.core.transfers.copy_queue import CopyQueue
 from kvstore.core.transfers.transfers import Transfers
 
 NONE = np.empty(0, np.int64)
@@ -170,8 +172,17 @@ class LeaseTable:
     `retried`: the stalled request that is being tried again (0: none). `next_end`: when a block ends.
     """
 
-    def __init__(self, residency: Residency, transfers: Transfers, limits: Limits) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        copies: CopyQueue,
+        eviction: Eviction,
+        transfers: Transfers,
+        limits: Limits,
+    ) -> None:
         self.residency = residency
+        self.copies = copies
+        self.eviction = eviction
         self.transfers = transfers
         self.limits = limits
         self.spaces = residency.spaces
@@ -305,7 +316,7 @@ class LeaseTable:
             return False
         moving = self.residency.copying[tenant] > 0 and not self.residency.out_of_reach
         growing = any(t.growing for t in self.residency.tiers)
-        return moving or growing or self.transfers.eviction.under_way
+        return moving or growing or self.eviction.under_way
 
     def remind(self, event: ev.Acquire | ev.Reserve) -> None:
         """A Tick at the event's deadline has to look at it."""

@@ -113,6 +113,4 @@ class NamespaceTable:
         """Whether a namespace has no rows, is not published, and nothing of it is being copied or probed."""
         if self._r.blocks.rows_in[space.number] or space.pools[0].domain != space.tenant:
             return False
-        return self._publication.has_moved(space.number) and not self._ledger.transfers.concern(
-            (space.number,)
-        )
+        return self._publication.has_moved(space.number) and not self._ledger.copies.concern((space.number,))

@@ -39,6 +39,8 @@ class Publication:
 
     def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
         self._r = ledger.residency
+        self._copies = ledger.copies
+        self._eviction = ledger.eviction
         self._transfers = ledger.transfers
         self._reads = reads
         self._moving: dict[int, _Move] = {}
@@ -57,7 +59,7 @@ class Publication:
         Step by step. Readers of other tenants that wait are told that there is nothing: they may not look
         where it is going, perhaps.
         """
-        self._reads.arrived(self._transfers.cancel_promotions(space.number))
+        self._reads.arrived(self._copies.cancel_promotions(space.number))
         self._reads.end(space, but=space.tenant)
         self._moving[space.number] = _Move(space, now)
         self._next_step = now
@@ -77,7 +79,7 @@ class Publication:
 
     def has_moved(self, namespace: int) -> bool:
         """Whether nothing of a namespace is on its way to another pool of tier 0."""
-        return namespace not in self._moving and not self._transfers.moves(namespace)
+        return namespace not in self._moving and not self._copies.relocates(namespace)
 
     def _move_some(self, move: _Move, now: float) -> bool:
         """Takes one step; whether that got it on."""
@@ -85,7 +87,7 @@ class Publication:
         number, extents = space.number, r.tiers[0].extents
         if space.pools[0] not in extents.classes:
             # Before anything is held that would have to leave for it.
-            self._transfers.eviction.make_room(0, space.pools[0], 1)
+            self._eviction.make_room(0, space.pools[0], 1)
         last = min(move.row + _ROWS_AT_ONCE, blocks.rows_touched)
         here = slice(move.row, last)
         mine = (blocks.namespace[here] == number) & (blocks.state[here] == LIVE) & (blocks.slot[0, here] >= 0)
@@ -94,18 +96,18 @@ class Publication:
         if len(rows) > _BLOCKS_AT_ONCE:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
         # What is on its way down already leaves when it is there.
-        writing = self._transfers.written_from(0, rows)
+        writing = self._copies.written_from(0, rows)
         blocks.moving[writing] |= DEMOTE
         # What a GPU has may be on its way down too.
         waits = rows[((blocks.moving[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
         rows = rows[blocks.moving[rows] == 0]
         twice = rows[r.copies(rows) > 1]
-        self._reads.arrived(self._transfers.cancel(twice, 0))
+        self._reads.arrived(self._copies.cancel(twice, 0))
         r.decisions.record(DecisionKind.EVICTED, 0, twice, now)
         r.give_up(0, twice)
         rows = rows[blocks.slot[0, rows] >= 0]
-        n = self._transfers.move(space, rows)
-        later = len(waits) > 0 or (n < len(rows) and self._transfers.eviction.under_way)
+        n = self._transfers.relocate(space, rows)
+        later = len(waits) > 0 or (n < len(rows) and self._eviction.under_way)
         if later and now - move.since < _GIVE_UP_AFTER_S:
             return n > 0
         move.row, move.since = last, now

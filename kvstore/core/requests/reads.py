@@ -16,8 +16,8 @@ from kvstore.core.capacity.extents import Extents, Slots
 from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.hit_counters import spread
 from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
+from kvstore.core.transfers.copy_queue import Arrived
 from kvstore.core.transfers.devices import PREFETCH
-from kvstore.core.transfers.transfers import Arrived
 
 _SAMPLE = 8
 """Keys of a looked-up prefix whose tiers stand for those of the others."""
@@ -31,6 +31,7 @@ class Reads:
         self._ledger = ledger
         self.prefetch_blocks = prefetch_blocks
         self._r = ledger.residency
+        self._copies = ledger.copies
         self._transfers = ledger.transfers
 
     def acquire(self, event: ev.Acquire, now: float) -> None:
@@ -125,7 +126,7 @@ class Reads:
         tiers = np.full(len(rows), at, np.int16)
         extents.hold(slots[slots >= 0])
         absent = slots < 0
-        coming = self._transfers.coming(at, rows)
+        coming = self._copies.coming(at, rows)
         tiers[absent] = self._transfers.source(rows[absent], at)
         wanted = np.flatnonzero(absent & ~coming)
         cut = len(rows)
@@ -302,7 +303,7 @@ class Reads:
     def _bring(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
         """Promotes those of a chain that only other tiers have, while there is room: (started, dropped)."""
         r, extents = self._r, self._r.tiers[at].extents
-        absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._transfers.coming(at, rows)]
+        absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._copies.coming(at, rows)]
         there = rows[r.blocks.slot[at, rows] >= 0]
         pool = extents.classes.get(space.pools[at])
         # Nobody waits for a prefetch: it may take an eighth of the tier, no more.

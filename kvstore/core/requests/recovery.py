@@ -39,7 +39,7 @@ def restore(ledger: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         extents.claim(slots, rows, versions, event.checksum[which])
         r.reuse.restored(rows, ledger.spaces[namespace].tenant, r.now)
         # Parents stay ahead of their children: they were used no earlier.
-        latest_first = np.argsort(-r.reuse.last_used(rows), kind="stable")
+        latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
         for members, some in extents.by_class(slots[latest_first]):
             r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.

@@ -23,7 +23,7 @@ class Verification:
     def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
         self._ledger = ledger
         self._r = ledger.residency
-        self._transfers = ledger.transfers
+        self._copies = ledger.copies
         self._reads = reads
         self._scrubbed: defaultdict[int, int] = defaultdict(int)
 
@@ -81,17 +81,17 @@ class Verification:
         pool = extents.pool_of(int(slots[0]))
         probe = Probe(number, tier, pool.slot_bytes, r.identity(rows), r.where(tier, slots))
         if tier:
-            self._transfers.probe(probe, pool.tenant)
+            self._copies.probe(probe, pool.tenant)
         else:
             self._ledger.say(probe)
 
     def probe_done(self, event: ev.ProbeDone, now: float) -> None:
         p = self._ledger.probes.pop(event.probe)
         if p.tier:
-            self._transfers.probed(p.tier, event.probe)
+            self._copies.probed(p.tier, event.probe)
         extents = self._r.tiers[p.tier].extents
         bad = (event.results == ev.CORRUPT) & (extents.owner[p.slots] == p.rows)
         extents.release(p.slots)
-        self._reads.arrived(self._transfers.quarantine(p.tier, p.rows[bad]))
+        self._reads.arrived(self._copies.quarantine(p.tier, p.rows[bad]))
         if p.request:
             self._ledger.say(Answer(p.request, int(bad.sum())))

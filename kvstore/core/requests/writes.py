@@ -33,6 +33,7 @@ class Writes:
         self._ledger = ledger
         self._invalidation = invalidation
         self._r = ledger.residency
+        self._eviction = ledger.eviction
         self._transfers = ledger.transfers
         self.write_through = write_through
 
@@ -80,7 +81,7 @@ class Writes:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
                 self._pass_by(event, space, want[n:], before, now)
-                if self._transfers.eviction.some_could_go(event.at, space.pools[event.at]):
+                if self._eviction.some_could_go(event.at, space.pools[event.at]):
                     why = WORTH_LESS
             self._give_room(event, space, rows, state, want[:n], parent, why)
         r.prune(np.unique(np.append(rows, parent)))
@@ -116,11 +117,11 @@ class Writes:
         r, pool = self._r, space.pools[event.at]
         if not len(want) or event.loading or (state == HOLE).any():
             return math.inf
-        if not self._transfers.eviction.weighs(event.at, pool):
+        if not self._eviction.weighs(event.at, pool):
             return math.inf
         first = int(want[0])
         words, parent = event.keys.words[first], int(before[first])
-        return r.reuse.promise(words, event.namespace, parent, len(want), space.tenant, now)
+        return r.reuse.density_if_stored(words, event.namespace, parent, len(want), space.tenant, now)
 
     def _pass_by(self, event: ev.Reserve, space: Namespace, which: Rows, before: Rows, now: float) -> None:
         """These keys are not stored, but they have been seen: if they come again they are worth more."""
@@ -139,9 +140,9 @@ class Writes:
         r = self._r
         guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
         r.blocks.children[guarded] += 1
-        self._transfers.eviction.make_rows(int((rows < 0).sum()), space.tenant)
+        self._eviction.make_rows(int((rows < 0).sum()), space.tenant)
         patient = event.deadline > r.now
-        n = self._transfers.eviction.make_room(event.at, space.pools[event.at], n, patient, earn)
+        n = self._eviction.make_room(event.at, space.pools[event.at], n, patient, earn)
         r.blocks.children[guarded] -= 1
         return n
 
@@ -228,7 +229,7 @@ class Writes:
             if self.write_through:
                 self._transfers.queue_writes(rows)
             if reservation.pool != space.pools[at]:
-                self._transfers.move(space, rows)
+                self._transfers.relocate(space, rows)
         r.counters["stored_blocks"] += len(rows)
         self._ledger.say(Answer(event.request, len(rows)))
         self._give_up(reservation, ~ok, now)

@@ -97,7 +97,7 @@ class Admission:
         self._step(now)
         admitted = np.full(len(rows), not self.spent)
         if self.rule.mode == "twice":
-            admitted &= self._reuse.uses(rows) >= 2
+            admitted &= self._reuse.history.uses(rows) >= 2
         if self.threshold:
             admitted &= self._reuse.chance(rows, tenant, now) >= self.threshold
         self.refused += len(rows) - int(admitted.sum())

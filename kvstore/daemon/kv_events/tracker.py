@@ -107,7 +107,7 @@ class Routing:
             _log.error("%s", said)
             self._shell.problems.append(said)
             return
-        self._shell.placement.residency.telling = True
+        self._shell.handle(ev.Configure(report_moves=True))
         for space in self._shell.namespaces:
             self._topic(space.number)
 

@@ -9,8 +9,8 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.residency import TierState
 from kvstore.core.policy import POLICIES
 from kvstore.core.transfers.admission import Admission
+from kvstore.core.transfers.copy_queue import Transfer
 from kvstore.core.transfers.devices import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
-from kvstore.core.transfers.transfers import Transfer
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class DeviceCommands:
     def transfers(self, after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:
         """Copies between tiers that wait or are under way, with numbers above `after`, `limit` at most."""
         check_limit(limit)
-        known = self._shell.placement.transfers.under_way
+        known = self._shell.placement.copies.under_way
         # They are numbered in the order in which they came.
         some = list(islice((number for number in known if number > after), limit + 1))
         shown = [self._transfer(number, known[number]) for number in some[:limit]]

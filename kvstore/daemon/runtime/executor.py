@@ -110,7 +110,7 @@ class Shell:
         self.namespaces = self.tenancy.namespaces
         self.remote = self._make_network(network)
         self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
-        self.recorder = TraceRecorder(self.now, lambda: self.placement.limits.batch_keys)
+        self.recorder = TraceRecorder(self.now, lambda: self.placement.view.limits.batch_keys)
         self.routing = Routing(self)
         self.waits = Waits(self)
         self.hits = HitCounters()
@@ -167,7 +167,7 @@ class Shell:
             loop=self.loop,
             post=self.soon,
             core=self,
-            blocks=self.placement,
+            blocks=self.placement.view,
             dram=self.dram,
             namespaces=self.namespaces,
             encrypts=self.tenancy.encrypts,
@@ -249,10 +249,10 @@ class Shell:
         ends = self.now() + timeout_s
         self._scrubber.stop()
         self.handle(ev.Flush())
-        transfers = self.placement.transfers
-        while (transfers.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
+        copies, transfers = self.placement.copies, self.placement.transfers
+        while (copies.under_way or transfers.backlog) and self.now() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        left = len(transfers.under_way) + sum(map(len, transfers.backlog.values()))
+        left = len(copies.under_way) + sum(map(len, transfers.backlog.values()))
         if left:
             _log.warning("stopped with %d copies unfinished after %.1f s", left, timeout_s)
         if self.remote is not None:
@@ -307,12 +307,14 @@ class Shell:
         for tier, state in enumerate(self.placement.residency.tiers):
             if state.spec.tier == Tier.NVME and not state.leaving:
                 self.handle(ev.SetAdmission(tier, devices.rule(config, state.spec.name)))
-        self.placement.reconfigure(
-            config.nvme.write_policy,
-            config.nvme.prefetch_blocks,
-            limits.leases_per_connection,
-            limits.namespaces,
-            limits.namespaces_per_tenant,
+        self.handle(
+            ev.Configure(
+                write_policy=config.nvme.write_policy,
+                prefetch_blocks=config.nvme.prefetch_blocks,
+                leases_per_client=limits.leases_per_connection,
+                namespaces=limits.namespaces,
+                namespaces_per_tenant=limits.namespaces_per_tenant,
+            )
         )
         self._scrubber.set_rate(config.scrub.rate)
         self.tenancy.apply(config)
@@ -669,7 +671,7 @@ class Shell:
             "namespaces": len(self.namespaces),
             "leases": len(self.placement.ledger.leases),
             "reservations": len(self.placement.ledger.reservations),
-            "copies_under_way": len(self.placement.transfers.under_way),
+            "copies_under_way": len(self.placement.copies.under_way),
             "core_ram_bytes": residency.ram_bytes(),
             "huge_pages": self.dram.huge,
             "policy": self.placement.switch.name,
@@ -677,7 +679,7 @@ class Shell:
             "network": self.remote.status() if self.remote is not None else None,
             "events": self.routing.status(),
             "nvme_io": next((device.engine_name for device in self.devices.values()), ""),
-            "counters": dict(self.placement.counters),
+            "counters": dict(self.placement.view.counters),
             "problems": list(self.problems),
         }
 
@@ -696,7 +698,7 @@ class Shell:
             "readable": state.device.readable,
             "fenced": state.device.fenced,
             "state": state.device.state,
-            "scrub_passes": self.placement.counters[f"scrub_passes_{name}"],
+            "scrub_passes": self.placement.view.counters[f"scrub_passes_{name}"],
         }
 
     def tenant(self, name: str) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.core.policy.reuse import CLASSES, ReuseState
+from kvstore.core import events as ev
+from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.policy.reuse_classes import CLASSES
 from kvstore.core.policy.reuse_curves import Counts
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ _FORMAT = 1
 
 def collect(shell: Shell) -> ReuseState:
     """All of it, as it is now."""
-    return shell.placement.residency.reuse.learned(shell.now())
+    return shell.placement.view.reuse_state(shell.now())
 
 
 def save(shell: Shell, learned: ReuseState) -> None:
@@ -85,7 +87,7 @@ def restore(shell: Shell) -> None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         _log.warning("%s cannot be used: reuse is learned anew: %s", path, error)
         return
-    shell.placement.residency.reuse.go_on(learned, elapsed_s, shell.now())
+    shell.handle(ev.RestoreReuse(learned, elapsed_s))
 
 
 def discard(shell: Shell) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.core import actions as ac
+from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 
@@ -71,7 +72,7 @@ class Waits:
         wait.timer = self._shell.loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
         self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
         self._by_tenant.setdefault(tenant, {})[wait] = None
-        self._awaited[_word(key)] += 1
+        self._shell.handle(ev.Watch(key))
         self._shell.namespaces.use(space)
         if self._shell.remote is not None and not self._asking:
             self._asking = True
@@ -94,10 +95,7 @@ class Waits:
         del self._by_tenant[wait.tenant][wait]
         if not self._by_tenant[wait.tenant]:
             del self._by_tenant[wait.tenant]
-        word = _word(wait.key)
-        self._awaited[word] -= 1
-        if not self._awaited[word]:
-            del self._awaited[word]
+        self._shell.handle(ev.Unwatch(wait.key))
         self._shell.namespaces.drop(wait.space)
 
     def came(self, came: ac.Came) -> None:
@@ -109,7 +107,7 @@ class Waits:
     def look(self) -> None:
         """A device can be read again: what it has need not be waited for."""
         for wait in [wait for waits in self._by_tenant.values() for wait in waits]:
-            if self._shell.placement.stored(wait.number, Keys(wait.key, len(wait.key))):
+            if self._shell.placement.view.stored(wait.number, Keys(wait.key, len(wait.key))):
                 self._wake(wait)
 
     def end(self, number: int, but: int = -1) -> None:
@@ -122,10 +120,6 @@ class Waits:
         self.cancel(wait)
         # The event that wakes it has to run to its end first.
         self._shell.loop.call_soon(wait.wake)
-
-    @property
-    def _awaited(self) -> Counter[int]:
-        return self._shell.placement.residency.awaited
 
     async def _ask_network(self) -> None:
         """Wakes calls whose block is on the network, as long as any wait."""
@@ -152,8 +146,3 @@ class Waits:
                 asked.append(wait)
             self._by_tenant[tenant] = waits
         return asked
-
-
-def _word(key: bytes) -> int:
-    """The first word of a key, as the core has it; see `Residency.awaited`."""
-    return int.from_bytes(key[:8], "little")

@@ -393,7 +393,7 @@ class Connection(asyncio.BufferedProtocol):
         self._line.join(self.who.tenant)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.limits
+        frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.view.limits
         self._frames.limit_bytes = frame_bytes
         most = limits.batch_keys, limits.reserve_keys
         self.send(m.Welcome(self._version, self._shell.instance, frame_bytes, *most, (), VERSION))

@@ -231,7 +231,9 @@ class Requests:
         space, keys = self._space(q), self._keys(q)
         if space is None or self._has_too_many(q, keys):
             return
-        waits = q.wait_s > 0 and keys.n and not self._shell.placement.stored(space.number, keys.take(0, 1))
+        waits = (
+            q.wait_s > 0 and keys.n and not self._shell.placement.view.stored(space.number, keys.take(0, 1))
+        )
         if waits and self._waits_too_much(q):
             return
         self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
@@ -460,7 +462,7 @@ class Requests:
 
     def _has_too_many(self, q: Any, keys: Keys) -> bool:
         """Refuses a request of more keys than one call may have, before any of them is looked up."""
-        most = self._shell.placement.limits.batch_keys
+        most = self._shell.placement.view.limits.batch_keys
         if keys.n > most:
             self._deny(q.id, f"{keys.n} keys in one call", f"at most {most} keys a call (limits.batch_keys)")
         return keys.n > most

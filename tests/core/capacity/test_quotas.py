@@ -246,7 +246,7 @@ def test_rows_are_not_taken_from_who_is_at_its_floor() -> None:
 def test_rows_are_taken_from_others_down_to_their_floors_only() -> None:
     w = world((A, 1, None), (B, 0, None), dram=8, max_blocks=12)
     mine = fill(w, A, 8, b"a")
-    w.p.transfers.eviction.make_rows(12, B)
+    w.p.eviction.make_rows(12, B)
     assert kept(w, A, mine) == mine[2:]
 
 
@@ -656,7 +656,7 @@ def test_what_has_expired_is_stored_again_though_it_is_still_there(nvme: int) ->
     w.finish_all()
     w.pass_time(9)
     assert w.get(11, [b"a", b"b", b"c"]) == [payload(11, key, 1) for key in (b"a", b"b", b"c")]
-    assert w.p.counters["expired_blocks"] == 3
+    assert w.p.view.counters["expired_blocks"] == 3
     w.pass_time(3)
     assert w.p.residency.blocks.used == 0
     w.settle()
@@ -1145,12 +1145,12 @@ def test_copies_whose_blocks_went_are_never_made() -> None:
     w.p.residency.tiers[1].device.bytes_moving[WRITE_BACK] = 64 << 20
     w.put(0, A, [b"a"])
     assert not w.copies
-    assert w.p.transfers.under_way
+    assert w.p.copies.under_way
     w.invalidate(A, [b"a"])
     w.p.residency.tiers[1].device.bytes_moving[WRITE_BACK] = 0
     w.send(ev.Tick())
     assert not w.copies
-    assert not w.p.transfers.under_way
+    assert not w.p.copies.under_way
     assert w.used() == w.used(1) == 0
     w.p.residency.tiers[1].device.moving -= 1
 

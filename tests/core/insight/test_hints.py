@@ -11,7 +11,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
-from kvstore.core.policy.reuse import HIGH, describe
+from kvstore.core.policy.reuse_classes import HIGH_PRIORITY, describe
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]
@@ -30,12 +30,14 @@ class Heard:
     def told(self, keys: list[bytes] = CHAIN) -> list[str]:
         """Class by class, what clients said of blocks; "" for those of which they said nothing."""
         r = self.w.p.residency
-        classes = [describe(kind) for kind in r.reuse.classes(r.prefix(1, joined(keys))).tolist()]
+        classes = [describe(kind) for kind in r.reuse.history.classes(r.prefix(1, joined(keys))).tolist()]
         return [words.removeprefix("told: ") if words.startswith("told") else "" for words in classes]
 
     def favoured(self) -> list[bool]:
         r = self.w.p.residency
-        return [bool(kind & HIGH) for kind in r.reuse.kinds(r.prefix(1, joined(CHAIN))).tolist()]
+        return [
+            bool(kind & HIGH_PRIORITY) for kind in r.reuse.history.kinds(r.prefix(1, joined(CHAIN))).tolist()
+        ]
 
 
 @pytest.fixture(params=["lru", "hazard"])
@@ -179,7 +181,7 @@ def test_what_follows_a_promoted_chain_comes_too_behind_it() -> None:
     grant = w.acquire(0, 1, LONG[:7], wait=0.0)
     assert isinstance(grant, ac.Grant)
     assert len(grant.where) == 7
-    assert w.p.counters["ahead_blocks"] == 4
+    assert w.p.view.counters["ahead_blocks"] == 4
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:
@@ -218,7 +220,7 @@ def test_it_takes_an_eighth_of_the_tier_and_what_is_beyond_is_dropped() -> None:
     w = below(9, slots=16)
     w.acquire(0, 1, LONG[:1])
     assert coming(w) == LONG[:3]
-    assert (w.p.counters["ahead_blocks"], w.p.counters["dropped_prefetch_blocks"]) == (2, 7)
+    assert (w.p.view.counters["ahead_blocks"], w.p.view.counters["dropped_prefetch_blocks"]) == (2, 7)
 
 
 def test_a_tier_that_is_full_of_what_is_in_use_drops_it() -> None:
@@ -229,7 +231,7 @@ def test_a_tier_that_is_full_of_what_is_in_use_drops_it() -> None:
     w.acquire(1, 1, others)
     w.acquire(0, 1, LONG[:1])
     assert coming(w) == LONG[:1]
-    assert (w.p.counters["ahead_blocks"], w.p.counters["dropped_prefetch_blocks"]) == (0, 4)
+    assert (w.p.view.counters["ahead_blocks"], w.p.view.counters["dropped_prefetch_blocks"]) == (0, 4)
 
 
 def test_another_tenants_reader_does_not_look_ahead() -> None:

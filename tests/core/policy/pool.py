@@ -65,7 +65,7 @@ class Told:
 
     def remove(self, rows: Rows) -> None:
         self.policy.remove(rows)
-        self._tier.reuse.gone(rows)
+        self._tier.reuse.history.leave(rows)
 
     def coldest(self, n: int, now: float | None = None, below: float = math.inf) -> Rows:
         self.now = self.now if now is None else now

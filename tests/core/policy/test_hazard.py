@@ -21,7 +21,7 @@ def array(*rows: int) -> np.ndarray:
 def slices(policy: Told) -> int:
     hazard = policy.policy
     assert isinstance(hazard, Hazard)
-    return int((hazard._kind >= 0).sum())
+    return int((hazard._slices.kind >= 0).sum())
 
 
 def chain(tier: Tier, *rows: int) -> None:
@@ -44,12 +44,12 @@ def leave(tier: Tier, policy: Told, rows: np.ndarray) -> None:
 def bounds(tier: Tier, rows: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray]:
     """The lowest and the highest density of each row, at its age or up to a slice's width more."""
     reuse = tier.reuse
-    kinds, last = reuse.kinds(rows), reuse.last_used(rows)
+    kinds, last = reuse.history.kinds(rows), reuse.history.last_used(rows)
     wide = np.maximum(SPAN_S, BLUR * (now - last))
     first, end = span_of(now - last), span_of(now - last + wide)
     tries = []
     for span in range(int(first.min()), int(end.max()) + 1):
-        density = reuse._of(0).density[kinds & 127, np.clip(span, first, end)]
+        density = reuse.curves(0).density[kinds & 127, np.clip(span, first, end)]
         tries.append(np.where(kinds & 128, 4 * density, density))
     return np.min(tries, axis=0), np.max(tries, axis=0)
 
@@ -74,8 +74,8 @@ def test_those_that_earn_least_go_first(seed: int) -> None:
             policy.insert(back, now)
             held |= set(back.tolist())
         if step % 7 == 0:
-            tier.reuse.favour(rows[:1], True)
-            tier.reuse.told(rows[1:3], 0, float(dice.choice([5.0, 100.0])), now)
+            tier.reuse.history.set_priority(rows[:1], True)
+            tier.reuse.hinted(rows[1:3], 0, float(dice.choice([5.0, 100.0])), now)
             policy.policy.touch(rows, now)
         while len(held) > n - 20:
             going = policy.coldest(int(dice.integers(1, 12)), now)
@@ -100,7 +100,7 @@ def test_of_one_slice_tails_go_first_and_of_two_alike_the_older() -> None:
     assert policy.coldest(5, 1.0).tolist() == [5, 4, 3, 8, 7]
     tier = Tier(20)
     policy = tier.told("hazard")
-    tier.reuse._of(0).density[:] = 1.0
+    tier.reuse.curves(0).density[:] = 1.0
     for row in (2, 4, 5, 7):
         policy.insert(array(row), 10.0 * row)
     assert policy.coldest(4, 100.0).tolist() == [2, 4, 5, 7]
@@ -121,7 +121,7 @@ def test_what_is_to_be_kept_longer_is() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
     policy.insert(array(0, 1, 2), 0.0)
-    tier.reuse.favour(array(2), True)
+    tier.reuse.history.set_priority(array(2), True)
     policy.touch(array(0, 1, 2), 0.1)
     assert policy.coldest(3, 5.0).tolist() == [1, 0, 2]
 
@@ -141,10 +141,10 @@ def test_none_goes_for_what_earns_no_more() -> None:
     chain(tier, 3, 4)
     policy.insert(array(0, 1, 2), 0.0)
     policy.insert(array(3, 4), 90.0)
-    tier.reuse.favour(array(0), True)
+    tier.reuse.history.set_priority(array(0), True)
     rows = array(0, 2, 4)
     first, old, recent = tier.reuse.density(
-        0, tier.reuse.kinds(rows), tier.reuse.last_used(rows), 100.0
+        0, tier.reuse.history.kinds(rows), tier.reuse.history.last_used(rows), 100.0
     ).tolist()
     assert old < first < recent
     assert policy.coldest(9, 100.0).tolist() == [2, 1, 0, 4, 3]
@@ -215,11 +215,11 @@ def test_a_chain_is_offered_from_its_end_and_as_far_as_it_earns_no_more_than_oth
     chain(tier, 10, 11, 12)
     policy.insert(array(0, 1, 2, 3), 0.0)
     policy.insert(array(10, 11, 12), 50.0)
-    density = tier.reuse._of(0).density
+    density = tier.reuse.curves(0).density
     density[:] = 1.0
     density[:, span_of(np.array([100.0, 50.0]))] = 0.3, 0.5
     assert policy.coldest(5, 100.0).tolist() == [3, 2, 1, 0, 12]
-    tier.reuse._kind[1] = 20
+    tier.reuse.history.kind[1] = 20
     density[20] = 0.7
     assert policy.coldest(10, 100.0).tolist() == [3, 2, 12, 11, 10, 1, 0], "never before its child"
     policy.defer(array(3))
@@ -340,7 +340,7 @@ def test_what_comes_back_is_as_old_as_before(used_s: float) -> None:
     """However few slices there are of its class, and wherever: it earns what its own age says."""
     tier = Tier(20)
     policy = tier.told("hazard")
-    density = tier.reuse._of(0).density
+    density = tier.reuse.curves(0).density
     density[:] = 1.0
     density[:, span_of(np.array([10.0, 200.0 - used_s]))] = 0.7, 0.5
     times = {2: 50.0, 3: 120.0, 4: 190.0}
@@ -358,9 +358,9 @@ def test_rows_of_all_ages_that_come_at_once_are_apart() -> None:
     for row in rows.tolist():
         tier.reuse.stored(array(row), 0, 2.0 * row)
     policy.policy.insert(rows, 200.0)
-    tier.reuse._of(0).density[:] = np.arange(40)
+    tier.reuse.curves(0).density[:] = np.arange(40)
     order = policy.coldest(80, 200.0)
-    density = span_of(200.0 - tier.reuse.last_used(order))
+    density = span_of(200.0 - tier.reuse.history.last_used(order))
     assert (np.diff(density) >= -1).all(), "up to a slice's width"
     assert slices(policy) >= 10, "of 42 to 200 s, each a seventh longer than the one before"
 
@@ -383,7 +383,7 @@ def test_slices_are_joined_as_they_age() -> None:
     assert most < 150, "of 500 times at which some came"
     hazard = policy.policy
     assert isinstance(hazard, Hazard)
-    assert len(hazard._queues) <= 256
+    assert len(hazard._slices._queues) <= 256
     assert sorted(policy.coldest(n).tolist()) == list(range(n)), "none got lost"
 
 
@@ -413,3 +413,14 @@ def test_what_comes_back_stays_where_lru_loses_it() -> None:
     assert asked == 160
     assert lru < asked / 10
     assert hazard > 0.8 * asked
+
+
+def test_a_favoured_block_is_explained_by_its_class() -> None:
+    tier = Tier(4)
+    policy = tier.told("hazard")
+    policy.insert(array(0, 1), 0.0)
+    tier.reuse.history.set_priority(array(1), True)
+    hazard = policy.policy
+    assert isinstance(hazard, Hazard)
+    plain, favoured = hazard.explain(array(0, 1), 1.0)
+    assert plain.split(":")[0] == favoured.split(":")[0] == "used once, stored with many others"

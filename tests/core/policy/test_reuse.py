@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.policy.reuse import HIGH, SHAPE, Reuse, describe
+from kvstore.core.policy.reuse import Reuse
+from kvstore.core.policy.reuse_classes import HIGH_PRIORITY, SHAPE, describe
 from kvstore.core.policy.reuse_curves import span_of
 from tests.core.policy.pool import Tier
 from tests.core.world import World, joined
@@ -24,7 +25,7 @@ def reuse(rows: int = 200) -> Reuse:
 
 
 def words(r: Reuse, row: int) -> str:
-    return describe(int(r.classes(array(row))[0]))
+    return describe(int(r.history.classes(array(row))[0]))
 
 
 def chance(r: Reuse, row: int, now: float, tenant: int = ONE) -> float:
@@ -34,10 +35,10 @@ def chance(r: Reuse, row: int, now: float, tenant: int = ONE) -> float:
 def test_uses_are_counted_from_the_first_storing_up_to_fifteen() -> None:
     r = reuse()
     r.stored(array(3), ONE, 1.0)
-    seen = [(r.uses(array(3)).tolist(), words(r, 3).split(",")[0])]
+    seen = [(r.history.uses(array(3)).tolist(), words(r, 3).split(",")[0])]
     for i in range(2, 21):
         r.used(array(3), ONE, float(i))
-        seen.append((r.uses(array(3)).tolist(), words(r, 3).split(",")[0]))
+        seen.append((r.history.uses(array(3)).tolist(), words(r, 3).split(",")[0]))
     counts = [*range(1, 16), *[15] * 5]
     names = [
         "used once",
@@ -66,7 +67,7 @@ def test_how_far_apart_is_since_the_last_use(apart: float, said: str) -> None:
     r.used(array(0), ONE, 20.0)
     r.used(array(0), ONE, 20.0 + apart)
     assert words(r, 0) == f"used 2 or 3 times, {said} apart, stored with many others"
-    assert r.last_used(array(0)).tolist() == [int((20.0 + apart) * 8) / 8]
+    assert r.history.last_used(array(0)).tolist() == [int((20.0 + apart) * 8) / 8]
 
 
 def test_how_much_comes_with_a_block_is_told_by_what_is_usual() -> None:
@@ -94,7 +95,7 @@ def test_a_new_block_takes_its_parents_interval() -> None:
     tier.blocks.parent[10] = 12
     r.stored(array(10), ONE, 21.0)
     assert words(r, 10).startswith("used once, stored"), "nothing is known of its parent"
-    r.told(array(1), ONE, 100.0, 22.0)
+    r.hinted(array(1), ONE, 100.0, 22.0)
     tier.blocks.parent[11] = 1
     r.stored(array(11), ONE, 23.0)
     assert words(r, 11).startswith("used once, stored"), "what a client said is no interval"
@@ -105,44 +106,46 @@ def test_a_block_that_was_dropped_and_stored_again_goes_on_where_it_was() -> Non
     r.stored(array(1, 2), ONE, 0.0)
     for now in (10.0, 20.0, 30.0):
         r.used(array(1), ONE, now)
-    before = r.classes(array(1)).tolist()
-    r.gone(array(1, 2))
+    before = r.history.classes(array(1)).tolist()
+    r.history.leave(array(1, 2))
     r.stored(array(1, 2), ONE, 50.0)
-    assert r.uses(array(1, 2)).tolist() == [5, 2]
+    assert r.history.uses(array(1, 2)).tolist() == [5, 2]
     assert words(r, 1) == "used 4 to 7 times, up to 25 s apart, stored with many others"
     assert words(r, 2) == "used 2 or 3 times, up to 62.5 s apart, stored with many others"
-    assert r.classes(array(1)).tolist() != before
+    assert r.history.classes(array(1)).tolist() != before
     for now in range(51, 60):
         r.used(array(1), ONE, float(now))
-    r.gone(array(1))
+    r.history.leave(array(1))
     r.stored(array(1), ONE, 60.0)
-    assert r.uses(array(1)).tolist() == [15]
+    assert r.history.uses(array(1)).tolist() == [15]
     # A ghost comes back once.
-    r.gone(array(2))
+    r.history.leave(array(2))
     r.stored(array(2), ONE, 61.0)
-    assert r.uses(array(2)).tolist() == [3]
+    assert r.history.uses(array(2)).tolist() == [3]
 
 
 def test_a_row_given_to_another_block_knows_nothing_of_the_one_before() -> None:
     tier = Tier(20)
     r = tier.reuse
     r.stored(array(1), ONE, 0.0)
-    r.favour(array(1), True)
+    r.history.set_priority(array(1), True)
     for now in (1.0, 2.0, 3.0):
         r.used(array(1), ONE, now)
-    r.gone(array(1))
+    r.history.leave(array(1))
     tier.blocks.words[1] = 12345
     r.stored(array(1), ONE, 4.0)
-    assert r.uses(array(1)).tolist() == [1]
+    assert r.history.uses(array(1)).tolist() == [1]
     assert words(r, 1) == "used once, stored with many others"
-    assert r.kinds(array(1)).tolist() == r.classes(array(1)).tolist(), "nobody asked to keep this one longer"
+    assert r.history.kinds(array(1)).tolist() == r.history.classes(array(1)).tolist(), (
+        "nobody asked to keep this one longer"
+    )
 
 
 def test_what_was_told_and_counted_survives_as_a_ghost() -> None:
     r = reuse()
     r.stored(array(1), ONE, 0.0)
-    r.told(array(1), ONE, 100.0, 1.0)
-    r.gone(array(1))
+    r.hinted(array(1), ONE, 100.0, 1.0)
+    r.history.leave(array(1))
     r.stored(array(1), ONE, 2.0)
     assert words(r, 1) == "used 2 or 3 times, up to 4 s apart, stored with some others"
 
@@ -160,7 +163,7 @@ def test_a_hole_that_is_filled_again_goes_on() -> None:
     w.now += 7.0
     w.put(0, 1, keys)
     r.settle()
-    assert r.reuse.uses(array(row)).tolist() == [3]
+    assert r.reuse.history.uses(array(row)).tolist() == [3]
     assert words(r.reuse, row) == "used 2 or 3 times, up to 10 s apart, stored with many others"
 
 
@@ -169,8 +172,8 @@ def test_what_clients_say_makes_classes_of_their_own() -> None:
     r.stored(np.arange(10), ONE, 0.0)
     r.used(np.arange(10), ONE, 5.0)
     for row, next_use_s in enumerate([0.0, 10.0, 10.5, 300.0, 7200.0, 1e9]):
-        r.told(array(row), ONE, next_use_s, 6.0)
-    r.told(array(6), ONE, None, 6.0)
+        r.hinted(array(row), ONE, next_use_s, 6.0)
+    r.hinted(array(6), ONE, None, 6.0)
     assert [words(r, row) for row in range(7)] == [
         "told: used again within 10 s",
         "told: used again within 10 s",
@@ -180,11 +183,11 @@ def test_what_clients_say_makes_classes_of_their_own() -> None:
         "told: used again within later",
         "told: not used again",
     ]
-    assert r.uses(np.arange(7)).tolist() == [2] * 7, "to say something is no use"
-    assert r.last_used(array(0)).tolist() == [6.0]
+    assert r.history.uses(np.arange(7)).tolist() == [2] * 7, "to say something is no use"
+    assert r.history.last_used(array(0)).tolist() == [6.0]
     r.used(array(0, 6), ONE, 10.0)
     assert {words(r, 0), words(r, 6)} == {"used 2 or 3 times, up to 4 s apart, stored with some others"}
-    r.told(np.zeros(0, np.int64), ONE, None, 11.0)
+    r.hinted(np.zeros(0, np.int64), ONE, None, 11.0)
 
 
 def test_how_far_words_come_true_is_learned() -> None:
@@ -193,13 +196,13 @@ def test_how_far_words_come_true_is_learned() -> None:
     for i in range(150):
         true, false = np.arange(i * 100, i * 100 + 20), np.arange(i * 100 + 20, i * 100 + 40)
         r.stored(np.concatenate((true, false)), ONE, now)
-        r.told(true, ONE, 10.0, now + 1)
-        r.told(false, ONE, 60.0, now + 1)
+        r.hinted(true, ONE, 10.0, now + 1)
+        r.hinted(false, ONE, 60.0, now + 1)
         r.used(true, ONE, now + 9)
         now += 10.0
     last = array(int(true[0]) + 3, int(false[0]))
-    r.told(last[:1], ONE, 10.0, now)
-    r.told(last[1:], ONE, 60.0, now)
+    r.hinted(last[:1], ONE, 10.0, now)
+    r.hinted(last[1:], ONE, 60.0, now)
     assert chance(r, int(last[0]), now) > 0.7
     assert chance(r, int(last[1]), now) < 0.2
 
@@ -207,17 +210,17 @@ def test_how_far_words_come_true_is_learned() -> None:
 def test_a_favour_counts_four_times_until_it_is_taken_back() -> None:
     r = reuse()
     r.stored(array(0, 1), ONE, 0.0)
-    r.favour(array(1), True)
-    kinds, since = r.kinds(array(0, 1)), r.last_used(array(0, 1))
-    assert (kinds & HIGH > 0).tolist() == [False, True]
-    assert r.classes(array(0, 1)).tolist() == [kinds[0]] * 2
+    r.history.set_priority(array(1), True)
+    kinds, since = r.history.kinds(array(0, 1)), r.history.last_used(array(0, 1))
+    assert (kinds & HIGH_PRIORITY > 0).tolist() == [False, True]
+    assert r.history.classes(array(0, 1)).tolist() == [kinds[0]] * 2
     plain, high = r.density(ONE, kinds, since, 3.0).tolist()
     assert high == pytest.approx(4 * plain)
     r.used(array(1), ONE, 5.0)
-    r.told(array(1), ONE, 100.0, 6.0)
-    assert r.kinds(array(1))[0] & HIGH, "it stays whatever happens"
-    r.favour(array(1), False)
-    assert not r.kinds(array(1))[0] & HIGH
+    r.hinted(array(1), ONE, 100.0, 6.0)
+    assert r.history.kinds(array(1))[0] & HIGH_PRIORITY, "it stays whatever happens"
+    r.history.set_priority(array(1), False)
+    assert not r.history.kinds(array(1))[0] & HIGH_PRIORITY
     assert words(r, 1) == "told: used again within 300 s"
 
 
@@ -252,10 +255,10 @@ def test_ghosts_are_kept_apart_by_namespace() -> None:
     tier = Tier(20)
     r = tier.reuse
     r.stored(array(1), ONE, 0.0)
-    r.gone(array(1))
+    r.history.leave(array(1))
     tier.blocks.namespace[1] = 9
     r.stored(array(1), OTHER, 1.0)
-    assert r.uses(array(1)).tolist() == [1]
+    assert r.history.uses(array(1)).tolist() == [1]
 
 
 def test_what_is_restored_was_used_once_at_an_unknown_time() -> None:
@@ -263,9 +266,9 @@ def test_what_is_restored_was_used_once_at_an_unknown_time() -> None:
     r.stored(array(1), ONE, 0.0)
     r.used(array(1), ONE, 1.0)
     r.restored(array(1, 2, 3), ONE, 5.0)
-    assert r.uses(array(1, 2, 3)).tolist() == [2, 1, 1], "what is known is known better"
+    assert r.history.uses(array(1, 2, 3)).tolist() == [2, 1, 1], "what is known is known better"
     assert words(r, 2) == "used once, stored with few others"
-    assert r.last_used(array(2)).tolist() == [5.0]
+    assert r.history.last_used(array(2)).tolist() == [5.0]
     r.used(array(2), ONE, 8.0)
     assert words(r, 2) == "used 2 or 3 times, up to 4 s apart, stored with few others"
 
@@ -318,23 +321,23 @@ def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int
             uses, joins = uses + len(rows), joins + len(rows)
             there.update((x, there[x] + 1) for x in rows)
         elif what == "told":
-            r.told(array(*rows), ONE, wait or None, now)
+            r.hinted(array(*rows), ONE, wait or None, now)
             joins, left = joins + len(rows), left + len(rows)
         elif what == "favour":
-            r.favour(array(*rows), bool(wait))
+            r.history.set_priority(array(*rows), bool(wait))
         else:
-            r.gone(array(*some))
+            r.history.leave(array(*some))
             past.update((x, there.pop(x)) for x in rows)
-    assert r.uses(array(*there)).tolist() == [min(n, 15) for n in there.values()]
-    curves = r._of(ONE)
+    assert r.history.uses(array(*there)).tolist() == [min(n, 15) for n in there.values()]
+    curves = r.curves(ONE)
     assert curves.joins == joins == curves._reached[:, 0].sum()
     assert curves._used.sum() == uses
     waiting = curves._waiting[: curves._cohorts].sum(axis=0)
     assert (waiting >= 0).all()
     assert waiting.sum() == joins - uses - left
-    at = np.bincount(r.classes(array(*there)), minlength=np.prod(SHAPE))
+    at = np.bincount(r.history.classes(array(*there)), minlength=np.prod(SHAPE))
     assert (waiting >= at).all(), "who is there waits for its next use; so do ghosts"
-    assert (span_of(now - r.last_used(array(*there))) >= 0).all()
+    assert (span_of(now - r.history.last_used(array(*there))) >= 0).all()
 
 
 # -- from one process to the next
@@ -342,9 +345,10 @@ def test_every_use_is_counted_once_in_the_curves(steps: list[tuple[str, list[int
 
 def past(r: Reuse, rows: np.ndarray, now: float) -> list[tuple[int, str, float]]:
     """What is known of each row, and how long ago it was used."""
-    ages = (now - r.last_used(rows)).tolist()
+    ages = (now - r.history.last_used(rows)).tolist()
     return [
-        (int(n), describe(int(k)), age) for n, k, age in zip(r.uses(rows), r.classes(rows), ages, strict=True)
+        (int(n), describe(int(k)), age)
+        for n, k, age in zip(r.history.uses(rows), r.history.classes(rows), ages, strict=True)
     ]
 
 
@@ -354,39 +358,41 @@ def learned_a_bit(rows: int = 200) -> Reuse:
     r.stored(np.arange(30), ONE, 5.0)
     for i in range(3):
         r.used(np.arange(10), ONE, 30.0 * (i + 1))
-    r.gone(np.arange(20, 30))
+    r.history.leave(np.arange(20, 30))
     return r
 
 
 @pytest.mark.parametrize("now", [0.0, 12.5, 1e6])
 def test_a_later_process_goes_on_where_one_stopped(now: float) -> None:
     old, new = learned_a_bit(), reuse()
-    learned = old.learned(100.0)
+    learned = old.save(100.0)
     before = past(old, np.arange(20), 100.0)
-    new.go_on(learned, 50.0, now)
+    new.load(learned, 50.0, now)
     new.restored(np.arange(20), ONE, now)
     new.stored(np.arange(20, 40), ONE, now)
     assert past(new, np.arange(20), now) == [(n, kind, age + 50.0) for n, kind, age in before]
-    assert new.uses(array(25, 35)).tolist() == [2, 1], "ghosts of before too"
+    assert new.history.uses(array(25, 35)).tolist() == [2, 1], "ghosts of before too"
     assert past(old, np.arange(20), 100.0) == before, "that goes on as it was"
     for kind in range(30):
-        assert np.array_equal(new._of(ONE).counts().used[kind, 0:1], old._of(ONE).counts().used[kind, 0:1])
-    assert new._of(OTHER).joins == 0
+        assert np.array_equal(
+            new.curves(ONE).counts().used[kind, 0:1], old.curves(ONE).counts().used[kind, 0:1]
+        )
+    assert new.curves(OTHER).joins == 0
     new.used(array(0), ONE, now + 1.0)
     assert words(new, 0).startswith("used 4 to 7 times, up to 62.5 s apart")
 
 
 def test_a_table_of_another_size_is_not_taken_but_curves_are() -> None:
     old, new = learned_a_bit(), Reuse(Tier(200).blocks, 1 << 10, 1)
-    new.go_on(old.learned(100.0), 50.0, 0.0)
+    new.load(old.save(100.0), 50.0, 0.0)
     new.restored(np.arange(20), ONE, 1.0)
     assert past(new, array(0), 1.0)[0][0] == 1
-    assert new._of(ONE).joins >= 60
+    assert new.curves(ONE).joins >= 60
 
 
 def test_times_that_no_ghost_has_room_for_are_not_taken() -> None:
     old, new = learned_a_bit(), reuse()
-    new.go_on(old.learned(100.0), 3e8, 0.0)
+    new.load(old.save(100.0), 3e8, 0.0)
     new.restored(np.arange(20), ONE, 1.0)
     assert past(new, array(0), 1.0)[0][::2] == (1, 0.0)
     assert chance(new, 0, 1.0) > 0
@@ -394,6 +400,6 @@ def test_times_that_no_ghost_has_room_for_are_not_taken() -> None:
 
 def test_a_clock_that_went_back_makes_nothing_younger_than_it_was() -> None:
     old, new = learned_a_bit(), reuse()
-    new.go_on(old.learned(100.0), -3600.0, 7.0)
+    new.load(old.save(100.0), -3600.0, 7.0)
     new.restored(np.arange(20), ONE, 7.0)
     assert past(new, np.arange(20), 7.0) == past(old, np.arange(20), 100.0)

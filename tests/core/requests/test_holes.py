@@ -68,7 +68,7 @@ class Node:
         return self.p.residency.holes[1]
 
     def prefix(self) -> int:
-        return self.p.stored(1, self.keys)
+        return self.p.view.stored(1, self.keys)
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -197,7 +197,7 @@ def test_a_root_with_children_gets_a_parent_if_the_way_up_can_be_seen_in_one_ste
     if not enough:
         monkeypatch.setattr(residency, "_MOST_RUNS", -1)
     assert w.put(0, 1, [b"r"], b"b") == 1
-    assert w.p.parents(1, joined([b"r"])) == [b"b" if enough else b""]
+    assert w.p.view.parents(1, joined([b"r"])) == [b"b" if enough else b""]
     chain = [b"a", b"b", b"r", b"s"]
     assert w.get(1, chain) == [payload(1, key) for key in chain]
     w.settle()

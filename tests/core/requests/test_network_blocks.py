@@ -97,9 +97,9 @@ def test_a_quiet_lease_is_no_use(nvme: int) -> None:
     w = shared(Rule("twice"), nvme)
     put(w)
     w.finish_all()
-    before = dict(w.p.counters)
+    before = dict(w.p.view.counters)
     assert use(w, quiet=True) == use(w, quiet=True) == []
-    assert dict(w.p.counters) == before
+    assert dict(w.p.view.counters) == before
     assert use(w) == CHAIN
 
 
@@ -115,7 +115,7 @@ def test_what_comes_from_the_network_is_not_weighed() -> None:
     for turn in range(900):
         key = b"n%04d" % turn
         w.put(1, 1, [key])
-    refused = w.p.counters["refused_blocks"]
+    refused = w.p.view.counters["refused_blocks"]
     assert refused > 0, "puts are weighed by now"
     for turn in range(20):
         key = b"l%04d" % turn
@@ -123,13 +123,13 @@ def test_what_comes_from_the_network_is_not_weighed() -> None:
         assert isinstance(room, ac.Reserved), room
         loaded += w.commit(1, room, w.fill(1, [key], room)) if room.lease else 0
     assert loaded == 20
-    assert w.p.counters["refused_blocks"] == refused
+    assert w.p.view.counters["refused_blocks"] == refused
 
 
 def test_how_much_of_a_chain_is_here_and_whose_children_it_is() -> None:
     w = shared()
     put(w)
-    assert w.p.stored(1, joined(CHAIN)) == 4
-    assert w.p.stored(1, joined([b"a", b"x", b"c"])) == 1
-    assert w.p.stored(2, joined(CHAIN)) == 0
-    assert w.p.parents(1, joined([b"a", b"c", b"x"])) == [b"", b"b", b""]
+    assert w.p.view.stored(1, joined(CHAIN)) == 4
+    assert w.p.view.stored(1, joined([b"a", b"x", b"c"])) == 1
+    assert w.p.view.stored(2, joined(CHAIN)) == 0
+    assert w.p.view.parents(1, joined([b"a", b"c", b"x"])) == [b"", b"b", b""]

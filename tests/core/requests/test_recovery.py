@@ -32,7 +32,7 @@ def test_memory_that_is_handed_over_holds_what_it_held() -> None:
     w.put(0, 1, KEYS)
     w.restart(handover=True)
     assert w.get(1, KEYS) == [payload(1, k) for k in KEYS]
-    assert w.p.counters["restored_blocks_dram"] == 3
+    assert w.p.view.counters["restored_blocks_dram"] == 3
     # The chain hangs together: it goes leaf first, and its parents stay while children do.
     w.invalidate(1, [b"b"])
     assert w.lookup(1, KEYS) == 1
@@ -131,7 +131,7 @@ def test_a_device_that_hangs_is_fenced_and_the_rest_goes_on() -> None:
     assert 4 < wake - w.now <= 5
     w.now = wake
     w.send(ev.Tick())
-    assert w.p.counters["tier_fenced"] == 1
+    assert w.p.view.counters["tier_fenced"] == 1
     assert w.lookup(1, gone[:1]) == 0, "what cannot be had is a miss"
     assert isinstance(w.acquire(0, 1, gone[1:2], wait=60), ac.Grant), "and is one at once"
     assert w.get(1, kept[-1:]) == [payload(1, kept[-1])]
@@ -177,12 +177,12 @@ def test_rot_is_found_before_anybody_asks(tier: int) -> None:
     [place] = w.places(tier, w.p.residency.where(tier, slot))
     w.rot(place)
     name = ("dram", "nvme")[tier]
-    while not w.p.counters[f"scrub_passes_{name}"]:
+    while not w.p.view.counters[f"scrub_passes_{name}"]:
         w.send(ev.Scrub(tier, 4096))
         for number in list(w.probes):
             w.probe(number)
-    assert w.p.counters[f"scrubbed_blocks_{name}"] == 3
-    assert w.p.counters["quarantined_blocks"] == 1
+    assert w.p.view.counters[f"scrubbed_blocks_{name}"] == 3
+    assert w.p.view.counters["quarantined_blocks"] == 1
     assert tiers_of(w, b"b") == [1 - tier]
     assert w.get(1, KEYS) == [payload(1, k) for k in KEYS]
 
@@ -193,7 +193,7 @@ def test_a_probe_takes_as_many_blocks_as_it_may_of_one_size() -> None:
     w.put(0, 1, KEYS)
     w.put(0, 3, [b"x", b"y"])
     seen = []
-    while not w.p.counters["scrub_passes_dram"]:
+    while not w.p.view.counters["scrub_passes_dram"]:
         w.send(ev.Scrub(0, 8192))
         [probe] = w.probes.values()
         seen.append((probe.slot_bytes, len(probe.identity)))

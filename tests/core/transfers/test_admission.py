@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.core import actions as ac
-from kvstore.core.policy.reuse import Reuse, describe
+from kvstore.core.policy.reuse import Reuse
+from kvstore.core.policy.reuse_classes import describe
 from kvstore.core.transfers.admission import DAY_S, Admission, Rule
 from kvstore.types import ALIGN
 from tests.core.policy.pool import Tier
@@ -68,7 +69,7 @@ def test_reuse_goes_by_what_was_learned_of_each_tenant() -> None:
     for i in range(100):
         for tenant in (0, 1):
             rows = np.arange(20) + 20 * (2 * i % 90 + tenant)
-            reuse.gone(rows)
+            reuse.history.leave(rows)
             reuse._blocks.words[rows] += np.uint64(1 << 40)
             reuse.stored(rows, tenant, 10.0 * i)
             if tenant == 0:
@@ -262,7 +263,7 @@ def test_refused_leaves_are_dropped_and_counted(policy: str) -> None:
     w = world(Rule("twice"), policy=policy)
     w.put(0, 1, [b"a", b"b"])
     assert not w.copies, "neither was used twice"
-    assert w.p.counters["refused_blocks"] == 2
+    assert w.p.view.counters["refused_blocks"] == 2
     w.now += 1.0
     assert len(w.get(1, [b"a", b"b"])) == 2
     for i in range(40):
@@ -271,8 +272,8 @@ def test_refused_leaves_are_dropped_and_counted(policy: str) -> None:
         w.finish_all()
     assert w.used(1) == 2 * ALIGN
     assert len(w.get(1, [b"a", b"b"])) == 2, "from below"
-    assert w.p.counters["written_blocks"] == 2
-    counters = w.p.counters
+    assert w.p.view.counters["written_blocks"] == 2
+    counters = w.p.view.counters
     assert counters["dropped_blocks"] >= 30
     assert counters["refused_blocks"] == counters["stored_blocks"] + counters["dropped_blocks"]
     w.settle()
@@ -321,9 +322,9 @@ def test_a_budget_holds_whatever_is_stored(write_policy: str, policy: str) -> No
         if i % 3 == 2:
             w.put(0, 1, [*chains[i - 1][:2], b"branch%d" % i][2:], chains[i - 1][1])
             w.finish_all()
-    written = w.p.counters["written_bytes"] // ALIGN
+    written = w.p.view.counters["written_bytes"] // ALIGN
     assert seconds / 4 < written <= seconds + 8, "and what was begun"
-    assert w.p.counters["refused_blocks"] > 150
+    assert w.p.view.counters["refused_blocks"] > 150
     w.settle()
 
 
@@ -333,16 +334,16 @@ def test_beyond_a_budget_not_even_parents_of_what_is_below_are_written() -> None
     admission._left, admission._next_step_s = 100.0 * ALIGN, np.inf
     chain = [b"chain%d" % k for k in range(6)]
     w.put(0, 1, chain)
-    while w.p.counters["written_blocks"] == 0:
+    while w.p.view.counters["written_blocks"] == 0:
         w.put(0, 1, [b"other%03d" % (i := i + 1)])
         w.finish_all()
-    written = w.p.counters["written_blocks"]
+    written = w.p.view.counters["written_blocks"]
     assert written < 6
     admission.wrote(1000 * ALIGN, w.now)
     for _ in range(40):
         w.put(0, 1, [b"other%03d" % (i := i + 1)])
         w.finish_all()
-    assert w.p.counters["written_blocks"] == written
+    assert w.p.view.counters["written_blocks"] == written
     assert w.lookup(1, chain) == 0
     w.settle()
 
@@ -370,8 +371,8 @@ OFTEN = [b"often%d" % k for k in range(8)]
 
 def test_what_earns_less_than_what_is_stored_is_refused() -> None:
     w = lessons(nvme=0)
-    assert w.p.counters["refused_blocks"] > 50
-    assert w.p.counters["denied_blocks"] == 0
+    assert w.p.view.counters["refused_blocks"] > 50
+    assert w.p.view.counters["denied_blocks"] == 0
     room = w.reserve(0, 1, [b"once%d" % k for k in range(4)])
     assert isinstance(room, ac.Reserved)
     assert (room.status.tolist(), room.lease) == ([ac.DENIED] * 4, 0)
@@ -382,7 +383,7 @@ def test_what_earns_less_than_what_is_stored_is_refused() -> None:
 
 def test_nothing_is_refused_before_much_was_seen() -> None:
     w = lessons(rounds=40, nvme=0)
-    assert w.p.counters["refused_blocks"] == 0
+    assert w.p.view.counters["refused_blocks"] == 0
     assert w.put(0, 1, [b"once%d" % k for k in range(4)]) == 4
     w.settle()
 
@@ -393,7 +394,7 @@ def test_where_all_is_in_use_there_is_no_room_whatever_it_is_worth() -> None:
     room = w.reserve(0, 1, [b"once"])
     assert isinstance(room, ac.Reserved)
     assert room.why == "no room"
-    assert w.p.counters["denied_blocks"] == 1
+    assert w.p.view.counters["denied_blocks"] == 1
 
 
 def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
@@ -401,7 +402,7 @@ def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
     keys, reuse = [b"again%d" % k for k in range(4)], w.p.residency.reuse
 
     def promised(key: bytes) -> float:
-        return reuse.promise(joined([key]).words[0], 1, -1, 4, 0, w.now)
+        return reuse.density_if_stored(joined([key]).words[0], 1, -1, 4, 0, w.now)
 
     assert promised(keys[0]) == promised(b"new")
     assert w.put(0, 1, keys) == 0
@@ -416,14 +417,14 @@ def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
 def test_what_was_refused_is_of_the_class_that_it_would_have_if_stored() -> None:
     w = lessons(nvme=0)
     reuse, seen = w.p.residency.reuse, list[str]()
-    reuse.promise = lambda *asked: 0.0  # type: ignore[method-assign]
-    gone = reuse.gone
+    reuse.density_if_stored = lambda *asked: 0.0  # type: ignore[method-assign]
+    leave = reuse.history.leave
 
     def note(rows: np.ndarray) -> None:
-        seen.extend(map(describe, reuse.classes(rows).tolist()))
-        gone(rows)
+        seen.extend(map(describe, reuse.history.classes(rows).tolist()))
+        leave(rows)
 
-    reuse.gone = note  # type: ignore[method-assign]
+    reuse.history.leave = note  # type: ignore[method-assign]
     keys = [b"grows%d" % k for k in range(6)]
     assert w.put(0, 1, keys[:2]) == 0
     w.now += 20.0
@@ -436,7 +437,7 @@ def test_what_was_refused_is_of_the_class_that_it_would_have_if_stored() -> None
 
 def test_nothing_is_refused_that_can_go_down_instead() -> None:
     w = lessons(nvme=4)
-    assert w.p.counters["refused_blocks"] == 0
+    assert w.p.view.counters["refused_blocks"] == 0
     assert w.put(0, 1, [b"once%d" % k for k in range(2)]) == 2
     w.settle()
 
@@ -445,7 +446,7 @@ def test_what_others_hang_on_is_never_refused() -> None:
     w = lessons(nvme=0)
     w.invalidate(1, OFTEN[:1])
     w.put(0, 1, [b"takes its slot"])
-    w.p.residency.reuse.promise = lambda *asked: 0.0  # type: ignore[method-assign]
+    w.p.residency.reuse.density_if_stored = lambda *asked: 0.0  # type: ignore[method-assign]
     assert w.put(0, 1, [b"worth nothing"]) == 0
     assert w.lookup(1, OFTEN) == 0
     assert w.put(0, 1, OFTEN) == 1

@@ -52,9 +52,9 @@ def test_who_waits_for_a_device_is_told_when_it_is_fenced_and_nothing_stays_queu
     answer = w.answers[asked]
     assert isinstance(answer, ac.Grant)
     assert not answer.lease
-    assert not w.p.transfers.under_way
+    assert not w.p.copies.under_way
     assert not w.copies
-    assert w.p.counters["called_off_blocks"] == 4
+    assert w.p.view.counters["called_off_blocks"] == 4
     assert not device(w).reads.failures, "it is not the device that failed"
     w.send(ev.SetDevice(1, SERVING))
     assert w.get(1, A) == [payload(1, key) for key in A]
@@ -83,7 +83,7 @@ def test_a_scrub_that_waits_for_a_fenced_device_is_over() -> None:
     w.send(ev.SetDevice(1, FENCED))
     assert not w.p.ledger.probes
     assert not w.probes
-    assert not w.p.counters["quarantined_blocks"]
+    assert not w.p.view.counters["quarantined_blocks"]
     w.send(ev.Scrub(1, 4096))
     assert not w.p.ledger.probes
     w.settle()
@@ -98,7 +98,7 @@ def test_a_device_that_drains_is_read_and_not_written(write_policy: str) -> None
             w.put(0, 1, [key], keys[i - 1] if i else b"")
             w.finish_all()
     assert w.lookup(1, A) == 4
-    written = w.p.counters["written_blocks"]
+    written = w.p.view.counters["written_blocks"]
     assert written
     w.send(ev.SetDevice(1, DRAINING))
     lease = w.acquire(1, 1, B[:1])
@@ -107,7 +107,7 @@ def test_a_device_that_drains_is_read_and_not_written(write_policy: str) -> None
     for i in range(6):
         w.put(0, 1, [b"c%d" % i])
         w.finish_all()
-    assert w.p.counters["written_blocks"] == written
+    assert w.p.view.counters["written_blocks"] == written
     assert w.lookup(1, A) == 4
     assert w.read(1, B[:1], lease) == [payload(1, B[0])]
     w.send(ev.SetDevice(1, SERVING))
@@ -116,7 +116,7 @@ def test_a_device_that_drains_is_read_and_not_written(write_policy: str) -> None
     for i in range(6):
         w.put(0, 1, [b"e%d" % i])
         w.finish_all()
-    assert w.p.counters["written_blocks"] > written
+    assert w.p.view.counters["written_blocks"] > written
     w.settle()
 
 
@@ -133,11 +133,11 @@ def test_many_that_wait_are_called_off_step_by_step() -> None:
     device(w).bytes_moving[0], device(w).moving = 1 << 40, 1
     for keys in low[:12]:
         w.acquire(0, 1, keys, wait=1e5)
-    queued = len(w.p.transfers.under_way)
+    queued = len(w.p.copies.under_way)
     assert queued >= 12
     device(w).bytes_moving[0], device(w).moving = 0, 0
     w.send(ev.SetDevice(1, FENCED))
-    assert len(w.p.transfers.under_way) == queued - 8
+    assert len(w.p.copies.under_way) == queued - 8
     w.pass_time(0.1)
-    assert not w.p.transfers.under_way
+    assert not w.p.copies.under_way
     w.settle()

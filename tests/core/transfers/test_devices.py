@@ -66,7 +66,7 @@ def test_one_prompt_may_lie_on_several_devices_and_is_read_from_all() -> None:
     grant = w.answers[request]
     assert isinstance(grant, ac.Grant)
     assert grant.slots["tier"].tolist() == [Tier.NVME] * 4
-    assert w.p.counters["hit_blocks_nvme"] == w.p.counters["hit_blocks_nvme2"] == 2
+    assert w.p.view.counters["hit_blocks_nvme"] == w.p.view.counters["hit_blocks_nvme2"] == 2
     assert sorted(grant.sources.tolist()) == [1, 1, 2, 2]
     assert grant.stored.by_tier == {1: 2, 2: 2}
     w.settle()

@@ -87,7 +87,7 @@ class Node:
         return ev.Acquire(0, CLIENT, self.space.number, JOINED, self.shell.now() + 5)
 
     def stored(self) -> int:
-        return self.shell.placement.stored(self.space.number, JOINED)
+        return self.shell.placement.view.stored(self.space.number, JOINED)
 
     async def until(self, there: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
@@ -97,7 +97,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.shell.placement
-        await self.until(lambda: not (placement.transfers.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
         placement.check()
 
 
@@ -170,10 +170,10 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
             node.shell.handle(ev.Scrub(tier, MIB))
             await node.quiet()
         name = node.shell.placement.residency.tiers[tier].spec.name
-        assert node.shell.placement.counters[f"scrubbed_blocks_{name}"] == len(KEYS)
+        assert node.shell.placement.view.counters[f"scrubbed_blocks_{name}"] == len(KEYS)
         node.shell.handle(ev.Scrub(tier, MIB))
         await node.quiet()
-        assert node.shell.placement.counters[f"scrubbed_blocks_{name}"] == 2 * len(KEYS)
+        assert node.shell.placement.view.counters[f"scrubbed_blocks_{name}"] == 2 * len(KEYS)
         assert node.stored() == len(KEYS)
 
     on_node(tmp_path / "nvme", work)

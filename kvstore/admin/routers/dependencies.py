@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import Depends, Header, Path, Query, Request
 
 from kvstore.admin.access.auth import PEER, Caller, Role
-from kvstore.admin.access.problem_details import ProblemError
 from kvstore.admin.daemon_state import DaemonState
 from kvstore.admin.history import History
+from kvstore.admin.problem_details import ProblemError
 from kvstore.admin.schemas.responses import KEY_PATTERN
 from kvstore.types import TENANT_PATTERN
 

@@ -1,0 +1,389 @@
+"""Read-only questions about the state of the placement core.
+
+The daemon, the lab and status reports read the core through `View` alone, so the parts of the core can change
+without them. Answers are values as of now: an event may change the state right after. Nothing here changes
+state. A change is an event (see `events`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.blocks.residency import TierState
+from kvstore.core.capacity.quotas import UNLIMITED, SlotPool
+from kvstore.core.insight.decision_log import Decisions
+from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.requests.leases import Limits
+from kvstore.core.transfers.admission import Rule
+from kvstore.core.transfers.copy_queue import Transfer
+from kvstore.core.transfers.devices import TierSpec
+from kvstore.types import Tier
+
+if TYPE_CHECKING:
+    from kvstore.core.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Space of one tier. `max_bytes`: the highest limit that it can get at run time.
+
+    `floor_bytes`: the sum of all tenants' floors. `extents_by_slot_bytes`: how many extents are cut to each
+    slot size.
+    """
+
+    limit_bytes: int
+    capacity_bytes: int
+    used_bytes: int
+    floor_bytes: int
+    extent_bytes: int
+    max_bytes: int
+    extents: int
+    blocks: int
+    retired_slots: int
+    extents_by_slot_bytes: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The state of one device. `fenced`: calls hang, so nothing is read or written."""
+
+    state: str
+    fenced: bool
+    readable: bool
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Copies of one device, in bytes by class (see `transfers.devices`). `copies` are under way."""
+
+    bandwidth_bytes_per_s: float
+    queued_bytes: list[int]
+    moving_bytes: list[int]
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionStatus:
+    """Admission of writes to one device. `spent`: the write budget is used up for now."""
+
+    rule: Rule
+    threshold: float
+    written_bytes: int
+    written_per_day_bytes: int
+    refused_blocks: int
+    spent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierPolicy:
+    """The eviction policy's state in one tier. `weighs`: it weighs what a block costs to recompute."""
+
+    pools: int
+    known_blocks: int
+    state_bytes: int
+    weighs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStatus:
+    """The eviction policy in use. During a change to `wanted`, `pools_left` pools still use the old one."""
+
+    name: str
+    wanted: str
+    pools_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One tenant's part of a tier, in bytes. `held_bytes` are whole extents. `limit_bytes` None: no limit."""
+
+    used_bytes: int
+    held_bytes: int
+    floor_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """One copy between tiers, queued or `started`. `kind` is its class (see `transfers.devices`)."""
+
+    number: int
+    source: int
+    target: int
+    kind: int
+    started: bool
+    tenant: int
+    namespace: int
+    blocks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sizes of the core's tables. `pinned_bytes`: of all tenants."""
+
+    blocks: int
+    leases: int
+    reservations: int
+    copies_under_way: int
+    pinned_bytes: int
+    ram_bytes: int
+
+
+class TierView:
+    """One tier instance: DRAM, an NVMe device or a pool of GPU memory."""
+
+    def __init__(self, number: int, state: TierState) -> None:
+        self.number = number
+        self._state = state
+
+    @property
+    def spec(self) -> TierSpec:
+        """The tier as the core knows it."""
+        return self._state.spec
+
+    @property
+    def name(self) -> str:
+        """The tier's name, `dram` for DRAM."""
+        return self._state.spec.name
+
+    @property
+    def kind(self) -> Tier:
+        """The kind of memory."""
+        return self._state.spec.tier
+
+    @property
+    def gone(self) -> bool:
+        """Whether the device was removed. Its number is not used again, its name may be."""
+        return self._state.gone
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the device is being removed, or is gone."""
+        return self._state.leaving
+
+    @property
+    def growing(self) -> bool:
+        """Whether more extents are being made."""
+        return self._state.growing
+
+    def health(self) -> Health:
+        """Returns whether the device can be read and written."""
+        device = self._state.device
+        return Health(device.state, device.fenced, device.readable, device.takes_writes)
+
+    def capacity(self) -> Capacity:
+        """Returns limits, use and extents. Costs time proportional to the number of slot pools."""
+        extents = self._state.extents
+        by_size: Counter[int] = Counter()
+        for pool, members in extents.classes.items():
+            by_size[pool.slot_bytes] += len(members.extents)
+        return Capacity(
+            limit_bytes=extents.limit_bytes,
+            capacity_bytes=extents.capacity_bytes,
+            used_bytes=extents.used_bytes,
+            floor_bytes=int(extents.holdings.floor.sum()) * extents.holdings.extent_bytes,
+            extent_bytes=extents.extent_bytes,
+            max_bytes=extents.most_bytes,
+            extents=extents.total,
+            blocks=sum(len(policy) for policy in self._state.policies.values()),
+            retired_slots=len(extents.retired),
+            extents_by_slot_bytes=dict(by_size),
+        )
+
+    def traffic(self, now: float) -> Traffic:
+        """Returns queues and bandwidth at `now` (s)."""
+        device = self._state.device
+        kinds = range(len(device.bytes_moving))
+        return Traffic(
+            device.bandwidth(now),
+            [device.queue.waiting(kind) for kind in kinds],
+            list(device.bytes_moving),
+            device.moving,
+        )
+
+    def admission(self, now: float) -> AdmissionStatus:
+        """Returns what writes are admitted, and what was written, at `now` (s)."""
+        admission = self._state.admission
+        return AdmissionStatus(
+            admission.rule,
+            admission.threshold,
+            admission.written,
+            admission.written_in_a_day(now),
+            admission.refused,
+            admission.spent,
+        )
+
+    def policy(self) -> TierPolicy:
+        """Returns the state of the eviction policy in this tier."""
+        state = self._state
+        return TierPolicy(
+            pools=len(state.policies),
+            known_blocks=sum(era.segments.known_rows for era in state.eras),
+            state_bytes=sum(era.segments.ram_bytes() for era in state.eras),
+            weighs=bool(getattr(state.era.make, "weighs", False)),
+        )
+
+    def holding(self, tenant: int) -> Holding:
+        """Returns one tenant's part of this tier."""
+        holdings = self._state.extents.holdings
+        used, quota = holdings.of(tenant)
+        limit = None if quota.limit >= UNLIMITED else quota.limit
+        return Holding(used, holdings.held(tenant), quota.floor, limit)
+
+    def used_by_tenant(self) -> npt.NDArray[np.int64]:
+        """Returns used bytes by tenant number. Tenants above the last number use none."""
+        return self._state.extents.holdings.used.copy()
+
+    def has_extents(self) -> bool:
+        """Returns whether any extent can be used."""
+        return bool(self._state.extents.ready)
+
+    def pool_of(self, extent: int) -> SlotPool | None:
+        """Returns the slot pool that owns an extent. None if the extent is unassigned or unknown."""
+        return self._state.extents.pool_at(extent)
+
+    def has_slots(
+        self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.bool_]:
+        """Returns which of these places are slots."""
+        return self._state.extents.has(extents, indexes)
+
+    def lacks_block(
+        self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.bool_]:
+        """Returns which of these places are in a usable extent and hold no block."""
+        mine = self._state.extents
+        empty = np.isin(extents, list(mine.ready))
+        slot = empty & mine.has(extents, indexes)
+        slots = mine.slots_at(extents[slot].astype(np.int64), indexes[slot].astype(np.int64))
+        empty[slot] = mine.owner[slots] < 0
+        return empty
+
+
+class View:
+    """The state of one placement core."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._residency = placement.residency
+        self._tiers: list[TierView] = []
+
+    # -- blocks
+
+    def stored(self, namespace: int, keys: Keys) -> int:
+        """Returns how many leading keys can be read on this node. Does not count as a use of the blocks."""
+        r = self._residency
+        return len(r.prefix(namespace, keys)) if namespace in r.spaces else 0
+
+    def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
+        """Returns whether all keys are known to be in this memory tier. False may also mean unknown."""
+        return self._residency.resident_run(namespace, keys, tier) is not None
+
+    def parents(self, namespace: int, keys: Keys) -> list[bytes]:
+        """Returns the parent key of each key, empty for roots and for unknown keys."""
+        blocks = self._residency.blocks
+        rows = self._residency.index.find(namespace, keys)
+        return blocks.keys_of(np.where(rows >= 0, blocks.parent[rows], -1))
+
+    # -- tiers
+
+    @property
+    def tiers(self) -> Sequence[TierView]:
+        """All tiers by number, including removed devices."""
+        states = self._residency.tiers
+        for number in range(len(self._tiers), len(states)):
+            self._tiers.append(TierView(number, states[number]))
+        return self._tiers
+
+    @property
+    def memory(self) -> Sequence[int]:
+        """The numbers of memory tiers: DRAM first, then pools of GPU memory."""
+        return self._residency.memory
+
+    @property
+    def addable_devices(self) -> int:
+        """How many devices can still be added at run time."""
+        return self._placement.joining.room
+
+    # -- tenants and requests
+
+    @property
+    def limits(self) -> Limits:
+        """What one client or one call may ask for."""
+        return self._placement.limits
+
+    def lent_by(self, tenant: int) -> dict[int, int]:
+        """Returns bytes of a tenant's blocks that other tenants hold by leases, by reader."""
+        return self._placement.ledger.lent_by(tenant)
+
+    # -- transfers
+
+    @property
+    def unfinished_copies(self) -> int:
+        """Copies under way, and batches of blocks that wait to be written to a lower tier."""
+        transfers = self._placement.transfers
+        return len(self._placement.copies.under_way) + sum(map(len, transfers.backlog.values()))
+
+    def transfers(self, after: int, limit: int) -> list[TransferStatus]:
+        """Returns copies with numbers above `after`, the oldest `limit`."""
+        under_way = self._placement.copies.under_way
+        # Numbers ascend in the order in which copies were queued.
+        numbers = islice((number for number in under_way if number > after), limit)
+        return [_transfer(number, under_way[number]) for number in numbers]
+
+    # -- counters and logs
+
+    def totals(self) -> Totals:
+        """Returns the sizes of the core's tables."""
+        r, leases = self._residency, self._placement.ledger
+        return Totals(
+            blocks=r.blocks.used,
+            leases=len(leases.leases),
+            reservations=len(leases.reservations),
+            copies_under_way=len(self._placement.copies.under_way),
+            pinned_bytes=sum(r.pinned_bytes.values()),
+            ram_bytes=r.ram_bytes(),
+        )
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Events since the start, by name."""
+        return self._residency.counters
+
+    @property
+    def decisions(self) -> Decisions:
+        """The log of eviction decisions."""
+        return self._residency.decisions
+
+    def policy(self) -> PolicyStatus:
+        """Returns the eviction policy in use, and the progress of a change of policy."""
+        switch = self._placement.switch
+        return PolicyStatus(switch.name, switch.wanted, switch.pools_left)
+
+    def reuse_state(self, now: float) -> ReuseState:
+        """Returns the reuse statistics, for the next process. Costs a pass over all blocks."""
+        return self._residency.reuse.save(now)
+
+
+def _transfer(number: int, transfer: Transfer) -> TransferStatus:
+    return TransferStatus(
+        number=number,
+        source=transfer.source,
+        target=transfer.target,
+        kind=transfer.kind,
+        started=transfer.started,
+        tenant=transfer.pool.tenant,
+        namespace=transfer.namespace,
+        blocks=int(transfer.alive.sum()),
+        nbytes=transfer.nbytes,
+    )
