@@ -30,7 +30,7 @@ from kvstore.tiers.network.objectstore.http import (
     send,
     shake_hands,
 )
-from kvstore.tiers.network.resolver import Address, NoAnswer, Place, Resolver
+from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver, SocketAddress
 
 _AT_ONCE = 8
 _IDLE, _IDLE_S = 64, 20.0
@@ -102,7 +102,7 @@ class Fetcher:
     def fetch(self, gets: Sequence[Get], ends: float) -> Iterator[Get]:
         """Does what it can until then; yields each whose end has come, with what came of it."""
         try:
-            places = self._resolver.places(self._address, ends)
+            places = self._resolver.resolve(self._address, ends)
         except (OSError, NoAnswer):
             return  # obstore says what is wrong
         waiting = deque((self._get(get, places), get) for get in gets)
@@ -134,7 +134,7 @@ class Fetcher:
         for connection, _ in idle:
             connection.close()
 
-    def _get(self, get: Get, places: Sequence[Place]) -> Steps[None]:
+    def _get(self, get: Get, places: Sequence[SocketAddress]) -> Steps[None]:
         """One request, again on a new connection if the server has meanwhile ended a kept one."""
         with suppress(OSError):
             for connection in self._kept():
@@ -164,7 +164,7 @@ class Fetcher:
         finally:
             self._give_back(connection, keep)
 
-    def _connect(self, places: Sequence[Place]) -> Steps[socket.socket]:
+    def _connect(self, places: Sequence[SocketAddress]) -> Steps[socket.socket]:
         """A new connection. OSError if there can be none."""
         for family, address in places:
             connection = socket.socket(family, socket.SOCK_STREAM)
