@@ -1,4 +1,7 @@
-"""A recording of what a daemon is asked for: started, read bit by bit, on a connection of its own."""
+"""Records the requests that a daemon gets, over a connection of its own.
+
+Not covered: the ring of requests in the daemon, and what `kvstore lab` makes of a trace.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import numpy as np
 
 from kvstore.client.aio import AsyncConnection
 from kvstore.client.checks import check_token, socket_path
-from kvstore.client.protocol import Maps
+from kvstore.client.extents import Maps
 from kvstore.errors import DeniedError, RemoteProtocolError, UnavailableError
 from kvstore.wire import messages as m
 
@@ -24,8 +27,8 @@ _MUCH_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: s since the recording began, tokens of a block (0: unknown), hashes of its keys."""
+class RecordedRequest:
+    """One request: seconds since the recording began, tokens per block (0: unknown), hashes of its keys."""
 
     time_s: float
     block_tokens: int
@@ -34,9 +37,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What was asked for since the part before. `dropped` requests found no room, of all so far."""
+    """The requests since the last part. `dropped`: requests lost so far because the buffer was full.
 
-    requests: list[Asked]
+    `passed_s`: seconds since the recording began.
+    """
+
+    requests: list[RecordedRequest]
     dropped: int
     passed_s: float
 
@@ -44,60 +50,58 @@ class Part:
 async def record(
     url: str, seconds: float, max_bytes: int, token: str | None = None
 ) -> AsyncGenerator[Part, None]:
-    """Parts of a recording of so many seconds, for which the daemon keeps at most `max_bytes` at a time.
+    """Yields the parts of a recording of `seconds` seconds. The daemon buffers at most `max_bytes` bytes.
 
-    The first part is empty, and comes as soon as the daemon records. Whoever stops iterating ends it. Raises
-    DeniedError if the daemon refuses, UnavailableError if it is away.
+    The first part is empty and comes as soon as the daemon records. Closing the generator ends the recording.
+    Raises DeniedError if the daemon refuses, UnavailableError if it is away.
     """
     path = socket_path(url)
-    link = AsyncConnection(
+    connection = AsyncConnection(
         check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token), Maps()
     )
     try:
-        async with asyncio.timeout(_ANSWER_WITHIN_S):
-            await link.connect(path)
-        await _call(link, m.RecordStart(0, seconds, max_bytes))
+        await connection.connect(path, time.monotonic() + _ANSWER_WITHIN_S)
+        await _call(connection, m.RecordStart(0, seconds, max_bytes))
         began, ended = time.monotonic(), False
         yield Part([], 0, 0.0)
         while not ended:
-            answer = await _call(link, m.RecordRead(0))
+            answer = await _call(connection, m.RecordRead(0))
             ended = answer.ended
-            asked = list(_requests(answer.requests))
-            yield Part(asked, answer.dropped, time.monotonic() - began)
-            # The daemon gives little at a time: where there was much there may be more.
+            requests = list(_requests(answer.requests))
+            yield Part(requests, answer.dropped, time.monotonic() - began)
+            # An answer has few requests: after a long one, more may wait.
             await asyncio.sleep(_READ_EVERY_S if len(answer.requests) < _MUCH_BYTES else 0)
     except RemoteProtocolError as error:
         raise UnavailableError(f"the daemon at {path} refuses: {error.message}", error.hint) from None
     except OSError as error:
         raise UnavailableError(f"no answer from the daemon at {path}: {error}", "is it running?") from None
     finally:
-        link.close()
+        connection.close()
 
 
-def trace_line(asked: Asked, block_tokens: int) -> bytes:
-    """A request as a line of a trace that `kvstore lab` reads."""
+def trace_line(request: RecordedRequest, block_tokens: int) -> bytes:
+    """A request as a line of a trace file for `kvstore lab`."""
     row = {
-        "timestamp": round(1000 * asked.time_s, 3),
-        "input_length": block_tokens * len(asked.hashes),
+        "timestamp": round(1000 * request.time_s, 3),
+        "input_length": block_tokens * len(request.hashes),
         "output_length": 0,
         "block_tokens": block_tokens,
-        "hash_ids": asked.hashes,
+        "hash_ids": request.hashes,
     }
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
-async def _call(link: AsyncConnection, message: Any) -> Any:
-    async with asyncio.timeout(_ANSWER_WITHIN_S):
-        answer = await link.call(message)
+async def _call(connection: AsyncConnection, message: Any) -> Any:
+    answer = await connection.call(message, time.monotonic() + _ANSWER_WITHIN_S)
     if isinstance(answer, m.Denied | m.Busy):
         raise DeniedError(answer.why, answer.hint if isinstance(answer, m.Denied) else "")
     return answer
 
 
-def _requests(data: bytes) -> Iterator[Asked]:
+def _requests(data: bytes) -> Iterator[RecordedRequest]:
     at = 0
     while at < len(data):
         time_s, block_tokens, n = m.REQUEST_RECORD.unpack_from(data, at)
         at += m.REQUEST_RECORD.size
-        yield Asked(time_s, block_tokens, np.frombuffer(data, "<u8", n, at).tolist())
+        yield RecordedRequest(time_s, block_tokens, np.frombuffer(data, "<u8", n, at).tolist())
         at += 8 * n

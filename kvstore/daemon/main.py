@@ -22,9 +22,9 @@ from kvstore.daemon.operator.devices import open_devices
 from kvstore.daemon.operator.gpus import Pinner, open_pools
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
-from kvstore.daemon.server.connection import Server
 from kvstore.daemon.server.listener import Listener, identity, listen, unlink_own
 from kvstore.daemon.systemd import FdStore, inherited, notify, watchdog_s
+from kvstore.daemon.wiring import new_server
 from kvstore.errors import KVStoreError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
@@ -93,7 +93,7 @@ async def _serve(settings: LiveConfig) -> int:
             made.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
         shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
-        server = Server(shell, settings)
+        server = new_server(shell, settings)
         server.lag.start()
         listening = [
             Listener(loop, each, partial(server.connect, among_operators))

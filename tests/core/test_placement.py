@@ -166,7 +166,7 @@ def test_a_reservation_with_nothing_to_write_is_no_lease() -> None:
     w.put(0, 1, [b"a"])
     room = room_of(w.reserve(0, 1, [b"a"]))
     assert room.lease == 0
-    assert not w.p.ledger.reservations
+    assert not w.p.leases.reservations
 
 
 def test_a_key_twice_in_one_reservation_is_refused() -> None:
@@ -236,9 +236,9 @@ def test_a_lease_ends_only_by_its_owner() -> None:
     keys = full_of(w, 4)
     grant = grant_of(w.acquire(0, 1, keys[:1]))
     w.send(ev.Release(1, grant.lease))
-    assert w.p.ledger.leases
+    assert w.p.leases.leases
     w.send(ev.Release(0, grant.lease))
-    assert not w.p.ledger.leases
+    assert not w.p.leases.leases
     w.send(ev.Release(0, grant.lease))
 
 
@@ -1005,10 +1005,10 @@ def test_a_lost_client_frees_everything_at_once() -> None:
     w.acquire(0, 1, keys[:1])
     w.reserve(0, 1, [b"n2", b"n3", b"n4"], wait=5.0)
     w.send(ev.ClientLost(0))
-    assert not w.p.ledger.leases
-    assert not w.p.ledger.reservations
-    assert not w.p.ledger.waiting
-    assert not w.p.ledger.stalled
+    assert not w.p.leases.leases
+    assert not w.p.leases.reservations
+    assert not w.p.leases.waiting
+    assert not w.p.leases.stalled
     assert w.lookup(1, [b"n1"]) == 0
     assert w.put(1, 1, [b"w", b"x", b"y"]) == 3
 

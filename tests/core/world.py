@@ -153,7 +153,7 @@ class World:
             write_policy=self._write_policy,
             limits=self._limits,
         )
-        self.p.switch.rows_at_once = 3
+        self.p.policy_migration.rows_at_once = 3
         self.p.residency.telling = True
         self.told: set[tuple[int, int, bytes]] = set()
         self._events = 0
@@ -579,11 +579,11 @@ class World:
         self.send(ev.Tick())
         self.pass_time(20)
         p = self.p
-        assert not p.ledger.leases
-        assert not p.ledger.reservations
-        assert not p.ledger.waiting
-        assert not p.ledger.stalled
-        assert not p.ledger.probes
+        assert not p.leases.leases
+        assert not p.leases.reservations
+        assert not p.leases.waiting
+        assert not p.leases.stalled
+        assert not p.leases.probes
         assert not p.residency.pins
         assert not p.copies.under_way
         assert not p.copies.writing.total()

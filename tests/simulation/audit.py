@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from kvstore import arena
-from kvstore.client.protocol import Maps
+from kvstore.client.extents import Maps
 from kvstore.core.blocks.block_table import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
@@ -300,19 +300,19 @@ def _limits_are_divided(life: Life) -> None:
 def nothing_is_held(life: Life) -> None:
     """Everybody has left and all is quiet: nobody holds anything, nobody waits."""
     p: Any = life.shell.placement
-    assert not p.ledger.leases, "leases are left"
-    assert not p.ledger.reservations, "reservations are left"
-    assert not p.ledger.waiting, "waiters are left"
-    assert not p.ledger.stalled, "stalled requests are left"
-    assert not p.ledger.wanted_by, "rows are wanted by nobody"
-    assert not p.ledger.probes, "probes are left"
-    assert not any(p.ledger.held.values()), "holds are left"
-    assert not any(p.ledger.writers.values()), "writers are left"
+    assert not p.leases.leases, "leases are left"
+    assert not p.leases.reservations, "reservations are left"
+    assert not p.leases.waiting, "waiters are left"
+    assert not p.leases.stalled, "stalled requests are left"
+    assert not p.leases.wanted_by, "rows are wanted by nobody"
+    assert not p.leases.probes, "probes are left"
+    assert not any(p.leases.held.values()), "holds are left"
+    assert not any(p.leases.writers.values()), "writers are left"
     assert not p.copies.under_way, "copies are left"
     assert not p.copies.writing.total(), "writes are left"
     assert not p.residency.blocks.moving.any(), "blocks are on the move"
     assert not life.shell._askers, "somebody was never answered"
-    assert not life.server.connections, "connections are left"
+    assert not life.server.table.connections, "connections are left"
     for state in p.residency.tiers:
         assert state.gone or not state.leaving, f"{state.spec.name} is leaving, and is still there"
         held = set(np.flatnonzero(state.extents.refs).tolist())

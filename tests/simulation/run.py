@@ -19,6 +19,7 @@ from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
 from kvstore.daemon.operator.devices import open_new
 from kvstore.daemon.runtime import executor
 from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.wiring import consequences, reconfigure
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN, Tier
@@ -167,7 +168,7 @@ class World:
             self.counts["switched"] += 1
         self.log(f"settings: {self.setup.policy} {self.setup.admission} {self.setup.quotas}")
         if self.life is not None and self.life.up:
-            self.life.server._reconfigure(self.setup.config(), [])
+            reconfigure(self.life.shell, self.life.server, self.setup.config(), [])
             self._change_device(none)
         self.quotas = audit.Quotas()
 
@@ -216,7 +217,8 @@ class World:
             state = SERVING if none else dice.choice((SERVING, SERVING, DRAINING, FENCED))
             self.counts[state] += 1
             self.log(f"{name}: {state}")
-            life.server.control.machinery.set_device(name, state, None)
+            change = {"name": name, "state": state, "instead_of": None}
+            life.server.services.commands.run(None, 0, "set_device", change)
 
     def _come_or_leave(self, dice: random.Random) -> None:
         """The second device leaves, or comes, as a change of the configuration has it."""
@@ -231,14 +233,14 @@ class World:
         opened = self._opened(dice) if coming else {}
         setup.second_bytes = setup.second_bytes if coming else 0
         self.log(f"{SECOND_DEVICE} {'comes' if coming else 'leaves'}")
-        life.server._reconfigure(setup.config(), [], opened)
+        reconfigure(life.shell, life.server, setup.config(), [], opened)
         self.quotas = audit.Quotas()
 
     def _is_refused(self, life: Life) -> None:
         """A device that is still leaving can not come."""
         config = replace(self.setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
         try:
-            life.server._consequences(config)
+            consequences(life.shell, config)
         except ConfigError as error:
             self.log(str(error))
             self.counts["refused to come"] += 1
@@ -270,7 +272,7 @@ class World:
             return True
         if self.life is not None:
             placement = self.life.shell.placement
-            for number, held in placement.ledger.reservations.items():
+            for number, held in placement.leases.reservations.items():
                 if number_on_connection(number) == room.lease:
                     records = placement.residency.tiers[held.at].extents.record[held.slots]
                     if records.tobytes() == room._slots.records:

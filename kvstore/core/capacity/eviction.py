@@ -272,7 +272,7 @@ class Eviction:
 
     # -- steps
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on with what takes several steps."""
         if now < self._next_step:
             return

@@ -50,7 +50,7 @@ class Hotplug:
         assert len(self._r.tiers) > 1
         self._coming.append(event.spec)
         self._next_step = now
-        self.at(now)
+        self.step(now)
 
     def remove(self, event: ev.RemoveDevice, now: float) -> None:
         state = self._r.tiers[event.tier]
@@ -59,7 +59,7 @@ class Hotplug:
         self._going.add(event.tier)
         self._resizing.set_limit(ev.SetLimit(event.tier, 0), now)
         self._next_step = now
-        self.at(now)
+        self.step(now)
 
     def lose(self, event: ev.LoseDevice, now: float) -> list[Arrived]:
         """Returns which blocks were on their way, and do not arrive because of it."""
@@ -71,10 +71,10 @@ class Hotplug:
         self._next_row[event.tier] = 0
         gone = self._copies.lose(event.tier)
         self._next_step = now
-        self.at(now)
+        self.step(now)
         return gone
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on with those that come, and lets go of those that are empty."""
         if now < self._next_step:
             return

@@ -37,7 +37,7 @@ class Resizing:
         self._shrinking.add(event.tier)
         self._next_step = now
         self.fill(event.tier)
-        self.at(now)
+        self.step(now)
 
     def fill(self, tier: int) -> None:
         """Asks for the extents that the limit allows and nobody makes."""
@@ -65,7 +65,7 @@ class Resizing:
         if wanted:
             self.fill(tier)
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on where there is too much."""
         if now < self._next_step:
             return

@@ -14,8 +14,8 @@ from kvstore.core.actions import Deny, Explained
 from kvstore.core.blocks.block_table import HOLE, LIVE, RESERVED
 from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.insight.decision_log import Decision
-from kvstore.core.policy.reuse_classes import describe
 from kvstore.core.requests.leases import LeaseTable
+from kvstore.core.reuse.classes import describe
 from kvstore.types import EXPLAIN_KEYS
 
 MOST_NAMESPACES = 64
@@ -25,15 +25,15 @@ _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
 
-def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
+def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
     """Answers with what is known; keys of which nothing is are left out."""
     spaces = event.namespaces
     if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
         why = f"{event.keys.n} keys in {len(spaces)} namespaces"
         hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
-        ledger.say(Deny(event.request, why, hint))
+        leases.say(Deny(event.request, why, hint))
         return
-    r = ledger.residency
+    r = leases.residency
     marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a namespace that is none any more are passed over: its number may be another's.
     known = [n for n in spaces if n in r.spaces and not r.spaces[n].closed]
@@ -48,7 +48,7 @@ def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
                 block |= _stored(r, row, now) if row >= 0 else {}
                 block["decisions"] = [_told(r, d, now) for d in decided]
                 blocks.append(block)
-    ledger.say(Explained(event.request, blocks))
+    leases.say(Explained(event.request, blocks))
 
 
 def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:

@@ -17,17 +17,17 @@ from kvstore.core.policy import Policy
 from kvstore.core.requests.leases import LeaseTable
 
 
-def hint(ledger: LeaseTable, event: ev.Hint, now: float) -> None:
+def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
     """Takes a hint in. Answers how many leading blocks it is about.
 
     Through the start of a chain others go too: what is said of one session is believed of its own blocks.
     """
-    space = ledger.space(event)
+    space = leases.space(event)
     if space is None:
         return
-    r = ledger.residency
+    r = leases.residency
     rows = r.prefix(event.namespace, event.keys)
-    ledger.say(Answer(event.request, len(rows)))
+    leases.say(Answer(event.request, len(rows)))
     if not len(rows):
         return
     own = own_end(r, r.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)

@@ -16,13 +16,13 @@ from kvstore.types import Tier
 class Pins:
     """Pins and unpins blocks. `pin_bytes`: the most that a tenant may have pinned, by its number."""
 
-    def __init__(self, ledger: LeaseTable) -> None:
-        self._ledger = ledger
-        self._r = ledger.residency
+    def __init__(self, leases: LeaseTable) -> None:
+        self._leases = leases
+        self._r = leases.residency
         self.pin_bytes: dict[int, int] = {}
 
     def pin(self, event: ev.Pin, now: float) -> None:
-        space = self._ledger.space(event)
+        space = self._leases.space(event)
         if space is None:
             return
         r, pool = self._r, space.pools[0]
@@ -38,11 +38,11 @@ class Pins:
         kept = np.cumsum(~r.blocks.pinned[rows]) <= room
         rows = rows if kept.all() else rows[: int(kept.argmin())]
         r.pin(space, rows, event.until)
-        self._ledger.say(Answer(event.request, len(rows)))
+        self._leases.say(Answer(event.request, len(rows)))
 
     def unpin(self, event: ev.Unpin, now: float) -> None:
-        if self._ledger.space(event) is not None:
+        if self._leases.space(event) is not None:
             rows = self._r.prefix(event.namespace, event.keys)
             pinned = rows[self._r.blocks.pinned[rows]]
             self._r.unpin(pinned)
-            self._ledger.say(Answer(event.request, len(pinned)))
+            self._leases.say(Answer(event.request, len(pinned)))

@@ -14,15 +14,15 @@ from kvstore.core.requests.leases import LeaseTable
 _AT_ONCE = 1 << 16
 
 
-def restore(ledger: LeaseTable, event: ev.Restore, write_down: bool) -> None:
+def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     """Takes in what a tier holds: first all blocks, then who is whose child.
 
     `write_down`: what no lower tier has goes there.
     """
-    r = ledger.residency
+    r = leases.residency
     extents = r.tiers[event.tier].extents
     event = event.only(extents.has(event.extent, event.index))
-    event = event.only(_own(ledger, event))
+    event = event.only(_own(leases, event))
     group = event.namespace.astype(np.int64) << 8 | event.key_bytes
     taken = np.full(len(group), -1, np.int64)
     r.index.make_room(len(group))
@@ -37,25 +37,25 @@ def restore(ledger: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         r.blocks.slot[event.tier, rows] = slots
         versions = event.version[which].astype(np.int64)
         extents.claim(slots, rows, versions, event.checksum[which])
-        r.reuse.restored(rows, ledger.spaces[namespace].tenant, r.now)
+        r.reuse.restored(rows, leases.spaces[namespace].tenant, r.now)
         # Parents stay ahead of their children: they were used no earlier.
         latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
         for members, some in extents.by_class(slots[latest_first]):
             r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.
-            ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]
-        _end(ledger, namespace, rows, event.ends[which])
+            leases.spaces[namespace].moved |= members.pool != leases.spaces[namespace].pools[event.tier]
+        _end(leases, namespace, rows, event.ends[which])
         if write_down:
-            ledger.transfers.queue_writes(rows)
+            leases.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
         _link(r, event, taken, namespace)
     r.tell(event.tier, taken[taken >= 0], gained=True)
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 
 
-def _own(ledger: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
+def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     """Which blocks lie in an extent of their namespace's tenant: others could have forged them there."""
-    extents, spaces = ledger.residency.tiers[event.tier].extents, ledger.spaces
+    extents, spaces = leases.residency.tiers[event.tier].extents, leases.spaces
     numbers, at = np.unique(event.namespace, return_inverse=True)
     owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)
     held, where = np.unique(event.extent, return_inverse=True)
@@ -64,14 +64,14 @@ def _own(ledger: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     return own
 
 
-def _end(ledger: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
+def _end(leases: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
     """Has blocks that have an end, in core time, end then."""
     which = np.flatnonzero(ends < np.inf)
     if len(which):
         # Never 0, which is no end.
-        ledger.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
-        ledger.spaces[namespace].mortal = True
-        ledger.end_at(float(ends[which].min()))
+        leases.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
+        leases.spaces[namespace].mortal = True
+        leases.end_at(float(ends[which].min()))
 
 
 def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:

@@ -395,15 +395,15 @@ class CopyQueue:
 
     # -- time
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """Fences the devices that have made no progress for too long."""
         for state in self._r.tiers[1:]:
-            if state.device.at(now):
+            if state.device.step(now):
                 self._r.counters["tier_fenced"] += 1
 
-    def wakes_at(self, now: float) -> float:
-        """When the passing of time alone changes a device, in the clock of `now`."""
-        devices = (t.device.wakes_at(now) for t in self._r.tiers[1:])
+    def wakes_at(self) -> float:
+        """When the passing of time alone changes a device."""
+        devices = (t.device.wakes_at(self._r.now) for t in self._r.tiers[1:])
         return min(self._next_step, min(devices, default=math.inf))
 
 

@@ -41,7 +41,9 @@ from kvstore.types import MAX_KEY_BYTES, Tier, check_tenant
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
-    from kvstore.daemon.server.connection import Server
+    from kvstore.daemon.operator.settings import LiveConfig
+    from kvstore.daemon.runtime.executor import Shell
+    from kvstore.daemon.server.server import Server
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +69,10 @@ class Waiting(Asker, Protocol):
 class Commands:
     """The calls of one daemon. Each takes arguments by name, and returns a map or how to get one."""
 
-    def __init__(self, server: Server, version: str) -> None:
+    def __init__(self, server: Server, shell: Shell, settings: LiveConfig, version: str) -> None:
         self._server = server
-        self._shell = server.shell
+        self._shell = shell
+        self._settings = settings
         self._version = version
         parts = (self.tenants, self.tenant, self.namespaces, self.namespace)
         seen = (self.status, self.figures, self.events, *parts)
@@ -115,7 +118,7 @@ class Commands:
     def status(self) -> dict[str, Any]:
         """The daemon as a whole."""
         server = self._server
-        first = {"version": self._version, "connections": len(server.connections)}
+        first = {"version": self._version, "connections": len(server.table.connections)}
         return {**first, **server.queues(), **self._shell.summary()}
 
     def figures(self) -> dict[str, Any]:
@@ -130,7 +133,7 @@ class Commands:
             "calls": server.calls.plain(),
             "copies": [
                 {"source": names[source], "target": names[target], **histogram.plain()}
-                for (source, target), histogram in shell.copies.items()
+                for (source, target), histogram in shell.tier_actions.copies.items()
                 if names[source] and names[target]
             ],
             "loop_lag": server.lag.histogram.plain(),
@@ -269,17 +272,17 @@ class Commands:
 
     async def settings(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
         """What is set of a part of the configuration; see Settings.shown."""
-        return await self._server.settings.shown(part)
+        return await self._settings.shown(part)
 
     async def change(
         self, patch: dict[str, Any], part: tuple[str, ...] = (), expected: str = "", dry_run: bool = False
     ) -> dict[str, Any]:
         """Changes settings, and keeps that; see Settings.change."""
-        return await self._server.settings.change(patch, part, expected, dry_run)
+        return await self._settings.change(patch, part, expected, dry_run)
 
     async def reload(self) -> dict[str, Any]:
         """Reads the configuration again; see Settings.reload."""
-        return await self._server.settings.reload()
+        return await self._settings.reload()
 
     # -- what is changed
 

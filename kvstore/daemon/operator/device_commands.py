@@ -41,7 +41,7 @@ class DeviceCommands:
         While it is `wanted` to be another than it was, so many pools are left with the one from before.
         """
         placement = self._shell.placement
-        switch = placement.switch
+        switch = placement.policy_migration
         tiers = [
             {
                 "tier": state.spec.name,

@@ -7,7 +7,6 @@ first there is no daemon, without another one there is, and it says so.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +137,7 @@ def check(shell: Shell, config: Config) -> None:
     for name in wanted:
         if name in shell.devices:
             raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
-    if len(wanted) > shell.placement.joining.room:
+    if len(wanted) > shell.placement.hotplug.room:
         hint = "restart it: it can tell so many apart, those that were removed included"
         raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
 
@@ -186,12 +185,3 @@ def joined(shell: Shell, tier: int) -> None:
         return
     shell.tenancy.apply(shell.config)
     shell.handle(ev.SetLimit(tier, state.spec.limit_bytes))
-
-
-def left(shell: Shell, tier: int) -> None:
-    """A device is empty: it is closed, beside the event loop."""
-    name = shell.placement.residency.tiers[tier].spec.name
-    device = shell.devices.pop(name)
-    shell.devices_changed()
-    threading.Thread(target=device.close, name=f"kvstore-close-{name}", daemon=True).start()
-    shell.chronicle.add("left", tier=name)

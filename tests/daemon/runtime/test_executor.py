@@ -24,8 +24,9 @@ from kvstore.core.transfers.devices import FENCED
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.runtime.executor import Shell
-from kvstore.daemon.server.connection import Connection, Server
+from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.wiring import new_server
 from kvstore.errors import DeniedError, TierError
 from kvstore.tiers.nvme.key_files import KeyFiles
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -97,7 +98,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.shell.placement
-        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.leases.probes))
         placement.check()
 
 
@@ -165,7 +166,7 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         await node.put()
         await node.quiet()
         with monkeypatch.context() as patched:
-            for module in ("daemon.runtime.executor", "tiers.nvme.tier"):
+            for module in ("tiers.dram", "tiers.nvme.tier"):
                 patched.setattr(f"kvstore.{module}.verify", broken)
             node.shell.handle(ev.Scrub(tier, MIB))
             await node.quiet()
@@ -185,9 +186,7 @@ def test_a_move_in_memory_that_raises_ends(monkeypatch: pytest.MonkeyPatch) -> N
         await node.quiet()
         tried = []
         with monkeypatch.context() as patched:
-            patched.setattr(
-                "kvstore.daemon.runtime.executor.verify", lambda *_: tried.append(True) or broken()
-            )
+            patched.setattr("kvstore.tiers.dram.verify", lambda *_: tried.append(True) or broken())
             asker = Asker()
             node.shell.tenancy.publish(asker, 0, node.space, ["reader"])
             await node.until(lambda: tried)
@@ -207,7 +206,7 @@ def test_one_that_cannot_be_answered_does_not_keep_the_others(tmp_path: Path) ->
         # Both wait for one copy, whose end answers both.
         node.shell.ask(bad, 0, node.acquiring())
         node.shell.ask(good, 0, node.acquiring())
-        assert len(node.shell.placement.ledger.waiting) == 2
+        assert len(node.shell.placement.leases.waiting) == 2
         assert len((await asyncio.wait_for(good.answered, 10)).slots) == len(KEYS)
         assert (await asyncio.wait_for(bad.answered, 10)).why == "internal error"
         await node.quiet()
@@ -287,7 +286,7 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         shell = Shell(config, loop, *open_tiers(config, {}))
         await shell.start()
-        server, path = Server(shell, LiveConfig(None)), file.with_name("socket")
+        server, path = new_server(shell, LiveConfig(None)), file.with_name("socket")
         listening = await loop.create_unix_server(server.connect, path)
         async with AsyncClient(f"unix://{path}", strict=True, deadline_s=10) as client:
             await work(client)

@@ -1,0 +1,137 @@
+"""Extents of the daemon that are mapped into this process, in host memory and in a GPU's memory.
+
+`Maps` is shared by all connections of one client to one run of the daemon. Not covered: what lies in a slot
+(`leases`) and how it is copied (`arena`, `gpu`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.arena import Mapping
+from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.device import Gpu
+from kvstore.cuda.errors import CudaError
+from kvstore.errors import KVStoreError
+from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry
+
+_log = logging.getLogger(__name__)
+
+
+class MappedExtent:
+    """A mapped extent. Computes the place of its slots once per slot size."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+        self.pinned = False
+        self._tables: dict[int, tuple[int, memoryview]] = {}
+
+    def _table(self, slot_bytes: int) -> tuple[int, memoryview]:
+        known = self._tables.get(slot_bytes)
+        if known is None:
+            geometry = Geometry(self.mapping.nbytes, slot_bytes, table=True)
+            table = self.mapping.view[LABEL_BYTES:][: geometry.slots * HEADER_BYTES].cast("Q")
+            known = self._tables[slot_bytes] = (geometry.payload_offset, table)
+        return known
+
+    def payload(self, slot_bytes: int, index: int, nbytes: int) -> memoryview:
+        """The first `nbytes` bytes of a slot's payload."""
+        start = self._table(slot_bytes)[0] + index * slot_bytes
+        return self.mapping.view[start : start + nbytes]
+
+    def version(self, slot_bytes: int, index: int) -> int:
+        """The version in a slot's header, by one aligned 8-byte load, which is atomic."""
+        return self._table(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
+
+    def pin(self, gpu: Gpu) -> None:
+        """Registers the extent with CUDA, once: this makes copies between it and GPUs fast."""
+        if not self.pinned:
+            self.pinned = True
+            view = self.mapping.view
+            if gpu.register(view, readonly=view.readonly):
+                # Unregisters before the memory is unmapped: the finalizer keeps a view of it.
+                weakref.finalize(self, quietly, gpu.unregister, view).atexit = False
+
+
+class DeviceExtent:
+    """An extent in a GPU's memory, mapped until its last view is gone."""
+
+    def __init__(self, gpu: Gpu, handle: bytes, nbytes: int) -> None:
+        """Maps the extent. Raises CudaError where CUDA IPC does not work."""
+        whole = gpu.open_export(handle, nbytes)
+        self._memory = _Export(whole)
+        weakref.finalize(self._memory, quietly, gpu.close_export, whole).atexit = False
+
+    def payload(self, slot_bytes: int, index: int, nbytes: int) -> DeviceBuffer:
+        """The first `nbytes` bytes of a slot's payload."""
+        start, whole = index * slot_bytes, self._memory.whole
+        return DeviceBuffer(whole.address + start, nbytes, whole.gpu, self._memory)
+
+    def version(self, slot_bytes: int, index: int) -> int:
+        """Extents in GPU memory have no headers: readers verify checksums instead."""
+        raise NotImplementedError
+
+
+class _Export:
+    """Keeps an extent mapped: every view of the extent refers to it."""
+
+    def __init__(self, whole: DeviceBuffer) -> None:
+        self.whole = whole
+
+
+def quietly(call: Callable[[Any], None], memory: Any) -> None:
+    """Gives memory back to its GPU; logs an error, since a lost GPU has released it already."""
+    try:
+        call(memory)
+    except CudaError as error:
+        _log.debug("%s", error)
+
+
+class Maps:
+    """Mapped extents of the latest run of the daemon, by (extent, writable)."""
+
+    def __init__(self) -> None:
+        self.instance = b""
+        self._mapped: dict[tuple[int, bool], MappedExtent | DeviceExtent] = {}
+        self._without_pool: set[str] = set()
+
+    def of(self, instance: bytes) -> Maps:
+        """The maps of that run of the daemon. All connections to the run share them."""
+        if instance != self.instance:
+            self.instance, self._mapped, self._without_pool = instance, {}, set()
+        maps = Maps()
+        maps.instance, maps._mapped, maps._without_pool = self.instance, self._mapped, self._without_pool
+        return maps
+
+    def get(self, extent: int, writable: bool) -> MappedExtent | DeviceExtent | None:
+        """A mapped extent, or None."""
+        return self._mapped.get((extent, writable))
+
+    def add(self, extent: int, writable: bool, fd: int, nbytes: int) -> MappedExtent:
+        """Maps a received descriptor, then closes the descriptor."""
+        try:
+            mapped = MappedExtent(Mapping(fd, nbytes, writable))
+        finally:
+            os.close(fd)
+        self._mapped[extent, writable] = mapped
+        return mapped
+
+    def keep(self, extent: int, mapped: DeviceExtent) -> None:
+        """Adds an extent in a GPU's memory. One mapping serves reads and writes."""
+        self._mapped[extent, False] = self._mapped[extent, True] = mapped
+
+    def pool_of(self, gpu: Gpu | None) -> str:
+        """The UUID of the GPU whose pool a request may use; "" if the pool cannot be mapped."""
+        return "" if gpu is None or gpu.uuid in self._without_pool else gpu.uuid
+
+    def leave_pool(self, gpu: Gpu | None, error: KVStoreError) -> bool:
+        """Stops using the pool of a GPU that cannot be mapped. False if that was done before."""
+        if gpu is None or gpu.uuid in self._without_pool:
+            return False
+        self._without_pool.add(gpu.uuid)
+        _log.warning("blocks for %s come from DRAM: %s", gpu.uuid, error)
+        return True
