@@ -103,9 +103,9 @@ class Shell:
         self._new_generation = True
         self.placement = self._make_placement(dice(64))
         self.chronicle = EventLog(self)
-        self.remote = NetworkTier(self, network, config.network) if network is not None else None
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
+        self.remote = self._make_network(network)
         self.tiers: Mapping[str, StorageTier] = ChainMap[str, Any](
             {Tier.DRAM.name.lower(): dram}, self.devices, self.pools
         )
@@ -150,6 +150,22 @@ class Shell:
                 namespaces=self.config.limits.namespaces,
                 namespaces_per_tenant=self.config.limits.namespaces_per_tenant,
             ),
+        )
+
+    def _make_network(self, backend: Backend | None) -> NetworkTier | None:
+        if backend is None:
+            return None
+        return NetworkTier(
+            backend,
+            self.config.network,
+            loop=self.loop,
+            post=self.soon,
+            core=self,
+            blocks=self.placement.view,
+            dram=self.dram,
+            namespaces=self.namespaces,
+            encrypts=self.tenancy.encrypts,
+            event_log=self.chronicle,
         )
 
     # -- start and stop
@@ -313,7 +329,7 @@ class Shell:
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
         if self.remote is not None:
-            self.remote.leave(asker)
+            self.remote.tasks.cancel(asker)
 
     def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
         """Like `ask`, but what the answer says survives a crash from then on."""
@@ -331,7 +347,7 @@ class Shell:
             self.ask_durably(asker, request, event)
             return
         names = [keys[i] for i in range(keys.n)]
-        self.remote.forget(
+        self.remote.deletion.delete(
             asker, request, [space], names, lambda then: self.ask_durably(then, request, event)
         )
 
@@ -441,7 +457,7 @@ class Shell:
 
     def _offer(self, offer: ac.Offer) -> None:
         if self.remote is not None:
-            self.remote.departures.offer(offer)
+            self.remote.uploads.offer(offer)
 
     def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Runs a call on the loop after `delay_s`, unless the daemon has stopped by then."""
