@@ -270,7 +270,7 @@ def shown(driver: webdriver.Chrome) -> None:
 
 
 def test_who_has_no_token_that_holds_is_told_why_and_sees_nothing(page: webdriver.Chrome) -> None:
-    for token, why in (("kvs_wrong", "Unknown token"), (EXPIRED, "expired"), ("ключ", "is no token")):
+    for token, why in (("kvs_wrong", "Unknown token"), (EXPIRED, "expired"), ("ключ", "is not a token")):
         sign_in(page, token)
         eventually(lambda why=why: why in text(page, "#why"))
         page.find_element(By.ID, "token").clear()
@@ -298,7 +298,7 @@ def test_every_part_shows_what_the_daemon_says(page: webdriver.Chrome, admin: Qu
     assert counted
     for what in counted:
         assert what in text(page, "#reasons")
-    assert "Drive writes a day" in text(page, "#wear")
+    assert "Drive writes per day" in text(page, "#wear")
     drawn = page.execute_script(
         "return [...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.series path')]"
         ".map(p => p.getAttribute('d')).join('').length)"
