@@ -133,7 +133,7 @@ class Commands:
             "calls": server.calls.plain(),
             "copies": [
                 {"source": names[source], "target": names[target], **histogram.plain()}
-                for (source, target), histogram in shell.copies.items()
+                for (source, target), histogram in shell.tier_actions.copies.items()
                 if names[source] and names[target]
             ],
             "loop_lag": server.lag.histogram.plain(),

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvstore.core import events as ev
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.policy import POLICIES
 from kvstore.core.transfers.admission import Admission
 from kvstore.core.transfers.copy_queue import Transfer
@@ -41,14 +41,14 @@ class DeviceCommands:
         While it is `wanted` to be another than it was, so many pools are left with the one from before.
         """
         placement = self._shell.placement
-        switch = placement.switch
+        switch = placement.policy_migration
         tiers = [
             {
                 "tier": state.spec.name,
                 "pools": len(state.policies),
-                "blocks": sum(era.segments.known_rows for era in state.eras),
-                "state_bytes": sum(era.segments.ram_bytes() for era in state.eras),
-                "weighs": bool(getattr(state.era.make, "weighs", False)),
+                "blocks": sum(generation.segments.known_rows for generation in state.generations),
+                "state_bytes": sum(generation.segments.ram_bytes() for generation in state.generations),
+                "weighs": bool(getattr(state.generation.make, "weighs", False)),
             }
             for state in self._tiers
         ]

@@ -48,7 +48,7 @@ def lookup(session: Session, q: m.Lookup) -> None:
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.lookup(session, q.id, event, space, session.deadline(q.timeout_s))
+        services.network.requests.lookup(session, q.id, event, space, session.deadline(q.timeout_s))
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, space: Names
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.acquire(session, q.id, event, space)
+        services.network.requests.acquire(session, q.id, event, space)
 
 
 def release(session: Session, q: m.Release) -> None:
@@ -145,7 +145,7 @@ def prefetch(session: Session, q: m.Prefetch) -> None:
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.prefetch(session, q.id, event, space)
+        services.network.requests.prefetch(session, q.id, event, space)
 
 
 def suspect(session: Session, q: m.Suspect) -> None:
@@ -178,7 +178,7 @@ def hand_off(session: Session, q: m.HandOff) -> None:
     keys = Keys(q.keys, q.key_bytes)
     _check_count(session, keys)
     until = session.deadline(q.timeout_s)
-    network.hand_off(session, q.id, space, keys, session.principal.tenant, until)
+    network.requests.hand_off(session, q.id, space, keys, session.principal.tenant, until)
 
 
 def _check_count(session: Session, keys: Keys) -> None:

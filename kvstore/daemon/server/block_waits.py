@@ -88,7 +88,7 @@ class Waits:
         self._namespaces.use(space)
         if self._network is not None and not self._asking:
             self._asking = True
-            self._network.begin(self._ask_network())
+            self._network.tasks.start(self._ask_network())
         return wait
 
     def cancel(self, wait: Wait) -> None:
@@ -139,8 +139,8 @@ class Waits:
         assert network is not None
         try:
             while self._by_tenant:
-                some = [wait for wait in self._next_asked() if network.serves(wait.space)]
-                there = await network.has([(wait.space, wait.key) for wait in some])
+                some = [wait for wait in self._next_asked() if network.eligibility.serves(wait.space)]
+                there = await network.existence.has([(wait.space, wait.key) for wait in some])
                 for wait, found in zip(some, there, strict=True):
                     if found and wait in self._by_tenant.get(wait.tenant, ()):
                         self._wake(wait)

@@ -98,7 +98,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.shell.placement
-        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.leases.probes))
         placement.check()
 
 
@@ -166,7 +166,7 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         await node.put()
         await node.quiet()
         with monkeypatch.context() as patched:
-            for module in ("daemon.runtime.executor", "tiers.nvme.tier"):
+            for module in ("tiers.dram", "tiers.nvme.tier"):
                 patched.setattr(f"kvstore.{module}.verify", broken)
             node.shell.handle(ev.Scrub(tier, MIB))
             await node.quiet()
@@ -186,9 +186,7 @@ def test_a_move_in_memory_that_raises_ends(monkeypatch: pytest.MonkeyPatch) -> N
         await node.quiet()
         tried = []
         with monkeypatch.context() as patched:
-            patched.setattr(
-                "kvstore.daemon.runtime.executor.verify", lambda *_: tried.append(True) or broken()
-            )
+            patched.setattr("kvstore.tiers.dram.verify", lambda *_: tried.append(True) or broken())
             asker = Asker()
             node.shell.tenancy.publish(asker, 0, node.space, ["reader"])
             await node.until(lambda: tried)
@@ -208,7 +206,7 @@ def test_one_that_cannot_be_answered_does_not_keep_the_others(tmp_path: Path) ->
         # Both wait for one copy, whose end answers both.
         node.shell.ask(bad, 0, node.acquiring())
         node.shell.ask(good, 0, node.acquiring())
-        assert len(node.shell.placement.ledger.waiting) == 2
+        assert len(node.shell.placement.leases.waiting) == 2
         assert len((await asyncio.wait_for(good.answered, 10)).slots) == len(KEYS)
         assert (await asyncio.wait_for(bad.answered, 10)).why == "internal error"
         await node.quiet()
