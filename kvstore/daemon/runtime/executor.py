@@ -37,11 +37,11 @@ from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator import devices, gpus, resizing
 from kvstore.daemon.operator.event_log import EventLog
 from kvstore.daemon.operator.trace_recorder import TraceRecorder
+from kvstore.daemon.requests.block_waits import Waits
 from kvstore.daemon.runtime import policy_state
 from kvstore.daemon.runtime.recovery import restore_dram, restore_nvme
 from kvstore.daemon.runtime.scrubber import Scrubber
 from kvstore.daemon.runtime.tier_actions import TierActions
-from kvstore.daemon.server.block_waits import Waits
 from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.daemon.tenancy.tenancy import Tenancy
