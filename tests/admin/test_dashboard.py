@@ -71,10 +71,10 @@ def said(
 
 
 def test_an_hour_says_what_happened_between_two_points() -> None:
-    hour = History()
-    hour.add(1000.0, *said(served=10, missed=5, written=100))
-    hour.add(1010.0, *said(served=40, missed=15, late=10, written=350, counts=(0, 5, 0, 0), evicted=3))
-    c = hour.columns()
+    history = History()
+    history.add(1000.0, *said(served=10, missed=5, written=100))
+    history.add(1010.0, *said(served=40, missed=15, late=10, written=350, counts=(0, 5, 0, 0), evicted=3))
+    c = history.columns()
     assert c["at_s"] == [1000.0, 1010.0]
     assert (c["requested_blocks"], c["too_late_blocks"]) == ([None, 50], [None, 10])
     assert (c["hit_ratio"], c["delivered_ratio"]) == ([None, 0.8], [None, 0.6])
@@ -91,43 +91,43 @@ def test_an_hour_says_what_happened_between_two_points() -> None:
 
 
 def test_an_hour_stays_as_long_as_it_is_and_its_columns_too() -> None:
-    hour = History(points=5)
+    history = History(points=5)
     for n in range(50):
-        hour.add(10.0 * n, *said(served=n, evicted=n))
-    c = hour.columns()
-    assert len(hour) == 5
+        history.add(10.0 * n, *said(served=n, evicted=n))
+    c = history.columns()
+    assert len(history) == 5
     assert c["at_s"] == [450.0, 460.0, 470.0, 480.0, 490.0]
     columns = [c["seconds"], c["acquires"], c["decisions"][0]["blocks"], c["tiers"][0]["served_blocks"]]
     assert {len(column) for column in columns} == {5}
 
 
 def test_a_daemon_that_was_away_or_began_anew_leaves_a_gap_and_no_negative_rate() -> None:
-    hour = History()
-    hour.add(0.0, *said(served=100))
-    hour.miss(10.0)
-    hour.add(20.0, *said(served=130))
-    hour.add(30.0, *said(served=140))
-    hour.add(40.0, *said(served=3, instance="two"))
-    hour.add(50.0, *said(served=5, instance="two"))
-    hour.add(60.0, *said(served=1, instance="two"))
-    hour.add(60.0, *said(served=2, instance="two"))
-    c = hour.columns()
+    history = History()
+    history.add(0.0, *said(served=100))
+    history.miss(10.0)
+    history.add(20.0, *said(served=130))
+    history.add(30.0, *said(served=140))
+    history.add(40.0, *said(served=3, instance="two"))
+    history.add(50.0, *said(served=5, instance="two"))
+    history.add(60.0, *said(served=1, instance="two"))
+    history.add(60.0, *said(served=2, instance="two"))
+    c = history.columns()
     assert c["tiers"][0]["served_blocks"] == [None, None, None, 10, None, 2, None, None]
     assert c["seconds"] == [None, None, None, 10.0, None, 10.0, None, None]
     assert c["tiers"][0]["used_bytes"][:3] == [7, None, 7]
 
 
 def test_what_was_written_today_is_counted_over_restarts_until_midnight() -> None:
-    noon, hour = 1.5 * 86_400, History()
-    hour.add(noon, *said(written=500))
-    assert hour.columns()["today_since_s"] == noon, "what went before is another day's, perhaps"
-    hour.add(noon + 10, *said(written=600))
-    hour.add(noon + 20, *said(written=50, instance="two", uptime_s=5))
-    [device] = hour.columns()["devices"]
+    noon, history = 1.5 * 86_400, History()
+    history.add(noon, *said(written=500))
+    assert history.columns()["today_since_s"] == noon, "what went before is another day's, perhaps"
+    history.add(noon + 10, *said(written=600))
+    history.add(noon + 20, *said(written=50, instance="two", uptime_s=5))
+    [device] = history.columns()["devices"]
     assert device["written_today_bytes"] == 150
-    hour.add(noon + 43_210, *said(written=70, instance="two", uptime_s=40_000))
-    assert hour.columns()["devices"][0]["written_today_bytes"] == 20
-    assert hour.columns()["today_since_s"] == 2 * 86_400
+    history.add(noon + 43_210, *said(written=70, instance="two", uptime_s=40_000))
+    assert history.columns()["devices"][0]["written_today_bytes"] == 20
+    assert history.columns()["today_since_s"] == 2 * 86_400
     young = History()
     young.add(noon, *said(written=500, uptime_s=100))
     assert young.columns()["devices"][0]["written_today_bytes"] == 500
@@ -270,7 +270,7 @@ def shown(driver: webdriver.Chrome) -> None:
 
 
 def test_who_has_no_token_that_holds_is_told_why_and_sees_nothing(page: webdriver.Chrome) -> None:
-    for token, why in (("kvs_wrong", "Unknown token"), (EXPIRED, "expired"), ("ключ", "is no token")):
+    for token, why in (("kvs_wrong", "Unknown token"), (EXPIRED, "expired"), ("ключ", "is not a token")):
         sign_in(page, token)
         eventually(lambda why=why: why in text(page, "#why"))
         page.find_element(By.ID, "token").clear()
@@ -298,7 +298,7 @@ def test_every_part_shows_what_the_daemon_says(page: webdriver.Chrome, admin: Qu
     assert counted
     for what in counted:
         assert what in text(page, "#reasons")
-    assert "Drive writes a day" in text(page, "#wear")
+    assert "Drive writes per day" in text(page, "#wear")
     drawn = page.execute_script(
         "return [...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.series path')]"
         ".map(p => p.getAttribute('d')).join('').length)"

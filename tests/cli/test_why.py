@@ -143,10 +143,13 @@ def test_what_is_no_key_is_an_error_with_a_hint(daemon: LocalDaemon, text: str, 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "holds no keys (keys are 1 to 64 bytes in hex, with or without 0x; a file has one a line)"),
-        ("\n \n", "holds no keys"),
-        ("abcd\nxyz\n", "line 2 is no key: 'xyz'"),
-        ("abcd\nab cd\n", "line 2 is no key: 'ab cd'"),
+        (
+            "",
+            "no keys (keys are 1 to 64 bytes in hex, with or without 0x; a file has one key per line)",
+        ),
+        ("\n \n", "contains no keys"),
+        ("abcd\nxyz\n", "line 2 is not a key: 'xyz'"),
+        ("abcd\nab cd\n", "line 2 is not a key: 'ab cd'"),
         ("abcd\nabcdef\n", "keys of one call differ in length"),
     ],
 )

@@ -1,10 +1,10 @@
-/** The interface, asked again and again: one request of a kind at a time, none while nobody looks. */
+/** Polls the REST interface: one request per path at a time, none while the page is hidden. */
 
 const TOKEN = "kvstore-token";
 const LONGEST_WAIT_S = 30;
 const TIMEOUT_MS = 8000;
 
-/** How often what is now is asked for; the history five times as seldom. `#every=20ms` is for tests. */
+/** Interval of requests for the current state; the history has five times as long. `#every=20ms` is for tests. */
 const asked = /^#every=(\d{1,6})ms$/.exec(location.hash);
 export const EVERY_MS = asked ? Math.max(5, Number(asked[1])) : 2000;
 export const SELDOM_MS = 5 * EVERY_MS;
@@ -23,7 +23,7 @@ export const token = {
   forget: () => sessionStorage.removeItem(TOKEN),
 };
 
-/** What a path answers. Throws Refused for a problem, TypeError or DOMException without an answer. */
+/** Returns the answer of a path. Throws Refused for a problem, TypeError or DOMException without an answer. */
 export async function ask(path, secret = token.get()) {
   const headers = secret ? { Authorization: `Bearer ${secret}` } : {};
   const signal = AbortSignal.timeout(TIMEOUT_MS);
@@ -40,7 +40,7 @@ function seen() {
   return new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true })).then(seen);
 }
 
-/** Asks for a path until `wanted()` is false; waits longer each time that it fails. */
+/** Polls a path until `wanted()` is false, with exponential backoff on failures. */
 export async function poll(path, everyMs, wanted, got, failed) {
   let failures = 0;
   while (wanted()) {

@@ -24,7 +24,7 @@ function moveCursor(atS) {
 let made = 0;
 
 export class Chart {
-  /** `kind`: "stack", "lines" or "bars"; `log`, `base`, `most`: of the upright axis. */
+  /** `kind` is "stack", "lines" or "bars"; `log`, `base` and `most` describe the vertical axis. */
   constructor(host, { title, note = "", kind = "lines", format, log = false, base = 10, most = 0 }) {
     this.kind = kind;
     this.format = format;
@@ -81,7 +81,7 @@ export class Chart {
     charts.add(this);
   }
 
-  /** `series`: a name, a colour (custom property) and as many values as times each; null is a gap. */
+  /** Each series has a name, a colour (custom property) and one value per time; null is a gap. */
   update(times, series) {
     this.times = times;
     this.series = series;
@@ -192,7 +192,7 @@ export class Chart {
     return parts.join("");
   }
 
-  /** Says what is under the cursor, or what is latest. */
+  /** Shows the values at the cursor, or the latest ones. */
   point() {
     if (!this.width) return;
     const n = cursorS === null ? this.times.length - 1 : this.nearest(cursorS);
@@ -202,20 +202,20 @@ export class Chart {
       put(this.cursor, "x1", this.x(this.times[n]).toFixed(1));
       put(this.cursor, "x2", this.x(this.times[n]).toFixed(1));
     }
-    say(this.when, on ? clockS(this.times[n]) : n >= 0 ? "now" : "no point yet");
+    say(this.when, on ? clockS(this.times[n]) : n >= 0 ? "now" : "no data yet");
     put(this.when, "data-on", on);
     this.keys.update(
       this.series,
       (one) => one.name,
       (row, one) => say(row.value, this.format(one.values[n] ?? null)),
     );
-    say(this.desc, on ? this.reading(n) : `Latest: ${this.reading(n)} Arrow keys move along the hour.`);
+    say(this.desc, on ? this.reading(n) : `Latest: ${this.reading(n)} Arrow keys move through the hour.`);
   }
 
   reading(n) {
-    if (n < 0) return "nothing yet.";
+    if (n < 0) return "no data yet.";
     const values = this.series.map((one) => `${one.name} ${this.format(one.values[n] ?? null)}`);
-    return `${clockS(this.times[n])}: ${values.join(", ") || "nothing"}.`;
+    return `${clockS(this.times[n])}: ${values.join(", ") || "no data"}.`;
   }
 
   nearest(atS) {
@@ -253,10 +253,10 @@ export class Chart {
   }
 }
 
-/** Without zeros that say nothing. */
+/** Removes trailing zeros. */
 const brief = (text) => text.replace(/(\.\d*?)0+(?= |$)/, "$1").replace(/\.(?= |$)/, "");
 
-/** Each series on top of the one before: lower and upper bounds. */
+/** Stacks the series: returns lower and upper bounds. */
 function stack(series) {
   let below = null;
   return series.map((one) => {

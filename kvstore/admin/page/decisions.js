@@ -1,4 +1,4 @@
-/** What was given up or kept out in the last hour, and why. */
+/** Decisions: blocks evicted or refused in the last hour, and the reasons. */
 
 import { byId, el, Rows, say, style } from "./dom.js";
 import { count } from "./format.js";
@@ -7,15 +7,15 @@ import { nameOf } from "./tiers.js";
 
 const MINUTE_S = 60;
 const WHY = {
-  evicted: "The copy made way; another tier keeps one.",
-  demoted: "The copy made way once it was written down.",
-  dropped: "The last copy made way: asked for again, it is computed.",
-  refused: "Not worth writing, or worth less than what is there.",
-  denied: "There was no room for it.",
-  unwritten: "The device took no more, so it was not written down.",
-  invalidated: "A client said so.",
-  expired: "Its time was over.",
-  quarantined: "The copy was bad; its slot is used no more.",
+  evicted: "The copy was evicted; another tier keeps one.",
+  demoted: "The copy was evicted after it was written to a lower tier.",
+  dropped: "The last copy was evicted; the next request is a miss.",
+  refused: "Admission refused the block, or stored blocks are worth more.",
+  denied: "There was no room for the block.",
+  unwritten: "The device's queue was full, so the block was not written.",
+  invalidated: "A client invalidated the block.",
+  expired: "The block's time to live ended.",
+  quarantined: "The checksum was wrong; the slot is retired.",
 };
 const KNOWN = Object.keys(WHY);
 
@@ -23,8 +23,8 @@ const colour = (what) => (KNOWN.includes(what) ? `--d-${what}` : "--other");
 
 export class Decisions {
   constructor(chart, host) {
-    const note = "blocks a minute, by what was decided";
-    this.chart = new Chart(chart, { title: "Evicted and kept out", note, kind: "bars", format: count });
+    const note = "blocks per minute, by decision";
+    this.chart = new Chart(chart, { title: "Evicted and refused", note, kind: "bars", format: count });
     this.rows = new Rows(host, () => {
       const [what, where, why, blocks] = [el("strong"), el("span", { class: "where" }), el("p"), el("span", { class: "blocks" })];
       const bar = el("span", { class: "part" });

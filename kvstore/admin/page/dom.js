@@ -1,15 +1,15 @@
-/** Nodes. Text goes in as text, so that no name of a tenant's can be anything else. */
+/** DOM helpers. Text is inserted as text nodes, so that names of tenants cannot inject markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** A new element with these attributes (`text`: what it says) and children. */
+/** Creates an element with these attributes (`text`: its content) and children. */
 export function el(name, attributes = {}, ...children) {
   return made(document.createElement(name), attributes, children);
 }
 
-/** The same inside a picture. */
+/** Creates an SVG element. */
 export function svg(name, attributes = {}, ...children) {
   return made(document.createElementNS(SVG, name), attributes, children);
 }
@@ -23,23 +23,23 @@ function made(node, attributes, children) {
   return node;
 }
 
-/** Says something else, if it is something else. */
+/** Sets a node's text if it differs. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Sets an attribute, if it is another one. */
+/** Sets an attribute if it differs. */
 export function put(node, name, value) {
   const text = String(value);
   if (node.getAttribute(name) !== text) node.setAttribute(name, text);
 }
 
-/** Sets a custom property, through the object model: the policy of the page allows no style in attributes. */
+/** Sets a custom property by the object model: the content security policy forbids style attributes. */
 export function style(node, name, value) {
   if (node.style.getPropertyValue(name) !== value) node.style.setProperty(name, value);
 }
 
-/** A list that keeps a node for each key, in order, and forgets those that are gone. */
+/** A list with one node per key, in order. Removes nodes of keys that are gone. */
 export class Rows {
   constructor(host, make) {
     this.host = host;
@@ -47,7 +47,7 @@ export class Rows {
     this.known = new Map();
   }
 
-  /** Has one row for every item; each is an object of nodes with `root`. */
+  /** Shows one row per item; each row is an object of nodes with `root`. */
   update(items, key, fill) {
     const wanted = new Set(items.map(key));
     for (const [name, row] of this.known) {

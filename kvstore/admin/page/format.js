@@ -1,4 +1,4 @@
-/** Numbers as people read them. What is not known is a dash. */
+/** Formats numbers. Unknown values are a dash. */
 
 const DASH = "–";
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];

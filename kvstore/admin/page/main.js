@@ -1,4 +1,4 @@
-/** The page: asks who looks for a token if one is needed, then keeps all parts up to date. */
+/** The page: asks for a token if one is needed, then keeps all parts up to date. */
 
 import { ask, EVERY_MS, poll, Refused, SELDOM_MS, token } from "./api.js";
 import { Chart } from "./charts.js";
@@ -25,19 +25,19 @@ const parts = {
   wear: new Wear(byId("chart-written"), byId("devices")),
   hits: new Chart(byId("chart-hits"), {
     title: "Hit ratio",
-    note: "found, of the blocks of prompts that were asked for, by tier",
+    note: "found blocks, of the requested blocks of prompts, by tier",
     kind: "stack",
     format: percent,
     most: 1,
   }),
   latency: new Chart(byId("chart-latency"), {
     title: "Acquire latency",
-    note: "from a request's arrival to its answer",
+    note: "time from a request's arrival to its answer",
     format: duration,
     log: true,
   }),
-  served: new Chart(byId("chart-served"), { title: "Served", note: "bytes a second, by tier", kind: "stack", format: rate, base: 1024 }),
-  used: new Chart(byId("chart-used"), { title: "Fill", note: "of each tier's limit", format: percent, most: 1 }),
+  served: new Chart(byId("chart-served"), { title: "Served", note: "bytes per second, by tier", kind: "stack", format: rate, base: 1024 }),
+  used: new Chart(byId("chart-used"), { title: "Usage", note: "share of each tier's limit", format: percent, most: 1 }),
 };
 const problems = new Rows(byId("problems"), () => ({ root: el("li") }));
 
@@ -49,8 +49,8 @@ function drawHistory(history) {
   parts.served.update(at, ofTier((tier) => tier.served_bytes.map((n, k) => (n === null ? null : n / seconds[k]))));
   parts.used.update(at, ofTier((tier) => tier.used_bytes.map((n, k) => (n === null || !tier.limit_bytes[k] ? null : n / tier.limit_bytes[k]))));
   parts.latency.update(at, [
-    { name: "half within", colour: "--dram", values: history.acquire_p50_s },
-    { name: "99 of 100 within", colour: "--nvme", values: history.acquire_p99_s },
+    { name: "p50", colour: "--dram", values: history.acquire_p50_s },
+    { name: "p99", colour: "--nvme", values: history.acquire_p99_s },
   ]);
   parts.decisions.update(history);
   parts.wear.update(history);
@@ -67,10 +67,10 @@ function drawNow() {
   say(byId("facts"), `${status.version} · up ${span(status.uptime_s)}`);
   const io = status.nvme_io ? `, NVMe by ${status.nvme_io}` : "";
   const pages = status.huge_pages ? "huge pages" : "pages of 4 KiB";
-  say(byId("foot"), `process ${status.pid}, ${pages}${io}, index takes ${bytes(status.core_ram_bytes)}`);
+  say(byId("foot"), `process ${status.pid}, ${pages}${io}, index uses ${bytes(status.core_ram_bytes)}`);
 }
 
-/** Bytes a second up and down between tiers, since the answer before. */
+/** Bytes per second promoted and written between tiers, since the previous answer. */
 function countMoves(status) {
   const now = { pid: status.pid, atS: status.uptime_s, ...status.counters };
   const seconds = before && before.pid === now.pid ? now.atS - before.atS : 0;
@@ -107,7 +107,7 @@ function failed(error) {
     leave(reason(error));
     return;
   }
-  // Told to ask less often is no sign that anything is away.
+  // A 429 does not mean that the daemon is down.
   if (error instanceof Refused && error.status === 429) return;
   awaySince ??= Date.now() / 1000;
   who = error instanceof Refused ? "daemon" : "interface";
@@ -128,13 +128,13 @@ function watch() {
   poll("/v1/history", SELDOM_MS, wanted, got("history"), failed);
 }
 
-/** Why somebody is not let in. The interface's hint to a 401 is for programs. */
+/** Why a sign-in failed. The hint of a 401 addresses programs, so it is replaced. */
 function reason(error) {
   const hint = error.status === 401 ? "admin.tokens in the configuration lists the valid tokens" : error.hint;
   return `${error.message[0].toUpperCase()}${error.message.slice(1)}: ${hint}.`;
 }
 
-/** Back to the form; what was seen with a token goes with it. */
+/** Returns to the form and clears everything that the token showed. */
 function leave(why) {
   watching += 1;
   awaySince = null;
@@ -159,7 +159,7 @@ async function signIn(event) {
   const field = byId("token");
   const secret = field.value.trim();
   if (!/^[\x21-\x7e]+$/.test(secret)) {
-    say(byId("why"), "This is no token: one has letters, digits and signs, and no spaces.");
+    say(byId("why"), "This is not a token: tokens have letters, digits and signs, no spaces.");
     return;
   }
   try {
@@ -182,7 +182,7 @@ async function signIn(event) {
   byId("main").focus();
 }
 
-/** Root needs no token over the socket, so it is tried without one first. */
+/** Tries without a token first, because root needs none over the socket. */
 async function start() {
   byId("login").addEventListener("submit", signIn);
   byId("leave").addEventListener("click", () => leave(""));

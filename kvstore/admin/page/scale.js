@@ -1,9 +1,9 @@
-/** From values to places: round ticks, and the time that is shown. */
+/** Scales: round ticks, and the displayed time range. */
 
 const HOUR_S = 3600;
 const SHORTEST_S = 600;
 
-/** Ticks from 0 to at least `most`, some four of them; `base` 1024 for bytes. */
+/** Returns about four ticks from 0 to at least `most`; `base` is 1024 for bytes. */
 export function ticks(most, base = 10) {
   if (!(most > 0)) return [0, 1];
   const unit = base === 1024 ? 1024 ** Math.floor(Math.log2(most) / 10) : 1;
@@ -16,7 +16,7 @@ export function ticks(most, base = 10) {
   return out.length > 1 ? out : [0, step];
 }
 
-/** Powers of ten around what is drawn. */
+/** Returns the powers of ten around the displayed values. */
 export function powers(least, most) {
   if (!(most > 0)) return [1e-4, 1e-3];
   const low = Math.floor(Math.log10(least));
@@ -24,14 +24,14 @@ export function powers(least, most) {
   return Array.from({ length: high - low + 1 }, (_, n) => 10 ** (low + n));
 }
 
-/** The first and the last time to show. */
+/** Returns the first and the last displayed time. */
 export function shown(times) {
   const last = times.at(-1) ?? 0;
   const seconds = Math.min(HOUR_S, Math.max(SHORTEST_S, last - (times[0] ?? last)));
   return [last - seconds, last];
 }
 
-/** Full minutes in between, some five of them. */
+/** Returns about five full minutes in between. */
 export function minutes(first, last) {
   const step = [60, 120, 300, 600, 900].find((s) => (last - first) / s <= 6) ?? 900;
   const out = [];

@@ -1,4 +1,4 @@
-/** Tenants: what each has of every tier, between its floor and its limit. */
+/** Tenants: usage of each tenant in every tier, with its floor and limit. */
 
 import { byId, el, put, Rows, say, style } from "./dom.js";
 import { bytes } from "./format.js";
@@ -20,7 +20,7 @@ export class Tenants {
     );
     const more = byId("tenant-more");
     more.hidden = !next;
-    if (next) say(more, `The first ${tenants.length} by name; /v1/tenants has all of them.`);
+    if (next) say(more, `The first ${tenants.length} by name; /v1/tenants lists all.`);
   }
 }
 

@@ -1,4 +1,4 @@
-// Runs before the page is drawn, so that it never flashes in the other colours.
+// Runs before the first paint, so that the page never flashes in the wrong colours.
 (() => {
   const KEY = "kvstore-theme";
   const ORDER = ["auto", "light", "dark"];
@@ -30,7 +30,7 @@
       try {
         localStorage.setItem(KEY, next);
       } catch {
-        // Without storage it holds until the page is left.
+        // Without storage the choice lasts until the page is closed.
       }
       apply(next);
     });

@@ -1,4 +1,4 @@
-/** Tiers as a picture: what was asked for flows into the tiers that had it, and what none had is computed again. */
+/** Tiers: a flow diagram from requested blocks to the tiers that had them; the rest is recomputed. */
 
 import { el, put, Rows, say, style, svg } from "./dom.js";
 import { bytes, count, percent, rate } from "./format.js";
@@ -8,7 +8,7 @@ const SHOWN = 5;
 const ROW = 112;
 const NAMES = { hbm: "HBM", dram: "DRAM", nvme: "NVMe", network: "Network" };
 
-/** Further devices of NVMe are called nvme, and what tells them apart; so are pools of GPU memory. */
+/** Names of additional NVMe devices begin with nvme, names of GPU pools with hbm. */
 export const nameOf = (tier) => {
   const kind = ["hbm", "nvme"].find((name) => tier.startsWith(name));
   return NAMES[tier] ?? (kind ? `${NAMES[kind]} ${tier.slice(kind.length)}` : tier);
@@ -18,7 +18,7 @@ export const colourOf = (tier) => (tier in NAMES ? `--${tier}` : tier.startsWith
 
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
-/** Where blocks of prompts were found at the latest points: shares of those requested; and bytes a second. */
+/** Share of requested blocks found in each tier at the latest points, and bytes per second. */
 export function lately(history) {
   const from = -LATELY;
   const seconds = sum(history.seconds.slice(from));
@@ -29,7 +29,7 @@ export function lately(history) {
   const hits = sum([...found.values()]);
   return {
     hit: share(hits),
-    // Counted when leases end: some were found before the latest points.
+    // Deliveries are counted when leases end, so some blocks were found before these points.
     delivered: share(Math.min(delivered, hits)),
     missed: share(Math.max(0, requested - hits)),
     missedRate: seconds ? sum(history.missed_bytes.slice(from)) / seconds : null,
@@ -45,7 +45,7 @@ export class Tiers {
   constructor(host) {
     this.ribbons = svg("svg", { class: "ribbons", preserveAspectRatio: "none", "aria-hidden": "true" });
     this.rows = el("div", { class: "rows" });
-    host.append(el("p", { class: "source", text: "Blocks asked for" }), this.ribbons, this.rows);
+    host.append(el("p", { class: "source", text: "Requested blocks" }), this.ribbons, this.rows);
     this.list = new Rows(this.rows, makeRow);
     this.flows = new Rows(this.ribbons, () => {
       const [band, stream] = [svg("path", { class: "band" }), svg("path", { class: "stream" })];
@@ -92,7 +92,7 @@ export class Tiers {
         put(stream, "d", `M0 ${a}${curve(a, b)} 100 ${b}`);
         put(stream, "stroke-width", Math.max(1.5, Math.min(5, thick * 0.2)));
         put(stream, "visibility", thick > 0.5 && speed ? "visible" : "hidden");
-        // Ten times as many bytes look twice as fast.
+        // Ten times the bytes doubles the speed of the animation.
         const lap = Math.max(0.6, 6 / 2 ** Math.max(0, Math.log10((speed || 1) / 1e5))).toFixed(1);
         style(stream, "animation-duration", `${lap}s`);
       },
@@ -115,7 +115,7 @@ function makeRow({ key, tier }) {
   const left = el("div", { class: "what" }, nodes.name, nodes.share, nodes.rate);
   if (!tier) {
     nodes.name.textContent = "Missed";
-    nodes.about = el("p", { class: "about", text: "in no tier: computed again" });
+    nodes.about = el("p", { class: "about", text: "in no tier: recomputed" });
     nodes.root = el("div", { class: "tier missed" }, left, el("div", { class: "held" }, nodes.about));
     return nodes;
   }
@@ -146,7 +146,7 @@ function fillRow(row, { key, tier, share, rate: speed, moved, device, holders })
   const full = tier.limit_bytes ? tier.used_bytes / tier.limit_bytes : 0;
   say(row.full, percent(full));
   say(row.sizes, `${bytes(tier.used_bytes)} of ${bytes(tier.limit_bytes)}, ${count(tier.blocks)} blocks`);
-  const state = tier.fenced ? "hangs" : !tier.readable ? "reads fail" : !tier.writable ? "writes fail" : "";
+  const state = tier.fenced ? "no response" : !tier.readable ? "reads fail" : !tier.writable ? "writes fail" : "";
   say(row.state, state);
   row.state.hidden = !state;
   const known = holders.reduce((total, holder) => total + holder.used, 0);
@@ -158,7 +158,7 @@ function fillRow(row, { key, tier, share, rate: speed, moved, device, holders })
     (part, { name, used, n }) => {
       style(part.root, "width", `${((100 * used) / tier.limit_bytes).toFixed(2)}%`);
       put(part.root, "data-n", n);
-      put(part.root, "title", `${name || "not told yet"}: ${bytes(used)}`);
+      put(part.root, "title", `${name || "not loaded yet"}: ${bytes(used)}`);
       say(part.label, used / tier.limit_bytes > 0.06 ? name : "");
     },
   );
@@ -166,8 +166,8 @@ function fillRow(row, { key, tier, share, rate: speed, moved, device, holders })
   put(row.bar, "aria-label", `${nameOf(key)} ${percent(full)} full${who ? `: ${who}` : ""}`);
   const queued = device ? Object.values(device.queued_bytes).reduce((total, n) => total + n, 0) : 0;
   const parts = [];
-  if (tier.bandwidth_bytes_per_s) parts.push(`device does ${rate(tier.bandwidth_bytes_per_s)}`);
-  if (queued) parts.push(`${bytes(queued)} waiting`);
+  if (tier.bandwidth_bytes_per_s) parts.push(`device ${rate(tier.bandwidth_bytes_per_s)}`);
+  if (queued) parts.push(`${bytes(queued)} queued`);
   if (tier.retired_slots) parts.push(`${count(tier.retired_slots)} slots retired`);
   say(row.more, parts.join(", "));
   row.moves.hidden = !moved;

@@ -1,4 +1,4 @@
-/** The figures that say first how things are, each with its last hour in small. */
+/** Tiles: the main figures, each with a sparkline of the last hour. */
 
 import { el, put, Rows, say, style, svg } from "./dom.js";
 import { count, duration, percent, rate } from "./format.js";
@@ -8,7 +8,7 @@ const WIDE = 120;
 const TALL = 30;
 const MINUTE = 6;
 const HIT_RATIO =
-  "Of all whole blocks of the prompts that were asked for, each prompt counted once: found were stored then, delivered were handed to an engine. The last five minutes.";
+  "Share of all whole blocks that prompts requested, each counted once. Found: stored at that time. Delivered: handed to an engine. Last five minutes.";
 
 export class Tiles {
   constructor(host) {
@@ -42,7 +42,7 @@ export class Tiles {
       {
         name: "Waiting",
         value: count(status.queued_requests),
-        note: `${count(status.copies_under_way)} copies under way`,
+        note: `${count(status.copies_under_way)} copies running`,
         line: [],
         colour: "--network",
       },
@@ -61,7 +61,7 @@ export class Tiles {
   }
 }
 
-/** Bytes a second from all tiers, point by point. */
+/** Bytes per second from all tiers at each point. */
 function served_(history) {
   return history.seconds.map((seconds, k) =>
     seconds === null ? null : history.tiers.reduce((total, tier) => total + (tier.served_bytes[k] ?? 0), 0) / seconds,

@@ -1,4 +1,4 @@
-/** What is written to devices: today, as a rate, and against the budget of a day. */
+/** Wear: bytes written to devices today, the write rate, and the daily write budget. */
 
 import { byId, el, put, Rows, say, style } from "./dom.js";
 import { bytes, clock, count, percent, rate } from "./format.js";
@@ -6,11 +6,11 @@ import { Chart } from "./charts.js";
 import { colourOf, isMemory, nameOf } from "./tiers.js";
 
 const DAY_S = 86400;
-const FACTS = ["Written today", "At the last hour's rate", "Drive writes a day", "Write budget", "Admission", "Refused by admission"];
+const FACTS = ["Written today", "Rate of the last hour", "Drive writes per day", "Write budget", "Admission", "Refused by admission"];
 
 export class Wear {
   constructor(chart, host) {
-    this.chart = new Chart(chart, { title: "Written to devices", note: "bytes a second", kind: "stack", format: rate, base: 1024 });
+    this.chart = new Chart(chart, { title: "Written to devices", note: "bytes per second", kind: "stack", format: rate, base: 1024 });
     this.rows = new Rows(host, makeDevice);
   }
 
@@ -55,10 +55,10 @@ function fillDevice(row, device, history) {
   const turns = aDay !== null && limit ? aDay / limit : null;
   const values = [
     `${bytes(today)} since ${clock(history.today_since_s)}`,
-    aDay === null ? "–" : `${bytes(aDay)} a day`,
-    turns === null ? "–" : `${turns.toFixed(2)} × its limit`,
-    budget ? `${bytes(budget)} a day${admission.spent ? ", spent for now" : ""}` : "none set",
-    `${admission.mode}${admission.threshold > 0 ? `, chance ≥ ${percent(admission.threshold)}` : ""}`,
+    aDay === null ? "–" : `${bytes(aDay)} per day`,
+    turns === null ? "–" : `${turns.toFixed(2)} × the limit`,
+    budget ? `${bytes(budget)} per day${admission.spent ? ", used up" : ""}` : "none",
+    `${admission.mode}${admission.threshold > 0 ? `, probability ≥ ${percent(admission.threshold)}` : ""}`,
     `${count(admission.refused_blocks)} blocks`,
   ];
   values.forEach((text, n) => say(row.values[n], text));
@@ -66,7 +66,7 @@ function fillDevice(row, device, history) {
   row.gauge.hidden = part === null;
   row.said.hidden = part === null;
   if (part !== null) {
-    const text = `${percent(part)} of a day's budget written today`;
+    const text = `${percent(part)} of the daily budget written today`;
     style(row.fill, "width", `${Math.min(100, 100 * part).toFixed(1)}%`);
     put(row.gauge, "aria-label", text);
     put(row.gauge, "data-near", admission.spent || part > 0.9);

@@ -305,7 +305,7 @@ def test_without_the_key_sealed_blocks_are_not_checked_and_stay(sealed: Path, tm
     found = json.loads(ran.stdout)
     assert (ran.returncode, found["problems"], found["encrypted_blocks_not_checked"]) == (0, 0, 3)
     assert found["checked_bytes"] == BLOCK, "what is plain was"
-    assert "3 encrypted blocks were not checked: give --key-file" in ran.stderr
+    assert "3 encrypted blocks were not checked: pass --key-file" in ran.stderr
     assert listing(sealed) == before
     key = tmp_path / "key"
     key.write_text(MASTER.key.hex())
@@ -413,8 +413,8 @@ def test_a_folder_in_use_is_left_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        ((), "fsck takes one folder"),
-        (("/tmp", "-c", "/nowhere.toml"), "fsck takes one folder"),
+        ((), "fsck needs a folder or a configuration"),
+        (("/tmp", "-c", "/nowhere.toml"), "fsck needs a folder or a configuration"),
         (("-c", "/nowhere.toml"), "cannot read /nowhere.toml"),
     ],
 )
@@ -427,7 +427,7 @@ def test_what_cannot_be_checked_is_named(args: tuple[str, ...], why: str) -> Non
 def test_a_config_without_a_folder_is_refused(tmp_path: Path) -> None:
     ran = cli("fsck", config="[dram]\nlimit = '16MiB'\n", folder=tmp_path)
     assert ran.returncode == 2
-    assert "names no nvme.path" in ran.stderr
+    assert "sets no nvme.path" in ran.stderr
 
 
 def test_people_read_a_table(folder: Path) -> None:
