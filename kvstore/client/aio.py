@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Awaiting, Call, Connect, Exchange, Fetch, Flow, Work
+from kvstore.client.calls.call import Awaiting, Call, Exchange, Fetch, Flow, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
 from kvstore.client.calls.scope import Scope
 from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
@@ -188,13 +188,13 @@ class AsyncClient(BaseClient, Awaiting):
             return end.value
 
     async def _reply(self, exchange: Exchange, step: Any) -> Any:
+        if not isinstance(step, Step):
+            return await exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return await _in_thread(step.call)
-        if isinstance(step, Connect):
-            return await AsyncConnection(self._token, self._maps).connect(self.path, exchange.ends_s)
         if isinstance(step, Fetch):
             return await exchange.connection.fetch(step.message, exchange.ends_s)
-        return await exchange.connection.call(step, exchange.ends_s)
+        return await AsyncConnection(self._token, self._maps).connect(self.path, exchange.ends_s)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ import time
 from typing import Any, TypeVar
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Blocking, Call, Connect, Exchange, Fetch, Flow, Work
+from kvstore.client.calls.call import Blocking, Call, Exchange, Fetch, Flow, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
 from kvstore.client.calls.scope import Scope
 from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
@@ -167,13 +167,13 @@ class Client(BaseClient, Blocking):
             return end.value
 
     def _reply(self, exchange: Exchange, step: Any) -> Any:
+        if not isinstance(step, Step):
+            return exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return step.call()
-        if isinstance(step, Connect):
-            return self._connect(exchange.ends_s)
         if isinstance(step, Fetch):
             return exchange.connection.fetch(step.message, exchange.ends_s)
-        return exchange.connection.call(step, exchange.ends_s)
+        return self._connect(exchange.ends_s)
 
     def _connect(self, ends_s: float) -> Connection:
         return Connection(self.path, self._token, self._maps, ends_s)

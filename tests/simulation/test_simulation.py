@@ -229,7 +229,7 @@ def early_reading(patch: Patch) -> None:
     def given(self: Writes, event: Any, *rest: Any) -> None:
         give_room(self, event, *rest)
         for reservation in self._leases.reservations.values():
-            self._r.stamp(0, reservation.rows, reservation.slots)
+            self._r.write_headers(0, reservation.rows, reservation.slots)
 
     patch.setattr(Writes, "_give_room", given)
 
@@ -313,7 +313,7 @@ def hasty_leave(patch: Patch) -> None:
     def remove(self: Hotplug, event: Any, now: float) -> None:
         state = self._r.tiers[event.tier]
         state.leaving = state.gone = True
-        self._r.out.append(DeviceRemoved(event.tier))
+        self._r.outbox.actions.append(DeviceRemoved(event.tier))
 
     patch.setattr(Hotplug, "remove", remove)
 

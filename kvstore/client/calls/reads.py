@@ -15,7 +15,7 @@ from kvstore.client.leases import Buffer, Lease
 from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
-from kvstore.types import SLOT_RECORD, Key
+from kvstore.types import SLOT_RECORD, Key, check_keys
 from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
@@ -44,7 +44,7 @@ class ReadCalls(Scoped):
         that were looked up belong to the same prompt; `put` and `reserve` end it. Pass `prompt` where
         several processes make requests for one prompt.
         """
-        Chain(keys if len(keys) < SAMPLE_FROM else keys[:1])
+        check_keys(keys if len(keys) < SAMPLE_FROM else keys[:1])
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
 
@@ -124,10 +124,9 @@ def lookup(
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
 
     def message(some: Sequence[Key], known: int, step: int = 1) -> m.Lookup:
-        chain, left_s, new_blocks = Chain(some), exchange.left_s(), requests.new_blocks
-        return m.Lookup(
-            0, namespace, chain.key_bytes, chain.joined, left_s, recompute_s, "", new_blocks, known, step
-        )
+        joined, size = check_keys(some)
+        left_s, new_blocks = exchange.left_s(), requests.new_blocks
+        return m.Lookup(0, namespace, size, joined, left_s, recompute_s, "", new_blocks, known, step)
 
     def found_of(at: int, some: Sequence[Key]) -> Flow[int]:
         answer = yield message(some, requests.known(at))
@@ -197,9 +196,10 @@ def lease(
     _note(requests, at, answer)
     number, granted = checked(answer).lease, len(answer.slots) // SLOT_RECORD.itemsize
     requests.note_delivery(at, granted)
+    if not number:
+        return no_lease(scope.layout.block_bytes, gpu)
+    protocol.leases.add(number)
     keys, corrupt = chain.keys, set[Key]()
-    if number:
-        protocol.leases.add(number)
 
     def end() -> None:
         protocol.leases.discard(number)
@@ -219,8 +219,6 @@ def lease(
         corrupt.add(key)
         exchange.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
 
-    if not number:
-        return no_lease(scope.layout.block_bytes, gpu)
     if gpu is None:
         made = Lease(slots, keys, fingerprint, end, suspect)
     else:

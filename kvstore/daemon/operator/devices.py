@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import events as ev
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.errors import ConfigError, KVStoreError, TierError

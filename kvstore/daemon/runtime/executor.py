@@ -25,7 +25,7 @@ from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
@@ -513,7 +513,7 @@ class Shell:
     def pool_on(self, uuid: str) -> int:
         """The number of a GPU's pool; of DRAM if it has none."""
         if uuid:
-            for tier in self.placement.residency.memory[1:]:
+            for tier in self.placement.residency.topology.memory[1:]:
                 pool = self.pools.get(self._name_of(tier))
                 if pool is not None and pool.gpu.uuid == uuid:
                     return tier
@@ -523,7 +523,7 @@ class Shell:
         """The number of the tier of memory that an extent is in; None if there is none."""
         if extent < HBM_EXTENTS:
             return DRAM
-        return next((t for t in self.placement.residency.memory[1:] if self._has(t, extent)), None)
+        return next((t for t in self.placement.residency.topology.memory[1:] if self._has(t, extent)), None)
 
     def _has(self, tier: int, extent: int) -> bool:
         pool = self.pools.get(self._name_of(tier))
