@@ -434,7 +434,7 @@ def test_a_network_tier_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
 
 
 def test_a_password_stays_out_of_the_url() -> None:
-    with pytest.raises(errors.ConfigError, match=r"network\.url has a password"):
+    with pytest.raises(errors.ConfigError, match=r"network\.url contains a password"):
         LocalDaemon({"network": {"url": "redis://me:secret@host"}}).__enter__()
 
 

@@ -306,7 +306,7 @@ def test_a_helper_that_is_killed_is_replaced(shared: Cluster, opened: Callable[.
 def test_a_helper_that_hangs_is_replaced(
     shared: Cluster, opened: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess_pool, "_GIVE_UP_S", 1.0)
+    monkeypatch.setattr(subprocess_pool, "_HANGS_AFTER_S", 1.0)
     shared.clear()
     backend, put = opened(shared.url, 1), block(b"k")
     assert backend.write([put], ends()) == [OK]
@@ -316,7 +316,7 @@ def test_a_helper_that_hangs_is_replaced(
 
 
 def _helper(backend: Backend) -> subprocess.Popen[bytes]:
-    return backend._lanes._helper._process  # type: ignore[attr-defined]
+    return backend._pool._client._process  # type: ignore[attr-defined]
 
 
 LEAVES = """

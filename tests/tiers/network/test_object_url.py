@@ -30,7 +30,7 @@ def no_environment(monkeypatch) -> None:
         ("gs://bucket?region=eu", "no option 'region'"),
         ("s3://bucket?endpoint=127.0.0.1:9000", "http://HOST:PORT"),
         ("s3://bucket?unsigned_payload=yes", "0 or 1"),
-        ("az://container", "can't be used"),
+        ("az://container", "cannot be used"),
     ],
 )
 def test_what_can_not_be_used_is_named(url, words) -> None:

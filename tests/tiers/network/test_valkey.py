@@ -262,8 +262,8 @@ def test_a_large_batch(running: Server) -> None:
 )
 def test_urls(url: str, seeds: list[Address]) -> None:
     target = parse(url, "", "")
-    assert list(target.place.seeds) == seeds
-    assert target.place.cluster == (len(seeds) > 1)
+    assert list(target.endpoint.seeds) == seeds
+    assert target.endpoint.cluster == (len(seeds) > 1)
 
 
 @pytest.mark.parametrize(
