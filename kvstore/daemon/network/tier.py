@@ -149,7 +149,7 @@ class NetworkTier:
         """Like `Shell.ask`; what only the network has is brought here first, as far as there is time."""
         view, keys = self.shell.placement.view, event.keys
         # Of what is all in memory nothing more need be known.
-        if not view.in_memory(event.namespace, keys, event.at):
+        if not view.in_memory(event.namespace, keys, event.tier):
             here = view.stored(event.namespace, keys)
             if here < keys.n and self.serves(space) and self._may_ask(asker):
                 self._begin(asker, self._acquire(asker, request, event, space, here), space)

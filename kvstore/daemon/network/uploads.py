@@ -132,7 +132,7 @@ class Uploads:
         """Sends the leading blocks that are in memory by the deadline."""
         remote = self._remote
         joined = Keys(b"".join(keys), len(keys[0]))
-        event = ev.Acquire(0, CLIENT, number, joined, deadline, space.tenant, quiet=True)
+        event = ev.Acquire(0, CLIENT, number, joined, deadline, space.tenant, no_touch=True)
         grant = await remote.core(event)
         if isinstance(grant, ac.Deny) or not grant.lease:
             return [], []

@@ -36,7 +36,7 @@ _SOURCES: Mapping[str, Source] = {
     "tenant": lambda q, session, namespace: session.principal.tenant,
     "deadline": lambda q, session, namespace: session.deadline(q.timeout_s),
     "until": lambda q, session, namespace: session.deadline(q.ttl_s),
-    "at": lambda q, session, namespace: session.memory_tier(q.device),
+    "tier": lambda q, session, namespace: session.memory_tier(q.device),
     "lease": lambda q, session, namespace: lease_number(session.number, q.lease),
     "checksums": lambda q, session, namespace: np.frombuffer(q.checksums, "<u8"),
     "written": lambda q, session, namespace: np.frombuffer(q.written, np.uint8) != 0,
