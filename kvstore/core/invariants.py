@@ -50,8 +50,10 @@ def _check_copies(leases: LeaseTable) -> None:
         marks[rows] |= t.marks
         coming.update((t.target, row) for row in rows.tolist())
     assert max(coming.values(), default=1) == 1, "two copies of a block into one tier"
-    assert (r.blocks.moving & ~np.uint8(DEMOTE) == marks & ~np.uint8(DEMOTE)).all(), "a row is marked wrongly"
-    assert (marks[(r.blocks.moving & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
+    assert (r.blocks.copy_marks & ~np.uint8(DEMOTE) == marks & ~np.uint8(DEMOTE)).all(), (
+        "a row is marked wrongly"
+    )
+    assert (marks[(r.blocks.copy_marks & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
     for request, waiter in leases.waiting.items():
         for row in waiter.missing:
             assert (waiter.event.tier, row) in coming, "a waiter waits for what is not on its way"
@@ -75,11 +77,11 @@ def _check_rows(r: Residency) -> None:
     assert (count[used] == b.children[used]).all(), "children miscounted"
     holes = used[b.state[used] == HOLE]
     childless = holes[b.children[holes] == 0]
-    assert np.isin(childless, list(r.childless)).all(), "a hole without children"
+    assert np.isin(childless, list(r.chains.childless)).all(), "a hole without children"
     for namespace in np.unique(b.namespace[used]).tolist():
         n = int((b.namespace[holes] == namespace).sum())
-        assert r.holes[namespace] == n, "holes miscounted"
-    assert set(r.pins) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
+        assert r.chains.holes[namespace] == n, "holes miscounted"
+    assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
 
 
 def _check_tier(leases: LeaseTable, tier: int) -> None:
@@ -110,8 +112,8 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((extents.owner[numbers] >= 0).sum())
         assert known == owned, "the policy knows other blocks than the tier holds"
-    for era in r.tiers[tier].eras:
-        era.segments.check()
+    for generation in r.tiers[tier].generations:
+        generation.segments.check()
 
 
 def _check_tenants(leases: LeaseTable, tier: int) -> None:
@@ -140,8 +142,8 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
     everything = len(extents.ready) + len(extents.renewing)
     spread = int(held.sum()) + len(extents.unassigned) + sum(t < 0 for t in extents.renewing.values())
     assert everything == spread, "extents got lost between tenants"
-    for space in leases.spaces.values():
-        if not space.moved:
+    for space in leases.namespaces.values():
+        if not space.relocated:
             rows = np.flatnonzero(leases.residency.blocks.namespace == space.number)
             rows = rows[leases.residency.blocks.state[rows] != FREE]
             slots = leases.residency.blocks.slot[tier, rows]

@@ -96,7 +96,8 @@ class Placement:
             self.policy_migration,
             self.resizing,
             self.hotplug,
-            r,
+            r.chains,
+            r.pins,
         )
         self._handlers: dict[type, Handler] = {
             ev.OpenNamespace: NamespaceTable(self.leases, pins, self._publication).open,
@@ -145,8 +146,7 @@ class Placement:
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Applies one event at time `now` (s, never decreasing). Returns the actions, in order."""
-        self.residency.settle()
-        self.residency.now = now
+        self.residency.advance(now)
         frees = type(event) in FREEING_EVENTS
         tenant = self._retries.tenant_of(event) if frees else None
         self._handlers[type(event)](event, now)
@@ -155,8 +155,7 @@ class Placement:
             self._publication.answer_settled()
             self._retries.retry_stalled(now, tenant)
         self.copies.start()
-        actions, self.residency.out = self.residency.out, []
-        return actions
+        return self.residency.outbox.take()
 
     def next_wakeup(self) -> float | None:
         """Returns when the next Tick is due, or None."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import UNLIMITED, SlotPool
 from kvstore.core.insight.decision_log import Decisions
@@ -226,9 +226,9 @@ class TierView:
         state = self._state
         return TierPolicy(
             pools=len(state.policies),
-            known_blocks=sum(era.segments.known_rows for era in state.eras),
-            state_bytes=sum(era.segments.ram_bytes() for era in state.eras),
-            weighs=bool(getattr(state.era.make, "weighs", False)),
+            known_blocks=sum(generation.segments.known_rows for generation in state.generations),
+            state_bytes=sum(generation.segments.ram_bytes() for generation in state.generations),
+            weighs=bool(getattr(state.generation.make, "weighs", False)),
         )
 
     def holding(self, tenant: int) -> Holding:
@@ -284,7 +284,7 @@ class View:
     def stored(self, namespace: int, keys: Keys) -> int:
         """Returns how many leading keys can be read on this node. Does not count as a use of the blocks."""
         r = self._residency
-        return len(r.prefix(namespace, keys)) if namespace in r.spaces else 0
+        return len(r.prefix(namespace, keys)) if namespace in r.namespaces else 0
 
     def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
         """Returns whether all keys are known to be in this memory tier. False may also mean unknown."""
@@ -309,7 +309,7 @@ class View:
     @property
     def memory(self) -> Sequence[int]:
         """The numbers of memory tiers: DRAM first, then pools of GPU memory."""
-        return self._residency.memory
+        return self._residency.topology.memory
 
     @property
     def addable_devices(self) -> int:
@@ -352,7 +352,7 @@ class View:
             leases=len(leases.leases),
             reservations=len(leases.reservations),
             copies_under_way=len(self._copies.under_way),
-            pinned_bytes=sum(r.pinned_bytes.values()),
+            pinned_bytes=sum(r.pins.pinned_bytes.values()),
             ram_bytes=r.ram_bytes(),
         )
 

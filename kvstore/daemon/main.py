@@ -94,7 +94,7 @@ async def _serve(settings: LiveConfig) -> int:
         shell = Shell(config, loop, *open_tiers(config, given))
         await shell.start()
         server = new_server(shell, settings)
-        server.lag.start()
+        server.services.lag.start()
         listening = [
             Listener(loop, each, partial(server.connect, among_operators))
             for among_operators, each in zip((False, True), listeners, strict=False)

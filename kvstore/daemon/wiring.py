@@ -12,12 +12,12 @@ from typing import Any
 from kvstore.config import Config
 from kvstore.daemon.operator import devices, resizing
 from kvstore.daemon.operator.commands import Commands
-from kvstore.daemon.operator.latency import Calls
+from kvstore.daemon.operator.latency import Calls, Lag
 from kvstore.daemon.operator.settings import LiveConfig
+from kvstore.daemon.requests.services import Services
 from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.connection import VERSION
 from kvstore.daemon.server.server import Server
-from kvstore.daemon.server.services import Services
 from kvstore.tiers.nvme.tier import NvmeTier
 
 
@@ -29,13 +29,17 @@ def new_server(
 ) -> Server:
     """Returns the server of a daemon. For `clock` and `stopwatch` see Services."""
     services = Services(
-        config=shell.config,
+        config=lambda: shell.config,
         instance=shell.instance,
         loop=shell.loop,
         core=shell,
         view=shell.placement.view,
-        memory=shell,
-        tenancy=shell.tenancy,
+        tiers=shell,
+        authenticator=shell.tenancy.registry,
+        namespaces=shell.namespaces,
+        catalog=shell.tenancy,
+        data_keys=shell.tenancy,
+        deletion=shell.tenancy,
         network=shell.remote,
         kv_events=shell.routing,
         waits=shell.waits,
@@ -43,8 +47,9 @@ def new_server(
         recorder=shell.recorder,
         clock=clock,
         stopwatch=stopwatch,
-        latency=Calls(),
-        state=shell.status,
+        status=shell.status,
+        calls=Calls(),
+        lag=Lag(shell.loop, stopwatch),
     )
     server = Server(services)
     services.commands = Commands(server, shell, settings, VERSION)
@@ -70,6 +75,6 @@ def reconfigure(
 ) -> None:
     """Takes over the settings that can change at run time. Raises ConfigError, and takes over none."""
     shell.reconfigure(config, opened)
-    server.reconfigure(config)
+    server.reconfigure()
     logging.getLogger().setLevel(config.daemon.log_level.upper())
     shell.chronicle.add("reloaded", detail=", ".join(changed) or "nothing has changed")

@@ -234,7 +234,7 @@ def test_what_is_no_policy_changes_nothing(name: str, why: str) -> None:
         w.send(ev.SetPolicy(name))
     assert [dict(state.policies) for state in w.p.residency.tiers] == before
     assert (w.p.policy_migration.name, w.p.policy_migration.wanted) == ("lru", "lru")
-    assert all(state.before is None for state in w.p.residency.tiers)
+    assert all(state.old_generation is None for state in w.p.residency.tiers)
 
 
 def test_the_old_policies_memory_is_given_back() -> None:
@@ -246,8 +246,8 @@ def test_the_old_policies_memory_is_given_back() -> None:
     [policy] = tier.policies.values()
     old: list[weakref.ref] = [
         weakref.ref(policy),
-        weakref.ref(tier.era.segments),
-        weakref.ref(tier.era.ghosts),
+        weakref.ref(tier.generation.segments),
+        weakref.ref(tier.generation.ghosts),
     ]
     del policy
     w.send(ev.SetPolicy("lru"))

@@ -19,7 +19,7 @@ from kvstore.client import prompts as asked
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.insight.hit_counters import HitCounters, spread
-from kvstore.daemon.server.prompts import Prompts
+from kvstore.daemon.requests.prompts import Prompts
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import MisuseError
 from kvstore.lab.experiment import Experiment, Options

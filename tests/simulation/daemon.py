@@ -296,6 +296,7 @@ class _Dram(DramTier):
         super().__init__(limit, size, False, manager, given)
         self._disk = disk
         self._worker = _Worker(process)
+        self._checkers = _Checkers(process)  # type: ignore[assignment]
         self.renewed: set[int] = set()
 
     def _renew(self, number: int, *rest: Any) -> None:
@@ -312,6 +313,19 @@ class _Nvme(NvmeTier):
     def __init__(self, process: Process, *parts: Any) -> None:
         super().__init__(*parts)
         self._worker = _Worker(process)
+
+
+class _Checkers:
+    """Stands for the threads that verify blocks in DRAM."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        self._process.run_in_executor(None, call, *args)
+
+    def shutdown(self, cancel_futures: bool) -> None:
+        pass
 
 
 class _Worker(JobThread):

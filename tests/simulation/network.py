@@ -154,7 +154,7 @@ class Transport:
         services, who = self._protocol.services, self._protocol.session.principal
         places = np.frombuffer(granted.slots, SLOT_RECORD)["place"]
         for extent in np.unique(places >> np.uint64(32)).tolist():
-            if not services.tenancy.may_map(who, extent, writable=False):
+            if not services.catalog.may_map(who, extent, writable=False):
                 self._link.net.fail("never mixing", f"{who.name} is granted slots in {extent}")
 
     def _pass_descriptors(self) -> None:

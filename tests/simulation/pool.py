@@ -20,6 +20,8 @@ from kvstore.client.leases import Lease, Reservation
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.errors import CudaError
+from kvstore.tiers import hbm
+from kvstore.tiers.base import Owner
 from kvstore.types import HBM_EXTENTS, Geometry
 from tests.simulation.loop import MICRO, Process
 
@@ -97,6 +99,8 @@ class SimReservation(Reservation):
 class SimPool:
     """See `kvstore.tiers.hbm.HbmTier`."""
 
+    kind = hbm.KIND
+    persistent = False
     base = HBM_EXTENTS
 
     def __init__(self, gpu: Gpus, process: Process, limit_bytes: int, extent_bytes: int, life: int) -> None:
@@ -159,8 +163,11 @@ class SimPool:
 
     # -- extents
 
-    def format(self, number: int, slot_bytes: int) -> None:
-        self._cuts[number] = Geometry(self.extent_bytes, slot_bytes, table=False)
+    def format(self, extent: int, slot_bytes: int, owner: Owner) -> None:
+        self._cuts[extent] = Geometry(self.extent_bytes, slot_bytes, table=False)
+
+    def drop(self, identity: BlockIds, where: Where) -> None:
+        pass
 
     def slots(self, where: Where) -> list[memoryview]:
         out = []
@@ -271,8 +278,8 @@ def _same(device: Gpus | None) -> Gpus | None:
 
 
 def _no_lease(block_bytes: int, gpu: Any) -> Lease:
-    return Lease.on_nothing(block_bytes)
+    return Lease.empty(block_bytes)
 
 
 def _no_reservation(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
-    return Reservation.on_nothing(block_bytes, lost, commit)
+    return Reservation.empty(block_bytes, lost, commit)

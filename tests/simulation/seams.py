@@ -14,7 +14,7 @@ from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
-from kvstore.daemon.operator import devices, gpus, resizing
+from kvstore.daemon.operator import devices, resizing
 from kvstore.daemon.runtime import executor
 from kvstore.daemon.server import connection
 from kvstore.daemon.server.peer_credentials import Peer
@@ -57,8 +57,6 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
         stack.enter_context(mock.patch.object(writes, "_fill", filled))
         stack.enter_context(mock.patch.object(executor, "threading", threading))
-        for module in (devices, gpus):
-            stack.enter_context(mock.patch.object(module, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
         for module in (devices, resizing):

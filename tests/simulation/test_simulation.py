@@ -34,6 +34,7 @@ from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.transfers import Transfers
 from kvstore.daemon.runtime import recovery
 from kvstore.daemon.runtime.executor import Shell
+from kvstore.daemon.runtime.tier_actions import TierActions
 from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy.tenancy import Tenancy
 from kvstore.tiers.dram import DramTier
@@ -41,7 +42,6 @@ from kvstore.tiers.nvme import recovery as nvme_recovery
 from kvstore.tiers.nvme import tier
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import Tier
 from tests.simulation.run import simulate
 
 SEEDS = 300
@@ -229,7 +229,7 @@ def early_reading(patch: Patch) -> None:
     def given(self: Writes, event: Any, *rest: Any) -> None:
         give_room(self, event, *rest)
         for reservation in self._leases.reservations.values():
-            self._r.stamp(0, reservation.rows, reservation.slots)
+            self._r.write_headers(0, reservation.rows, reservation.slots)
 
     patch.setattr(Writes, "_give_room", given)
 
@@ -288,15 +288,12 @@ def endless_fence(patch: Patch) -> None:
 
 def drops_at_the_first(patch: Patch) -> None:
     """What leaves a device is taken off the record of the first one."""
-    device_at = Shell.device_at
 
-    def drop(self: Shell, drop: Any) -> None:
-        if drop.tier == 0:
-            self.dram.void(drop.where)
-        elif self._kind(drop.tier) == Tier.NVME:
-            device_at(self, 1).drop(drop.identity, drop.where)
+    def drop(self: TierActions, drop: Any) -> None:
+        tier = self._tier_at(drop.tier)
+        (self._tier_at(1) if tier.persistent else tier).drop(drop.identity, drop.where)
 
-    patch.setattr(Shell, "_drop", drop)
+    patch.setattr(TierActions, "_drop", drop)
 
 
 def only_the_first_is_restored(patch: Patch) -> None:
@@ -316,7 +313,7 @@ def hasty_leave(patch: Patch) -> None:
     def remove(self: Hotplug, event: Any, now: float) -> None:
         state = self._r.tiers[event.tier]
         state.leaving = state.gone = True
-        self._r.out.append(DeviceRemoved(event.tier))
+        self._r.outbox.actions.append(DeviceRemoved(event.tier))
 
     patch.setattr(Hotplug, "remove", remove)
 
@@ -377,7 +374,7 @@ CAUGHT_AS = {
     endless_fence: ("it works again when faults end",),
     drops_at_the_first: (RECORDS, FORGOTTEN, SOUND),
     only_the_first_is_restored: (LOST, SOUND),
-    hasty_leave: (SOUND, "KeyError in device_at"),
+    hasty_leave: (SOUND, "KeyError in tier_at"),
     given_back_in_dram: (SOUND, "IndexError"),
 }
 

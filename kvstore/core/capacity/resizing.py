@@ -48,7 +48,7 @@ class Resizing:
             self._again.add(tier)
         else:
             state.growing = True
-            self._r.out.append(Make(tier, state.extents.lacking))
+            self._r.outbox.actions.append(Make(tier, state.extents.lacking))
 
     def ended(self, tier: int) -> None:
         """No more extents come: all are there, or there is no room for them."""

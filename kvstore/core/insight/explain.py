@@ -36,7 +36,7 @@ def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
     r = leases.residency
     marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a closed namespace are skipped, because its number may be reused.
-    known = [n for n in spaces if n in r.spaces and not r.spaces[n].closed]
+    known = [n for n in spaces if n in r.namespaces and not r.namespaces[n].closed]
     rows = [r.index.find(n, event.keys).tolist() for n in known]
     blocks = []
     for i, mark in enumerate(marks):
@@ -53,7 +53,7 @@ def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
 
 def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
     blocks = r.blocks
-    parent, moving, ends = int(blocks.parent[row]), int(blocks.moving[row]), float(blocks.expires[row])
+    parent, moving, ends = int(blocks.parent[row]), int(blocks.copy_marks[row]), float(blocks.expires[row])
     going = {PROMOTING: "up", WRITING: "down", DEMOTE: "leaves when it is down"}
     state = _STATES[int(blocks.state[row])]
     if 0 < ends <= now:
@@ -65,7 +65,7 @@ def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
         "parent": blocks.key(parent) if parent >= 0 else b"",
         "parent_state": _STATES[int(blocks.state[parent])] if parent >= 0 else "",
         "children": int(blocks.children[row]),
-        "pinned_s": r.pins[row] - now if row in r.pins else None,
+        "pinned_s": r.pins.ends[row] - now if row in r.pins.ends else None,
         "expires_s": ends - now if ends > 0 else None,
         **_use(r, row, now),
     }

@@ -11,12 +11,12 @@ def tell(residency: Residency, event: ev.Tell) -> None:
     rows = residency.index.find(event.namespace, event.keys)
     rows = rows[rows >= 0]
     for tier in range(len(residency.tiers)):
-        residency.tell(tier, rows[residency.blocks.slot[tier, rows] >= 0], gained=True)
+        residency.outbox.report(tier, rows[residency.blocks.slot[tier, rows] >= 0], gained=True)
 
 
 def watch(residency: Residency, event: ev.Watch | ev.Unwatch) -> None:
     """Counts or discounts one watcher of the keys that start like this one."""
-    watched, word = residency.awaited, int.from_bytes(event.key[:8], "little")
+    watched, word = residency.outbox.awaited, int.from_bytes(event.key[:8], "little")
     watched[word] += 1 if isinstance(event, ev.Watch) else -1
     if not watched[word]:
         del watched[word]

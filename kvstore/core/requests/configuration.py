@@ -34,7 +34,7 @@ class Configuration:
         if event.prefetch_blocks is not None:
             self._reads.prefetch_blocks = event.prefetch_blocks
         if event.report_moves is not None:
-            self._r.telling = event.report_moves
+            self._r.outbox.telling = event.report_moves
         for name in _LIMITS:
             if getattr(event, name) is not None:
                 setattr(self._limits, name, getattr(event, name))
@@ -53,5 +53,5 @@ class Configuration:
 
     def set_sharing(self, event: ev.SetSharing, now: float) -> None:
         r = self._r
-        r.sharing = None if event.rule is None else Admission(event.rule, r.reuse)
+        r.outbox.sharing = None if event.rule is None else Admission(event.rule, r.reuse)
         r.blocks.offered[: r.blocks.rows_touched] = False

@@ -43,7 +43,7 @@ class CopyResults:
     def copy_done(self, event: ev.CopyDone, now: float) -> None:
         ended = self._copies.finish(event)
         self._reads.arrived(ended)
-        if ended[0].target in self._r.memory:
+        if ended[0].target in self._r.topology.memory:
             # The backlog skips rows that are being copied.
             self._write_through(np.concatenate((ended[0].good, ended[0].bad)))
 

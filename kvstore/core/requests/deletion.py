@@ -14,7 +14,8 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
 from kvstore.core.blocks.block_table import LIVE, RESERVED
-from kvstore.core.capacity.quotas import Namespace, Quota
+from kvstore.core.blocks.namespace import Namespace
+from kvstore.core.capacity.quotas import Quota
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable
@@ -58,12 +59,12 @@ class Deletion:
         self._next_look = 0.0
 
     def forget(self, event: ev.Forget, now: float) -> None:
-        spaces = tuple(self._r.spaces[n] for n in event.namespaces if n in self._r.spaces)
+        spaces = tuple(self._r.namespaces[n] for n in event.namespaces if n in self._r.namespaces)
         self._begin(_Sweep(event.request, spaces))
         self.step(now)
 
     def forget_tenant(self, event: ev.ForgetTenant, now: float) -> None:
-        spaces = tuple(s for s in self._r.spaces.values() if s.tenant == event.tenant)
+        spaces = tuple(s for s in self._r.namespaces.values() if s.tenant == event.tenant)
         sweep = _Sweep(event.request, spaces, event.tenant)
         for tier, state in enumerate(self._r.tiers):
             state.extents.holdings.set(event.tenant, Quota(limit=0))
@@ -134,7 +135,7 @@ class Deletion:
         """Takes one step of a sweep; whether that got it on."""
         blocks = self._r.blocks
         # A number may be another namespace's by now, if another sweep was first.
-        numbers = [s.number for s in sweep.spaces if self._r.spaces.get(s.number) is s]
+        numbers = [s.number for s in sweep.spaces if self._r.namespaces.get(s.number) is s]
         if sweep.row < blocks.rows_touched:
             last = min(sweep.row + _ROWS_AT_ONCE, blocks.rows_touched)
             state = blocks.state[sweep.row : last]
@@ -146,15 +147,15 @@ class Deletion:
             sweep.row = last
             if last < blocks.rows_touched:
                 return True
-        if np.isin(blocks.namespace[list(self._r.childless)], numbers).any():
+        if np.isin(blocks.namespace[list(self._r.chains.childless)], numbers).any():
             return False
         if self._leases.copies.concern(numbers):
             return False
         if sweep.tenant >= 0 and not self._is_bare(sweep):
             return False
         for number in numbers:
-            del self._r.spaces[number]
-            self._r.holes.pop(number, None)
+            del self._r.namespaces[number]
+            self._r.chains.holes.pop(number, None)
         if sweep.tenant >= 0:
             self._r.reuse.forget(sweep.tenant)
         self._sweeps.remove(sweep)
@@ -188,4 +189,4 @@ class Deletion:
 
     def _renew(self, tier: int, extent: int) -> None:
         self._r.tiers[tier].extents.renew(extent, -1)
-        self._r.out.append(Renew(tier, extent))
+        self._r.outbox.actions.append(Renew(tier, extent))

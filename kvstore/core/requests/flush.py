@@ -11,7 +11,7 @@ from kvstore.core.requests.leases import LeaseTable
 def flush(leases: LeaseTable) -> None:
     """Replaces the backlog of writes by all blocks that only memory holds, the last used first."""
     r, transfers = leases.residency, leases.transfers
-    if not r.lasting:
+    if not r.topology.persistent:
         return
     r.ending = True
     rows = np.flatnonzero(r.blocks.state == LIVE)

@@ -16,8 +16,8 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.blocks.residency import DEMOTE, WRITING
-from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
@@ -53,10 +53,10 @@ class Publication:
         self._next_step = math.inf
 
     def publish(self, event: ev.Publish, now: float) -> None:
-        space = self._r.spaces[event.namespace]
+        space = self._r.namespaces[event.namespace]
         pool = space.pools[0]._replace(domain=event.domain)
         if pool != space.pools[0]:
-            space.pools, space.moved = (pool, *space.pools[1:]), True
+            space.pools, space.relocated = (pool, *space.pools[1:]), True
             self._relocate(space, now)
             if not self.is_settled(space.number):
                 self._requests[event.request] = space.number
@@ -113,10 +113,10 @@ class Publication:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
         # Blocks that are being written to a lower tier leave DRAM afterwards.
         writing = self._copies.written_from(0, rows)
-        blocks.moving[writing] |= DEMOTE
+        blocks.copy_marks[writing] |= DEMOTE
         # Blocks that are being written from a GPU have to wait.
-        waits = rows[((blocks.moving[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
-        rows = rows[blocks.moving[rows] == 0]
+        waits = rows[((blocks.copy_marks[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
+        rows = rows[blocks.copy_marks[rows] == 0]
         twice = rows[r.copies(rows) > 1]
         self._reads.arrived(self._copies.cancel(twice, 0))
         r.decisions.record(DecisionKind.EVICTED, 0, twice, now)

@@ -13,8 +13,8 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.extents import Extents, Slots
-from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.hit_counters import spread
 from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
 from kvstore.core.transfers.copy_queue import Arrived
@@ -41,12 +41,12 @@ class Reads:
             return None
         r = self._r
         if event.recompute_s:
-            r.recompute_s[event.namespace] = event.recompute_s
+            r.topology.recompute_s[event.namespace] = event.recompute_s
         tier = self._leases.tier_for(event, space, event.tenant)
         if tier != event.tier:
             event = replace(event, tier=tier)
-        foreign = space.moved and event.tenant != space.tenant
-        run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys, tier)
+        foreign = space.relocated and event.tenant != space.tenant
+        run = None if foreign or space.has_ttl else r.resident_run(event.namespace, event.keys, tier)
         if run is not None:
             rows, slots = run
             if not event.no_touch:
@@ -74,7 +74,7 @@ class Reads:
         """The stored prefix, up to what lies where the asker may not look: blocks from before publication."""
         r = self._r
         rows = r.prefix(event.namespace, event.keys)
-        if space.moved and event.tenant != space.tenant:
+        if space.relocated and event.tenant != space.tenant:
             slots = r.blocks.slot[0, rows]
             seen = r.tiers[0].extents.are_of(space.pools[0], slots) | (slots < 0)
             rows = rows if seen.all() else rows[: int(seen.argmin())]
@@ -86,8 +86,12 @@ class Reads:
             return
         # While parents may be missing or being written, every key has to be looked at.
         r = self._r
-        gaps = r.holes[event.namespace] > 0 or self._leases.writers[event.namespace] > 0 or r.out_of_reach
-        gaps = gaps or space.mortal or (space.moved and event.tenant != space.tenant)
+        gaps = (
+            r.chains.holes[event.namespace] > 0
+            or self._leases.writers[event.namespace] > 0
+            or r.topology.out_of_reach
+        )
+        gaps = gaps or space.has_ttl or (space.relocated and event.tenant != space.tenant)
         if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)
             stored = Stored(spread(self._sampled(event, found), found))
@@ -328,6 +332,6 @@ class Reads:
         only = (blocks.parent[rows] == rows - 1) & (blocks.children[rows - 1] == 1)
         only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
         rows = rows if only.all() else rows[: int(only.argmin())]
-        if len(rows) and not r.out_of_reach:
+        if len(rows) and not r.topology.out_of_reach:
             started, _ = self._bring(space, rows, event.tenant, event.tier)
             r.counters["ahead_blocks"] += started

@@ -79,7 +79,7 @@ class Verification:
         number = self._leases.next_number()
         self._leases.probes[number] = PendingProbe(request, tier, rows, slots)
         pool = extents.pool_of(int(slots[0]))
-        probe = Probe(number, tier, pool.slot_bytes, r.identity(rows), r.where(tier, slots))
+        probe = Probe(number, tier, pool.slot_bytes, r.outbox.ids(rows), r.where(tier, slots))
         if tier:
             self._copies.probe(probe, pool.tenant)
         else:

@@ -21,7 +21,7 @@ from kvstore.core.actions import (
     Reserved,
 )
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
-from kvstore.core.capacity.quotas import Namespace
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_on_connection
@@ -50,7 +50,7 @@ class Writes:
             return self._leases.say(
                 Deny(event.request, "a key occurs twice in one call", "keys are one chain")
             )
-        if space.mortal:
+        if space.has_ttl:
             self._drop_expired(event, now)
         parent = -1
         if event.parent:
@@ -87,7 +87,7 @@ class Writes:
                 if self._eviction.some_could_go(event.tier, space.pools[event.tier]):
                     why = WORTH_LESS
             self._give_room(event, space, rows, state, want[:n], parent, why)
-        r.prune(np.unique(np.append(rows, parent)))
+        r.chains.prune(np.unique(np.append(rows, parent)))
         return None
 
     def _drop_expired(self, event: ev.Reserve, now: float) -> None:
@@ -173,10 +173,10 @@ class Writes:
             r.index.add(taken)
         filled = rows[want]
         holes = filled[r.blocks.state[filled] == HOLE]
-        r.holes[event.namespace] -= len(holes)
+        r.chains.holes[event.namespace] -= len(holes)
         r.blocks.state[filled] = RESERVED
         orphan = r.blocks.parent[filled] < 0
-        r.link(filled[orphan], np.concatenate(([parent], rows))[want[orphan]])
+        r.chains.link(filled[orphan], np.concatenate(([parent], rows))[want[orphan]])
         status = np.full(event.keys.n, DENIED, np.uint8)
         status[state == LIVE] = PRESENT
         status[state == RESERVED] = PENDING
@@ -224,11 +224,11 @@ class Writes:
         r.tiers[at].extents.release(slots)
         if len(rows):
             if r.tiers[at].spec.table:
-                r.stamp(at, rows, slots)
+                r.write_headers(at, rows, slots)
             if reservation.loading:
                 r.blocks.offered[rows] = True
             elif at == 0:
-                r.offer(rows, space)
+                r.outbox.offer(rows, space)
             if self.write_through:
                 self._transfers.queue_writes(rows)
             if reservation.pool != space.pools[at]:

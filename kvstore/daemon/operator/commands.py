@@ -130,13 +130,13 @@ class Commands:
         decided = residency.decisions.blocks_by_what
         return {
             "bounds_s": list(BOUNDS_S),
-            "calls": server.calls.plain(),
+            "calls": server.services.calls.plain(),
             "copies": [
                 {"source": names[source], "target": names[target], **histogram.plain()}
-                for (source, target), histogram in shell.copies.items()
+                for (source, target), histogram in shell.tier_actions.copies.items()
                 if names[source] and names[target]
             ],
-            "loop_lag": server.lag.histogram.plain(),
+            "loop_lag": server.services.lag.histogram.plain(),
             "decisions": [
                 {"what": what.name.lower(), "tier": "" if tier == EVERY_TIER else names[tier], "blocks": n}
                 for (what, tier), n in decided.items()

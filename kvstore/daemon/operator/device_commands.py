@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvstore.core import events as ev
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.policy import POLICIES
 from kvstore.core.transfers.admission import Admission
 from kvstore.core.transfers.copy_queue import Transfer
@@ -46,9 +46,9 @@ class DeviceCommands:
             {
                 "tier": state.spec.name,
                 "pools": len(state.policies),
-                "blocks": sum(era.segments.known_rows for era in state.eras),
-                "state_bytes": sum(era.segments.ram_bytes() for era in state.eras),
-                "weighs": bool(getattr(state.era.make, "weighs", False)),
+                "blocks": sum(generation.segments.known_rows for generation in state.generations),
+                "state_bytes": sum(generation.segments.ram_bytes() for generation in state.generations),
+                "weighs": bool(getattr(state.generation.make, "weighs", False)),
             }
             for state in self._tiers
         ]

@@ -7,14 +7,13 @@ first there is no daemon, without another one there is, and it says so.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import events as ev
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.errors import ConfigError, KVStoreError, TierError
@@ -186,12 +185,3 @@ def joined(shell: Shell, tier: int) -> None:
         return
     shell.tenancy.apply(shell.config)
     shell.handle(ev.SetLimit(tier, state.spec.limit_bytes))
-
-
-def left(shell: Shell, tier: int) -> None:
-    """A device is empty: it is closed, beside the event loop."""
-    name = shell.placement.residency.tiers[tier].spec.name
-    device = shell.devices.pop(name)
-    shell.devices_changed()
-    threading.Thread(target=device.close, name=f"kvstore-close-{name}", daemon=True).start()
-    shell.chronicle.add("left", tier=name)

@@ -6,7 +6,6 @@ None of them is needed: what keeps one from being there is said, and blocks are 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -95,11 +94,3 @@ def lost(shell: Shell, tier: int, error: CudaError) -> None:
     _log.error("%s", said)
     shell.problems.append(said)
     shell.handle(ev.LoseDevice(tier))
-
-
-def left(shell: Shell, tier: int) -> None:
-    """A pool that was lost is empty: it is closed, beside the event loop."""
-    name = shell.placement.residency.tiers[tier].spec.name
-    pool = shell.pools.pop(name)
-    threading.Thread(target=pool.close, name=f"kvstore-close-{name}", daemon=True).start()
-    shell.chronicle.add("left", tier=name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.config.units import format_size
 from kvstore.core import events as ev
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.daemon.operator import devices
 from kvstore.errors import ConfigError
@@ -52,7 +52,7 @@ def check(shell: Shell, config: Config) -> None:
         state = shell.placement.residency.tiers[event.tier]
         extents, key, limit = state.extents, _key(state), event.limit_bytes
         said = f"{key} is {format_size(limit)} ({limit} bytes)"
-        pinned = sum(shell.placement.residency.pinned_bytes.values())
+        pinned = sum(shell.placement.residency.pins.pinned_bytes.values())
         if limit < extents.extent_bytes:
             why = f"{said}, one extent of this tier has {extents.extent_bytes}"
             raise ConfigError(why, f"raise {key}, or change it with a restart")

@@ -13,47 +13,44 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore import arena
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
 from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.devices import FENCED, TierSpec
-from kvstore.cuda.stream import Memory
 from kvstore.daemon.kv_events.tracker import Routing
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator import devices, gpus, resizing
 from kvstore.daemon.operator.event_log import EventLog
-from kvstore.daemon.operator.latency import Histogram
 from kvstore.daemon.operator.trace_recorder import TraceRecorder
+from kvstore.daemon.requests.block_waits import Waits
 from kvstore.daemon.runtime import policy_state
 from kvstore.daemon.runtime.recovery import restore_dram, restore_nvme
 from kvstore.daemon.runtime.scrubber import Scrubber
-from kvstore.daemon.server.block_waits import Waits
+from kvstore.daemon.runtime.tier_actions import TierActions
 from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.daemon.tenancy.tenancy import Tenancy
 from kvstore.errors import TierError
+from kvstore.tiers.base import Owner, StorageTier
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.network.base import Backend
-from kvstore.tiers.nvme.tier import NvmeTier, verify
-from kvstore.tiers.results import Done, Results, begin_for_sure, finish_for_sure
+from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import HBM_EXTENTS, Tier
 
 _log = logging.getLogger(__name__)
@@ -106,10 +103,13 @@ class Shell:
         self._new_generation = True
         self.placement = self._make_placement(dice(64))
         self.chronicle = EventLog(self)
-        self.remote = NetworkTier(self, network, config.network) if network is not None else None
         self.tenancy = Tenancy(config, self)
         self.namespaces = self.tenancy.namespaces
-        self.copies: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
+        self.remote = self._make_network(network)
+        self.tiers: Mapping[str, StorageTier] = ChainMap[str, Any](
+            {Tier.DRAM.name.lower(): dram}, self.devices, self.pools
+        )
+        self.tier_actions = TierActions(self, self.tier_at, self.namespaces, self._owner_of, clock)
         self.recorder = TraceRecorder(self.now, lambda: self.placement.view.limits.batch_keys)
         self.routing = Routing(self)
         self.waits = Waits(loop, self.namespaces, self.remote, self.placement.view.stored, self.handle)
@@ -122,17 +122,11 @@ class Shell:
         self._closed = False
         self._scrubber = Scrubber(loop, self.placement.residency.tiers, self.handle)
         self._run_by_type: dict[type, Callable[[Any], None]] = {
-            ac.Copy: self._copy,
+            **self.tier_actions.run_by_type,
             ac.WriteHeader: self._stamp,
             ac.Offer: self._offer,
-            ac.Drop: self._drop,
             ac.Moved: self.routing.moved,
             ac.Came: self.waits.came,
-            ac.Probe: self._probe,
-            ac.Format: self._format,
-            ac.Renew: self._renew,
-            ac.Remove: self._remove,
-            ac.Make: self._make,
             ac.DeviceAdded: lambda action: devices.joined(self, action.tier),
             ac.DeviceRemoved: self._left,
             ac.Closed: lambda action: self.tenancy.closed(action.namespace),
@@ -158,6 +152,22 @@ class Shell:
             ),
         )
 
+    def _make_network(self, backend: Backend | None) -> NetworkTier | None:
+        if backend is None:
+            return None
+        return NetworkTier(
+            backend,
+            self.config.network,
+            loop=self.loop,
+            post=self.soon,
+            core=self,
+            blocks=self.placement.view,
+            dram=self.dram,
+            namespaces=self.namespaces,
+            encrypts=self.tenancy.encrypts,
+            event_log=self.chronicle,
+        )
+
     # -- start and stop
 
     async def start(self) -> None:
@@ -176,12 +186,12 @@ class Shell:
             restore_nvme(self)
         restore_dram(self, self.dram)
         for tier, device in enumerate(self.devices.values(), DRAM + 1):
-            device.start(*self._reporters(tier))
+            device.start(*self.reporters(tier))
         for tier, pool in enumerate(self.pools.values(), DRAM + 1 + len(self.devices)):
-            pool.start(*self._reporters(tier), partial(self.soon, gpus.lost, self, tier))
+            pool.start(*self.reporters(tier), partial(self.soon, gpus.lost, self, tier))
             for device in self.devices.values():
                 pool.watch(device)
-        self.dram.start(*self._reporters(DRAM))
+        self.dram.start(*self.reporters(DRAM))
         await self._ready.wait()
         if not self.placement.residency.tiers[DRAM].extents.ready:
             raise TierError(self.problems[-1])
@@ -192,7 +202,7 @@ class Shell:
         self.routing.start()
         self.chronicle.add("started", detail=f"pid {os.getpid()}")
 
-    def _reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
+    def reporters(self, tier: int) -> tuple[Callable[[int], None], Callable[[TierError | None], None]]:
         """Callbacks for a tier's own thread."""
 
         def ready(extent: int) -> None:
@@ -319,7 +329,7 @@ class Shell:
         for request in [r for r, (who, _) in self._askers.items() if who is asker]:
             del self._askers[request]
         if self.remote is not None:
-            self.remote.leave(asker)
+            self.remote.tasks.cancel(asker)
 
     def ask_durably(self, asker: Asker, request: int, event: Any) -> None:
         """Like `ask`, but what the answer says survives a crash from then on."""
@@ -337,7 +347,7 @@ class Shell:
             self.ask_durably(asker, request, event)
             return
         names = [keys[i] for i in range(keys.n)]
-        self.remote.forget(
+        self.remote.deletion.delete(
             asker, request, [space], names, lambda then: self.ask_durably(then, request, event)
         )
 
@@ -380,9 +390,9 @@ class Shell:
         if not isinstance(error, TierError):
             _log.error("%s", what, exc_info=error)
         if isinstance(action, ac.Renew):
-            self.soon(self._extent_lost, action.tier, action.extent, reason)
+            self.soon(self.tier_actions.not_renewed, action.tier, action.extent, reason)
         elif isinstance(action, ac.Remove):
-            self.soon(self._removed, action, reason)
+            self.soon(self.tier_actions.removed, action, reason)
         elif isinstance(action, ac.Make):
             self.soon(self._extents_end, action.tier, reason)
         elif isinstance(action, ac.Drop | ac.Format | ac.WriteHeader):
@@ -431,69 +441,6 @@ class Shell:
         self.handle(ev.Tick())
         self._look_at_devices()
 
-    def _copy(self, copy: ac.Copy) -> None:
-        copies, began_s = self.copies[copy.source, copy.target], time.perf_counter()
-
-        def ended(results: Results) -> None:
-            took_s = time.perf_counter() - began_s
-            self.soon(self._copied, copies, took_s, ev.CopyDone(copy.transfer, results))
-
-        begin_for_sure(len(copy.identity), partial(self._begin_copy, copy), ended)
-
-    def _begin_copy(self, copy: ac.Copy, done: Done) -> None:
-        spaces = self.namespaces
-        if copy.source == copy.target:
-            self._move(copy, done)
-        elif self._kind(copy.target) == Tier.NVME:
-            sources = self._slots(copy.source, copy.source_where)
-            self.device_at(copy.target).write(copy, sources, spaces.lengths, done, self._stored_at(copy))
-        elif self._kind(copy.source) == Tier.NVME:
-            slots, device = self._slots(copy.target, copy.target_where), self.device_at(copy.source)
-            device.read(copy, slots, spaces.fingerprints, spaces.lengths, done, copy.urgent)
-        else:
-            sources = self._slots(copy.source, copy.source_where)
-            targets = self._slots(copy.target, copy.target_where)
-            pool = self.pool_at(copy.source if copy.target == DRAM else copy.target)
-            pool.copy(copy, sources, targets, spaces.fingerprints, spaces.lengths, done)
-
-    def _slots(self, tier: int, where: ac.Where) -> list[Memory]:
-        """Slots of a tier of memory."""
-        return [*self.dram.slots(where)] if tier == DRAM else [*self.pool_at(tier).slots(where)]
-
-    def _copied(self, copies: Histogram, took_s: float, event: ev.CopyDone) -> None:
-        copies.add(took_s)
-        self.handle(event)
-        self._look_at_devices()
-
-    def _move(self, copy: ac.Copy, done: Done) -> None:
-        """From one extent in memory to another."""
-        sources, targets = self.dram.slots(copy.source_where), self.dram.slots(copy.target_where)
-        spaces = [self.namespaces.at(n) for n in copy.identity.namespace.tolist()]
-
-        def move(i: int, space: NamespaceEntry | None) -> bool:
-            arena.copy(targets[i], sources[i])
-            return space is not None and verify(
-                copy.identity, i, targets[i], space.fingerprint, space.block_bytes
-            )
-
-        self._aside(lambda: [move(i, space) for i, space in enumerate(spaces)], len(spaces), done)
-
-    def _aside(self, look: Callable[[], list[bool]], n: int, done: Done) -> None:
-        """Tells on a thread which of n blocks are good; all are FAILED if that cannot be told."""
-
-        def find(_: None) -> Results:
-            return np.where(look(), ev.OK, ev.CORRUPT).astype(np.uint8)
-
-        self.loop.run_in_executor(None, finish_for_sure(n, find, done), None)
-
-    def _stored_at(self, copy: ac.Copy) -> npt.NDArray[np.float64] | None:
-        """When blocks that have an end were stored, in Unix time (s); 0 for those that have none."""
-        if copy.lives is None:
-            return None
-        spaces = [self.namespaces.at(n) for n in copy.identity.namespace.tolist()]
-        ttl_s = np.array([space.ttl_s if space is not None else 0.0 for space in spaces])
-        return np.where(copy.lives < np.inf, self.clock() + copy.lives - ttl_s, 0.0)
-
     def _stamp(self, stamp: ac.WriteHeader) -> None:
         spaces, ends = self.namespaces, None
         if stamp.lives is not None:
@@ -510,75 +457,50 @@ class Shell:
 
     def _offer(self, offer: ac.Offer) -> None:
         if self.remote is not None:
-            self.remote.departures.offer(offer)
+            self.remote.uploads.offer(offer)
 
-    def _drop(self, drop: ac.Drop) -> None:
-        if drop.tier == DRAM:
-            self.dram.void(drop.where)
-        elif self._kind(drop.tier) == Tier.NVME:
-            self.device_at(drop.tier).drop(drop.identity, drop.where)
+    def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Runs a call on the loop after `delay_s`, unless the daemon has stopped by then."""
 
-    def _format(self, action: ac.Format) -> None:
-        if action.tier == DRAM:
-            self.dram.format(action.extent, action.slot_bytes, self.tenancy.domains.tag(action.domain))
-        elif self._kind(action.tier) == Tier.HBM:
-            self.pool_at(action.tier).format(action.extent, action.slot_bytes)
-        else:
-            tenant = self.tenancy.registry.name(action.domain)
-            self.device_at(action.tier).format(action.extent, action.slot_bytes, tenant)
+        def run() -> None:
+            if not self._closed:
+                call(*args)
 
-    def _renew(self, action: ac.Renew) -> None:
-        tier, extent = action.tier, action.extent
+        self.loop.call_at(self.now() + delay_s, run)
 
-        def ready(number: int) -> None:
-            self.soon(self.extent_ready, ev.ExtentReady(tier, number, replaces=extent))
+    def copied(self, event: ev.CopyDone) -> None:
+        """Sends the event to the core and reports devices that changed their state."""
+        self.handle(event)
+        self._look_at_devices()
 
-        def failed(error: TierError) -> None:
-            self.soon(self._extent_lost, tier, extent, error)
-
-        self._tier_at(tier).renew(extent, ready, failed)
-
-    def _extent_lost(self, tier: int, extent: int, error: TierError) -> None:
-        _log.error("%s", error)
-        self.problems.append(str(error))
-        self.chronicle.add("lost", tier=self._name_of(tier), detail=str(error))
-        if self._kind(tier) != Tier.NVME:
-            self.handle(ev.ExtentLost(tier, extent))
-        else:
-            # Its slab may still be there, and counts until it is not.
-            self._remove(ac.Remove(tier, extent))
-
-    def _remove(self, action: ac.Remove) -> None:
-        def done(error: TierError | None) -> None:
-            self.soon(self._removed, action, error)
-
-        if not self._closed:
-            try:
-                self._tier_at(action.tier).remove(action.extent, done)
-            except TierError as error:
-                done(error)
-
-    def _removed(self, action: ac.Remove, error: TierError | None) -> None:
-        if error is not None and str(error) not in self.problems:
+    def problem(self, error: TierError) -> None:
+        """Logs an error and shows it among the daemon's problems, once."""
+        if str(error) not in self.problems:
             _log.error("%s", error)
             self.problems.append(str(error))
-        if error is not None and self._kind(action.tier) == Tier.NVME:
-            # As long as its slab may be there, no other can be made in its place.
-            self.loop.call_at(self.now() + _REMOVE_AGAIN_S, self._remove, action)
-            return
-        self.handle(ev.ExtentLost(action.tier, action.extent))
-        self.chronicle.add("removed", tier=self._name_of(action.tier), detail=f"extent {action.extent}")
 
-    def _make(self, action: ac.Make) -> None:
-        self._tier_at(action.tier).grow(action.count, *self._reporters(action.tier))
+    def note(self, kind: str, tier: int, detail: str) -> None:
+        """Adds an entry about a tier to the event log."""
+        self.chronicle.add(kind, tier=self._name_of(tier), detail=detail)
 
-    def _tier_at(self, tier: int) -> DramTier | NvmeTier | HbmTier:
-        if tier == DRAM:
-            return self.dram
-        return self.pool_at(tier) if self._kind(tier) == Tier.HBM else self.device_at(tier)
+    def _owner_of(self, domain: int) -> Owner:
+        tenant, tag = self.tenancy.domains.owner(domain)
+        return Owner(self.tenancy.registry.name(tenant), tag)
 
     def _left(self, action: ac.DeviceRemoved) -> None:
-        (gpus if self._kind(action.tier) == Tier.HBM else devices).left(self, action.tier)
+        """Closes a removed tier on a thread: a device that hangs must not block the loop."""
+        name = self._name_of(action.tier)
+        tier = self.tiers[name]
+        if tier.persistent:
+            self.devices_changed()
+        for tiers in (self.devices, self.pools):
+            tiers.pop(name, None)
+        threading.Thread(target=tier.close, name=f"kvstore-close-{name}", daemon=True).start()
+        self.chronicle.add("left", tier=name)
+
+    def tier_at(self, tier: int) -> StorageTier:
+        """The tier of this number."""
+        return self.tiers[self._name_of(tier)]
 
     def device_at(self, tier: int) -> NvmeTier:
         """The NVMe device of this number."""
@@ -591,7 +513,7 @@ class Shell:
     def pool_on(self, uuid: str) -> int:
         """The number of a GPU's pool; of DRAM if it has none."""
         if uuid:
-            for tier in self.placement.residency.memory[1:]:
+            for tier in self.placement.residency.topology.memory[1:]:
                 pool = self.pools.get(self._name_of(tier))
                 if pool is not None and pool.gpu.uuid == uuid:
                     return tier
@@ -601,39 +523,14 @@ class Shell:
         """The number of the tier of memory that an extent is in; None if there is none."""
         if extent < HBM_EXTENTS:
             return DRAM
-        return next((t for t in self.placement.residency.memory[1:] if self._has(t, extent)), None)
+        return next((t for t in self.placement.residency.topology.memory[1:] if self._has(t, extent)), None)
 
     def _has(self, tier: int, extent: int) -> bool:
         pool = self.pools.get(self._name_of(tier))
         return pool is not None and pool.base <= extent < pool.base + HBM_EXTENTS
 
-    def _kind(self, tier: int) -> Tier:
-        return self.placement.residency.tiers[tier].spec.tier
-
     def _name_of(self, tier: int) -> str:
         return self.placement.residency.tiers[tier].spec.name
-
-    def _probe(self, probe: ac.Probe) -> None:
-        def ended(results: Results) -> None:
-            self.soon(self.handle, ev.ProbeDone(probe.probe, results))
-
-        begin_for_sure(len(probe.identity), partial(self._begin_probe, probe), ended)
-
-    def _begin_probe(self, probe: ac.Probe, done: Done) -> None:
-        fingerprints, lengths = self.namespaces.fingerprints, self.namespaces.lengths
-        if probe.tier != DRAM:
-            hbm = self._kind(probe.tier) == Tier.HBM
-            device = self.pool_at(probe.tier) if hbm else self.device_at(probe.tier)
-            device.probe(probe, fingerprints, lengths, done)
-            return
-        slots = self.dram.slots(probe.where)
-        # Looked up now: by then a namespace may have been forgotten.
-        spaces = [(fingerprints[n], lengths[n]) for n in probe.identity.namespace.tolist()]
-
-        def look() -> list[bool]:
-            return [verify(probe.identity, i, slots[i], *space) for i, space in enumerate(spaces)]
-
-        self._aside(look, len(spaces), done)
 
     # -- status
 

@@ -1,6 +1,5 @@
-"""Serves clients: sockets, connections, the order in which requests run, and the answer to each request.
+"""Serves peers: listening sockets, connections and their bounds, and the order in which requests run.
 
-`requests` says what runs each message, `event_table` how a message becomes an event. `services` lists what
-requests use of the daemon. This room may import `core`, `wire` and the other rooms of `daemon`, but not
-`runtime`: the composition fills in `services`.
+A connection cuts bytes into messages and has the scheduler run them; `requests` does what they ask. This room
+may import `wire`, `core` and `requests`, but not `runtime`.
 """

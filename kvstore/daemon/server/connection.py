@@ -14,6 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 from kvstore.core import events as ev
+from kvstore.daemon.requests.dispatch import run_request
+from kvstore.daemon.requests.services import Services
+from kvstore.daemon.requests.session import Session
 from kvstore.daemon.server.connection_table import STRANGERS, ConnectionTable, TenantBytes
 from kvstore.daemon.server.frame_reader import STRANGERS_BYTES, FrameReader
 from kvstore.daemon.server.handshake import Handshake, VersionError
@@ -21,9 +24,6 @@ from kvstore.daemon.server.outbox import Outbox
 from kvstore.daemon.server.peer_credentials import peer_of
 from kvstore.daemon.server.request_scheduler import ConnectionQueue
 from kvstore.daemon.server.request_timer import RequestTimer
-from kvstore.daemon.server.requests import run_request
-from kvstore.daemon.server.services import Services
-from kvstore.daemon.server.session import Session
 from kvstore.daemon.tenancy.auth import Principal, RefusedError
 from kvstore.errors import RemoteProtocolError
 from kvstore.wire import messages as m
@@ -55,7 +55,7 @@ class Connection(asyncio.BufferedProtocol):
         self._queue: ConnectionQueue
         self._reader: FrameReader
         self._outbox: Outbox
-        self._timer = RequestTimer(services.latency, services.stopwatch)
+        self._timer = RequestTimer(services.calls, services.stopwatch)
         self._hello_timer: asyncio.TimerHandle | None = None
 
     # -- the event loop's side
@@ -65,7 +65,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         table, services = self._table, self.services
         peer = peer_of(self._transport.get_extra_info("socket").fileno())
-        self._handshake = Handshake(peer, services.tenancy.registry, self._among_operators)
+        self._handshake = Handshake(peer, services.authenticator, self._among_operators)
         self._queue = ConnectionQueue(self, self._transport)
         unread, unfinished = TenantBytes(table.unread_bytes), TenantBytes(table.unfinished_bytes)
         self._outbox = Outbox(self.number, self._transport, unread, self._timer)
@@ -169,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.check()
             if not self._transport.is_closing():
                 run_request(session, message)
-        self._timer.ran()
+        self._timer.running = 0
 
     def enqueue(self, message: Any) -> None:
         """Schedules a message as if the peer had sent it."""
@@ -200,7 +200,7 @@ class Connection(asyncio.BufferedProtocol):
         services, table = self.services, self._table
         try:
             who = self._handshake.greet(hello, services.clock())
-            full = table.why_full(who, services.config)
+            full = table.why_full(who, services.config())
             if full:
                 raise RefusedError(full, "raise limits.connections, or connect less")
         except RefusedError as error:
@@ -217,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
         table.scheduler.join(self._queue, who.tenant)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        frame_bytes, limits = services.config.limits.frame_bytes, services.view.limits
+        frame_bytes, limits = services.config().limits.frame_bytes, services.view.limits
         self._reader.greet(who.tenant, frame_bytes)
         self._identified(self.session, who)
         self._outbox.unread.tenant = who.tenant

@@ -6,12 +6,10 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from kvstore.config import Config
-from kvstore.daemon.operator.latency import Calls, Lag
+from kvstore.daemon.requests.services import Services
 from kvstore.daemon.server.connection import VERSION, Connection
 from kvstore.daemon.server.connection_table import ConnectionTable
 from kvstore.daemon.server.request_scheduler import RequestScheduler
-from kvstore.daemon.server.services import Services
 from kvstore.daemon.tenancy.auth import Principal
 
 _CLOSE_ROUNDS = 1000
@@ -22,28 +20,25 @@ class Server:
 
     def __init__(self, services: Services) -> None:
         self.services = services
-        self.calls: Calls = services.latency
-        self.lag = Lag(services.loop, services.stopwatch)
         self.scheduler = RequestScheduler(
-            services.loop, services.stopwatch, services.config.limits.queued_requests
+            services.loop, services.stopwatch, services.config().limits.queued_requests
         )
         self.table = ConnectionTable(self.scheduler)
-        services.status = self.status
+        services.server_status = self.status
         self._set_shares()
 
     def connect(self, among_operators: bool = False) -> Connection:
         """Returns the protocol of one more peer; `among_operators`: it comes by the operators' socket."""
         return Connection(self.table, self.services, among_operators)
 
-    def reconfigure(self, config: Config) -> None:
-        """Takes over a configuration. A peer that is another principal by now is disconnected."""
-        self.services.config = config
+    def reconfigure(self) -> None:
+        """Takes over a changed configuration. A peer that is another principal by now is disconnected."""
         self._set_shares()
         for connection in list(self.table.connections):
             connection.check()
 
     def _set_shares(self) -> None:
-        config, registry = self.services.config, self.services.tenancy.registry
+        config, registry = self.services.config(), self.services.authenticator
         self.scheduler.queued_requests = config.limits.queued_requests
         for name in registry.names():
             tenant = config.tenants.get(name)
@@ -55,7 +50,7 @@ class Server:
         sessions = [c.session for c in self.table.connections]
         mine = [s for s in sessions if who.operator or (s is not None and s.principal.tenant == who.tenant)]
         more = self.queues() if who.operator else {}
-        return {"version": VERSION, "connections": len(mine), **more, **self.services.state(who)}
+        return {"version": VERSION, "connections": len(mine), **more, **self.services.status(who)}
 
     def queues(self) -> dict[str, Any]:
         """Returns counts of waiting and of refused requests, and of connections by wire version."""

@@ -381,7 +381,7 @@ class Tenancy:
         if self._shell.remote is None or not spaces:
             here(asker)
         else:
-            self._shell.remote.forget(asker, request, spaces, None, here)
+            self._shell.remote.deletion.delete(asker, request, spaces, None, here)
 
     def _tell(self, what: str, space: NamespaceEntry, detail: str = "") -> None:
         owner, id = self.registry.name(space.tenant), space.fingerprint.hex()

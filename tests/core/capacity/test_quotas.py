@@ -834,7 +834,7 @@ def test_a_writer_of_a_forgotten_namespace_stores_nothing() -> None:
     assert w.commit(0, room, sums) == 0
     w.pass_time(1)
     assert w.used() == 0
-    assert A not in w.p.residency.spaces
+    assert A not in w.p.residency.namespaces
 
 
 def test_forgotten_twice_is_forgotten() -> None:
@@ -855,7 +855,7 @@ def test_an_old_forget_leaves_what_comes_after_it_alone() -> None:
     w.put(0, A, [b"a"])
     w.send(ev.Forget(0, (A,)))
     w.send(ev.Forget(0, (A,)))
-    while A in w.p.residency.spaces:
+    while A in w.p.residency.namespaces:
         w.finish_all()
         w.now = w.p.next_wakeup() or w.now
         w.send(ev.Tick())
@@ -874,7 +874,7 @@ def test_much_is_forgotten_in_steps() -> None:
         assert w.put(0, 11, keys[at : at + 100], keys[at - 1] if at else b"") == 100
     w.send(ev.Forget(99, (11,)))
     most = len(drops(w.actions))
-    while 11 in w.p.residency.spaces:
+    while 11 in w.p.residency.namespaces:
         w.now = w.p.next_wakeup() or math.inf
         w.send(ev.Tick())
         most = max(most, len(drops(w.actions)))
@@ -954,9 +954,9 @@ def test_pinned_bytes_are_counted_by_tenant() -> None:
     w.invalidate(A, [b"b"])
     assert pin(A, [b"a"], 10.0) == 1
     w.pass_time(15)
-    assert len(w.p.residency.pins) == 4
+    assert len(w.p.residency.pins.ends) == 4
     w.pass_time(10)
-    assert not w.p.residency.pins
+    assert not w.p.residency.pins.ends
     assert pin(11, [b"x"], 100.0) == 1
 
 
@@ -979,9 +979,9 @@ def test_a_pin_set_again_ends_later() -> None:
     w.ask(ev.Pin(0, A, joined([b"a"]), 50.0))
     w.ask(ev.Pin(0, A, joined([b"a"]), 20.0))
     w.pass_time(30)
-    assert w.p.residency.pins
+    assert w.p.residency.pins.ends
     w.pass_time(30)
-    assert not w.p.residency.pins
+    assert not w.p.residency.pins.ends
 
 
 # -- is it worth it

@@ -227,6 +227,6 @@ def test_a_chain_over_two_devices_is_loaded_by_both_at_a_time() -> None:
         state.device._bandwidth = state.device._best = float(ALIGN)  # one block a second each
         state.device._measured_at = w.now
     ends = w.now + 2.5
-    assert transfers.worth(r.spaces[1], rows, 0, ends, 0.0) == 4
+    assert transfers.worth(r.namespaces[1], rows, 0, ends, 0.0) == 4
     r.tiers[2].device._bandwidth = r.tiers[2].device._best = ALIGN / 2
-    assert transfers.worth(r.spaces[1], rows, 0, ends, 0.0) == 3
+    assert transfers.worth(r.namespaces[1], rows, 0, ends, 0.0) == 3

@@ -549,7 +549,7 @@ def test_time_in_the_queue_is_part_of_the_deadline(monkeypatch: pytest.MonkeyPat
         "kvstore.daemon.server.connection.run_request", lambda _, message: handled.append(message)
     )
     latency = Calls()
-    services = SimpleNamespace(latency=latency, stopwatch=lambda: 5.0)
+    services = SimpleNamespace(calls=latency, stopwatch=lambda: 5.0)
     connection = Connection(None, services)  # type: ignore[arg-type]
     connection.session = SimpleNamespace(principal=SimpleNamespace(expires=math.inf))  # type: ignore[assignment]
     connection._transport = SimpleNamespace(is_closing=lambda: False)  # type: ignore[assignment]

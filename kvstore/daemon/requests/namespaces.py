@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.core import actions as ac
-from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.errors import KVStoreError, MisuseError
@@ -42,7 +42,7 @@ class NothingStoredError(KVStoreError):
 
 def open_namespace(session: Session, q: m.Open) -> None:
     """Opens a namespace of the peer's tenant, or one that `q.owner` has published to it."""
-    who, tenancy = session.principal, session.services.tenancy
+    who, catalog = session.principal, session.services.catalog
     try:
         layout = Layout(**q.layout)
     except (MisuseError, TypeError) as error:
@@ -52,7 +52,7 @@ def open_namespace(session: Session, q: m.Open) -> None:
         _check_keys(session)
     # Only writers set the lifetime of blocks.
     ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
-    space, answer = tenancy.open(who, layout, owner, ttl_s)
+    space, answer = catalog.open(who, layout, owner, ttl_s)
     if space is not None:
         session.send(m.Opened(q.id, session.namespaces.number_of(space), space.fingerprint))
     elif owner:
@@ -71,7 +71,7 @@ def find(session: Session, q: Any, own: bool = False) -> NamespaceEntry:
         raise DeniedError(f"unknown namespace {q.namespace}", "open the namespace on this connection first")
     if space.tenant == who.tenant:
         return space if space.number else _reopened(session, q, space)
-    if not space.number or not session.services.tenancy.may_read(who, space):
+    if not space.number or not session.services.catalog.may_read(who, space):
         raise AbsentError
     if own:
         raise DeniedError("this namespace is another tenant's", "it can be read, and not be changed")
@@ -81,13 +81,13 @@ def find(session: Session, q: Any, own: bool = False) -> NamespaceEntry:
 def _reopened(session: Session, q: Any, space: NamespaceEntry) -> NamespaceEntry:
     """Opens a namespace again that the core has closed, or that was deleted."""
     assert space.layout is not None
-    tenancy = session.services.tenancy
-    again = tenancy.namespaces.find(space.tenant, space.fingerprint)
+    services = session.services
+    again = services.namespaces.find(space.tenant, space.fingerprint)
     if again is None or not again.number:
         _check_keys(session)
         # Waiting for a block needs an open namespace.
         waits = isinstance(q, m.Acquire) and q.wait_s > 0
-        again, answer = tenancy.open(session.principal, space.layout, "", space.ttl_s, waits)
+        again, answer = services.catalog.open(session.principal, space.layout, "", space.ttl_s, waits)
         if isinstance(answer, ac.Deny):
             raise DeniedError(answer.why, answer.hint)
         assert again is not None
@@ -98,7 +98,7 @@ def _reopened(session: Session, q: Any, space: NamespaceEntry) -> NamespaceEntry
 
 
 def _check_keys(session: Session) -> None:
-    if not session.services.tenancy.has_keys(session.principal.name):
+    if not session.services.data_keys.has_keys(session.principal.name):
         raise NoKeysError("data keys are being made")
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.server.block_waits import KEYS_BYTES
-from kvstore.daemon.server.event_table import EVENTS
-from kvstore.daemon.server.namespace_requests import AbsentError, find
-from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.requests.block_waits import KEYS_BYTES
+from kvstore.daemon.requests.event_table import EVENTS
+from kvstore.daemon.requests.namespaces import AbsentError, find
+from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.wire import messages as m
 
@@ -30,7 +30,7 @@ def ask_core(session: Session, q: Any) -> None:
 
 def tell_core(session: Session, q: m.Abort | m.Release) -> None:
     """Sends a message to the core that has no answer."""
-    session.services.core.handle(EVENTS[type(q)].build(q, session))
+    session.services.core.handle(EVENTS[type(q)].build(q, session, 0))
 
 
 def _named(session: Session, q: Any) -> tuple[NamespaceEntry, Any]:
@@ -48,7 +48,7 @@ def lookup(session: Session, q: m.Lookup) -> None:
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.lookup(session, q.id, event, space, session.deadline(q.timeout_s))
+        services.network.requests.lookup(session, q.id, event, space, session.deadline(q.timeout_s))
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def acquire(session: Session, q: m.Acquire) -> None:
 def _check_waits(session: Session, q: m.Acquire) -> None:
     """Raises DeniedError if too many calls wait for blocks already."""
     waits, tenant = session.services.waits, session.principal.tenant
-    most = session.services.config.limits.queued_requests
+    most = session.services.config().limits.queued_requests
     if len(session.waits) >= _WAITS:
         raise DeniedError(f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once")
     if waits.count(tenant) >= most:
@@ -117,7 +117,7 @@ def _wait(session: Session, q: m.Acquire, event: ev.Acquire, space: NamespaceEnt
 def acquire_woken(session: Session, woken: WokenAcquire) -> None:
     """Leases the stored prefix after the wait. A namespace that was deleted meanwhile is not opened again."""
     q, event, space = woken.q, woken.event, woken.space
-    if not space.number or not session.services.tenancy.may_read(session.principal, space):
+    if not space.number or not session.services.catalog.may_read(session.principal, space):
         absent = AbsentError()
         session.deny(q.id, absent.message, absent.hint)
         return
@@ -130,7 +130,7 @@ def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, space: Names
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.acquire(session, q.id, event, space)
+        services.network.requests.acquire(session, q.id, event, space)
 
 
 def release(session: Session, q: m.Release) -> None:
@@ -145,7 +145,7 @@ def prefetch(session: Session, q: m.Prefetch) -> None:
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.prefetch(session, q.id, event, space)
+        services.network.requests.prefetch(session, q.id, event, space)
 
 
 def suspect(session: Session, q: m.Suspect) -> None:
@@ -178,7 +178,7 @@ def hand_off(session: Session, q: m.HandOff) -> None:
     keys = Keys(q.keys, q.key_bytes)
     _check_count(session, keys)
     until = session.deadline(q.timeout_s)
-    network.hand_off(session, q.id, space, keys, session.principal.tenant, until)
+    network.requests.hand_off(session, q.id, space, keys, session.principal.tenant, until)
 
 
 def _check_count(session: Session, keys: Keys) -> None:

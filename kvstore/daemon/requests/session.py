@@ -1,21 +1,19 @@
 """One greeted peer: its principal, the namespaces that it has opened, and the answers that it gets.
 
-Not covered: the socket (`connection`, `outbox`), and the requests themselves (`requests`).
+Not covered: the socket, which `server` owns, and the requests themselves (`dispatch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore.core import actions as ac
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.daemon.operator.explain import named
-from kvstore.daemon.server.block_waits import Wait
-from kvstore.daemon.server.outbox import Outbox
-from kvstore.daemon.server.peer_credentials import Peer
-from kvstore.daemon.server.prompts import Prompts
-from kvstore.daemon.server.services import Services
+from kvstore.daemon.requests.block_waits import Wait
+from kvstore.daemon.requests.prompts import Prompts
+from kvstore.daemon.requests.services import Services
 from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.daemon.tenancy.namespaces import Numbering
 from kvstore.errors import KVStoreError
@@ -29,13 +27,40 @@ class DeniedError(KVStoreError):
     """A request is refused. The connection goes on."""
 
 
+class Outbox(Protocol):
+    """The sending half of a connection."""
+
+    number: int
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What the peer has not read yet."""
+
+    def send(self, message: Any) -> None:
+        """Sends a message."""
+
+    def send_with_descriptor(self, message: m.Mapped, fd: int) -> None:
+        """Sends a message with a descriptor, while no bytes wait."""
+
+
+class Process(Protocol):
+    """The peer's process."""
+
+    @property
+    def uid(self) -> int:
+        """Its user."""
+
+    def pidfd(self) -> int:
+        """Returns a descriptor that the caller closes. Raises OSError."""
+
+
 class Session:
-    """What the daemon keeps of one greeted peer. It is the `Asker` of the peer's requests."""
+    """What the daemon keeps of one greeted peer. It is the `Requester` of the peer's requests."""
 
     def __init__(
         self,
         outbox: Outbox,
-        peer: Peer,
+        process: Process,
         principal: Principal,
         services: Services,
         enqueue: Callable[[Any], None],
@@ -44,7 +69,7 @@ class Session:
         self.outbox = outbox
         self.send = outbox.send
         self.number = outbox.number
-        self.peer = peer
+        self.process = process
         self.principal = principal
         self.services = services
         self.enqueue = enqueue
@@ -66,7 +91,7 @@ class Session:
     def answer(
         self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
     ) -> None:
-        """See Asker."""
+        """See `services.Requester`."""
         recorder = self.services.recorder
         # While requests are recorded, clients look up all keys of a long prompt instead of every n-th.
         gaps = isinstance(action, ac.Found) and (action.gaps or recorder.running)
@@ -87,7 +112,7 @@ class Session:
             lease = number_on_connection(action.lease)
             self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))
         elif isinstance(action, ac.Explained):
-            self.send(m.Explained(request, named(action, self.services.tenancy)))
+            self.send(m.Explained(request, named(action, self.services.catalog)))
         elif action.retry_s > 0:
             self.send(m.Busy(request, action.retry_s, action.why))
         else:
@@ -106,7 +131,7 @@ class Session:
 
     def memory_tier(self, device: str) -> int:
         """Returns the tier number of a GPU's pool or of DRAM. Readers get DRAM, as GPU memory is writable."""
-        return self.services.memory.pool_on(device if self.principal.role >= Role.WRITE else "")
+        return self.services.tiers.pool_on(device if self.principal.role >= Role.WRITE else "")
 
     def check_role(self, role: Role) -> None:
         """Raises DeniedError for a peer of a lower role."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.daemon.server import admin_requests as admin
-from kvstore.daemon.server import block_requests as blocks
-from kvstore.daemon.server.event_table import EVENTS
-from kvstore.daemon.server.mapping import map_extent
-from kvstore.daemon.server.namespace_requests import (
+from kvstore.daemon.requests import administration, blocks
+from kvstore.daemon.requests.event_table import EVENTS
+from kvstore.daemon.requests.mapping import map_extent
+from kvstore.daemon.requests.namespaces import (
     NoKeysError,
     NothingStoredError,
     answer_miss,
     open_namespace,
 )
-from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
 from kvstore.daemon.tenancy.tenancy import refusal
 from kvstore.errors import MisuseError, RemoteProtocolError
@@ -41,14 +40,14 @@ _HANDLERS: dict[type, tuple[Role, Handler]] = {
     m.Invalidate: (Role.WRITE, blocks.invalidate),
     m.HandOff: (Role.WRITE, blocks.hand_off),
     m.Open: (Role.READ, open_namespace),
-    m.Publish: (Role.ADMIN, admin.publish),
-    m.Forget: (Role.ADMIN, admin.forget),
-    m.DeleteTenant: (Role.ADMIN, admin.delete_tenant),
-    m.Ping: (Role.READ, admin.ping),
-    m.Status: (Role.READ, admin.status),
-    m.Control: (Role.READ, admin.control),
-    m.RecordStart: (Role.READ, admin.start_recording),
-    m.RecordRead: (Role.READ, admin.read_recording),
+    m.Publish: (Role.ADMIN, administration.publish),
+    m.Forget: (Role.ADMIN, administration.forget),
+    m.DeleteTenant: (Role.ADMIN, administration.delete_tenant),
+    m.Ping: (Role.READ, administration.ping),
+    m.Status: (Role.READ, administration.status),
+    m.Control: (Role.READ, administration.control),
+    m.RecordStart: (Role.READ, administration.start_recording),
+    m.RecordRead: (Role.READ, administration.read_recording),
 }
 """By type of message: the lowest role that may send it, and what runs it."""
 
@@ -86,4 +85,4 @@ def _run_with_keys(session: Session, message: Any) -> None:
             refused = refusal(message.id, error)
             session.deny(message.id, refused.why, refused.hint)
 
-    session.services.tenancy.make_keys(session.principal.name, ended)
+    session.services.data_keys.make_keys(session.principal.name, ended)

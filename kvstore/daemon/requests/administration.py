@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.daemon.server.namespace_requests import find
-from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.requests.namespaces import find
+from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.types import check_tenant
 from kvstore.wire import messages as m
 
@@ -17,7 +17,7 @@ def ping(session: Session, q: m.Ping) -> None:
 
 def status(session: Session, q: m.Status) -> None:
     """Answers with the state of the daemon that the peer may see."""
-    session.send(m.Report(q.id, session.services.status(session.principal)))
+    session.send(m.Report(q.id, session.services.server_status(session.principal)))
 
 
 def control(session: Session, q: m.Control) -> None:
@@ -49,27 +49,27 @@ def publish(session: Session, q: m.Publish) -> None:
     """Sets the tenants that may read a namespace."""
     space = find(session, q, own=not session.principal.operator)
     readers = [check_tenant(name) for name in q.tenants]
-    session.services.tenancy.publish(session, q.id, space, readers)
+    session.services.catalog.publish(session, q.id, space, readers)
 
 
 def forget(session: Session, q: m.Forget) -> None:
     """Deletes the blocks of one namespace, or of all of the tenant's with a model and revision."""
-    who, tenancy = session.principal, session.services.tenancy
+    who, services = session.principal, session.services
     if q.namespace:
         spaces = [find(session, q, own=not who.operator)]
     else:
-        spaces = tenancy.namespaces.of(who.tenant, q.revision, q.model)
+        spaces = services.namespaces.of(who.tenant, q.revision, q.model)
     if spaces:
-        tenancy.forget(session, q.id, spaces)
+        services.deletion.forget(session, q.id, spaces)
     else:
         session.send(m.Value(q.id, 0))
 
 
 def delete_tenant(session: Session, q: m.DeleteTenant) -> None:
     """Deletes everything that a tenant has stored."""
-    who, tenancy = session.principal, session.services.tenancy
+    who, services = session.principal, session.services
     if q.name != who.name and not who.operator:
         raise DeniedError("only operators delete other tenants", _ASK)
-    if tenancy.registry.number(q.name) is None:
+    if services.authenticator.number(q.name) is None:
         raise DeniedError(f"there is no tenant {q.name!r}", "`kvstore tenant list` names them")
-    tenancy.delete(session, q.id, q.name)
+    services.deletion.delete(session, q.id, q.name)

@@ -15,17 +15,17 @@ from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.view import View
 from kvstore.daemon.kv_events.tracker import Routing
 from kvstore.daemon.network.tier import NetworkTier
-from kvstore.daemon.operator.latency import Calls
+from kvstore.daemon.operator.latency import Calls, Lag
 from kvstore.daemon.operator.trace_recorder import TraceRecorder
-from kvstore.daemon.server.block_waits import Waits
-from kvstore.daemon.tenancy.auth import Principal
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.daemon.requests.block_waits import Waits
+from kvstore.daemon.tenancy.auth import Authenticator, Principal
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.daemon.tenancy.tenancy import Tenancy
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 
 
-class Asker(Protocol):
+class Requester(Protocol):
     """The sender of a request."""
 
     def answer(
@@ -43,17 +43,17 @@ class Core(Protocol):
     def handle(self, event: ev.Event) -> None:
         """Runs an event that has no answer."""
 
-    def ask(self, asker: Asker, request: int, event: Any) -> None:
-        """Runs an event. Its answer goes to `asker`, at once or later."""
+    def ask(self, requester: Requester, request: int, event: Any) -> None:
+        """Runs an event. Its answer goes to `requester`, at once or later."""
 
-    def invalidate(self, asker: Asker, request: int, space: NamespaceEntry, keys: Keys) -> None:
+    def invalidate(self, requester: Requester, request: int, space: NamespaceEntry, keys: Keys) -> None:
         """Turns blocks into misses. The answer comes when this is durable."""
 
-    def leave(self, asker: Asker) -> None:
-        """Drops the answers that `asker` still waits for."""
+    def leave(self, requester: Requester) -> None:
+        """Drops the answers that `requester` still waits for."""
 
 
-class Memory(Protocol):
+class MemoryTiers(Protocol):
     """Memory that peers map: DRAM extents and GPU pools."""
 
     dram: DramTier
@@ -71,34 +71,41 @@ class Memory(Protocol):
 class OperatorCommands(Protocol):
     """The operators' calls by name."""
 
-    def run(self, asker: Any, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the answer; None if `asker` gets it later. Raises MisuseError."""
+    def run(
+        self, requester: Any, request: int, call: str, arguments: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Returns the answer; None if `requester` gets it later. Raises MisuseError."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Services:
     """What the requests of all connections share.
 
-    `clock` returns Unix time in seconds: tokens expire by it. `stopwatch` returns seconds and goes on while a
-    request runs, as the event loop's time may not. `config` is replaced at a reload. `state` returns what a
-    peer may see of the core and its tiers, `status` that and the server's own.
+    `config` returns the configuration in use. `clock` returns Unix time in seconds: tokens expire by it.
+    `stopwatch` returns seconds and goes on while a request runs, as the event loop's time may not. `status`
+    returns what a principal may see of the core and its tiers, `server_status` that and the server's part.
     """
 
-    config: Config
-    instance: bytes
     loop: asyncio.AbstractEventLoop
+    config: Callable[[], Config]
+    instance: bytes
     core: Core
     view: View
-    memory: Memory
-    tenancy: Tenancy
+    tiers: MemoryTiers
+    authenticator: Authenticator
+    namespaces: Namespaces
+    catalog: Tenancy
+    data_keys: Tenancy
+    deletion: Tenancy
     network: NetworkTier | None
     kv_events: Routing
     waits: Waits
     hits: HitCounters
     recorder: TraceRecorder
+    status: Callable[[Principal], dict[str, Any]]
+    calls: Calls
+    lag: Lag
     clock: Callable[[], float]
     stopwatch: Callable[[], float]
-    latency: Calls
-    state: Callable[[Principal], dict[str, Any]]
-    status: Callable[[Principal], dict[str, Any]] = field(init=False)
     commands: OperatorCommands = field(init=False)
+    server_status: Callable[[Principal], dict[str, Any]] = field(init=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 LONGEST_S = 60.0
@@ -40,6 +40,19 @@ class Wait:
     timer: asyncio.TimerHandle | None = None
 
 
+class Network(Protocol):
+    """The network tier."""
+
+    def serves(self, space: NamespaceEntry) -> bool:
+        """Returns whether blocks of a namespace may come from the network."""
+
+    async def has(self, blocks: Sequence[tuple[NamespaceEntry, bytes]]) -> list[bool]:
+        """Returns which blocks the network has."""
+
+    def begin(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Starts a task that ends with the network tier at the latest."""
+
+
 class Waits:
     """All calls of one daemon that wait for a block."""
 
@@ -47,7 +60,7 @@ class Waits:
         self,
         loop: asyncio.AbstractEventLoop,
         namespaces: Namespaces,
-        network: NetworkTier | None,
+        network: Network | None,
         stored: Callable[[int, Keys], int],
         handle: Callable[[ev.Event], None],
     ) -> None:
@@ -88,7 +101,7 @@ class Waits:
         self._namespaces.use(space)
         if self._network is not None and not self._asking:
             self._asking = True
-            self._network.begin(self._ask_network())
+            self._network.tasks.start(self._ask_network())
         return wait
 
     def cancel(self, wait: Wait) -> None:
@@ -139,8 +152,8 @@ class Waits:
         assert network is not None
         try:
             while self._by_tenant:
-                some = [wait for wait in self._next_asked() if network.serves(wait.space)]
-                there = await network.has([(wait.space, wait.key) for wait in some])
+                some = [wait for wait in self._next_asked() if network.eligibility.serves(wait.space)]
+                there = await network.existence.has([(wait.space, wait.key) for wait in some])
                 for wait, found in zip(some, there, strict=True):
                     if found and wait in self._by_tenant.get(wait.tenant, ()):
                         self._wake(wait)

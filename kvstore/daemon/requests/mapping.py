@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
 from kvstore.errors import TierError
 from kvstore.types import HBM_EXTENTS
@@ -15,12 +15,12 @@ def map_extent(session: Session, q: m.Map) -> None:
     """Answers with an extent's descriptor or handle, if the peer may map it."""
     if q.writable or q.extent >= HBM_EXTENTS:
         session.check_role(Role.WRITE)
-    tenancy, who = session.services.tenancy, session.principal
+    catalog, who = session.services.catalog, session.principal
     absent = DeniedError(f"there is no extent {q.extent}")
-    if not tenancy.may_map(who, q.extent, q.writable):
+    if not catalog.may_map(who, q.extent, q.writable):
         raise absent
-    read_only = who.role < Role.WRITE or not tenancy.may_map(who, q.extent, writable=True)
-    if read_only and tenancy.registry.is_privileged(session.peer.uid):
+    read_only = who.role < Role.WRITE or not catalog.may_map(who, q.extent, writable=True)
+    if read_only and session.services.authenticator.is_privileged(session.process.uid):
         raise DeniedError(
             "root, and the user that runs the daemon, can write to whatever memory they may read",
             "run what only reads as another user",
@@ -36,7 +36,7 @@ def map_extent(session: Session, q: m.Map) -> None:
 
 def _send_descriptor(session: Session, q: m.Map) -> None:
     """Raises KeyError if there is no such extent."""
-    dram = session.services.memory.dram
+    dram = session.services.tiers.dram
     fd = dram.descriptor(q.extent, q.writable)
     try:
         if session.outbox.waiting_bytes:
@@ -50,13 +50,13 @@ def _send_descriptor(session: Session, q: m.Map) -> None:
 
 def _send_handle(session: Session, q: m.Map) -> None:
     """Raises KeyError if there is no such extent. Refuses the request where CUDA IPC does not work."""
-    memory = session.services.memory
-    tier = memory.memory_of(q.extent)
+    tiers = session.services.tiers
+    tier = tiers.memory_of(q.extent)
     if tier is None:
         raise KeyError(q.extent)
-    pool = memory.pool_at(tier)
+    pool = tiers.pool_at(tier)
     try:
-        handle = pool.handle(q.extent, session.peer.pidfd())
+        handle = pool.handle(q.extent, session.process.pidfd())
     except (TierError, OSError) as error:
         raise DeniedError(f"this memory can't be shared: {error}", "ask for blocks in DRAM") from None
     session.send(m.MappedHbm(q.id, pool.extent_bytes, pool.gpu.uuid, handle))
