@@ -1,4 +1,4 @@
-"""Everything that can happen to placement. The shell turns requests, results and time into these."""
+"""The events of the placement core. The daemon turns requests, results and time into events."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
 
 OK, CORRUPT, FAILED = range(3)
-"""How one block of a copy ended: bytes arrived; they do not match their checksum; the device refused."""
+"""Results of one block: copied or verified; wrong checksum; the device failed."""
 
 
 UNKNOWN = -1
-"""Whose an extent was, if that is no tenant that there is."""
+"""The tenant of an extent whose tenant does not exist any more."""
 
 
 @dataclass(slots=True)
 class OpenNamespace:
-    """Namespace number `namespace` exists, its payloads are `block_bytes` long, and it is `tenant`'s.
+    """Opens namespace number `namespace` of `tenant`, with payloads of `block_bytes`.
 
-    `domain` says who may map its extents; `ttl_s` after they were stored, blocks are misses (0: never).
-    `extra_bytes` come on top of each payload below tier 0, where what is stored may be sealed.
-    `block_tokens` are only counted (0: nobody knows how many a block has). Where a limit is reached, the
-    oldest unused namespaces are closed, unless `may_close` is False; none of those `in_use`.
+    `domain` selects the extents, and so who may map them. Blocks are misses `ttl_s` after their storing (0:
+    never). `extra_bytes` are added to each payload below tier 0, for encryption. `block_tokens` are only
+    counted (0: unknown). At a limit, the oldest unused namespaces are closed, unless `may_close` is False.
+    Those `in_use` stay.
     """
 
     request: int
@@ -46,9 +46,9 @@ class OpenNamespace:
 
 @dataclass(slots=True)
 class SetTenant:
-    """What a tenant may have from now on: a quota a tier, its weight at devices, bytes it may pin.
+    """Sets the quotas of a tenant by tier, its weight at devices, and the bytes that it may pin.
 
-    `rate` caps its transfers, in bytes/s, with bursts of `burst` bytes; 0: no cap.
+    `rate` limits its transfers (bytes/s; 0: no limit), with bursts of `burst` bytes.
     """
 
     tenant: int
@@ -76,14 +76,14 @@ class Configure:
 
 @dataclass(slots=True)
 class SetPolicy:
-    """From now on blocks leave by another eviction policy, which goes on from what the last one knew."""
+    """Changes the eviction policy. The new one starts with the order of the old one."""
 
     name: str
 
 
 @dataclass(slots=True)
 class SetAdmission:
-    """From now on, tier number `tier` takes what this rule says."""
+    """Sets the admission rule of tier number `tier`."""
 
     tier: int
     rule: Rule
@@ -91,14 +91,14 @@ class SetAdmission:
 
 @dataclass(slots=True)
 class SetSharing:
-    """From now on blocks are offered to the network as this rule says, once each; None: none are."""
+    """Sets the rule by which blocks are offered to the network, once each. None: no block is."""
 
     rule: Rule | None
 
 
 @dataclass(slots=True)
 class SetDevice:
-    """What the device of tier number `tier`, not the first, is to do from now on: see `devices`."""
+    """Sets the state of the device of tier number `tier` (above 0). See `transfers.devices`."""
 
     tier: int
     state: str
@@ -106,9 +106,9 @@ class SetDevice:
 
 @dataclass(slots=True)
 class SetLimit:
-    """Tier number `tier` is to have extents of `limit_bytes` together: more are asked for, or some leave.
+    """Sets the size of all extents of tier number `tier` together. Extents are made or removed.
 
-    At least one, and no more than `Extents.most_bytes`.
+    At least one extent, at most `Extents.most_bytes`.
     """
 
     tier: int
@@ -117,30 +117,30 @@ class SetLimit:
 
 @dataclass(slots=True)
 class AddDevice:
-    """A device more, for a lower tier that there is. Ends with Joined; it has no extents then."""
+    """Adds a device to an existing lower tier. Ends with DeviceAdded; the device has no extents then."""
 
     spec: TierSpec
 
 
 @dataclass(slots=True)
 class RemoveDevice:
-    """The device of number `tier`, not the first of its tier, is to be emptied and left. Ends with Left."""
+    """Empties and removes the device of tier number `tier`. Ends with DeviceRemoved."""
 
     tier: int
 
 
 @dataclass(slots=True)
 class LoseDevice:
-    """The device of number `tier`, not the first, is gone with all that it held. Ends with Left."""
+    """The device of tier number `tier` is lost with all its blocks. Ends with DeviceRemoved."""
 
     tier: int
 
 
 @dataclass(slots=True)
 class Publish:
-    """From now on a namespace's blocks lie in extents of another domain: others may map these.
+    """Moves a namespace to extents of another domain, which others may map.
 
-    Answered when those that are in tier 0 have been copied there.
+    Answered when the blocks in tier 0 have been moved.
     """
 
     request: int
@@ -150,7 +150,7 @@ class Publish:
 
 @dataclass(slots=True)
 class Forget:
-    """These namespaces are misses from now on, and no more. Answered, when nothing is left: blocks gone."""
+    """Deletes namespaces. Answered, when nothing is left, with the number of deleted blocks."""
 
     request: int
     namespaces: tuple[int, ...]
@@ -158,7 +158,7 @@ class Forget:
 
 @dataclass(slots=True)
 class ForgetTenant:
-    """Like Forget, for all that a tenant has; answered when all its extents have been renewed too."""
+    """Deletes all namespaces of a tenant. Answered when all its extents have been renewed too."""
 
     request: int
     tenant: int
@@ -166,9 +166,9 @@ class ForgetTenant:
 
 @dataclass(slots=True)
 class Reserve:
-    """Room for those of `keys` (one chain, in order) not stored yet. `parent` is before the first.
+    """Reserves slots for those of `keys` (one chain, in order) that are not stored. `parent` precedes them.
 
-    `at`: see Acquire. `loading`: they come from the network, because somebody wants them.
+    `tier`: see Acquire. `loading`: the blocks are downloaded for a request.
     """
 
     request: int
@@ -177,15 +177,15 @@ class Reserve:
     keys: Keys
     parent: bytes
     deadline: float
-    at: int = 0
+    tier: int = 0
     loading: bool = False
 
 
 @dataclass(slots=True)
 class Commit:
-    """The writer has filled these slots of its reservation; `checksums` has one entry a granted key.
+    """Makes the blocks of a reservation readable. `checksums` has one entry for each granted key.
 
-    `written` marks the granted keys that were filled; the others are given up.
+    `written` marks the granted keys whose slots are filled. The other slots are freed.
     """
 
     request: int
@@ -197,7 +197,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Abort:
-    """The writer gives its reservation up."""
+    """Frees the slots of a reservation."""
 
     client: int
     lease: int
@@ -205,11 +205,11 @@ class Abort:
 
 @dataclass(slots=True)
 class Acquire:
-    """Slots of the longest stored prefix of `keys`, promoted where needed, by `deadline`.
+    """Leases the slots of the longest stored prefix of `keys`, promoted where needed, until `deadline`.
 
-    `tenant` is who asks. `recompute_s`: what computing one block anew takes; what takes longer to load is
-    left out. 0: nobody knows. `at`: the memory tier that the slots are to be in, or DRAM if they can't be.
-    `quiet`: it is no use of the blocks, and does not count.
+    `tenant` asks. `recompute_s`: the time to recompute one block (0: unknown); blocks that take longer to
+    load are left out. `tier`: the preferred memory tier of the slots; DRAM is used if it cannot hold them.
+    `no_touch`: the request does not count as a use of the blocks.
     """
 
     request: int
@@ -219,13 +219,13 @@ class Acquire:
     deadline: float
     tenant: int = 0
     recompute_s: float = 0.0
-    at: int = 0
-    quiet: bool = False
+    tier: int = 0
+    no_touch: bool = False
 
 
 @dataclass(slots=True)
 class Release:
-    """The reader is done with its lease."""
+    """Ends a lease."""
 
     client: int
     lease: int
@@ -233,7 +233,7 @@ class Release:
 
 @dataclass(slots=True)
 class Lookup:
-    """How many leading keys are stored, of those that are worth loading by `deadline`: see Acquire."""
+    """Counts the leading keys that are stored and worth loading by `deadline`. See Acquire."""
 
     request: int
     namespace: int
@@ -241,23 +241,23 @@ class Lookup:
     tenant: int = 0
     deadline: float = math.inf
     recompute_s: float = 0.0
-    at: int = 0
+    tier: int = 0
 
 
 @dataclass(slots=True)
 class Prefetch:
-    """Bring the stored prefix into the tier `at`, as far as there is room; nobody waits."""
+    """Promotes the stored prefix to memory tier `tier`, as far as there is room. Answered at once."""
 
     request: int
     namespace: int
     keys: Keys
     tenant: int = 0
-    at: int = 0
+    tier: int = 0
 
 
 @dataclass(slots=True)
 class Pin:
-    """Keep the stored prefix until `until`."""
+    """Keeps the stored prefix from eviction until `until`."""
 
     request: int
     namespace: int
@@ -267,7 +267,7 @@ class Pin:
 
 @dataclass(slots=True)
 class Unpin:
-    """Undo Pin."""
+    """Undoes Pin for the stored prefix."""
 
     request: int
     namespace: int
@@ -276,7 +276,7 @@ class Unpin:
 
 @dataclass(slots=True)
 class Invalidate:
-    """These keys must be misses from now on."""
+    """Drops the blocks of these keys from every tier."""
 
     request: int
     namespace: int
@@ -285,9 +285,9 @@ class Invalidate:
 
 @dataclass(slots=True)
 class Hint:
-    """What a client expects of the stored prefix: next use in `next_use_s` (None: nobody knows).
+    """Tells what a client expects of the stored prefix: the next use in `next_use_s` (None: unknown).
 
-    `closed`: its session is over. `priority`: -1, 0 or 1.
+    `closed`: the session is over. `priority`: -1, 0 or 1.
     """
 
     request: int
@@ -300,7 +300,7 @@ class Hint:
 
 @dataclass(slots=True)
 class Explain:
-    """What is known of these keys in each of these namespaces, and what was decided about them lately."""
+    """Asks for the state of these keys in each of these namespaces, and for the latest decisions."""
 
     request: int
     namespaces: tuple[int, ...]
@@ -309,20 +309,20 @@ class Explain:
 
 @dataclass(slots=True)
 class Suspect:
-    """A reader saw bytes in the tier `at` that do not match their checksum under these keys.
+    """A reader found wrong checksums under these keys in tier number `tier`.
 
-    Answered, unless `request` is 0, when bad ones are out of the way: how many were.
+    Answered, unless `request` is 0, with the number of corrupt blocks, after these were dropped.
     """
 
     request: int
     namespace: int
     keys: Keys
-    at: int = 0
+    tier: int = 0
 
 
 @dataclass(slots=True)
 class Tell:
-    """Says where blocks are, as Moved, as if they had just come there; nothing while nobody is told."""
+    """Reports where blocks are, as Moved. Does nothing unless `Configure.report_moves` is set."""
 
     namespace: int
     keys: Keys
@@ -330,14 +330,14 @@ class Tell:
 
 @dataclass(slots=True)
 class ClientLost:
-    """A connection ended; what it held is free at once."""
+    """A connection ended. Its leases and reservations end too."""
 
     client: int
 
 
 @dataclass(slots=True)
 class CopyDone:
-    """A copy ended; `results` has OK, CORRUPT or FAILED for each of its blocks."""
+    """A copy ended. `results` has OK, CORRUPT or FAILED for each of its blocks."""
 
     transfer: int
     results: npt.NDArray[np.uint8]
@@ -345,7 +345,7 @@ class CopyDone:
 
 @dataclass(slots=True)
 class ProbeDone:
-    """What the probed slots hold: OK, CORRUPT, or FAILED where they could not be read."""
+    """A probe ended. `results` has OK, CORRUPT, or FAILED (not readable) for each of its slots."""
 
     probe: int
     results: npt.NDArray[np.uint8]
@@ -353,7 +353,7 @@ class ProbeDone:
 
 @dataclass(slots=True)
 class Scrub:
-    """Probe the next blocks of tier number `tier`, up to `limit_bytes`, unless some still are."""
+    """Probes the next blocks of tier number `tier`, up to `limit_bytes`, unless a probe is under way."""
 
     tier: int
     limit_bytes: int
@@ -363,9 +363,9 @@ class Scrub:
 class ExtentReady:
     """An extent of tier number `tier` can be used.
 
-    `slot_bytes` is 0 unless it was cut in an earlier life; `versions` are then its slots' last ones, `tenant`
-    and `domain` whose it was; if that is `UNKNOWN`, it is made anew first. `replaces` is the extent that it
-    was renewed from, -1 for a first one.
+    `slot_bytes` is 0 for a new extent. For an extent of an earlier process, `versions` are the last versions
+    of its slots, `tenant` and `domain` its owners; if `tenant` is `UNKNOWN`, the extent is renewed first.
+    `replaces` is the extent that it was renewed from; -1: none.
     """
 
     tier: int
@@ -379,7 +379,7 @@ class ExtentReady:
 
 @dataclass(slots=True)
 class ExtentLost:
-    """An extent that was to be renewed could not be, or one that was to be removed has been: one less."""
+    """An extent is gone: its renewal failed, or it was removed on request."""
 
     tier: int
     extent: int
@@ -387,18 +387,18 @@ class ExtentLost:
 
 @dataclass(slots=True)
 class ExtentsEnd:
-    """Tier number `tier` will get no more extents: it is complete, or its memory or disk is."""
+    """Tier number `tier` gets no more extents: it is complete, or memory or disk is full."""
 
     tier: int
 
 
 @dataclass(slots=True)
 class Restore:
-    """Blocks that tier number `tier` already holds, coldest last. One entry a block in every column.
+    """Adds blocks that tier number `tier` already holds, coldest last. Every column has one entry a block.
 
-    `ends` is when a block may not be served any more, in the clock of `now`; infinity: never.
+    `ends` is the time when a block expires, in the clock of `now`; infinity: never.
 
-    Tiers are restored from the lowest up: where two disagree about a block, the later event is right.
+    Tiers are restored from the lowest up. If two tiers disagree about a block, the later event is right.
     """
 
     tier: int
@@ -414,7 +414,7 @@ class Restore:
     ends: npt.NDArray[np.float64]
 
     def only(self, which: npt.NDArray[np.bool_]) -> Restore:
-        """The same for some of the blocks."""
+        """Returns the event for some of the blocks."""
         if which.all():
             return self
         columns = [getattr(self, f.name)[which] for f in fields(self) if f.name != "tier"]
@@ -445,12 +445,12 @@ class Unwatch:
 
 @dataclass(slots=True)
 class Flush:
-    """Write everything down that only the serving tier holds (before a stop)."""
+    """Queues writes of all blocks that only memory holds, before a stop."""
 
 
 @dataclass(slots=True)
 class Tick:
-    """Time has passed."""
+    """Takes a step of every job."""
 
     _: None = field(default=None, repr=False)
 

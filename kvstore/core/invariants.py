@@ -56,7 +56,7 @@ def _check_copies(leases: LeaseTable) -> None:
     assert (marks[(r.blocks.copy_marks & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
     for request, waiter in leases.waiting.items():
         for row in waiter.missing:
-            assert (waiter.event.at, row) in coming, "a waiter waits for what is not on its way"
+            assert (waiter.event.tier, row) in coming, "a waiter waits for what is not on its way"
             assert request in leases.wanted_by[row], "a waiter is not told of a row it wants"
 
 
@@ -160,7 +160,7 @@ def _references(leases: LeaseTable, tier: int) -> list[Slots]:
         if transfer.target == tier:
             out.append(transfer.target_slots)
     everything = np.arange(len(leases.residency.tiers[tier].extents.refs))
-    out += [everything[x.slots] for x in leases.leases.values() if x.at == tier]
-    out += [x.slots for x in leases.reservations.values() if x.at == tier]
-    out += [x.slots[x.slots >= 0] for x in leases.waiting.values() if x.event.at == tier]
+    out += [everything[x.slots] for x in leases.leases.values() if x.tier == tier]
+    out += [x.slots for x in leases.reservations.values() if x.tier == tier]
+    out += [x.slots[x.slots >= 0] for x in leases.waiting.values() if x.event.tier == tier]
     return out + [p.slots for p in leases.probes.values() if p.tier == tier]

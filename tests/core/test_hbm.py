@@ -296,7 +296,7 @@ def test_prefetch_brings_blocks_into_a_pool_once() -> None:
     w.put(0, 1, keys)
     w.finish_all()
     for _ in range(2):
-        got = w.ask(ev.Prefetch(0, 1, joined(keys), at=gpu))
+        got = w.ask(ev.Prefetch(0, 1, joined(keys), tier=gpu))
         assert isinstance(got, ac.Answer)
         assert got.value == 2
     assert routes(w) == [(0, gpu)]
@@ -944,4 +944,21 @@ def test_a_deadline_passes_for_who_waits_at_a_pool() -> None:
     w.finish_all()
     assert w.used(gpu) == 4 * ALIGN
     assert math.isinf(w.p.copies.wakes_at())
+    w.settle()
+
+
+def test_events_stay_as_they_were_when_dram_serves_what_a_pool_cannot() -> None:
+    w = world(hbm=1)
+    gpu, keys = w.pools[0], chain("a", 6)
+    w.put(0, 1, keys)
+    get = ev.Acquire(0, 0, 1, joined(keys), w.now, tier=gpu)
+    grant = w.ask(get)
+    assert isinstance(grant, ac.Grant)
+    assert (w.tier_of(grant), get.tier) == (0, gpu)
+    put = ev.Reserve(0, 0, 1, joined(chain("b", 6)), b"", w.now, gpu)
+    room = w.ask(put)
+    assert isinstance(room, ac.Reserved)
+    assert put.tier == gpu
+    w.send(ev.Abort(0, room.lease))
+    w.send(ev.Release(0, grant.lease))
     w.settle()

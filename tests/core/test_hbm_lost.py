@@ -309,8 +309,8 @@ def test_copies_that_wait_their_turn_are_never_begun() -> None:
     for state in w.p.residency.tiers[1:]:
         state.device.bytes_moving[0], state.device.moving = 1 << 40, 1
     w.put(0, 1, chain("b"))
-    w.send(ev.Prefetch(0, 1, joined(keys), at=gpu))
-    w.send(ev.Prefetch(0, 1, joined(chain("b")), at=gpu))
+    w.send(ev.Prefetch(0, 1, joined(keys), tier=gpu))
+    w.send(ev.Prefetch(0, 1, joined(chain("b")), tier=gpu))
     assert {(t.source, t.target) for t in w.p.copies.under_way.values()} >= {(1, gpu), (0, gpu)}
     w.lose(gpu)
     for state in w.p.residency.tiers[1:]:
@@ -328,7 +328,7 @@ def test_copies_that_fail_with_a_pool_close_no_other_device() -> None:
         assert w.put(0, 1, [b"a%02d" % i]) == 1
         w.finish_all()
     for i in range(12):
-        w.send(ev.Prefetch(0, 1, joined([b"a%02d" % i]), at=gpu))
+        w.send(ev.Prefetch(0, 1, joined([b"a%02d" % i]), tier=gpu))
     assert routes(w) == [(1, gpu)] * 12
     w.lose(gpu)
     w.finish_all()

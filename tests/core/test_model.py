@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chain=chains(), place=places)
     def prefetch(self, chain: tuple[int, list[bytes]], place: int) -> None:
-        answer = self.w.ask(ev.Prefetch(0, chain[0], joined(chain[1]), at=self.at(place)))
+        answer = self.w.ask(ev.Prefetch(0, chain[0], joined(chain[1]), tier=self.at(place)))
         assert isinstance(answer, ac.Answer)
         assert answer.value <= self.prefix(*chain)
 

@@ -649,7 +649,7 @@ class World:
     ) -> ac.Action | None:
         """As `tenant`; None: as the one whose namespace it is."""
         who = self.opened[namespace].tenant if tenant is None and namespace in self.opened else tenant or 0
-        return self.ask(ev.Acquire(0, client, namespace, joined(keys), self.now + wait, who, at=at))
+        return self.ask(ev.Acquire(0, client, namespace, joined(keys), self.now + wait, who, tier=at))
 
     def lookup(
         self,

@@ -1,4 +1,4 @@
-"""What is known about past decisions: why a block was evicted, how many prompts hit, what clients expect.
+"""Observation: the log of decisions, explanations of blocks, hit counters, hints, reports of block locations.
 
-It observes. No decision about a block is made here.
+Nothing here decides which block is stored, moved or evicted.
 """

@@ -1,9 +1,9 @@
-"""What was decided about blocks lately: given up, refused, not written down. A ring, so that it stays small.
+"""A ring of the latest decisions about blocks: evicted, refused, not written to a lower tier, and so on.
 
-A record names its block by a secret hash of the key, as wide as the index's, and by the key. What became of a
-key is rarely asked: looking one up reads the whole ring. What came after a record is read a page at a time.
+A record names its block by the key and by a secret hash of the key. To look up a key, the whole ring is read,
+because this is rare. Newer records are read page by page.
 
-Not covered: why a policy ordered blocks as it did; what was expected of them is kept, as far as it is known.
+Not covered: why a policy ordered blocks as it did. A record has the expected reuse, if it is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.core.reuse.reuse import Reuse
 from kvstore.types import MAX_KEY_BYTES
 
 CAPACITY = 1 << 16
-"""Records that are kept: 90 bytes each, 5.6 MiB in all once all are used."""
+"""Records in the ring: 90 bytes each, 5.6 MiB in all."""
 
 EVERY_TIER = 0xFF
 NO_CLASS = 0xFF
@@ -33,38 +33,38 @@ NOBODY = -1
 _MOST_SHOWN = 256
 _MOST_SHOWN_OF_ONE = 8
 _READ_AT_ONCE = 1 << 12
-"""Records that one page looks at: more would hold up everybody else's requests."""
+"""Records read for one page. More would delay other requests."""
 _NUMBERS = 1 << 16
 
 
 class DecisionKind(IntEnum):
-    """What was decided, and why."""
+    """The kinds of decisions."""
 
     EVICTED = 1
-    """The copy made way; another tier keeps one."""
+    """The copy was evicted; another tier has one."""
     DEMOTED = 2
-    """The copy made way once it was written down."""
+    """The copy was evicted after it was written to a lower tier."""
     DROPPED = 3
-    """The last copy of a leaf made way."""
+    """The last copy, of a block without children, was evicted."""
     REFUSED = 4
-    """Admission kept it out of the tier, or it was worth less than what is there."""
+    """Admission rejected the block, or it was worth less than the stored blocks."""
     DENIED = 5
-    """There was no room for it."""
+    """There was no room for the block."""
     UNWRITTEN = 6
-    """The device took no more: it was not written down."""
+    """The block was not written to a lower tier, because its device took no more."""
     INVALIDATED = 7
-    """A client said so."""
+    """A client invalidated the block."""
     EXPIRED = 8
-    """Its time was over."""
+    """The TTL of the block ended."""
     QUARANTINED = 9
-    """The copy was bad, and its slot is used no more."""
+    """The copy was corrupt. Its slot is not used again."""
     LOST = 10
-    """The device is gone."""
+    """The device was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One record. `tier` None: all of them. `score` (uses/s expected), `kind` (its class) None: unknown."""
+    """One record. `tier` None: all tiers. `score` (expected uses/s) and `kind` (its class) None: unknown."""
 
     what: DecisionKind
     tier: int | None
@@ -75,7 +75,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One record with what it is about. `place`: how many were written before it."""
+    """One record with its block. `place`: the number of earlier records."""
 
     place: int
     namespace: int
@@ -94,8 +94,8 @@ _RECORD = np.dtype(
 class Decisions:
     """The latest `capacity` decisions about blocks of one index.
 
-    `blocks_by_what`: how many blocks each was about since the start, by what and tier (or `EVERY_TIER`);
-    `written`: how many records there were in all.
+    `blocks_by_what` counts blocks since the start, by kind of decision and tier (or `EVERY_TIER`). `written`
+    counts all records.
     """
 
     def __init__(self, blocks: Blocks, index: Index, reuse: Reuse, capacity: int = CAPACITY) -> None:
@@ -112,9 +112,9 @@ class Decisions:
         return min(self.written, len(self._who))
 
     def record(self, what: DecisionKind, tier: int, rows: Rows, now: float, tenant: int = NOBODY) -> None:
-        """This was decided about rows, which still have their keys, in a tier (or `EVERY_TIER`).
+        """Records a decision about rows, which still have their keys, in a tier (or `EVERY_TIER`).
 
-        With their `tenant`, what was expected of them then is kept too.
+        With their `tenant`, the records keep the expected reuse of the blocks.
         """
         if len(rows):
             kinds, score = self._reuse.history.kinds(rows), np.full(len(rows), np.nan, np.float32)
@@ -133,7 +133,7 @@ class Decisions:
         which: npt.NDArray[np.bool_],
         now: float,
     ) -> None:
-        """The same for marked keys of a request, which may have no rows."""
+        """Records a decision about the keys that `which` marks. They may have no rows."""
         if which.any():
             marks = self._index.fingerprints_of(keys)[which]
             self._append(
@@ -168,14 +168,14 @@ class Decisions:
         self.written += len(marks)
 
     def disown(self, namespace: int) -> None:
-        """Takes earlier records from a number that is about to be another namespace's."""
+        """Removes the namespace from earlier records, before its number is reused."""
         numbers = self._records["namespace"][: len(self)]
         numbers[numbers == namespace] = 0
 
     def of(self, mark: int) -> dict[int, list[Decision]]:
-        """The latest decisions about keys of this fingerprint, newest first, by namespace."""
+        """Returns the latest decisions about keys of this fingerprint, newest first, by namespace."""
         at = np.flatnonzero(self._who[: len(self)] == np.uint64(mark))
-        # Where the ring goes on is where its oldest record is.
+        # The oldest record is the next to be overwritten.
         age = (self.written - 1 - at) % len(self._who)
         found: dict[int, list[Decision]] = {}
         for when, score, namespace, *rest in self._records[at[np.argsort(age)][:_MOST_SHOWN]].tolist():
@@ -187,13 +187,13 @@ class Decisions:
     def after(
         self, place: int, limit: int, what: Iterable[int] = (), namespaces: Iterable[int] | None = None
     ) -> tuple[list[Noted], int]:
-        """Up to `limit` records that follow the first `place` ones, and how many have been looked at then.
+        """Returns up to `limit` records after the first `place` ones, and the place to continue from.
 
-        Only of these kinds (none: all of them), and of these namespaces (None: all of them).
+        `what` selects kinds (empty: all), `namespaces` namespaces (None: all).
         """
         start = max(place, self.written - len(self))
         first = start % len(self._who)
-        # Up to where the ring begins anew, at most: without a copy.
+        # At most up to the end of the array, so that no copy is needed.
         records = self._records[first : first + max(0, min(_READ_AT_ONCE, self.written - start))]
         wanted = np.ones(len(records), np.bool_)
         for field, values in (("what", what or None), ("namespace", namespaces)):
@@ -214,7 +214,7 @@ class Decisions:
         return noted, start + seen
 
     def ram_bytes(self) -> int:
-        """Bytes of the records so far."""
+        """Returns the bytes of the records so far."""
         return len(self) * (self._who.itemsize + _RECORD.itemsize + MAX_KEY_BYTES)
 
 

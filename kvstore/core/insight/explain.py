@@ -1,6 +1,6 @@
-"""What is known of a block, for people: where it is, what keeps it, what was decided about it lately.
+"""Explains a block for operators: its copies, what keeps it, and the latest decisions about it.
 
-Reads, and changes nothing. Not covered: who may ask, and what namespaces are called; the shell knows that.
+Nothing is changed. Not covered: permissions and the names of namespaces, which the daemon knows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvstore.core.reuse.classes import describe
 from kvstore.types import EXPLAIN_KEYS
 
 MOST_NAMESPACES = 64
-"""More at a time would hold up everybody else's requests."""
+"""Namespaces in one request. More would delay other requests."""
 
 _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
 
 def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
-    """Answers with what is known; keys of which nothing is are left out."""
+    """Answers with the known blocks. Unknown keys are left out."""
     spaces = event.namespaces
     if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
         why = f"{event.keys.n} keys in {len(spaces)} namespaces"
@@ -35,7 +35,7 @@ def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
         return
     r = leases.residency
     marks = r.index.fingerprints_of(event.keys).tolist()
-    # Records of a namespace that is none any more are passed over: its number may be another's.
+    # Records of a closed namespace are skipped, because its number may be reused.
     known = [n for n in spaces if n in r.namespaces and not r.namespaces[n].closed]
     rows = [r.index.find(n, event.keys).tolist() for n in known]
     blocks = []
@@ -72,7 +72,7 @@ def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
 
 
 def _use(r: Residency, row: int, now: float) -> dict[str, Any]:
-    """What is known of a block's past; nothing of one that is still being written."""
+    """Returns the history of a block; none for a block that is being written."""
     one, blocks = np.array([row]), r.blocks
     uses, last = int(r.reuse.history.uses(one)[0]), float(r.reuse.history.last_used(one)[0])
     if blocks.state[row] != LIVE or not uses:
@@ -82,7 +82,7 @@ def _use(r: Residency, row: int, now: float) -> dict[str, Any]:
 
 
 def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
-    """One tier's copy: where it is, how many use it, what the tier's policy says of it."""
+    """Returns one copy: its place, its users, and the explanation of the policy."""
     state, slot = r.tiers[tier], int(r.blocks.slot[tier, row])
     pool = state.extents.pool_of(slot)
     place = int(state.extents.place[slot])
@@ -98,7 +98,7 @@ def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
 
 
 def _said(who: Any, row: int, now: float) -> str:
-    """What a policy has to say of a row; "" if it does not explain itself."""
+    """Returns the explanation of a policy for a row; "" if it has none."""
     explains = getattr(who, "explain", None)
     said = explains(np.array([row]), now) if explains is not None else None
     return said[0] if said else ""

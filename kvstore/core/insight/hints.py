@@ -1,6 +1,6 @@
-"""What clients expect of their blocks. Advice: it changes who goes first, and nothing that is promised.
+"""Hints of clients about the next use of their blocks. Hints change the order of eviction and nothing else.
 
-Not covered: what comes of it. `reuse` learns how far clients' words come true; policies order blocks.
+Not covered: their effect. `reuse` learns how reliable the hints are; policies order the blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvstore.core.requests.leases import LeaseTable
 
 
 def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
-    """Takes a hint in. Answers how many leading blocks it is about.
+    """Applies a hint. Answers with the number of leading blocks that are stored.
 
-    Through the start of a chain others go too: what is said of one session is believed of its own blocks.
+    Other sessions may share the start of a chain, so a hint applies only to the session's own end of it.
     """
     space = leases.space(event)
     if space is None:
@@ -44,9 +44,9 @@ def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
 
 
 def own_end(r: Residency, chain: Rows, goes_on: bool) -> Rows:
-    """The readable rows at the end of a chain that no other chain goes through.
+    """Returns the readable rows at the end of a chain that no other chain shares.
 
-    With `goes_on` its last row may have a child; else there are none then.
+    With `goes_on`, the last row may have one child. Otherwise no row is returned if it has a child.
     """
     children = r.blocks.children[chain]
     alone = children == 1
@@ -58,7 +58,7 @@ def own_end(r: Residency, chain: Rows, goes_on: bool) -> Rows:
 
 
 def _each(r: Residency, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
-    """The policies that know some of these rows, and which."""
+    """Yields the policies that know some of these rows, with these rows."""
     for tier, state in enumerate(r.tiers):
         held = rows[r.blocks.slot[tier, rows] >= 0]
         for members, some in state.extents.by_class(r.blocks.slot[tier, held].astype(np.int64)):

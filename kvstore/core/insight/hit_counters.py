@@ -1,17 +1,17 @@
-"""Hit ratios: what prompts asked for, what of it was found, and what was delivered to engines.
+"""Hit counters: blocks that prompts requested, found blocks, and blocks delivered to engines.
 
-Of the blocks of all prompts that were asked for:
+Of the blocks of all prompts:
 
-    requested   all whole blocks of the prompt, counted once, at the first question for it. The last, partial
+    requested   all whole blocks of a prompt, counted once, at the first request for it. The last, partial
                 block cannot be cached and is not counted.
-    found       those that were stored when they were asked for, by the tier in which they were
-    delivered   those that an engine got, by the tier in which they were found
-    missed      those that were not found
+    found       blocks that were stored at the request, by tier
+    delivered   blocks that an engine got, by the tier in which they were found
+    missed      blocks that were not found
 
 The hit ratio is found / requested, the delivered ratio delivered / requested. Found blocks that were not
-delivered are counted by reason: not_worth_loading (computing them again is faster), too_late (not loaded by
-the deadline), corrupt (wrong bytes). The rest was not fetched: the engine had it, or asked for less. A block
-that a later request gets after all counts as delivered too.
+delivered are counted by reason: not_worth_loading (slower to load than to recompute), too_late (not loaded by
+the deadline), corrupt (wrong checksum). The rest was not fetched: the engine had the blocks already, or asked
+for fewer. A block that a later request gets counts as delivered too.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from typing import NamedTuple
 REQUESTED, FOUND, DELIVERED, MISSED = "requested", "found", "delivered", "missed"
 NOT_WORTH_LOADING, TOO_LATE, CORRUPT = "not_worth_loading", "too_late", "corrupt"
 REASONS = (NOT_WORTH_LOADING, TOO_LATE, CORRUPT)
-"""Why found blocks were not delivered."""
+"""The reasons why found blocks were not delivered."""
 
 ALL_TIERS, NETWORK = -2, -1
-"""Numbers that stand for no tier in particular, and for blocks that other nodes have."""
+"""Instead of a tier number: all tiers together; blocks of other nodes."""
 
 Column = tuple[str, int]
-"""What is counted, and the number of the tier."""
+"""A counter's name and tier number."""
 
 
 MOST = (1 << 63) - 1
-"""Sums stop there: larger numbers fit into no message."""
+"""The largest sum that fits into a message. Sums stop there."""
 
 
 class Amount(NamedTuple):
-    """Sums since the start. Tokens are 0 for layouts that do not say how many a block has."""
+    """Sums since the start. Tokens are 0 for layouts without tokens per block."""
 
     blocks: int = 0
     tokens: int = 0
     nbytes: int = 0
 
     def plus(self, other: Amount) -> Amount:
-        """Both together."""
+        """Returns the sum of both."""
         return Amount(self.blocks + other.blocks, self.tokens + other.tokens, self.nbytes + other.nbytes)
 
 
 class HitCounters:
-    """Sums by tenant (who asked) and column. They never decrease."""
+    """Sums by tenant of the request and column. They never decrease."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[Column, list[int]]] = {}
@@ -61,13 +61,13 @@ class HitCounters:
             sums[i] = min(sums[i] + amount, MOST)
 
     def of(self, tenant: int) -> dict[Column, Amount]:
-        """The sums of a tenant."""
+        """Returns the sums of a tenant."""
         columns = self._sums.get(tenant, {})
         self._count_missed(columns)
         return {column: Amount(*sums) for column, sums in columns.items()}
 
     def _count_missed(self, columns: dict[Column, list[int]]) -> None:
-        """Brings what was missed up to date. Of a prompt that is being asked for, more may yet be found."""
+        """Updates the missed blocks. They never decrease, although more of a current prompt may be found."""
         found = [sums for (what, _), sums in columns.items() if what == FOUND]
         missed = columns.setdefault((MISSED, ALL_TIERS), [0, 0, 0])
         for i, requested in enumerate(columns.get((REQUESTED, ALL_TIERS), missed)):
@@ -78,7 +78,7 @@ class HitCounters:
 
 
 def spread(by_tier: Mapping[int, int], blocks: int) -> Counter[int]:
-    """So many blocks, distributed over tiers in the same proportions."""
+    """Returns a number of blocks, distributed over tiers in the same proportions."""
     total = sum(by_tier.values())
     if not total or not blocks or total == blocks:
         return Counter(by_tier) if blocks else Counter()

@@ -73,12 +73,12 @@ class Deletion:
         for number, lease in list(self._leases.leases.items()):
             slots = lease.slots
             first = slots.start if isinstance(slots, slice) else int(slots[0])
-            if self._r.tiers[lease.at].extents.pool_of(first).tenant == event.tenant:
+            if self._r.tiers[lease.tier].extents.pool_of(first).tenant == event.tenant:
                 self._leases.drop_lease(number)
         self._begin(sweep)
         for number, reservation in list(self._leases.reservations.items()):
             if reservation.pool.tenant == event.tenant:
-                self._r.tiers[reservation.at].extents.release(self._leases.drop_reservation(number).slots)
+                self._r.tiers[reservation.tier].extents.release(self._leases.drop_reservation(number).slots)
         self.step(now)
 
     def _begin(self, sweep: _Sweep) -> None:

@@ -43,12 +43,12 @@ def number_on_connection(lease: int) -> int:
 
 @dataclass(slots=True)
 class Lease:
-    """Slots of the tier `at` that a reader may look at, and whose they are; `lent_bytes`: if another's."""
+    """Slots of `tier` that a reader may look at, and whose they are; `lent_bytes`: if another's."""
 
     client: int
     tenant: int
     slots: Picked
-    at: int = 0
+    tier: int = 0
     namespace: int = 0
     reader: int = 0
     lent_bytes: int = 0
@@ -56,11 +56,11 @@ class Lease:
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots of the tier `at` that a writer may fill, and the rows they will belong to."""
+    """Slots of `tier` that a writer may fill, and the rows they will belong to."""
 
     client: int
     space: Namespace
-    at: int
+    tier: int
     pool: SlotPool
     rows: Rows
     slots: Slots
@@ -236,12 +236,14 @@ class LeaseTable:
 
         What a GPU holds is shown to its own tenant alone: whoever maps it can also write to it.
         """
-        if not event.at:
+        if not event.tier:
             return 0
-        state, pool = self.residency.tiers[event.at], space.pools[event.at]
+        state, pool = self.residency.tiers[event.tier], space.pools[event.tier]
         fits = state.extents.ready and state.extents.slots_in(pool.slot_bytes)
         return (
-            event.at if fits and asker == space.tenant and state.device.readable and not state.leaving else 0
+            event.tier
+            if fits and asker == space.tenant and state.device.readable and not state.leaving
+            else 0
         )
 
     def end_at(self, when: float) -> None:
@@ -287,7 +289,7 @@ class LeaseTable:
             self.lent[pair] -= lease.lent_bytes
             if not self.lent[pair]:
                 del self.lent[pair]
-        self.residency.tiers[lease.at].extents.release(lease.slots)
+        self.residency.tiers[lease.tier].extents.release(lease.slots)
 
     def drop_reservation(self, number: int) -> Reservation:
         """A reservation ends; its slots are still held."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,30 +42,32 @@ class Reads:
         r = self._r
         if event.recompute_s:
             r.topology.recompute_s[event.namespace] = event.recompute_s
-        event.at = self._leases.tier_for(event, space, event.tenant)
+        tier = self._leases.tier_for(event, space, event.tenant)
+        if tier != event.tier:
+            event = replace(event, tier=tier)
         foreign = space.relocated and event.tenant != space.tenant
-        run = None if foreign or space.has_ttl else r.resident_run(event.namespace, event.keys, event.at)
+        run = None if foreign or space.has_ttl else r.resident_run(event.namespace, event.keys, tier)
         if run is not None:
             rows, slots = run
-            if not event.quiet:
+            if not event.no_touch:
                 r.touch(rows, space)
-            r.tiers[event.at].extents.hold(slots)
+            r.tiers[tier].extents.hold(slots)
             return self._grant(event, space, slots, event.keys.n)
         return self._acquire_some(event, space, now)
 
     def _acquire_some(self, event: ev.Acquire, space: Namespace, now: float) -> None:
         """The long way: part of it is missing, in a lower tier, or scattered."""
         rows = self._readable(event, space)
-        if len(rows) and not (self._leases.retried or event.quiet):
+        if len(rows) and not (self._leases.retried or event.no_touch):
             self._r.touch(rows, space)
         return self._serve(event, space, rows, now)
 
     def _serve(self, event: ev.Acquire, space: Namespace, rows: Rows, now: float) -> None:
         """Grants these rows' blocks in the tier that the event names, as soon as they are there."""
-        slots = self._r.blocks.slot[event.at, rows].astype(np.int64)
+        slots = self._r.blocks.slot[event.tier, rows].astype(np.int64)
         if (slots < 0).any():
             return self._promote_for(event, space, rows, slots, now)
-        self._r.tiers[event.at].extents.hold(slots)
+        self._r.tiers[event.tier].extents.hold(slots)
         return self._grant(event, space, slots, len(rows))
 
     def _readable(self, event: ev.Acquire | ev.Lookup, space: Namespace) -> Rows:
@@ -105,10 +108,10 @@ class Reads:
             return {0: found} if found else {}
         first = r.index.find_run(event.namespace, keys)
         if first >= 0:
-            return self._by_tier(np.arange(first, first + found), event.at)
+            return self._by_tier(np.arange(first, first + found), event.tier)
         some = b"".join(keys[i] for i in range(0, found, -(-found // _SAMPLE)))
         rows = r.index.find(event.namespace, Keys(some, keys.size))
-        return self._by_tier(rows[rows >= 0], event.at) or {0: found}
+        return self._by_tier(rows[rows >= 0], event.tier) or {0: found}
 
     def _by_tier(self, rows: Rows, at: int) -> dict[int, int]:
         """How many of these rows each tier would serve to the tier of memory `at`."""
@@ -120,7 +123,7 @@ class Reads:
         return by_tier
 
     def _promote_for(self, event: ev.Acquire, space: Namespace, rows: Rows, slots: Slots, now: float) -> None:
-        r, at, asker = self._r, event.at, event.tenant
+        r, at, asker = self._r, event.tier, event.tenant
         extents = r.tiers[at].extents
         stored = Stored(self._by_tier(rows, at))
         if event.deadline > now:
@@ -138,11 +141,11 @@ class Reads:
             patient = event.deadline > now
             n = self._transfers.promote(space, rows[wanted], asker, patient=patient, at=at, whole=at > 0)
             if n < len(wanted) and at:
-                # All of it, or DRAM: a chain that a GPU has no room for is not served in halves.
+                # A chain that does not fit into GPU memory is served from DRAM as a whole.
                 extents.release(slots[slots >= 0])
                 r.counters["hbm_full_requests"] += 1
-                event.at = 0
-                # Of what is not to come, some may have left while room was made.
+                event = replace(event, tier=0)
+                # Some of these blocks may have been evicted while room was made.
                 return self._serve(event, space, self._readable(event, space), now)
             if n < len(wanted) and self._leases.room_is_coming(event, space.tenant, now):
                 extents.release(slots[slots >= 0])
@@ -179,7 +182,7 @@ class Reads:
         done, others = [], []
         for request in self._leases.wanted_by.pop(row, ()):
             waiter = self._leases.waiting[request]
-            if waiter.event.at != tier:
+            if waiter.event.tier != tier:
                 # It waits for another copy, which is still on its way.
                 others.append(request)
                 continue
@@ -199,7 +202,7 @@ class Reads:
         of = [(each.target, set(each.bad.tolist())) for each in gone]
         out = []
         for request, waiter in list(self._leases.waiting.items()):
-            at = waiter.event.at
+            at = waiter.event.tier
             if at == tier or any(target == at and waiter.missing & rows for target, rows in of):
                 del self._leases.waiting[request]
                 self._forget_missing(waiter)
@@ -220,7 +223,7 @@ class Reads:
         there = waiter.slots >= 0
         n = len(there) if there.all() else int(there.argmin())
         rest = waiter.slots[n:]
-        self._r.tiers[waiter.event.at].extents.release(rest[rest >= 0])
+        self._r.tiers[waiter.event.tier].extents.release(rest[rest >= 0])
         waiter.stored.late = len(there) - n
         self._r.counters["late_blocks"] += len(there) - n
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
@@ -230,7 +233,7 @@ class Reads:
         for request, waiter in list(self._leases.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
                 del self._leases.waiting[request]
-                self._r.tiers[waiter.event.at].extents.release(waiter.slots[waiter.slots >= 0])
+                self._r.tiers[waiter.event.tier].extents.release(waiter.slots[waiter.slots >= 0])
                 waiter.slots, waiter.tiers = waiter.slots[:0], waiter.tiers[:0]
                 self.answer_waiter(waiter)
         for event in self._leases.stalled.of_namespace(space.number):
@@ -249,7 +252,7 @@ class Reads:
         stored: Stored | None = None,
     ) -> None:
         """Answers an Acquire with n slots on which references are held. `tiers` None: all were there."""
-        r, at, foreign = self._r, event.at, event.tenant != space.tenant
+        r, at, foreign = self._r, event.tier, event.tenant != space.tenant
         extents = r.tiers[at].extents
         if n and foreign:
             lendable = self._leases.lendable_bytes(space.tenant) // space.pools[at].slot_bytes
@@ -273,7 +276,7 @@ class Reads:
             tiers = np.full(n, at, np.int16)
         else:
             slots_told["tier"] = np.array([t.spec.tier for t in r.tiers], np.uint8)[tiers]
-        if not event.quiet:
+        if not event.no_touch:
             for i, hits in enumerate(np.bincount(tiers).tolist()):
                 r.counters[f"hit_blocks_{r.tiers[i].spec.name}"] += hits
             r.counters["served_bytes"] += n * space.block_bytes
@@ -330,5 +333,5 @@ class Reads:
         only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
         rows = rows if only.all() else rows[: int(only.argmin())]
         if len(rows) and not r.topology.out_of_reach:
-            started, _ = self._bring(space, rows, event.tenant, event.at)
+            started, _ = self._bring(space, rows, event.tenant, event.tier)
             r.counters["ahead_blocks"] += started

@@ -67,7 +67,7 @@ class Retries:
 
     def _keeps_all(self, event: ev.Commit, reservation: Reservation) -> bool:
         """Whether all reserved slots stay in use."""
-        n, state = len(reservation.rows), self._leases.residency.tiers[reservation.at]
+        n, state = len(reservation.rows), self._leases.residency.tiers[reservation.tier]
         whole = len(event.written) == len(event.checksums) == n and not state.lost
         return whole and bool(event.written.all() and reservation.alive.all())
 

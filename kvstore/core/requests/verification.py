@@ -33,9 +33,9 @@ class Verification:
         r = self._r
         rows = r.index.find(event.namespace, event.keys)
         rows = np.unique(rows[rows >= 0])
-        rows = rows[(r.blocks.state[rows] == LIVE) & (r.blocks.slot[event.at, rows] >= 0)]
-        if len(rows) and len(self._leases.probes) < _PROBES and self._may_probe(event.at, rows):
-            self._probe(event.request, event.at, rows)
+        rows = rows[(r.blocks.state[rows] == LIVE) & (r.blocks.slot[event.tier, rows] >= 0)]
+        if len(rows) and len(self._leases.probes) < _PROBES and self._may_probe(event.tier, rows):
+            self._probe(event.request, event.tier, rows)
         elif event.request:
             self._leases.say(Answer(event.request, 0))
 

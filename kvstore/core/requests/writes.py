@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +68,14 @@ class Writes:
         if len(want) and not self._leases.may_hold(event.client):
             return self._leases.deny_hold(event.request)
         before = np.concatenate(([parent], rows))[:-1]
-        event.at = self._leases.tier_for(event, space, space.tenant)
+        tier = self._leases.tier_for(event, space, space.tenant)
+        if tier != event.tier:
+            event = replace(event, tier=tier)
         earn = self._earn(event, space, state, want, before, now)
         n = self._room_beside(event, space, len(want), rows, parent, earn)
-        if n < len(want) and event.at:
-            # See Reads: all of it, or DRAM.
-            event.at = 0
+        if n < len(want) and event.tier:
+            # A chain that does not fit into GPU memory goes to DRAM as a whole.
+            event = replace(event, tier=0)
             earn = self._earn(event, space, state, want, before, now)
             n = self._room_beside(event, space, len(want), rows, parent, earn)
         if n < len(want) and self._leases.room_is_coming(event, space.tenant, now):
@@ -81,7 +84,7 @@ class Writes:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
                 self._pass_by(event, space, want[n:], before, now)
-                if self._eviction.some_could_go(event.at, space.pools[event.at]):
+                if self._eviction.some_could_go(event.tier, space.pools[event.tier]):
                     why = WORTH_LESS
             self._give_room(event, space, rows, state, want[:n], parent, why)
         r.chains.prune(np.unique(np.append(rows, parent)))
@@ -114,10 +117,10 @@ class Writes:
 
         All are where nobody weighs that, and where others hang on one of them.
         """
-        r, pool = self._r, space.pools[event.at]
+        r, pool = self._r, space.pools[event.tier]
         if not len(want) or event.loading or (state == HOLE).any():
             return math.inf
-        if not self._eviction.weighs(event.at, pool):
+        if not self._eviction.weighs(event.tier, pool):
             return math.inf
         first = int(want[0])
         words, parent = event.keys.words[first], int(before[first])
@@ -142,7 +145,7 @@ class Writes:
         r.blocks.children[guarded] += 1
         self._eviction.make_rows(int((rows < 0).sum()), space.tenant)
         patient = event.deadline > r.now
-        n = self._eviction.make_room(event.at, space.pools[event.at], n, patient, earn)
+        n = self._eviction.make_room(event.tier, space.pools[event.tier], n, patient, earn)
         r.blocks.children[guarded] -= 1
         return n
 
@@ -156,7 +159,7 @@ class Writes:
         parent: int,
         why: str,
     ) -> None:
-        r, at, pool = self._r, event.at, space.pools[event.at]
+        r, at, pool = self._r, event.tier, space.pools[event.tier]
         new = want[state[want] == FREE]
         taken = r.blocks.take(event.namespace, event.keys, new)
         if len(taken) < len(new):
@@ -207,7 +210,7 @@ class Writes:
         if len(event.checksums) != n or len(event.written) != n:
             self._give_up(reservation, np.ones(n, np.bool_), now)
             return self._leases.say(Deny(event.request, f"{len(event.checksums)} checksums for {n} blocks"))
-        r, at = self._r, reservation.at
+        r, at = self._r, reservation.tier
         ok = event.written & reservation.alive & (not r.tiers[at].lost)
         rows, slots = reservation.rows[ok], reservation.slots[ok]
         r.blocks.checksum[rows] = event.checksums[ok]
@@ -243,7 +246,7 @@ class Writes:
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
         """These blocks of a reservation will not be written."""
-        self._r.tiers[reservation.at].extents.release(reservation.slots[which])
+        self._r.tiers[reservation.tier].extents.release(reservation.slots[which])
         lost = reservation.rows[which & reservation.alive]
         if len(lost):
             self._r.vanish(lost)

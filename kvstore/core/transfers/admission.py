@@ -1,7 +1,8 @@
-"""Which blocks a lower tier takes: flash wears out by being written, and most blocks never come back.
+"""Admission: which blocks are written to a lower tier. Writes wear flash out, and most blocks are never
+reused.
 
-A rule says what is taken; a write budget moves the threshold, so that what a day allows is spent on the
-blocks most likely to come back, and never exceeded.
+A rule selects blocks. A write budget raises the threshold, so that the bytes of a day go to the blocks that
+are most likely to be reused, and are never exceeded.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ _HOURS = 24
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a tier takes: `always`; `twice`: what was used again; `reuse`: P(used again) >= `threshold`.
+    """Admits blocks `always`, blocks used `twice`, or blocks with P(used again) >= `threshold` (`reuse`).
 
-    `bytes_a_day`: how much may be written to it, 0: no bound. Never more in any day than 4 %
-    and one batch above.
+    `bytes_a_day`: the write budget, 0: none. A day may exceed it by 4 % and one batch.
     """
 
     mode: Literal["always", "twice", "reuse"] = "always"
@@ -40,7 +40,7 @@ class Rule:
 
 
 class Admission:
-    """One tier's rule at work."""
+    """The admission of one tier: its rule, its write budget, and counters."""
 
     def __init__(self, rule: Rule, reuse: Reuse) -> None:
         self._reuse = reuse
@@ -54,7 +54,7 @@ class Admission:
         self.rule = rule
 
     def change(self, rule: Rule, now: float) -> None:
-        """Another rule from now on. A new budget is one of this day: what was written lately counts."""
+        """Changes the rule. The writes of the last 24 hours count towards a new budget."""
         before, self.rule = self.rule.bytes_a_day, rule
         if rule.bytes_a_day == before:
             return
@@ -64,9 +64,9 @@ class Admission:
         self._left = -self._beyond(rule.bytes_a_day, now)
 
     def _beyond(self, bytes_a_day: int, now: float) -> float:
-        """By how much some last hours exceeded their part of a budget: a day's worth at most.
+        """Returns by how much the latest hours exceeded their part of a budget, at most one day's budget.
 
-        Each hour counts as its end: more than it was, if anything.
+        Each hour counts as if written at its end, which may overstate the excess.
         """
         most = 0.0
         written = 0
@@ -78,22 +78,22 @@ class Admission:
         return min(most, float(bytes_a_day))
 
     def written_in_a_day(self, now: float) -> int:
-        """Bytes written in the last 24 hours, to the hour."""
+        """Returns the bytes written in the last 24 hours, to the hour."""
         return sum(nbytes for hour, nbytes in self._by_hour if now - (hour + 1) * _HOUR_S < DAY_S)
 
     @property
     def threshold(self) -> float:
-        """The chance of being used again that a block needs now."""
+        """The least P(used again) of a block to be admitted now."""
         budget = 1 / (1 + math.exp(-self._odds)) if self._odds > _LOWEST else 0.0
         return max(budget, self.rule.threshold if self.rule.mode == "reuse" else 0.0)
 
     @property
     def spent(self) -> bool:
-        """Whether the budget allows nothing for now."""
+        """Whether the budget is used up for now."""
         return self.rule.bytes_a_day > 0 and self._left <= 0
 
     def admits(self, rows: Rows, tenant: int, now: float) -> npt.NDArray[np.bool_]:
-        """Which blocks of a tenant are worth writing."""
+        """Returns which blocks of a tenant are admitted."""
         self._step(now)
         admitted = np.full(len(rows), not self.spent)
         if self.rule.mode == "twice":
@@ -104,7 +104,7 @@ class Admission:
         return admitted
 
     def wrote(self, nbytes: int, now: float) -> None:
-        """So many bytes are on their way to the device."""
+        """Counts bytes that are being written to the device."""
         self.written += nbytes
         self._left -= nbytes
         hour = int(now // _HOUR_S)
@@ -113,7 +113,7 @@ class Admission:
         self._by_hour.append((hour, nbytes))
 
     def _step(self, now: float) -> None:
-        """Lets the budget grow with time; the less is left, the higher the threshold rises."""
+        """Refills the budget with time. The less is left, the higher the threshold rises."""
         if not self.rule.bytes_a_day:
             return
         slack = _SLACK * self.rule.bytes_a_day

@@ -45,10 +45,10 @@ class Transfers:
         at: int = 0,
         whole: bool = False,
     ) -> int:
-        """Queues copies of rows of a namespace into memory (the tier `at`), from the fastest that has them.
+        """Queues copies of rows of a namespace into the memory tier `at`, each from the fastest tier.
 
-        Returns for how many, counted from the first, there was room (also in the asker's queues).
-        `whole`: all of them, or none.
+        Returns how many leading rows had room in the tier and in the asker's queues. `whole`: all rows, or
+        none.
         """
         r, pool, least = self._r, space.pools[at], len(rows) if whole else 1
         if len(r.tiers) == 1:
@@ -59,7 +59,7 @@ class Transfers:
         if n < least:
             return 0
         others = [(t, r.blocks.slot[i, rows].astype(np.int64)) for i, t in enumerate(r.tiers) if i != at]
-        # What is about to move up must not lose its other copies while room is made.
+        # The sources of the promotion must not be evicted while room is made.
         for tier, slots in others:
             tier.extents.hold(slots[slots >= 0])
         n = self._eviction.make_room(at, pool, len(rows), patient)
@@ -73,7 +73,7 @@ class Transfers:
         return n
 
     def source(self, rows: Rows, at: int) -> Rows:
-        """From where each of these rows would come into a tier of memory: what can be read, memory first."""
+        """Returns the tier from which each row would be promoted: readable tiers, memory first."""
         r = self._r
         order = np.array([i for i in (*r.topology.memory, *r.topology.persistent) if i != at])
         there = r.blocks.slot[:, rows][order] >= 0
@@ -82,7 +82,7 @@ class Transfers:
         return source
 
     def queue_writes(self, rows: Rows) -> None:
-        """Rows that a lasting tier should hold too, as soon as there is time."""
+        """Adds rows to the backlog of writes to a persistent tier."""
         if self._r.topology.persistent:
             for space, some in self._r.namespaces.split(rows):
                 self.backlog.setdefault(space.tenant, deque()).append(some)
@@ -95,17 +95,17 @@ class Transfers:
                 if not self._write_some(waiting):
                     break
             if waiting:
-                # Behind the others, who are next then.
+                # To the end of the order of tenants.
                 self.backlog[tenant] = waiting
 
     def _write_some(self, waiting: deque[Rows]) -> bool:
-        """Starts one write of those of one tenant; False if none can start for now."""
+        """Starts one write of a tenant's backlog. Returns False if none can start for now."""
         r, blocks, tiers = self._r, self._r.blocks, self._r.tiers
         rows = waiting.popleft()
         rows = rows[(blocks.state[rows] == LIVE) & (blocks.copy_marks[rows] == 0) & r.alone_in_memory(rows)]
         if not len(rows):
             return True
-        # Since it was queued, a row may have been given to a block of another namespace.
+        # A row may belong to another namespace by now.
         (space, alike), *others = r.namespaces.split(rows)
         waiting.extendleft(some for _, some in others)
         n = write_chunk(space.pools[r.topology.persistent[0]].slot_bytes)
@@ -136,7 +136,7 @@ class Transfers:
         return started
 
     def _worth_writing(self, space: Namespace, rows: Rows) -> Rows:
-        """Those of a chain's rows that the next tier takes, and all above them."""
+        """Returns the rows of a chain up to the last one that the next tier admits."""
         r = self._r
         tier = r.topology.gate(0)
         admitted = np.flatnonzero(r.tiers[tier].admission.admits(rows, space.tenant, r.now))
@@ -146,7 +146,7 @@ class Transfers:
         return rows[:n]
 
     def relocate(self, space: Namespace, rows: Rows) -> int:
-        """Copies rows of tier 0 to the pool that their namespace has there now; how many have room."""
+        """Copies rows within DRAM to the current pool of their namespace. Returns how many have room."""
         pool = space.pools[0]
         extents = self._r.tiers[0].extents
         if not len(rows):
@@ -162,9 +162,9 @@ class Transfers:
     def worth(
         self, space: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, at: int = 0
     ) -> int:
-        """How many of these leading rows are worth having: loaded before `ends`, and faster than recomputed.
+        """Returns how many leading rows load before `ends`, and faster than they can be recomputed.
 
-        Estimated from what devices have done lately and from what waits for them.
+        The load time is estimated from the measured bandwidth and the queues of the devices.
         """
         r = self._r
         absent = (r.blocks.slot[at, rows] < 0) & ~self._copies.coming(at, rows)
@@ -174,7 +174,7 @@ class Transfers:
         absent = absent[first:]
         source, load_s = self.source(rows[first:], at), np.zeros(len(absent))
         for number in np.unique(source[absent]).tolist():
-            # Devices are read side by side: a chain is there when the last of them has its part.
+            # Devices are read in parallel: the slowest one determines the load time of a chain.
             device = self._copies.device(number, at)
             per_block_s = space.pools[at].slot_bytes / device.share_of(r.now, asker)
             to_load = np.cumsum(absent & (source == number))

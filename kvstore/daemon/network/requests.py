@@ -77,7 +77,7 @@ class NetworkRequests:
     ) -> None:
         """Answers with a lease. Downloads the blocks that only the network has first, until the deadline."""
         blocks, keys = self._blocks, event.keys
-        if not blocks.in_memory(event.namespace, keys, event.at):
+        if not blocks.in_memory(event.namespace, keys, event.tier):
             stored = blocks.stored(event.namespace, keys)
             if stored < keys.n and self._may_start(requester, namespace):
                 self._start(requester, request, namespace, self._acquire(event, namespace, stored))

@@ -158,7 +158,7 @@ class Uploads:
         """Writes the leading blocks that are in DRAM by the deadline."""
         executor = self._executor
         joined = Keys(b"".join(keys), len(keys[0]))
-        event = ev.Acquire(0, CLIENT, number, joined, deadline, namespace.tenant, quiet=True)
+        event = ev.Acquire(0, CLIENT, number, joined, deadline, namespace.tenant, no_touch=True)
         grant = await ask(self._core, event)
         if isinstance(grant, ac.Deny) or not grant.lease:
             return [], []

@@ -32,7 +32,7 @@ _SOURCES = {
     "tenant": "session.principal.tenant",
     "deadline": "session.deadline(q.timeout_s)",
     "until": "session.deadline(q.ttl_s)",
-    "at": "session.memory_tier(q.device)",
+    "tier": "session.memory_tier(q.device)",
     "lease": "lease_number(session.number, q.lease)",
     "checksums": "np.frombuffer(q.checksums, '<u8')",
     "written": "np.frombuffer(q.written, np.uint8) != 0",

@@ -33,9 +33,9 @@ def put(w: World, keys: list[bytes] = CHAIN, loading: bool = False) -> list[byte
     return offered(w)
 
 
-def use(w: World, keys: list[bytes] = CHAIN, quiet: bool = False) -> list[bytes]:
+def use(w: World, keys: list[bytes] = CHAIN, no_touch: bool = False) -> list[bytes]:
     """Reads a chain; what is offered then, which is when the next event comes."""
-    grant = w.ask(ev.Acquire(0, 1, 1, joined(keys), 0.0, quiet=quiet))
+    grant = w.ask(ev.Acquire(0, 1, 1, joined(keys), 0.0, no_touch=no_touch))
     assert isinstance(grant, ac.Grant), grant
     w.send(ev.Release(1, grant.lease))
     return offered(w)
@@ -98,7 +98,7 @@ def test_a_quiet_lease_is_no_use(nvme: int) -> None:
     put(w)
     w.finish_all()
     before = dict(w.p.view.counters)
-    assert use(w, quiet=True) == use(w, quiet=True) == []
+    assert use(w, no_touch=True) == use(w, no_touch=True) == []
     assert dict(w.p.view.counters) == before
     assert use(w) == CHAIN
 
