@@ -63,7 +63,7 @@ class SetTenant:
 class Configure:
     """Changes settings. None leaves a setting as it is.
 
-    `report_moves`: whether `Moved` actions report which blocks come to a tier and leave it.
+    `report_moves`: whether `CopyReport` actions report which blocks come to a tier and leave it.
     """
 
     write_policy: str | None = None
@@ -322,7 +322,7 @@ class Suspect:
 
 @dataclass(slots=True)
 class Tell:
-    """Says where blocks are, as Moved, as if they had just come there; nothing while nobody is told."""
+    """Says where blocks are, as CopyReport, as if they had just come there; nothing while nobody is told."""
 
     namespace: int
     keys: Keys
