@@ -248,7 +248,7 @@ class Crowd:
                 if isinstance(action, ac.Copy):
                     results = np.zeros(len(action.identity), np.uint8)
                     self._later(_COPY_S, ev.CopyDone(action.transfer, results))
-                elif isinstance(action, ac.Renew):
+                elif isinstance(action, ac.RenewExtent):
                     new = action.extent
                     if action.tier == 0:
                         new = self._extents

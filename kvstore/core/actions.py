@@ -195,8 +195,8 @@ class WriteHeader:
 
 
 @dataclass(slots=True)
-class Offer:
-    """These blocks, now in DRAM, are worth having on the network."""
+class OfferBlocks:
+    """Copy these blocks from DRAM to the network."""
 
     identity: BlockIds
 
@@ -214,10 +214,10 @@ class Drop:
 
 
 @dataclass(slots=True)
-class Moved:
-    """These blocks have `gained` a copy in a tier, or lost it: told only while `Residency.telling`.
+class CopyReport:
+    """Reports that these blocks gained or lost a copy in a tier. Sent only while `Outbox.telling`.
 
-    `parents` are those of blocks that gained one, keys of 0 bytes for roots; None for those that lost one.
+    `parents` has the parents of blocks that gained a copy, keys of 0 bytes for roots; None if they lost one.
     """
 
     tier: int
@@ -226,13 +226,13 @@ class Moved:
 
     @property
     def gained(self) -> bool:
-        """Whether there is a copy now."""
+        """Whether the blocks gained the copy."""
         return self.parents is not None
 
 
 @dataclass(slots=True)
-class Came:
-    """These blocks have a copy more in a tier; somebody may wait for them, see `Residency.awaited`."""
+class BlocksArrived:
+    """Reports that these blocks gained a copy in a tier. A lookup may wait for them; see `Outbox.awaited`."""
 
     identity: BlockIds
 
@@ -249,8 +249,8 @@ class Probe:
 
 
 @dataclass(slots=True)
-class Format:
-    """An extent has been given to a domain and a slot size."""
+class FormatExtent:
+    """Cut an extent into slots of a size, for a domain."""
 
     tier: int
     extent: int
@@ -259,16 +259,16 @@ class Format:
 
 
 @dataclass(slots=True)
-class Renew:
-    """An extent changes hands: nothing that was in it may be seen again. Ends with ExtentReady."""
+class RenewExtent:
+    """Replace an extent that gets another owner, so that its old bytes stay hidden. Ends with ExtentReady."""
 
     tier: int
     extent: int
 
 
 @dataclass(slots=True)
-class Remove:
-    """An extent is too much: nothing that was in it may be seen again. Ends with ExtentLost."""
+class RemoveExtent:
+    """Free the memory or disk space of an extent. Ends with ExtentLost."""
 
     tier: int
     extent: int
@@ -276,28 +276,28 @@ class Remove:
 
 @dataclass(slots=True)
 class DeviceAdded:
-    """A device is there, with this number and without extents: SetLimit has some asked for."""
+    """A device was added under this number, without extents. SetLimit requests extents."""
 
     tier: int
 
 
 @dataclass(slots=True)
 class DeviceRemoved:
-    """A device that was to be removed holds nothing any more, and is not spoken of again."""
+    """A device that was being removed is empty. Later actions do not name it."""
 
     tier: int
 
 
 @dataclass(slots=True)
-class Closed:
-    """A namespace without blocks was closed to make room for another one. Its number is free."""
+class NamespaceClosed:
+    """A namespace without blocks was closed because of a limit. Its number is free."""
 
     namespace: int
 
 
 @dataclass(slots=True)
-class Make:
-    """So many extents more are wanted. Ends with ExtentReady for each that can be had, then ExtentsEnd."""
+class MakeExtents:
+    """Make `count` extents. Each one ends with ExtentReady, and the last is followed by ExtentsEnd."""
 
     tier: int
     count: int
@@ -311,16 +311,16 @@ Action = (
     | Deny
     | Copy
     | WriteHeader
-    | Offer
+    | OfferBlocks
     | Drop
-    | Moved
-    | Came
+    | CopyReport
+    | BlocksArrived
     | Probe
-    | Format
-    | Renew
-    | Remove
-    | Make
+    | FormatExtent
+    | RenewExtent
+    | RemoveExtent
+    | MakeExtents
     | DeviceAdded
     | DeviceRemoved
-    | Closed
+    | NamespaceClosed
 )

@@ -63,7 +63,7 @@ class SetTenant:
 class Configure:
     """Changes settings. None leaves a setting as it is.
 
-    `report_moves`: whether `Moved` actions report which blocks come to a tier and leave it.
+    `report_moves`: whether `CopyReport` actions report which blocks come to a tier and leave it.
     """
 
     write_policy: str | None = None
@@ -322,7 +322,7 @@ class Suspect:
 
 @dataclass(slots=True)
 class Tell:
-    """Reports where blocks are, as Moved. Does nothing unless `Configure.report_moves` is set."""
+    """Reports where blocks are, as CopyReport. Does nothing unless `Configure.report_moves` is set."""
 
     namespace: int
     keys: Keys

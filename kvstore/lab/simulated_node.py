@@ -139,7 +139,7 @@ class SimulatedNode:
                     todo.append(ev.CopyDone(action.transfer, np.zeros(len(action.identity), np.uint8)))
                 elif isinstance(action, ac.Probe):
                     todo.append(ev.ProbeDone(action.probe, np.zeros(len(action.identity), np.uint8)))
-                elif isinstance(action, ac.Renew):
+                elif isinstance(action, ac.RenewExtent):
                     todo.append(ev.ExtentReady(action.tier, action.extent, replaces=action.extent))
                 elif isinstance(action, ac.Grant | ac.Reserved | ac.Answer | ac.Deny) and action.request:
                     answer = action

@@ -23,7 +23,7 @@ TIERS = ("dram", "nvme")
 
 def told(w: World) -> list[tuple[object, ...]]:
     """The last event's actions as plain values, but for what is told of blocks: see test_told."""
-    return [_plain(action) for action in w.actions if not isinstance(action, ac.Moved)]
+    return [_plain(action) for action in w.actions if not isinstance(action, ac.CopyReport)]
 
 
 def _plain(a: ac.Action) -> tuple[object, ...]:
@@ -35,9 +35,9 @@ def _plain(a: ac.Action) -> tuple[object, ...]:
         return ("answer", a.value)
     if isinstance(a, ac.Deny):
         return ("deny", a.why)
-    if isinstance(a, ac.Closed):
+    if isinstance(a, ac.NamespaceClosed):
         return ("closed", a.namespace)
-    if isinstance(a, ac.Format):
+    if isinstance(a, ac.FormatExtent):
         return ("format", TIERS[a.tier], a.extent, a.slot_bytes)
     keys = [a.identity.key(i) for i in range(len(a.identity))]
     if isinstance(a, ac.Copy):

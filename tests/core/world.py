@@ -160,10 +160,10 @@ class World:
         self.copies: dict[int, ac.Copy] = {}
         self.unwanted: set[Place] = set()
         self.probes: dict[int, ac.Probe] = {}
-        self.renewals: list[ac.Renew] = []
-        self.removals: list[ac.Remove] = []
+        self.renewals: list[ac.RenewExtent] = []
+        self.removals: list[ac.RemoveExtent] = []
         self.lost: set[int] = set()
-        self.wanted: list[ac.Make] = []
+        self.wanted: list[ac.MakeExtents] = []
         self.joined: list[int] = []
         self.left: list[int] = []
         self.answers: dict[int, ac.Action] = {}
@@ -322,17 +322,17 @@ class World:
                 self.answers[action.request] = action
             if isinstance(action, ac.Grant | ac.Reserved) and action.lease:
                 self._check_mapping(self.asked[action.request], action)
-        elif isinstance(action, ac.Moved):
+        elif isinstance(action, ac.CopyReport):
             who = action.identity
             moved = {(action.tier, int(n), who.key(i)) for i, n in enumerate(who.namespace)}
             (self.told.update if action.gained else self.told.difference_update)(moved)
-        elif isinstance(action, ac.Make):
+        elif isinstance(action, ac.MakeExtents):
             self.wanted.append(action)
-        elif isinstance(action, ac.Renew | ac.Remove):
+        elif isinstance(action, ac.RenewExtent | ac.RemoveExtent):
             assert not any(p[:2] == (action.tier, action.extent) for p in self.headers), "a header stays"
             left = [r for r in self.journals[action.tier].values() if r.place[1] == action.extent]
             assert action.tier == 0 or not left, "a record stays"
-            if isinstance(action, ac.Remove):
+            if isinstance(action, ac.RemoveExtent):
                 self.removals.append(action)
             else:
                 self.renewals.append(action)
@@ -342,13 +342,13 @@ class World:
         elif isinstance(action, ac.Probe):
             assert action.tier not in self.lost, "a look at a device that is lost"
             self.probes[action.probe] = action
-        elif isinstance(action, ac.Format):
+        elif isinstance(action, ac.FormatExtent):
             before = self.whose.setdefault((action.tier, action.extent), action.domain)
             assert before == action.domain, "an extent has changed hands as it was"
             self.kept[action.tier][action.extent] = action.slot_bytes
         elif isinstance(action, ac.DeviceAdded):
             self.joined.append(action.tier)
-        elif isinstance(action, ac.Closed):
+        elif isinstance(action, ac.NamespaceClosed):
             del self.namespaces[action.namespace], self.opened[action.namespace]
         elif isinstance(action, ac.DeviceRemoved):
             assert not self.kept[action.tier], "a device was left with something in it"

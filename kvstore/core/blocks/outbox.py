@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Action, BlockIds, Came, Moved, Offer, Where, WriteHeader
+from kvstore.core.actions import Action, BlockIds, BlocksArrived, CopyReport, OfferBlocks, Where, WriteHeader
 from kvstore.core.blocks.block_table import LIVE, Blocks, Rows
 from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.transfers.admission import Admission
@@ -66,12 +66,12 @@ class Outbox:
             self._report_awaited(rows)
         if self.telling and len(rows):
             parents = self._parent_ids(rows) if gained else None
-            self.actions.append(Moved(tier, self.ids(rows), parents))
+            self.actions.append(CopyReport(tier, self.ids(rows), parents))
 
     def _report_awaited(self, rows: Rows) -> None:
         came = [word in self.awaited for word in self._blocks.words[rows, 0].tolist()]
         if any(came):
-            self.actions.append(Came(self.ids(rows[np.array(came)])))
+            self.actions.append(BlocksArrived(self.ids(rows[np.array(came)])))
 
     def offer(self, rows: Rows, namespace: Namespace) -> None:
         """Offers the admitted blocks in DRAM to the network, each block once."""
@@ -82,4 +82,4 @@ class Outbox:
         rows = rows[self.sharing.admits(rows, namespace.tenant, self.now)] if len(rows) else rows
         if len(rows):
             b.offered[rows] = True
-            self.actions.append(Offer(self.ids(rows)))
+            self.actions.append(OfferBlocks(self.ids(rows)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.actions import Format, Remove, Renew
+from kvstore.core.actions import FormatExtent, RemoveExtent, RenewExtent
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.blocks.residency import DEMOTE, Residency
 from kvstore.core.capacity.extents import SlotClass
@@ -330,7 +330,7 @@ class Eviction:
         """Gives a pool an extent that is free (this one); whether there was one."""
         chosen = self._r.tiers[tier].extents.assign(pool, extent)
         if chosen is not None:
-            self._r.outbox.actions.append(Format(tier, chosen, pool.slot_bytes, pool.domain))
+            self._r.outbox.actions.append(FormatExtent(tier, chosen, pool.slot_bytes, pool.domain))
         return chosen is not None
 
     def _take_over(self, tier: int, pool: SlotPool) -> None:
@@ -459,7 +459,7 @@ class Eviction:
             return
         self._r.tiers[tier].extents.renew(extent, tenant)
         self._r.counters["renewed_extents"] += 1
-        self._r.outbox.actions.append(Renew(tier, extent))
+        self._r.outbox.actions.append(RenewExtent(tier, extent))
 
     def renew(self, tier: int, extent: int) -> None:
         """An extent that is nobody's is made anew."""
@@ -469,4 +469,4 @@ class Eviction:
         """An extent that is nobody's goes for good."""
         self._r.tiers[tier].extents.remove(extent)
         self._r.counters["removed_extents"] += 1
-        self._r.outbox.actions.append(Remove(tier, extent))
+        self._r.outbox.actions.append(RemoveExtent(tier, extent))

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Make
+from kvstore.core.actions import MakeExtents
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.eviction import Eviction
 
@@ -48,7 +48,7 @@ class Resizing:
             self._again.add(tier)
         else:
             state.growing = True
-            self._r.outbox.actions.append(Make(tier, state.extents.lacking))
+            self._r.outbox.actions.append(MakeExtents(tier, state.extents.lacking))
 
     def ended(self, tier: int) -> None:
         """No more extents come: all are there, or there is no room for them."""

@@ -7,7 +7,7 @@ from kvstore.core.blocks.residency import Residency
 
 
 def tell(residency: Residency, event: ev.Tell) -> None:
-    """Reports the tiers that hold these keys, as Moved, as if the blocks had just arrived."""
+    """Reports the tiers that hold these keys, as CopyReport, as if the blocks had just arrived."""
     rows = residency.index.find(event.namespace, event.keys)
     rows = rows[rows >= 0]
     for tier in range(len(residency.tiers)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Renew
+from kvstore.core.actions import Answer, RenewExtent
 from kvstore.core.blocks.block_table import LIVE, RESERVED
 from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.quotas import Quota
@@ -189,4 +189,4 @@ class Deletion:
 
     def _renew(self, tier: int, extent: int) -> None:
         self._r.tiers[tier].extents.renew(extent, -1)
-        self._r.outbox.actions.append(Renew(tier, extent))
+        self._r.outbox.actions.append(RenewExtent(tier, extent))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Closed, Deny
+from kvstore.core.actions import Answer, Deny, NamespaceClosed
 from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.requests.leases import LeaseTable
@@ -108,7 +108,7 @@ class NamespaceTable:
                 del self._r.namespaces[space.number]
                 self._r.chains.holes.pop(space.number, None)
                 self._leases.writers.pop(space.number, None)
-                self._leases.say(Closed(space.number))
+                self._leases.say(NamespaceClosed(space.number))
                 excess -= 1
         return not excess
 

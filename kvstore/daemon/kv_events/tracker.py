@@ -146,7 +146,7 @@ class Routing:
             self._shell.handle(ev.Tell(space.number, keys))
         return True
 
-    def moved(self, moved: ac.Moved) -> None:
+    def moved(self, moved: ac.CopyReport) -> None:
         """Blocks have come to a tier, or left it."""
         identity, parents = moved.identity, moved.parents
         for i, number in enumerate(identity.namespace.tolist()):

@@ -69,7 +69,7 @@ class Uploads:
             if name in targets or name.namespace in targets
         ]
 
-    def offer(self, action: ac.Offer) -> None:
+    def offer(self, action: ac.OfferBlocks) -> None:
         """Uploads blocks that the core offers, at the lowest priority. Drops them if too many wait."""
         identity = action.identity
         for number in np.unique(identity.namespace).tolist():

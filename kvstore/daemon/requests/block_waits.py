@@ -66,7 +66,7 @@ class Waits:
     ) -> None:
         """`stored` returns how many leading keys of a namespace are stored on this node.
 
-        `handle` runs an event: the core reports blocks as Came that it is asked to watch.
+        `handle` runs an event: the core reports watched blocks as BlocksArrived.
         """
         self._loop = loop
         self._namespaces = namespaces
@@ -123,7 +123,7 @@ class Waits:
         self._handle(ev.Unwatch(wait.key))
         self._namespaces.drop(wait.space)
 
-    def came(self, came: ac.Came) -> None:
+    def came(self, came: ac.BlocksArrived) -> None:
         """Blocks are stored that somebody may wait for."""
         for i, number in enumerate(came.identity.namespace.tolist()):
             for wait in list(self._by_number.get(number, {}).get(came.identity.key(i), ())):

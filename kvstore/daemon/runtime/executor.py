@@ -124,12 +124,12 @@ class Shell:
         self._run_by_type: dict[type, Callable[[Any], None]] = {
             **self.tier_actions.run_by_type,
             ac.WriteHeader: self._stamp,
-            ac.Offer: self._offer,
-            ac.Moved: self.routing.moved,
-            ac.Came: self.waits.came,
+            ac.OfferBlocks: self._offer,
+            ac.CopyReport: self.routing.moved,
+            ac.BlocksArrived: self.waits.came,
             ac.DeviceAdded: lambda action: devices.joined(self, action.tier),
             ac.DeviceRemoved: self._left,
-            ac.Closed: lambda action: self.tenancy.closed(action.namespace),
+            ac.NamespaceClosed: lambda action: self.tenancy.closed(action.namespace),
         }
 
     def _make_placement(self, seed: int) -> Placement:
@@ -389,13 +389,13 @@ class Shell:
         reason = error if isinstance(error, TierError) else TierError(f"{what}: {error!r}")
         if not isinstance(error, TierError):
             _log.error("%s", what, exc_info=error)
-        if isinstance(action, ac.Renew):
+        if isinstance(action, ac.RenewExtent):
             self.soon(self.tier_actions.not_renewed, action.tier, action.extent, reason)
-        elif isinstance(action, ac.Remove):
+        elif isinstance(action, ac.RemoveExtent):
             self.soon(self.tier_actions.removed, action, reason)
-        elif isinstance(action, ac.Make):
+        elif isinstance(action, ac.MakeExtents):
             self.soon(self._extents_end, action.tier, reason)
-        elif isinstance(action, ac.Drop | ac.Format | ac.WriteHeader):
+        elif isinstance(action, ac.Drop | ac.FormatExtent | ac.WriteHeader):
             device = action.tier != DRAM and isinstance(error, TierError)
             (self._fence if device else self._crash)(action.tier, reason)
 
@@ -455,7 +455,7 @@ class Shell:
             ends,
         )
 
-    def _offer(self, offer: ac.Offer) -> None:
+    def _offer(self, offer: ac.OfferBlocks) -> None:
         if self.remote is not None:
             self.remote.uploads.offer(offer)
 

@@ -77,10 +77,10 @@ class TierActions:
             ac.Copy: self._copy,
             ac.Probe: self._probe,
             ac.Drop: self._drop,
-            ac.Format: self._format,
-            ac.Renew: self._renew,
-            ac.Remove: self._remove,
-            ac.Make: self._make,
+            ac.FormatExtent: self._format,
+            ac.RenewExtent: self._renew,
+            ac.RemoveExtent: self._remove,
+            ac.MakeExtents: self._make,
         }
 
     def _copy(self, copy: ac.Copy) -> None:
@@ -124,14 +124,14 @@ class TierActions:
     def _drop(self, drop: ac.Drop) -> None:
         self._tier_at(drop.tier).drop(drop.identity, drop.where)
 
-    def _format(self, action: ac.Format) -> None:
+    def _format(self, action: ac.FormatExtent) -> None:
         owner = self._owner_of(action.domain)
         self._tier_at(action.tier).format(action.extent, action.slot_bytes, owner)
 
-    def _make(self, action: ac.Make) -> None:
+    def _make(self, action: ac.MakeExtents) -> None:
         self._tier_at(action.tier).grow(action.count, *self._host.reporters(action.tier))
 
-    def _renew(self, action: ac.Renew) -> None:
+    def _renew(self, action: ac.RenewExtent) -> None:
         tier, extent, host = action.tier, action.extent, self._host
 
         def ready(number: int) -> None:
@@ -147,11 +147,11 @@ class TierActions:
         self._host.problem(error)
         self._host.note("lost", tier, str(error))
         if self._tier_at(tier).persistent:
-            self._remove(ac.Remove(tier, extent))
+            self._remove(ac.RemoveExtent(tier, extent))
         else:
             self._host.handle(ev.ExtentLost(tier, extent))
 
-    def _remove(self, action: ac.Remove) -> None:
+    def _remove(self, action: ac.RemoveExtent) -> None:
         def done(error: TierError | None) -> None:
             self._host.soon(self.removed, action, error)
 
@@ -160,7 +160,7 @@ class TierActions:
         except TierError as error:
             done(error)
 
-    def removed(self, action: ac.Remove, error: TierError | None) -> None:
+    def removed(self, action: ac.RemoveExtent, error: TierError | None) -> None:
         """Reports a removed extent to the core. The removal of a persistent one is retried until it ends."""
         if error is not None:
             self._host.problem(error)

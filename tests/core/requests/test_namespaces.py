@@ -32,7 +32,9 @@ def opening(w: World, number: int, tenant: int = A, **more: object) -> tuple[boo
     if isinstance(answer, ac.Answer):
         w.namespaces[number], w.opened[number] = 100, replace(event, request=0)
     w.p.check()
-    return isinstance(answer, ac.Answer), [a.namespace for a in w.actions if isinstance(a, ac.Closed)]
+    return isinstance(answer, ac.Answer), [
+        a.namespace for a in w.actions if isinstance(a, ac.NamespaceClosed)
+    ]
 
 
 def test_the_oldest_without_blocks_is_closed() -> None:

@@ -14,7 +14,7 @@ CHAIN = [b"a", b"b", b"c", b"d"]
 
 def offered(w: World) -> list[bytes]:
     """What the last event had offered."""
-    found = [action.identity for action in w.actions if isinstance(action, ac.Offer)]
+    found = [action.identity for action in w.actions if isinstance(action, ac.OfferBlocks)]
     return [identity.key(i) for identity in found for i in range(len(identity))]
 
 

@@ -13,7 +13,7 @@ def moved(actions: list[ac.Action]) -> list[tuple[int, list[bytes], list[bytes] 
     """(tier, keys, their parents) of each move; no parents: the blocks have left."""
     told = []
     for action in actions:
-        if isinstance(action, ac.Moved):
+        if isinstance(action, ac.CopyReport):
             keys = [action.identity.key(i) for i in range(len(action.identity))]
             above = action.parents
             told.append(
