@@ -152,7 +152,7 @@ class Transport:
         connection = self._protocol
         places = np.frombuffer(granted.slots, SLOT_RECORD)["place"]
         for extent in np.unique(places >> np.uint64(32)).tolist():
-            if not connection._shell.tenancy.may_map(connection.who, extent, writable=False):
+            if not connection._services.catalog.may_map(connection.who, extent, writable=False):
                 self._link.net.fail("never mixing", f"{connection.who.name} is granted slots in {extent}")
 
     def _pass_descriptors(self) -> None:

@@ -9,27 +9,25 @@ told everything from the start, and with him all others, a while apart.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvstore.config import Events
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.view import View
 from kvstore.daemon.kv_events.publisher import CLEARED, Event, Publisher, Removed, Stored
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.daemon.runtime.ports import Core, Post, Problems
+from kvstore.daemon.tenancy.auth import Authenticator
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.errors import KVStoreError
 from kvstore.types import Tier
-
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
-
-_log = logging.getLogger(__name__)
 
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK", Tier.NETWORK: "EXTERNAL"}
 _SAID = 1 << 16
@@ -83,9 +81,25 @@ def hash_of(key: bytes) -> int:
 class Routing:
     """The book of what has been announced, and who sends it."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-        self._settings = shell.config.events
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        core: Core,
+        post: Post,
+        view: View,
+        namespaces: Namespaces,
+        authenticator: Authenticator,
+        problems: Problems,
+        settings: Events,
+    ) -> None:
+        self._loop = loop
+        self._core = core
+        self._post = post
+        self._view = view
+        self._namespaces = namespaces
+        self._authenticator = authenticator
+        self._problems = problems
+        self._settings = settings
         self._node = self._settings.node or socket.gethostname()
         self._publisher: Publisher | None = None
         self._topics: dict[str, _Topic] = {}
@@ -103,12 +117,10 @@ class Routing:
         try:
             self._publisher = Publisher(self._settings.listen, self._settings.replay, self._subscribed)
         except KVStoreError as error:
-            said = f"no KV events: {error}"
-            _log.error("%s", said)
-            self._shell.problems.append(said)
+            self._problems.report(f"no KV events: {error}")
             return
-        self._shell.handle(ev.Configure(report_moves=True))
-        for space in self._shell.namespaces:
+        self._core.handle(ev.Configure(report_moves=True))
+        for space in self._namespaces:
             self._topic(space.number)
 
     def close(self) -> None:
@@ -143,7 +155,7 @@ class Routing:
             del topic.said[name]
         if fresh:
             # What is stored already, from before a restart perhaps, can be announced from now on.
-            self._shell.handle(ev.Tell(space.number, keys))
+            self._core.handle(ev.Tell(space.number, keys))
         return True
 
     def moved(self, moved: ac.Moved) -> None:
@@ -167,7 +179,7 @@ class Routing:
     def _topic(self, number: int) -> _Topic | None:
         """The topic of a namespace, made if absent; None if it is not published."""
         if number not in self._of:
-            space = self._shell.namespaces.at(number)
+            space = self._namespaces.at(number)
             if space is None or space.layout is None:
                 return None
             self._of[number] = self._topic_of(space)
@@ -176,7 +188,7 @@ class Routing:
     def _topic_of(self, space: NamespaceEntry) -> _Topic | None:
         tenants, layout = self._settings.tenants, space.layout
         assert layout is not None
-        owner = self._shell.tenancy.registry.name(space.tenant)
+        owner = self._authenticator.name(space.tenant)
         # All shards of a model have the same blocks: one of them is enough.
         if not layout.shard.startswith("0/") or (tenants is not None and owner not in tenants):
             return None
@@ -238,7 +250,7 @@ class Routing:
                 del topic.waiting[block.parent]
 
     def _medium(self, at: int) -> str:
-        return _MEDIA[self._shell.placement.residency.tiers[at % MOST_TIERS].spec.tier]
+        return _MEDIA[self._view.tiers[at % MOST_TIERS].kind]
 
     def _media(self, block: _Block) -> set[str]:
         return {self._medium(at) for at in block.at}
@@ -264,7 +276,7 @@ class Routing:
         topic.events.append(event)
         if not self._flushing:
             self._flushing = True
-            self._shell.loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Hands on what one turn of the loop has brought: a batch a topic."""
@@ -275,33 +287,33 @@ class Routing:
             if events and not self._behind and not self._publisher.put(topic.name, events):
                 # Everybody has missed something: all of it is told again, when there is room.
                 self._behind = True
-                self._shell.loop.call_later(_NEXT_TRY_S, self._catch_up)
+                self._loop.call_later(_NEXT_TRY_S, self._catch_up)
 
     # -- everything from the start
 
     def _catch_up(self) -> None:
         assert self._publisher is not None
         if self._publisher.waiting:
-            self._shell.loop.call_later(_NEXT_TRY_S, self._catch_up)
+            self._loop.call_later(_NEXT_TRY_S, self._catch_up)
         else:
             self._behind = False
             self._tell_anew()
 
     def _subscribed(self) -> None:
         """Somebody new listens (said on the publisher's thread)."""
-        self._shell.soon(self._plan_anew)
+        self._post(self._plan_anew)
 
     def _plan_anew(self) -> None:
         if self._anew is None:
-            when = max(self._shell.now(), self._anew_at)
-            self._anew = self._shell.loop.call_at(when, self._tell_anew)
+            when = max(self._core.now(), self._anew_at)
+            self._anew = self._loop.call_at(when, self._tell_anew)
 
     def _tell_anew(self) -> None:
         """AllBlocksCleared, and then every block again, step by step."""
         if self._again:
-            self._anew = self._shell.loop.call_later(_ANEW_S, self._tell_anew)
+            self._anew = self._loop.call_later(_ANEW_S, self._tell_anew)
             return
-        self._anew, self._anew_at = None, self._shell.now() + _ANEW_S
+        self._anew, self._anew_at = None, self._core.now() + _ANEW_S
         for topic in self._topics.values():
             topic.events, topic.waiting = [], {}
             topic.era += 1
@@ -320,4 +332,4 @@ class Routing:
             if not names:
                 self._again.popleft()
         if self._again:
-            self._shell.loop.call_later(_NEXT_STEP_S, self._tell_some)
+            self._loop.call_later(_NEXT_STEP_S, self._tell_some)

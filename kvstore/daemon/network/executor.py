@@ -1,8 +1,8 @@
-"""Calls to a network backend: whose turn it is, on which thread, and whether it is worth asking at all.
+"""Calls to a network backend: queueing, threads and a circuit breaker.
 
-Batches of blocks wait as at a device: by class and tenant, few bytes under way at a time. A backend that
-fails a few times in a row is left alone, but for a look at its health now and then: so nobody who asks for
-blocks ever waits to find out that it is still away.
+Batches of blocks wait in a device queue: by class of work and tenant, with few bytes under way at a time.
+After three failed calls in a row the backend is not used, apart from a health check every 5 s. So no request
+for blocks waits for a backend that is known to be down.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.core.transfers.devices import DeviceQueue
+from kvstore.daemon.network.ports import Post
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome
 from kvstore.tiers.network.thread_pool import ThreadPool
@@ -22,154 +23,156 @@ from kvstore.types import slot_bytes
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLIENT = -1
-"""Whom the core takes the network tier for: no connection has this number."""
-
 _BATCH_BYTES = 4 << 20
 _BATCH_BLOCKS = 32
 
-FAILURES = 3
-"""Calls in a row that fail before a backend is left alone."""
+_FAILURES_TO_OPEN = 3
+"""Failed calls in a row after which a backend is not used."""
 
-LOOK_EVERY_S = 5.0
-"""How often its health is looked at then."""
+HEALTH_CHECK_EVERY_S = 5.0
+"""Time between health checks of a backend that is not used."""
 
-_ASIDE_THREADS = 8
+_CONTROL_THREADS = 8
 _HEALTH_WITHIN_S = 5.0
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """Blocks in a batch: enough to be worth a call, few enough that the first ones arrive soon."""
+    """Returns the blocks per batch: enough to be worth a call, few enough for the first to arrive soon."""
     return min(_BATCH_BLOCKS, max(1, _BATCH_BYTES // slot_bytes(block_bytes)))
 
 
 class BackendExecutor:
-    """The way to one backend. `problem`: why it is left alone, empty while it is not."""
+    """Runs calls of one backend. `problem` says why the backend is not used; it is empty while it is used."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        soon: Callable[..., None],
+        post: Post,
         backend: Backend,
         threads: int,
-        told: Callable[[str], None],
+        timeout_s: float,
+        health_changed: Callable[[str], None],
     ) -> None:
-        """`soon` has something called on the loop, from any thread; `told` hears of a change of `problem`."""
+        """`timeout_s` bounds callers' calls. `health_changed` is called with every new value of `problem`."""
         self.backend = backend
+        self.timeout_s = timeout_s
         self.device = DeviceQueue()
-        self.problem = "not asked yet"
+        self.problem = "not checked yet"
         self._loop = loop
-        self._soon = soon
-        self._told = told
+        self._post = post
+        self._health_changed = health_changed
         self._threads = threads
-        self._turns: dict[int, asyncio.Future[None]] = {}
-        self._last = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._last_number = 0
         self._failures = 0
         self._failing = asyncio.Event()
-        self._payload = ThreadPool("kvstore-network", threads)
-        self._aside = ThreadPool("kvstore-network-aside", _ASIDE_THREADS)
+        self._transfers = ThreadPool("kvstore-network", threads)
+        self._control = ThreadPool("kvstore-network-aside", _CONTROL_THREADS)
         self._timer: asyncio.TimerHandle | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._health_task: asyncio.Task[None] | None = None
 
     @property
     def usable(self) -> bool:
-        """Whether it is worth asking."""
+        """Whether calls are made."""
         return not self.problem
 
     def start(self) -> None:
-        """Looks at its health, and from then on whenever it is left alone."""
-        self._looking = self._loop.create_task(self._look())
+        """Starts the health checks: one now, and more whenever the backend is not used."""
+        self._health_task = self._loop.create_task(self._watch_health())
 
     async def close(self, within_s: float) -> None:
-        """Ends what is under way; what takes longer is left to itself."""
-        if self._looking is not None:
-            self._looking.cancel()
+        """Closes the backend. Waits up to `within_s` for calls under way, and abandons the rest."""
+        if self._health_task is not None:
+            self._health_task.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self.problem = "closed"
-        for turn in self._turns.values():
-            turn.cancel()
-        self._payload.close()
-        self._aside.close()
+        for started in self._waiting.values():
+            started.cancel()
+        self._transfers.close()
+        self._control.close()
         ends = self._loop.time() + within_s
-        # What it holds may take long to let go of.
+        # A backend may take long to close its connections.
         closing = ThreadPool("kvstore-network-close", 1)
         closing.submit(self.backend.close)
-        while self._payload.busy + self._aside.busy + closing.busy and self._loop.time() < ends:  # noqa: ASYNC110
+        while self._transfers.busy + self._control.busy + closing.busy and self._loop.time() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         closing.close()
 
-    # -- turns
+    # -- queueing
 
-    async def in_turn(
+    async def schedule(
         self, tenant: int, kind: int, nbytes: int, work: Callable[[], Awaitable[tuple[T, int]]]
     ) -> T | None:
-        """Does work that moves so many bytes when its turn comes, and says how many it did; None: never.
+        """Runs work that moves `nbytes` when the queue starts it. Returns None, without running it, if the
+        queue is full.
 
-        That is when too much waits already.
+        `work` returns a value and the bytes that it moved.
         """
-        self._last += 1
-        number, turn = self._last, self._loop.create_future()
+        self._last_number += 1
+        number, started = self._last_number, self._loop.create_future()
         if not self.device.put(self._loop.time(), tenant, kind, nbytes, number):
             return None
-        self._turns[number] = turn
-        self._go_on()
-        await turn
+        self._waiting[number] = started
+        self._start_next()
+        await started
         moved = 0
         try:
             value, moved = await work()
         finally:
             self.device.ended(self._loop.time(), kind, nbytes, moved)
-            self._go_on()
+            self._start_next()
         return value
 
-    def _go_on(self) -> None:
+    def _start_next(self) -> None:
         now, device = self._loop.time(), self.device
         if device.moving < self._threads:
             for number, kind, nbytes in device.next(now):
-                turn = self._turns.pop(number)
-                if turn.cancelled():
+                started = self._waiting.pop(number)
+                if started.cancelled():
                     device.ended(now, kind, nbytes, 0)
                 else:
-                    turn.set_result(None)
+                    started.set_result(None)
                 if device.moving >= self._threads:
                     break
         if self._timer is not None:
             self._timer.cancel()
-        # Who is capped waits for time alone.
+        # Only a tenant at its bandwidth cap waits for a time rather than for the end of other work.
         ready = device.queue.ready_at(now)
-        self._timer = self._loop.call_at(ready, self._go_on) if now < ready < float("inf") else None
+        self._timer = self._loop.call_at(ready, self._start_next) if now < ready < float("inf") else None
 
     # -- calls
 
-    async def move(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
-        """Runs a call that moves payload, in a turn; none at all if the backend could not be asked."""
-        return await self._run(self._payload, call, within_s) or []
+    async def transfer(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
+        """Runs a call that moves payload. Returns an empty list if the backend as a whole failed."""
+        return await self._run(self._transfers, call, within_s) or []
 
-    async def try_move(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
-        """The same for a first try: that it takes too long says nothing of the backend."""
+    async def try_transfer(
+        self, call: Callable[[float], Sequence[Outcome]], within_s: float
+    ) -> list[Outcome]:
+        """Like `transfer`, for a first try with a short deadline: its failure does not count."""
         try:
-            return list(await self._thread(self._payload, call, within_s))
+            return list(await self._thread(self._transfers, call, within_s))
         except NetworkError:
             return []
 
-    async def ask(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
-        """Runs a short call beside those."""
-        return await self._run(self._aside, call, within_s) or []
+    async def call(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
+        """Runs a short call without payload. Transfers do not delay it."""
+        return await self._run(self._control, call, within_s) or []
 
-    async def walk(self, call: Callable[[float], T], within_s: float) -> T:
-        """Runs a call that has other things to say. Raises what it raises."""
-        return await self._thread(self._aside, call, within_s)
+    async def run(self, call: Callable[[float], T], within_s: float) -> T:
+        """Runs a call that has other results than outcomes. Raises what the call raises."""
+        return await self._thread(self._control, call, within_s)
 
     async def _run(
-        self, hands: ThreadPool, call: Callable[[float], Sequence[Outcome]], within_s: float
+        self, pool: ThreadPool, call: Callable[[float], Sequence[Outcome]], within_s: float
     ) -> list[Outcome] | None:
         try:
-            outcomes = list(await self._thread(hands, call, within_s))
+            outcomes = list(await self._thread(pool, call, within_s))
         except NetworkError as error:
-            self._failed(str(error), FAILURES if error.fatal else 1)
+            self._failed(str(error), _FAILURES_TO_OPEN if error.fatal else 1)
             return None
-        except Exception as error:  # a bug of a backend must not end more than this
+        except Exception as error:  # a bug in a backend must not end the task
             _log.exception("a call to the network tier failed")
             self._failed(f"{type(error).__name__}: {error}", 1)
             return None
@@ -179,7 +182,7 @@ class BackendExecutor:
             self._failures = 0
         return outcomes
 
-    async def _thread(self, hands: ThreadPool, call: Callable[[float], T], within_s: float) -> T:
+    async def _thread(self, pool: ThreadPool, call: Callable[[float], T], within_s: float) -> T:
         future: asyncio.Future[T] = self._loop.create_future()
         ends = time.monotonic() + within_s
 
@@ -187,46 +190,47 @@ class BackendExecutor:
             try:
                 value = call(ends)
             except Exception as error:
-                self._soon(_fail, future, error)
+                self._post(_fail, future, error)
             else:
-                self._soon(_succeed, future, value)
+                self._post(_succeed, future, value)
 
-        hands.submit(work)
-        # A call is never given up half way: until it is over, memory may be written to.
+        pool.submit(work)
+        # Cancelling the task must not free memory that the running call still writes to.
         return await asyncio.shield(future)
 
     # -- health
 
-    def _failed(self, why: str, times: int) -> None:
-        self._failures += times
-        if self._failures >= FAILURES and not self.problem:
-            self._set(why)
+    def _failed(self, problem: str, failures: int) -> None:
+        self._failures += failures
+        if self._failures >= _FAILURES_TO_OPEN and not self.problem:
+            self._set_problem(problem)
             self._failing.set()
 
-    def _set(self, problem: str) -> None:
+    def _set_problem(self, problem: str) -> None:
         if problem and problem != self.problem:
-            _log.error("the network tier is left alone for now: %s", problem)
+            _log.error("the network tier is not used for now: %s", problem)
         self.problem = problem
-        self._told(problem)
+        self._health_changed(problem)
 
-    async def _look(self) -> None:
+    async def _watch_health(self) -> None:
         while True:
-            problem = await self._ails()
+            problem = await self._check_health()
             if problem != self.problem:
-                self._set(problem)
+                self._set_problem(problem)
             if not problem:
                 self._failures = 0
                 self._failing.clear()
                 await self._failing.wait()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(HEALTH_CHECK_EVERY_S)
 
-    async def _ails(self) -> str:
+    async def _check_health(self) -> str:
+        """Returns the backend's problem, empty if it is healthy."""
         try:
-            await self.walk(self.backend.health, _HEALTH_WITHIN_S)
+            await self.run(self.backend.health, _HEALTH_WITHIN_S)
         except KVStoreError as error:
             return str(error)
-        except Exception as error:  # a bug of a backend must not end the looking
-            _log.exception("the network tier's health can't be told")
+        except Exception as error:  # a bug in a backend must not end the health checks
+            _log.exception("the network tier's health check failed")
             return f"{type(error).__name__}: {error}"
         return ""
 

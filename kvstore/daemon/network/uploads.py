@@ -1,12 +1,16 @@
-"""Blocks on their way to the network: each once, in batches, in turns; verified before they are written."""
+"""Uploads: blocks on their way from DRAM to the network.
+
+A block is uploaded once. Blocks move in batches, in the order of the executor's queue. A block is verified
+before it is written. A block that is corrupt in memory is reported to the core and not uploaded.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,159 +19,184 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.transfers.devices import DEMAND, WRITE_BACK
-from kvstore.daemon.network.executor import CLIENT, batch_blocks
+from kvstore.daemon.network.core_requests import CLIENT, ask
+from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
+from kvstore.daemon.network.existence import ExistenceChecks
+from kvstore.daemon.network.pending_deletions import PendingDeletions, Target
+from kvstore.daemon.network.ports import BlockView, Core, NamespaceTable, SlotMemory
+from kvstore.daemon.network.tasks import Tasks
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
 from kvstore.types import slot_bytes
 
-if TYPE_CHECKING:
-    from kvstore.daemon.network.tier import NetworkTier
-
-_OFFERS_WAITING = 1 << 14
+_MOST_WAITING = 1 << 14
 
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """One block: `there` becomes true once the network has it. `started`: no other may send it now."""
+    """One block. `ended` has whether the network has it; once `started`, no other upload may replace it."""
 
-    there: asyncio.Future[bool]
+    ended: asyncio.Future[bool]
     kind: int
     started: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Uploads:
-    """What goes out, by name."""
+    """Uploads under way, by name."""
 
-    def __init__(self, remote: NetworkTier) -> None:
-        self._remote = remote
-        self._shell = remote.shell
-        self._going: dict[Name, Upload] = {}
+    _core: Core
+    _blocks: BlockView
+    _dram: SlotMemory
+    _namespaces: NamespaceTable
+    _executor: BackendExecutor
+    _eligibility: Eligibility
+    _pending: PendingDeletions
+    _existence: ExistenceChecks
+    _tasks: Tasks
+    _counters: Counter[str]
+    _uploads: dict[Name, Upload] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._going)
+        return len(self._uploads)
 
-    def of(self, whole: Collection[Name | bytes]) -> list[asyncio.Future[bool]]:
-        """Those of these names, or of these namespaces, that are on their way."""
-        return [g.there for name, g in self._going.items() if name in whole or name.namespace in whole]
+    def within(self, targets: Collection[Target]) -> list[asyncio.Future[bool]]:
+        """Returns the uploads of these objects and of these namespaces."""
+        return [
+            upload.ended
+            for name, upload in self._uploads.items()
+            if name in targets or name.namespace in targets
+        ]
 
     def offer(self, action: ac.Offer) -> None:
-        """Blocks that other nodes may want: sent when nothing else is to do."""
+        """Uploads blocks that the core offers, at the lowest priority. Drops them if too many wait."""
         identity = action.identity
         for number in np.unique(identity.namespace).tolist():
-            space = self._shell.namespaces.at(number)
-            if space is None or not self._remote.serves(space):
+            namespace = self._namespaces.at(number)
+            if namespace is None or not self._eligibility.serves(namespace):
                 continue
             keys = [identity.key(i) for i in np.flatnonzero(identity.namespace == number).tolist()]
-            if len(self._going) + len(keys) > _OFFERS_WAITING:
-                self._remote.counters["dropped_offers"] += len(keys)
+            if len(self._uploads) + len(keys) > _MOST_WAITING:
+                self._counters["dropped_offers"] += len(keys)
                 continue
             for length in {len(key) for key in keys}:
-                self.send(space, [key for key in keys if len(key) == length], space.tenant, WRITE_BACK)
+                some = [key for key in keys if len(key) == length]
+                self.start(namespace, some, namespace.tenant, WRITE_BACK)
 
-    def send(
-        self, space: NamespaceEntry, keys: Sequence[bytes], tenant: int, kind: int
+    def start(
+        self, namespace: NamespaceEntry, keys: Sequence[bytes], tenant: int, kind: int
     ) -> list[asyncio.Future[bool]]:
-        """Starts to send blocks. Those on their way are joined, unless they still wait and this is urgent."""
-        going: list[Upload] = []
+        """Starts to upload blocks. Joins uploads that are under way.
+
+        `kind` is the class of work at the backend's queue. An upload of another kind that still waits is
+        replaced if one of the two is DEMAND.
+        """
+        uploads: list[Upload] = []
         batch: list[tuple[bytes, Upload]] = []
         for key in keys:
-            name = Name(space.fingerprint, key)
-            known = self._going.get(name)
-            if known is None or (kind == DEMAND != known.kind and not known.started):
-                known = self._going[name] = Upload(self._shell.loop.create_future(), kind)
-                batch.append((key, known))
-            going.append(known)
-        most = batch_blocks(space.block_bytes)
+            name = Name(namespace.fingerprint, key)
+            upload = self._uploads.get(name)
+            if upload is None or (kind == DEMAND != upload.kind and not upload.started):
+                ended = asyncio.get_running_loop().create_future()
+                upload = self._uploads[name] = Upload(ended, kind)
+                batch.append((key, upload))
+            uploads.append(upload)
+        most = batch_blocks(namespace.block_bytes)
         for at in range(0, len(batch), most):
-            self._remote.begin(self._store(space, batch[at : at + most], tenant, kind), space)
-        return [each.there for each in going]
+            self._tasks.start(self._store(namespace, batch[at : at + most], tenant, kind), namespace)
+        return [upload.ended for upload in uploads]
 
     async def _store(
-        self, space: NamespaceEntry, batch: list[tuple[bytes, Upload]], tenant: int, kind: int
+        self, namespace: NamespaceEntry, batch: list[tuple[bytes, Upload]], tenant: int, kind: int
     ) -> None:
-        """Sends one batch, when it is its turn."""
-        number, good = space.number, set[bytes]()
+        """Uploads one batch when the executor's queue starts it."""
+        stored = set[bytes]()
         try:
-            nbytes = len(batch) * slot_bytes(space.block_bytes)
-            write = partial(self._write, space, number, batch, kind)
-            good = await self._remote.carrier.in_turn(tenant, kind, nbytes, write) or set()
+            nbytes = len(batch) * slot_bytes(namespace.block_bytes)
+            write = partial(self._write, namespace, namespace.number, batch, kind)
+            stored = await self._executor.schedule(tenant, kind, nbytes, write) or set()
         finally:
-            for key, going in batch:
-                name = Name(space.fingerprint, key)
-                if self._going.get(name) is going:
-                    del self._going[name]
-                going.there.set_result(key in good)
+            for key, upload in batch:
+                name = Name(namespace.fingerprint, key)
+                if self._uploads.get(name) is upload:
+                    del self._uploads[name]
+                upload.ended.set_result(key in stored)
 
     async def _write(
-        self, space: NamespaceEntry, number: int, batch: list[tuple[bytes, Upload]], kind: int
+        self, namespace: NamespaceEntry, number: int, batch: list[tuple[bytes, Upload]], kind: int
     ) -> tuple[set[bytes], int]:
-        """Which blocks of a batch the network has, and how many bytes went there."""
-        remote, keys = self._remote, []
-        for key, going in batch:
-            name = Name(space.fingerprint, key)
-            # Somebody who needs it sooner may have taken it over; what is being forgotten is not sent.
-            if self._going.get(name) is going and not remote.is_banned(name):
-                going.started = True
+        """Returns the keys of a batch that are on the network now, and the uploaded bytes."""
+        keys = []
+        for key, upload in batch:
+            name = Name(namespace.fingerprint, key)
+            # A more urgent upload may have replaced this one.
+            if self._uploads.get(name) is upload and name not in self._pending:
+                upload.started = True
                 keys.append(key)
-        if not keys or space.number != number or not remote.serves(space):
+        if not keys or namespace.number != number or not self._eligibility.serves(namespace):
             return set(), 0
-        until = self._shell.now() + remote.config.timeout
-        known = await remote.probe([Name(space.fingerprint, key) for key in keys], until)
-        there = {key for key, seen in zip(keys, known, strict=True) if seen}
-        moved, left = 0, [key for key in keys if key not in there]
+        until = asyncio.get_running_loop().time() + self._executor.timeout_s
+        exist = await self._existence.probe([Name(namespace.fingerprint, key) for key in keys], until)
+        stored = {key for key, exists in zip(keys, exist, strict=True) if exists}
+        moved, left = 0, [key for key in keys if key not in stored]
         while left:
-            objects, outcomes = await self._write_run(space, number, left, until if kind == DEMAND else 0.0)
-            good = {t.name.key for t, o in zip(objects, outcomes, strict=True) if o == Outcome.OK}
-            there |= good
-            moved += len(good) * space.block_bytes
-            if objects and not good:
+            deadline = until if kind == DEMAND else 0.0
+            objects, outcomes = await self._write_run(namespace, number, left, deadline)
+            written = {t.name.key for t, o in zip(objects, outcomes, strict=True) if o == Outcome.OK}
+            stored |= written
+            moved += len(written) * namespace.block_bytes
+            if objects and not written:
                 break
-            # What has gone from memory meanwhile is left out.
+            # A block that has left this node is skipped.
             left = left[max(1, len(objects)) :]
-        return there, moved
+        return stored, moved
 
     async def _write_run(
-        self, space: NamespaceEntry, number: int, keys: list[bytes], deadline: float
+        self, namespace: NamespaceEntry, number: int, keys: list[bytes], deadline: float
     ) -> tuple[list[Object], list[Outcome]]:
-        """Sends the leading blocks that are in memory by the deadline."""
-        remote = self._remote
+        """Writes the leading blocks that are in DRAM by the deadline."""
+        executor = self._executor
         joined = Keys(b"".join(keys), len(keys[0]))
-        event = ev.Acquire(0, CLIENT, number, joined, deadline, space.tenant, quiet=True)
-        grant = await remote.core(event)
+        event = ev.Acquire(0, CLIENT, number, joined, deadline, namespace.tenant, quiet=True)
+        grant = await ask(self._core, event)
         if isinstance(grant, ac.Deny) or not grant.lease:
             return [], []
         try:
-            n, sums = len(grant.slots), grant.checksum.tolist()
-            parents = self._shell.placement.view.parents(number, joined)
-            slots = self._shell.dram.slots(grant.where)
-            names = [Name(space.fingerprint, key) for key in keys[:n]]
-            objects = [Object(names[i], space.block_bytes, slots[i], sums[i], parents[i]) for i in range(n)]
-            write = partial(_write_verified, remote.carrier.backend, objects)
-            outcomes = await remote.carrier.move(write, remote.config.timeout) or [Outcome.FAILED] * n
+            n, checksums = len(grant.slots), grant.checksum.tolist()
+            parents = self._blocks.parents(number, joined)
+            slots = self._dram.slots(grant.where)
+            names = [Name(namespace.fingerprint, key) for key in keys[:n]]
+            objects = [
+                Object(names[i], namespace.block_bytes, slots[i], checksums[i], parents[i]) for i in range(n)
+            ]
+            write = partial(_write_verified, executor.backend, objects)
+            outcomes = await executor.transfer(write, executor.timeout_s) or [Outcome.FAILED] * n
         finally:
-            self._shell.handle(ev.Release(CLIENT, grant.lease))
-        self._count(number, objects, outcomes)
+            self._core.handle(ev.Release(CLIENT, grant.lease))
+        self._note(number, objects, outcomes)
         return objects, outcomes
 
-    def _count(self, number: int, objects: Sequence[Object], outcomes: Sequence[Outcome]) -> None:
-        bad = []
+    def _note(self, number: int, objects: Sequence[Object], outcomes: Sequence[Outcome]) -> None:
+        """Counts outcomes, caches which objects exist, and reports corrupt blocks to the core."""
+        corrupt = []
         for thing, outcome in zip(objects, outcomes, strict=True):
-            self._remote.counters[f"written_{outcome.name.lower()}_blocks"] += 1
+            self._counters[f"written_{outcome.name.lower()}_blocks"] += 1
             if outcome == Outcome.OK:
-                self._remote.presence.note(thing.name, there=True)
+                self._existence.cache.note(thing.name, exists=True)
             elif outcome == Outcome.TORN:
-                bad.append(thing.name.key)
-        if bad:
-            self._shell.handle(ev.Suspect(0, number, Keys(b"".join(bad), len(bad[0]))))
+                corrupt.append(thing.name.key)
+        if corrupt:
+            self._core.handle(ev.Suspect(0, number, Keys(b"".join(corrupt), len(corrupt[0]))))
 
 
 def _write_verified(backend: Backend, objects: Sequence[Object], ends: float) -> list[Outcome]:
-    """Writes those whose bytes are what they should be; the others are TORN."""
-    good = []
+    """Writes the objects whose bytes match their checksum. The outcome of the others is TORN."""
+    intact = []
     for thing in objects:
         name = thing.name
         seed = arena.seed(name.namespace, name.key, thing.length)
-        good.append(arena.checksum(thing.memory[: thing.length], seed) == thing.checksum)
-    some = [thing for thing, ok in zip(objects, good, strict=True) if ok]
+        intact.append(arena.checksum(thing.memory[: thing.length], seed) == thing.checksum)
+    some = [thing for thing, ok in zip(objects, intact, strict=True) if ok]
     outcomes = iter(backend.write(some, ends) if some else [])
-    return [next(outcomes) if ok else Outcome.TORN for ok in good]
+    return [next(outcomes) if ok else Outcome.TORN for ok in intact]

@@ -10,15 +10,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry
-
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
+from kvstore.core.view import View
+from kvstore.daemon.network.tier import NetworkTier
+from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 LONGEST_S = 60.0
 """How long one call waits at most, whatever it asks for."""
@@ -46,8 +45,19 @@ class Wait:
 class Waits:
     """All calls of one daemon that wait for a block."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        core: Core,
+        view: View,
+        namespaces: Namespaces,
+        network: NetworkTier | None,
+    ) -> None:
+        self._loop = loop
+        self._core = core
+        self._view = view
+        self._namespaces = namespaces
+        self._network = network
         self._by_number: dict[int, dict[bytes, set[Wait]]] = {}
         # In the order in which the network is asked.
         self._by_tenant: dict[int, dict[Wait, None]] = {}
@@ -69,14 +79,14 @@ class Waits:
         key, nbytes = keys[0], len(keys.raw)
         wait = Wait(space, space.number, key, tenant, nbytes, wake)
         self._nbytes[tenant] += nbytes
-        wait.timer = self._shell.loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
+        wait.timer = self._loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
         self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
         self._by_tenant.setdefault(tenant, {})[wait] = None
-        self._shell.handle(ev.Watch(key))
-        self._shell.namespaces.use(space)
-        if self._shell.remote is not None and not self._asking:
+        self._core.handle(ev.Watch(key))
+        self._namespaces.use(space)
+        if self._network is not None and not self._asking:
             self._asking = True
-            self._shell.remote.begin(self._ask_network())
+            self._network.tasks.start(self._ask_network())
         return wait
 
     def cancel(self, wait: Wait) -> None:
@@ -95,8 +105,8 @@ class Waits:
         del self._by_tenant[wait.tenant][wait]
         if not self._by_tenant[wait.tenant]:
             del self._by_tenant[wait.tenant]
-        self._shell.handle(ev.Unwatch(wait.key))
-        self._shell.namespaces.drop(wait.space)
+        self._core.handle(ev.Unwatch(wait.key))
+        self._namespaces.drop(wait.space)
 
     def came(self, came: ac.Came) -> None:
         """Blocks are stored that somebody may wait for."""
@@ -107,7 +117,7 @@ class Waits:
     def look(self) -> None:
         """A device can be read again: what it has need not be waited for."""
         for wait in [wait for waits in self._by_tenant.values() for wait in waits]:
-            if self._shell.placement.view.stored(wait.number, Keys(wait.key, len(wait.key))):
+            if self._view.stored(wait.number, Keys(wait.key, len(wait.key))):
                 self._wake(wait)
 
     def end(self, number: int, but: int = -1) -> None:
@@ -119,16 +129,16 @@ class Waits:
     def _wake(self, wait: Wait) -> None:
         self.cancel(wait)
         # The event that wakes it has to run to its end first.
-        self._shell.loop.call_soon(wait.wake)
+        self._loop.call_soon(wait.wake)
 
     async def _ask_network(self) -> None:
         """Wakes calls whose block is on the network, as long as any wait."""
-        remote = self._shell.remote
-        assert remote is not None
+        network = self._network
+        assert network is not None
         try:
             while self._by_tenant:
-                some = [wait for wait in self._next_asked() if remote.serves(wait.space)]
-                there = await remote.has([(wait.space, wait.key) for wait in some])
+                some = [wait for wait in self._next_asked() if network.eligibility.serves(wait.space)]
+                there = await network.existence.has([(wait.space, wait.key) for wait in some])
                 for wait, found in zip(some, there, strict=True):
                     if found and wait in self._by_tenant.get(wait.tenant, ()):
                         self._wake(wait)

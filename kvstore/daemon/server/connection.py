@@ -12,30 +12,21 @@ import logging
 import math
 import os
 import socket
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 from typing import Any, cast
 
 from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.requests.leases import number_on_connection
-from kvstore.daemon.operator import devices, resizing
-from kvstore.daemon.operator.commands import Commands
 from kvstore.daemon.operator.explain import named
-from kvstore.daemon.operator.latency import Calls, Lag
-from kvstore.daemon.operator.settings import LiveConfig
-from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.peer_credentials import Peer, peer_of
 from kvstore.daemon.server.request_scheduler import RequestScheduler, TenantQueue
 from kvstore.daemon.server.requests import Requests
+from kvstore.daemon.server.services import Services
 from kvstore.daemon.tenancy.auth import Principal, RefusedError
 from kvstore.errors import RemoteProtocolError, TierError
-from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
 
@@ -67,29 +58,21 @@ except PackageNotFoundError:
 class Server:
     """All connections of one daemon."""
 
-    def __init__(
-        self,
-        shell: Shell,
-        settings: LiveConfig,
-        clock: Callable[[], float] = time.time,
-        stopwatch: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`clock` gives Unix time (s): tokens expire by it. `stopwatch`: see Turns."""
-        self.shell = shell
-        self.clock = clock
-        self.stopwatch = stopwatch
-        self.calls = Calls()
-        self.lag = Lag(shell.loop, stopwatch)
-        self.turns = RequestScheduler(shell.loop, stopwatch, shell.config.limits.queued_requests)
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.clock = services.clock
+        self.stopwatch = services.stopwatch
+        self.calls = services.calls
+        self.lag = services.lag
+        self.turns = RequestScheduler(
+            services.loop, services.stopwatch, services.config().limits.queued_requests
+        )
         self.connections: set[Connection] = set()
         self.strangers: dict[Connection, None] = {}
         self.unfinished_bytes: Counter[int] = Counter()
         self.unread_bytes: Counter[int] = Counter()
         self.received = memoryview(bytearray(_READ_BYTES))
         self._told: set[tuple[int, int, int]] = set()
-        self.settings = settings
-        settings.told_to(self._consequences, self._reconfigure, partial(devices.opener, shell))
-        self.control = Commands(self, VERSION)
         self._set_turns()
 
     def connect(self, among_operators: bool = False) -> Connection:
@@ -102,7 +85,7 @@ class Server:
         The last few are for operators. Where there are tenants, each may have twice as many as are left: so
         there is always room for one more tenant.
         """
-        limits, connected = self.shell.config.limits, self.turns.connected
+        limits, connected = self.services.config().limits, self.turns.connected
         greeted = len(self.connections) - len(self.strangers)
         left = limits.connections - greeted
         if who.operator:
@@ -111,7 +94,7 @@ class Server:
         if left <= 0:
             return f"{greeted} clients are connected"
         mine = connected[who.tenant]
-        if self.shell.config.tenants and mine >= _SHARE_OF_FREE * left:
+        if self.services.config().tenants and mine >= _SHARE_OF_FREE * left:
             return f"{mine} clients of tenant {who.name} are connected"
         return ""
 
@@ -126,24 +109,14 @@ class Server:
         whose = uid if count[uid] > 1 else count.most_common(1)[0][0]
         return next(stranger for stranger in self.strangers if stranger.uid == whose)
 
-    def _consequences(self, config: Config) -> list[dict[str, Any]]:
-        self.shell.check(config)
-        rows = self.shell.tenancy.consequences(config) + resizing.consequences(self.shell, config)
-        return rows + devices.consequences(self.shell, config)
-
-    def _reconfigure(
-        self, config: Config, changed: list[str], opened: Mapping[str, NvmeTier] = MappingProxyType({})
-    ) -> None:
-        """Takes over what can change; who is not who he was is disconnected. Raises ConfigError."""
-        self.shell.reconfigure(config, opened)
+    def reconfigure(self, config: Config) -> None:
+        """Applies a configuration. A peer that is another principal by now is disconnected."""
         self._set_turns()
         for connection in list(self.connections):
             connection.check()
-        logging.getLogger().setLevel(config.daemon.log_level.upper())
-        self.shell.chronicle.add("reloaded", detail=", ".join(changed) or "nothing has changed")
 
     def _set_turns(self) -> None:
-        config, registry = self.shell.config, self.shell.tenancy.registry
+        config, registry = self.services.config(), self.services.authenticator
         self.turns.queued_requests = config.limits.queued_requests
         for name in registry.names():
             tenant = config.tenants.get(name)
@@ -154,7 +127,11 @@ class Server:
         """What one may see of the shell's status and of the connections: operators all, others their own."""
         mine = [c for c in self.connections if who.operator or (c.greeted and c.who.tenant == who.tenant)]
         more = self.queues() if who.operator else {}
-        return {"version": VERSION, "connections": len(mine), **more, **self.shell.status(who)}
+        return {"version": VERSION, "connections": len(mine), **more, **self.services.status(who)}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the server's part of the daemon's status."""
+        return {"version": VERSION, "connections": len(self.connections), **self.queues()}
 
     def told_of(self, uid: int, hello: m.Hello) -> None:
         """Logs that a client is too old or too new: once for each user's, as they try again."""
@@ -189,7 +166,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: Server, among_operators: bool = False) -> None:
         self._server = server
         self._among_operators = among_operators
-        self._shell = server.shell
+        self._services = server.services
         self.number = next(_numbers)
         self.who: Principal
         self._frames = Frames(_HELLO_BYTES, self._decode)
@@ -216,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
         self._line = self._server.turns.line(self, self._transport)
         self._server.connections.add(self)
         self._server.strangers[self] = None
-        self._hello_timer = self._shell.loop.call_later(_HELLO_WITHIN_S, self._too_quiet)
+        self._hello_timer = self._services.loop.call_later(_HELLO_WITHIN_S, self._too_quiet)
         gone = self._server.crowded_out(self.uid)
         if gone is not None:
             gone._fail(f"{_STRANGERS} peers have not said Hello", "say it as soon as you are connected")
@@ -240,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
     def _count_unfinished(self, nbytes: int) -> None:
         """A frame that does not end has a bound, and so have all of a tenant; strangers' are short."""
         if nbytes and self._frame_timer is None:
-            call, frames = self._shell.loop.call_later, self._frames
+            call, frames = self._services.loop.call_later, self._frames
             self._frame_timer = call(_FRAME_WITHIN_S, self._slow_frame, frames.ended)
         if nbytes == self._unfinished_bytes or self._line.tenant is None:
             return
@@ -284,9 +261,11 @@ class Connection(asyncio.BufferedProtocol):
                 self._requests.leave()
                 self._requests = None
             self._hello_timer = self._frame_timer = None
-            self._shell.leave(self)
-            self._shell.recorder.leave(self.number)
-            self._shell.handle(ev.ClientLost(self.number))
+            self._services.core.leave(self)
+            if self._services.network is not None:
+                self._services.network.tasks.cancel(self)
+            self._services.recorder.leave(self.number)
+            self._services.core.handle(ev.ClientLost(self.number))
 
     @property
     def uid(self) -> int:
@@ -388,19 +367,19 @@ class Connection(asyncio.BufferedProtocol):
         if full:
             self._fail(full, "raise limits.connections, or connect less")
             return
-        self._requests = Requests(self, self._shell)
+        self._requests = Requests(self, self._services)
         self._server.strangers.pop(self, None)
         self._line.join(self.who.tenant)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        frame_bytes, limits = self._shell.config.limits.frame_bytes, self._shell.placement.view.limits
+        frame_bytes, limits = self._services.config().limits.frame_bytes, self._services.view.limits
         self._frames.limit_bytes = frame_bytes
         most = limits.batch_keys, limits.reserve_keys
-        self.send(m.Welcome(self._version, self._shell.instance, frame_bytes, *most, (), VERSION))
+        self.send(m.Welcome(self._version, self._services.instance, frame_bytes, *most, (), VERSION))
 
     def _identify(self) -> Principal:
         peer, now = self._peer, self._server.clock()
-        known = self._shell.tenancy.registry
+        known = self._services.authenticator
         return known.identify(peer.uid, peer.gids, self._token, now, self._among_operators)
 
     def _too_quiet(self) -> None:
@@ -408,22 +387,22 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_descriptor(self, request: int, extent: int, writable: bool) -> None:
         """See Wire."""
-        fd = self._shell.dram.descriptor(extent, writable)
+        fd = self._services.tiers.dram.descriptor(extent, writable)
         try:
             if self._transport.get_write_buffer_size():
                 hint = "read what was sent before asking for a descriptor"
                 self.send(m.Denied(request, "answers are waiting to be read", hint))
             else:
-                self._send_descriptor(m.Mapped(request, self._shell.dram.extent_bytes), fd)
+                self._send_descriptor(m.Mapped(request, self._services.tiers.dram.extent_bytes), fd)
         finally:
             os.close(fd)
 
     def send_handle(self, request: int, extent: int) -> None:
         """See Wire."""
-        tier = self._shell.memory_of(extent)
+        tier = self._services.tiers.memory_of(extent)
         if tier is None:
             raise KeyError(extent)
-        pool = self._shell.pool_at(tier)
+        pool = self._services.tiers.pool_at(tier)
         try:
             handle = pool.handle(extent, self._peer.pidfd())
         except (TierError, OSError) as error:
@@ -453,17 +432,17 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         """See Asker."""
         # While requests are recorded, clients ask all keys of a long prompt, not every so many.
-        gaps = isinstance(action, ac.Found) and (action.gaps or self._shell.recorder.running)
+        gaps = isinstance(action, ac.Found) and (action.gaps or self._services.recorder.running)
         if self._requests is not None:
             self._requests.prompts.answered(request, action, gaps)
         if isinstance(action, ac.Grant):
-            self._shell.recorder.answered(self.number, len(action.slots))
+            self._services.recorder.answered(self.number, len(action.slots))
             slots, stored = action.slots.tobytes(), action.stored.blocks
             self.send(
                 m.Granted(request, number_on_connection(action.lease), action.slot_bytes, slots, stored)
             )
         elif isinstance(action, ac.Found):
-            self._shell.recorder.answered(self.number, action.value)
+            self._services.recorder.answered(self.number, action.value)
             self.send(m.Found(request, action.value, gaps, action.stored.blocks))
         elif isinstance(action, ac.Answer):
             self.send(m.Value(request, action.value))
@@ -472,7 +451,9 @@ class Connection(asyncio.BufferedProtocol):
             lease = number_on_connection(action.lease)
             self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))
         elif isinstance(action, ac.Explained):
-            self.send(m.Explained(request, named(action, self._shell.tenancy)))
+            self.send(
+                m.Explained(request, named(action, self._services.authenticator, self._services.namespaces))
+            )
         elif action.retry_s > 0:
             self.send(m.Busy(request, action.retry_s, action.why))
         else:
@@ -484,7 +465,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def control(self, request: int, call: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """See Wire."""
-        return self._server.control.run(self, request, call, arguments)
+        return self._services.commands.run(self, request, call, arguments)
 
     def send(self, message: Any) -> None:
         """See Wire. Hangs up on who does not read."""

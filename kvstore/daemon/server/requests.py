@@ -17,14 +17,16 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.requests.leases import lease_number
-from kvstore.daemon.operator.commands import LONGEST_S
+from kvstore.daemon.operator.blocks import LONGEST_S
 from kvstore.daemon.operator.explain import namespaces_for
-from kvstore.daemon.runtime.executor import DRAM, Asker, Shell
+from kvstore.daemon.runtime.ports import Requester
+from kvstore.daemon.runtime.tier_set import DRAM
 from kvstore.daemon.server.block_waits import KEYS_BYTES, Wait
 from kvstore.daemon.server.prompts import Prompts
+from kvstore.daemon.server.services import Services
 from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.tenancy.deletion import refusal
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Numbering
-from kvstore.daemon.tenancy.tenancy import refusal
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.types import HBM_EXTENTS, MAX_KEY_BYTES, SLOT_RECORD, Layout, check_tenant, slot_bytes
 from kvstore.wire import messages as m
@@ -36,7 +38,7 @@ _ABSENT = "there is no such namespace, or it is not published to this tenant"
 _ABSENT_HINT = "its owner publishes it; then open it again"
 
 
-class Wire(Asker, Protocol):
+class Wire(Requester, Protocol):
     """The connection that requests come from."""
 
     number: int
@@ -87,13 +89,13 @@ class Woken:
 class Requests:
     """The requests of one connection, and the namespaces that it has opened."""
 
-    def __init__(self, wire: Wire, shell: Shell) -> None:
+    def __init__(self, wire: Wire, services: Services) -> None:
         self._wire = wire
-        self._shell = shell
+        self._services = services
         self._spaces = Numbering(m.NAMESPACES)
         self._waits: set[Wait] = set()
         self._left = False
-        self.prompts = Prompts(shell.hits, wire.who.tenant)
+        self.prompts = Prompts(services.hits, wire.who.tenant)
 
     def run(self, message: Any) -> None:
         """Runs one message of the peer's. Raises RemoteProtocolError if it is none that peers send."""
@@ -110,7 +112,7 @@ class Requests:
         """Nobody waits for answers any more."""
         self._left = True
         for wait in self._waits:
-            self._shell.waits.cancel(wait)
+            self._services.waits.cancel(wait)
         self.prompts.leave()
 
     def _ping(self, q: m.Ping) -> None:
@@ -133,7 +135,7 @@ class Requests:
             return
         # How long blocks live is for writers to say.
         ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
-        space, answer = self._shell.tenancy.open(who, layout, owner, ttl_s)
+        space, answer = self._services.catalog.open(who, layout, owner, ttl_s)
         if space is None and owner:
             self._deny(q.id, _ABSENT, _ABSENT_HINT)
             return
@@ -145,8 +147,8 @@ class Requests:
 
     def _has_keys(self, q: Any) -> bool:
         """Whether a namespace can be opened now; if not, the request runs again when keys have been made."""
-        tenancy, name = self._shell.tenancy, self._wire.who.name
-        if tenancy.has_keys(name):
+        data_keys, name = self._services.data_keys, self._wire.who.name
+        if data_keys.exist(name):
             return True
 
         def ended(error: Exception | None) -> None:
@@ -161,7 +163,7 @@ class Requests:
                 refused = refusal(q.id, error)
                 self._deny(q.id, refused.why, refused.hint)
 
-        tenancy.make_keys(name, ended)
+        data_keys.make(name, ended)
         return False
 
     def _space(self, q: Any, own: bool = False) -> NamespaceEntry | None:
@@ -173,7 +175,7 @@ class Requests:
             )
         elif space.tenant == who.tenant:
             return space if space.number else self._opened_again(q, space)
-        elif not space.number or not self._shell.tenancy.may_read(who, space):
+        elif not space.number or not self._services.catalog.may_read(who, space):
             self._deny(q.id, _ABSENT, _ABSENT_HINT)
         elif own:
             self._deny(q.id, "this namespace is another tenant's", "it can be read, and not be changed")
@@ -184,13 +186,13 @@ class Requests:
     def _opened_again(self, q: Any, space: NamespaceEntry) -> NamespaceEntry | None:
         """A namespace that was closed, or has ended with all that its tenant had, opened again."""
         assert space.layout is not None
-        again = self._shell.namespaces.find(space.tenant, space.fingerprint)
+        again = self._services.namespaces.find(space.tenant, space.fingerprint)
         if again is None or not again.number:
             if not self._has_keys(q):
                 return None
             # A block can only be waited for in a namespace that there is.
             waits = isinstance(q, m.Acquire) and q.wait_s > 0
-            again, answer = self._shell.tenancy.open(self._wire.who, space.layout, "", space.ttl_s, waits)
+            again, answer = self._services.catalog.open(self._wire.who, space.layout, "", space.ttl_s, waits)
             if isinstance(answer, ac.Deny):
                 self._deny(q.id, answer.why, answer.hint)
             elif again is not None and not again.number:
@@ -217,26 +219,24 @@ class Requests:
     def _lookup(self, q: m.Lookup) -> None:
         space = self._space(q)
         if space is not None:
-            self._shell.recorder.looked_up(self._wire.number, space, q.key_bytes, q.keys)
+            self._services.recorder.looked_up(self._wire.number, space, q.key_bytes, q.keys)
             self.prompts.asked(q, space)
             by = self._deadline(q.timeout_s)
             until, who, at = by if q.recompute_s else math.inf, self._wire.who.tenant, self._tier(q)
             event = ev.Lookup(0, space.number, self._keys(q), who, until, q.recompute_s, at)
-            if (remote := self._shell.remote) is None:
+            if (remote := self._services.network) is None:
                 self._ask(q, event)
             else:
-                remote.lookup(self._wire, q.id, event, space, by)
+                remote.requests.lookup(self._wire, q.id, event, space, by)
 
     def _acquire(self, q: m.Acquire) -> None:
         space, keys = self._space(q), self._keys(q)
         if space is None or self._has_too_many(q, keys):
             return
-        waits = (
-            q.wait_s > 0 and keys.n and not self._shell.placement.view.stored(space.number, keys.take(0, 1))
-        )
+        waits = q.wait_s > 0 and keys.n and not self._services.view.stored(space.number, keys.take(0, 1))
         if waits and self._waits_too_much(q):
             return
-        self._shell.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
+        self._services.recorder.acquired(self._wire.number, space, q.key_bytes, q.keys)
         self.prompts.asked(q, space)
         until, who, client = self._deadline(q.timeout_s), self._wire.who.tenant, self._wire.number
         event = ev.Acquire(0, client, space.number, keys, until, who, q.recompute_s, self._tier(q))
@@ -247,13 +247,13 @@ class Requests:
 
     def _waits_too_much(self, q: m.Acquire) -> bool:
         """Whether too many calls wait for blocks already; then this one is refused."""
-        most = self._shell.config.limits.queued_requests
+        most = self._services.config().limits.queued_requests
         if len(self._waits) >= _WAITS:
             self._deny(q.id, f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once")
-        elif self._shell.waits.count(self._wire.who.tenant) >= most:
+        elif self._services.waits.count(self._wire.who.tenant) >= most:
             hint = "wait for fewer at once, or raise limits.queued_requests"
             self._deny(q.id, f"{most} calls of this tenant wait for blocks", hint)
-        elif (taken := self._shell.waits.nbytes(self._wire.who.tenant) + len(q.keys)) > KEYS_BYTES:
+        elif (taken := self._services.waits.nbytes(self._wire.who.tenant) + len(q.keys)) > KEYS_BYTES:
             why = f"keys of this tenant that are waited for would take {taken} bytes, at most {KEYS_BYTES}"
             self._deny(q.id, why, "wait for fewer at once, or name fewer keys")
         else:
@@ -268,49 +268,49 @@ class Requests:
                 self._waits.discard(wait)
                 self._wire.queue(Woken(q, event, space))
 
-        wait = self._shell.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
+        wait = self._services.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
         self._waits.add(wait)
 
     def _acquire_woken(self, woken: Woken) -> None:
         # It may have been forgotten, or taken back: what is gone is not opened again for this.
         q, event, space = woken.q, woken.event, woken.space
-        if not space.number or not self._shell.tenancy.may_read(self._wire.who, space):
+        if not space.number or not self._services.catalog.may_read(self._wire.who, space):
             self._deny(q.id, _ABSENT, _ABSENT_HINT)
             return
         event.namespace = space.number
         self._acquire_now(q, event, space)
 
     def _acquire_now(self, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
-        if (remote := self._shell.remote) is None:
+        if (remote := self._services.network) is None:
             self._ask(q, event)
         else:
-            remote.acquire(self._wire, q.id, event, space)
+            remote.requests.acquire(self._wire, q.id, event, space)
 
     def _release(self, q: m.Release) -> None:
         self.prompts.released(q)
-        self._shell.handle(ev.Release(self._wire.number, lease_number(self._wire.number, q.lease)))
+        self._services.core.handle(ev.Release(self._wire.number, lease_number(self._wire.number, q.lease)))
 
     def _abort(self, q: m.Abort) -> None:
-        self._shell.handle(ev.Abort(self._wire.number, lease_number(self._wire.number, q.lease)))
+        self._services.core.handle(ev.Abort(self._wire.number, lease_number(self._wire.number, q.lease)))
 
     def _hand_off(self, q: m.HandOff) -> None:
         space = self._space(q, own=True)
-        if space is not None and self._shell.remote is None:
+        if space is not None and self._services.network is None:
             self._deny(q.id, "there is no network tier", "set network.url")
         elif space is not None:
-            assert self._shell.remote is not None
+            assert self._services.network is not None
             until, who, keys = self._deadline(q.timeout_s), self._wire.who.tenant, self._keys(q)
             if not self._has_too_many(q, keys):
-                self._shell.remote.hand_off(self._wire, q.id, space, keys, who, until)
+                self._services.network.requests.hand_off(self._wire, q.id, space, keys, who, until)
 
     def _prefetch(self, q: m.Prefetch) -> None:
         space = self._space(q)
         if space is not None:
             event = ev.Prefetch(0, space.number, self._keys(q), self._wire.who.tenant, self._tier(q))
-            if (remote := self._shell.remote) is None:
+            if (remote := self._services.network) is None:
                 self._ask(q, event)
             else:
-                remote.prefetch(self._wire, q.id, event, space)
+                remote.requests.prefetch(self._wire, q.id, event, space)
 
     def _suspect(self, q: m.Suspect) -> None:
         space = self._space(q)
@@ -319,10 +319,12 @@ class Requests:
             if q.id:
                 self._ask(q, event)
             else:
-                self._shell.handle(event)
+                self._services.core.handle(event)
 
     def _explain(self, q: m.Explain) -> None:
-        numbers = namespaces_for(self._wire.who, self._shell.tenancy, q.tenant, q.model)
+        numbers = namespaces_for(
+            self._wire.who, self._services.authenticator, self._services.namespaces, q.tenant, q.model
+        )
         self._ask(q, ev.Explain(0, numbers, self._keys(q)))
 
     def _map(self, q: m.Map) -> None:
@@ -330,11 +332,11 @@ class Requests:
             self._lacks(q.id, Role.WRITE)
             return
         try:
-            tenancy, who = self._shell.tenancy, self._wire.who
-            if not tenancy.may_map(who, q.extent, q.writable):
+            catalog, who = self._services.catalog, self._wire.who
+            if not catalog.may_map(who, q.extent, q.writable):
                 raise KeyError(q.extent)
-            only_reads = who.role < Role.WRITE or not tenancy.may_map(who, q.extent, writable=True)
-            if only_reads and tenancy.registry.is_privileged(self._wire.uid):
+            only_reads = who.role < Role.WRITE or not catalog.may_map(who, q.extent, writable=True)
+            if only_reads and self._services.authenticator.is_privileged(self._wire.uid):
                 self._deny(q.id, _REOPENS, _REOPENS_HINT)
                 return
             if q.extent < HBM_EXTENTS:
@@ -352,7 +354,7 @@ class Requests:
         space = self._space(q, own=True)
         if space is not None:
             keys = self._keys(q)
-            if q.tokens and not self._shell.routing.hear(space, keys, q.tokens):
+            if q.tokens and not self._services.kv_events.hear(space, keys, q.tokens):
                 self._deny(
                     q.id, f"{len(q.tokens) // 4} tokens for {keys.n} blocks", "see Layout.block_tokens"
                 )
@@ -387,7 +389,7 @@ class Requests:
     def _invalidate(self, q: m.Invalidate) -> None:
         space = self._space(q, own=True)
         if space is not None:
-            self._shell.invalidate(self._wire, q.id, space, self._keys(q))
+            self._services.deletion.invalidate(self._wire, q.id, space, self._keys(q))
 
     # -- administration
 
@@ -408,17 +410,17 @@ class Requests:
             self._deny(q.id, "only operators record what is asked for", "ask whoever runs the daemon")
             return
         try:
-            self._shell.recorder.start(self._wire.number, q.seconds, q.max_bytes)
+            self._services.recorder.start(self._wire.number, q.seconds, q.max_bytes)
         except MisuseError as error:
             self._deny(q.id, error.message, error.hint)
         else:
             self._wire.send(m.Value(q.id, 0))
 
     def _read_record(self, q: m.RecordRead) -> None:
-        if self._shell.recorder.owner != self._wire.number:
+        if self._services.recorder.owner != self._wire.number:
             self._deny(q.id, "this connection records nothing", "start a recording first")
         else:
-            self._wire.send(m.Recorded(q.id, *self._shell.recorder.read()))
+            self._wire.send(m.Recorded(q.id, *self._services.recorder.read()))
 
     def _publish(self, q: m.Publish) -> None:
         space = self._space(q, own=not self._wire.who.operator)
@@ -429,7 +431,7 @@ class Requests:
         except MisuseError as error:
             self._deny(q.id, error.message, error.hint)
             return
-        self._shell.tenancy.publish(self._wire, q.id, space, readers)
+        self._services.catalog.publish(self._wire, q.id, space, readers)
 
     def _forget(self, q: m.Forget) -> None:
         who = self._wire.who
@@ -437,9 +439,9 @@ class Requests:
             space = self._space(q, own=not who.operator)
             spaces = [space] if space is not None else None
         else:
-            spaces = self._shell.namespaces.of(who.tenant, q.revision, q.model)
+            spaces = self._services.namespaces.of(who.tenant, q.revision, q.model)
         if spaces:
-            self._shell.tenancy.forget(self._wire, q.id, spaces)
+            self._services.deletion.forget(self._wire, q.id, spaces)
         elif spaces is not None:
             self._wire.send(m.Value(q.id, 0))
 
@@ -447,22 +449,22 @@ class Requests:
         who = self._wire.who
         if q.name != who.name and not who.operator:
             self._deny(q.id, "only operators delete other tenants", "ask whoever runs the daemon")
-        elif self._shell.tenancy.registry.number(q.name) is None:
+        elif self._services.authenticator.number(q.name) is None:
             self._deny(q.id, f"there is no tenant {q.name!r}", "`kvstore tenant list` names them")
         else:
-            self._shell.tenancy.delete(self._wire, q.id, q.name)
+            self._services.deletion.delete(self._wire, q.id, q.name)
 
     # -- shared
 
     def _ask(self, q: Any, event: Any) -> None:
-        self._shell.ask(self._wire, q.id, event)
+        self._services.core.ask(self._wire, q.id, event)
 
     def _keys(self, q: Any) -> Keys:
         return Keys(q.keys, q.key_bytes)
 
     def _has_too_many(self, q: Any, keys: Keys) -> bool:
         """Refuses a request of more keys than one call may have, before any of them is looked up."""
-        most = self._shell.placement.view.limits.batch_keys
+        most = self._services.view.limits.batch_keys
         if keys.n > most:
             self._deny(q.id, f"{keys.n} keys in one call", f"at most {most} keys a call (limits.batch_keys)")
         return keys.n > most
@@ -470,10 +472,10 @@ class Requests:
     def _tier(self, q: Any) -> int:
         """The tier of memory that a request is to be served in."""
         # Who maps a GPU's memory can write to it.
-        return self._shell.pool_on(q.device) if self._wire.who.role >= Role.WRITE else DRAM
+        return self._services.tiers.pool_on(q.device) if self._wire.who.role >= Role.WRITE else DRAM
 
     def _deadline(self, timeout_s: float) -> float:
-        return self._shell.now() + min(max(timeout_s, 0.0), LONGEST_S)
+        return self._services.core.now() + min(max(timeout_s, 0.0), LONGEST_S)
 
     def _lacks(self, request: int, role: Role) -> None:
         mine = self._wire.who.role.name.lower()

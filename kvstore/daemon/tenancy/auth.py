@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Literal, TypeVar
 
 from kvstore.config import Config, Secret, Tenant
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError, KVStoreError, MisuseError
 from kvstore.types import check_tenant
 
 _S = TypeVar("_S", bound=Secret)
@@ -75,6 +75,13 @@ class Authenticator:
     def number(self, name: str) -> int | None:
         """The number of a tenant, None if there is none of this name."""
         return self._numbers.get(name)
+
+    def existing(self, name: str) -> int:
+        """Returns the number of a tenant. Raises MisuseError if there is no such tenant."""
+        number = self._numbers.get(name)
+        if number is None:
+            raise MisuseError(f"there is no tenant {name!r:.80}", "`kvstore tenant list` names them")
+        return number
 
     def name(self, number: int) -> str:
         """The name behind a number. IndexError if it is nobody's."""

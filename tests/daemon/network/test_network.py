@@ -221,7 +221,7 @@ def test_blocks_that_end_stay_on_the_node(shared: str) -> None:
         time.sleep(0.3)
         assert counted(a, "written_ok_blocks") == 0
         assert b.namespace(layout, ttl_s=60).lookup(keys) == 0
-        with pytest.raises(errors.DeniedError, match="nothing is handed off"):
+        with pytest.raises(errors.DeniedError, match="cannot be handed off"):
             a.namespace(layout, ttl_s=60).handoff(keys)
 
 
@@ -425,7 +425,7 @@ def test_a_network_tier_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
             status = client.status()
             problems = " ".join(status["problems"])
             if status["network"] is not None:
-                eventually(lambda client=client: network(client)["problem"] != "not asked yet")
+                eventually(lambda client=client: network(client)["problem"] != "not checked yet")
                 problems += network(client)["problem"]
             assert said in problems
             ns, keys = client.namespace(new_layout()), names(3)

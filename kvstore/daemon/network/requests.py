@@ -1,0 +1,205 @@
+"""Requests whose answer includes blocks on the network: lookup, acquire, prefetch and hand-off.
+
+A request is answered from this node alone if all of its blocks are here, if the network does not serve its
+namespace, or if its requester has too many network requests already. Otherwise a task checks which further
+blocks exist on the network, downloads them if needed, and then answers. A request waits for network blocks
+until its deadline. Blocks that are slower to load than to recompute are treated as misses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore.core import actions as ac
+from kvstore.core import events as ev
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.insight.hit_counters import NETWORK
+from kvstore.core.transfers.devices import DEMAND, PREFETCH
+from kvstore.daemon.network.core_requests import Callback, ask
+from kvstore.daemon.network.downloads import Downloads
+from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.daemon.network.executor import BackendExecutor
+from kvstore.daemon.network.existence import RESERVE_S, ExistenceChecks
+from kvstore.daemon.network.ports import BlockView, Core, Requester
+from kvstore.daemon.network.tasks import Tasks
+from kvstore.daemon.network.uploads import Uploads
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.types import slot_bytes
+
+
+@dataclass(slots=True, eq=False)
+class NetworkRequests:
+    """Answers requests from this node and the network. Times and `clock` are in s of the event loop."""
+
+    _core: Core
+    _blocks: BlockView
+    _executor: BackendExecutor
+    _eligibility: Eligibility
+    _existence: ExistenceChecks
+    _tasks: Tasks
+    _downloads: Downloads
+    _uploads: Uploads
+    _counters: Counter[str]
+    _clock: Callable[[], float]
+
+    def lookup(
+        self, requester: Requester, request: int, event: ev.Lookup, namespace: NamespaceEntry, until: float
+    ) -> None:
+        """Answers how many leading blocks are here or on the network, as far as known by `until`."""
+
+        def found(action: Any) -> None:
+            missing = isinstance(action, ac.Found) and action.value < event.keys.n
+            if missing and self._may_start(requester, namespace):
+                self._start(requester, request, namespace, self._lookup(event, namespace, action, until))
+            else:
+                requester.answer(request, action)
+
+        self._core.ask(Callback(found), request, event)
+
+    async def _lookup(
+        self, event: ev.Lookup, namespace: NamespaceEntry, found: ac.Found, until: float
+    ) -> ac.Found:
+        keys = [event.keys[i] for i in range(found.value, event.keys.n)]
+        existing = await self._existence.prefix(namespace, keys, until)
+        n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
+        _add_network(found.stored, found.value + existing)
+        found.stored.unworthy = found.stored.blocks - found.value - n
+        return ac.Found(found.request, found.value + n, found.gaps or n > 0, found.stored)
+
+    def acquire(
+        self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry
+    ) -> None:
+        """Answers with a lease. Downloads the blocks that only the network has first, until the deadline."""
+        blocks, keys = self._blocks, event.keys
+        if not blocks.in_memory(event.namespace, keys, event.at):
+            stored = blocks.stored(event.namespace, keys)
+            if stored < keys.n and self._may_start(requester, namespace):
+                self._start(requester, request, namespace, self._acquire(event, namespace, stored))
+                return
+        self._core.ask(requester, request, event)
+
+    async def _acquire(self, event: ev.Acquire, namespace: NamespaceEntry, stored: int) -> Any:
+        keys, until = event.keys, event.deadline
+        missing = [keys[i] for i in range(stored, keys.n)]
+        existing = await self._existence.prefix(namespace, missing, until)
+        n = self._worth_loading(namespace, existing, event.tenant, until, event.recompute_s)
+        parent = keys[stored - 1] if stored else b""
+        downloads = self._downloads.start(namespace, missing[:n], parent, event.tenant, DEMAND, until)
+        await self._wait(downloads, until)
+        loaded, late = _leading(downloads), sum(not download.done() for download in downloads)
+        self._counters["hit_blocks"] += loaded
+        event.namespace = namespace.number  # the namespace may have been deleted meanwhile
+        grant = await ask(self._core, event)
+        if isinstance(grant, ac.Grant):
+            _add_network(grant.stored, stored + existing, loaded)
+            grant.stored.unworthy += existing - n
+            grant.stored.late += late
+            grant.sources[stored : stored + loaded] = NETWORK
+        return grant
+
+    def prefetch(
+        self, requester: Requester, request: int, event: ev.Prefetch, namespace: NamespaceEntry
+    ) -> None:
+        """Answers how many leading blocks are here or on the network, and starts to download the latter."""
+
+        def started(action: Any) -> None:
+            missing = isinstance(action, ac.Answer) and action.value < event.keys.n
+            if missing and self._eligibility.serves(namespace):
+                self._start(requester, request, namespace, self._prefetch(event, namespace, action.value))
+            else:
+                requester.answer(request, action)
+
+        self._core.ask(Callback(started), request, event)
+
+    async def _prefetch(self, event: ev.Prefetch, namespace: NamespaceEntry, stored: int) -> ac.Answer:
+        keys = [event.keys[i] for i in range(stored, event.keys.n)]
+        n = await self._existence.prefix(namespace, keys, self._clock() + self._executor.timeout_s)
+        parent = event.keys[stored - 1] if stored else b""
+        self._downloads.start(namespace, keys[:n], parent, event.tenant, PREFETCH, 0.0)
+        return ac.Answer(event.request, stored + n)
+
+    def hand_off(
+        self,
+        requester: Requester,
+        request: int,
+        namespace: NamespaceEntry,
+        keys: Keys,
+        tenant: int,
+        until: float,
+    ) -> None:
+        """Uploads the stored prefix. Answers by `until` how many leading blocks are on the network."""
+        if self._eligibility.serves(namespace):
+            self._start(requester, request, namespace, self._hand_off(namespace, keys, tenant, until))
+            return
+        problem = self._executor.problem
+        why = problem or "blocks with a TTL and encrypted blocks stay on the node"
+        hint = "see network in `kvstore status`" if problem else "hand off blocks of another namespace"
+        requester.answer(request, ac.Deny(request, f"the blocks cannot be handed off: {why}", hint))
+
+    async def _hand_off(self, namespace: NamespaceEntry, keys: Keys, tenant: int, until: float) -> ac.Answer:
+        stored = self._blocks.stored(namespace.number, keys)
+        uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
+        await self._wait(uploads, until)
+        return ac.Answer(0, _leading(uploads))
+
+    def _may_start(self, requester: Requester, namespace: NamespaceEntry) -> bool:
+        return self._eligibility.serves(namespace) and self._tasks.has_room(requester)
+
+    def _start(
+        self, requester: Requester, request: int, namespace: NamespaceEntry, work: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Starts a task that answers a request with the result of `work`."""
+
+        async def answer() -> None:
+            requester.answer(request, await work)
+
+        self._tasks.start(answer(), namespace, requester)
+
+    async def _wait(self, copies: Sequence[asyncio.Future[bool]], until: float) -> None:
+        left_s = until - RESERVE_S - self._clock()
+        if copies and left_s > 0:
+            await asyncio.wait(set(copies), timeout=left_s)
+
+    def _worth_loading(
+        self, namespace: NamespaceEntry, n: int, tenant: int, until: float, recompute_s: float
+    ) -> int:
+        """Returns how many of `n` blocks load by `until`, and faster than they are recomputed.
+
+        `recompute_s`: time to compute one block, 0 if unknown.
+        """
+        now, device = self._clock(), self._executor.device
+        block_s = slot_bytes(namespace.block_bytes) / device.share_of(now, tenant)
+        counts = np.arange(1, n + 1)
+        load_s = device.wait_s(now, tenant, 0) + counts * block_s
+        worth = load_s <= max(0.0, until - now)
+        if recompute_s:
+            worth &= load_s <= counts * recompute_s
+        last = np.flatnonzero(worth)
+        return int(last[-1]) + 1 if len(last) else 0
+
+
+def _add_network(stored: ac.Stored, known: int, loaded: int = 0) -> None:
+    """Counts the network's share of `known` leading blocks. `loaded` of them are in DRAM by now."""
+    by_tier = stored.by_tier
+    only_there = max(0, known - stored.blocks)
+    loaded = min(loaded, by_tier.get(0, 0))
+    if loaded:
+        by_tier[0] -= loaded
+    if loaded + only_there:
+        by_tier[NETWORK] = loaded + only_there
+
+
+def _leading(copies: Sequence[asyncio.Future[bool]]) -> int:
+    """Returns how many leading copies have succeeded."""
+    n = 0
+    for copy in copies:
+        if not (copy.done() and not copy.cancelled() and copy.result()):
+            break
+        n += 1
+    return n
