@@ -20,10 +20,10 @@ from kvstore.config import Policy
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import POLICIES, make
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 from kvstore.daemon.main import GC_THRESHOLD
 
 SIZES, SMOKE = (100_000, 10_000_000), (2048, 8192)
@@ -89,8 +89,8 @@ class _Filled:
         self._ghosts: Ghosts | None = None
         costs = np.zeros(1 << 16, np.float32)
         self._reuse = Reuse(blocks, n, 1)
-        shelf = PolicyContext(self._segments, blocks, self._make_ghosts, 1, 0, costs, self._reuse)
-        self._policy = make(name, shelf)
+        context = PolicyContext(self._segments, blocks, self._make_ghosts, 1, 0, costs, self._reuse)
+        self._policy = make(name, context)
         self._dice = np.random.default_rng(1)
         self._chains = n // BATCH
         self._next_key = n

@@ -23,6 +23,7 @@ from bench.harness import GIB, KIB, MIB, Bench, Result, Sample, expect, like_the
 from kvstore import arena
 from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import OK
+from kvstore.tiers.base import Owner
 from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
@@ -141,7 +142,7 @@ class _Tier:
         tier.load()
         tier.allocate(lambda _: None, lambda _: None)
         size = slot_bytes(z.block_bytes + SEAL_BYTES * sealed)
-        tier.format(0, size, "bench")
+        tier.format(0, size, Owner("bench"))
         fingerprint = z.layout.fingerprint("bench")
         tier.put_namespace(1, Namespace("bench", z.layout.to_map(), fingerprint))
         self._tier = tier

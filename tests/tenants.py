@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.client.connection import Connection
+from kvstore.client.sync import Connection
 from kvstore.lab.local_daemon import LocalDaemon, Settings
 from kvstore.wire import messages as m
 from tests.daemons import Peer, eventually, log_of
@@ -92,9 +92,9 @@ class Member(Client):
         self.uid = uid
         super().__init__(daemon.url, deadline_s=deadline_s, strict=strict, **more)
 
-    def _connect(self, ends: float) -> Connection:
+    def _connect(self, ends_s: float) -> Connection:
         with acting_as(self.uid):
-            return super()._connect(ends)
+            return super()._connect(ends_s)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The application: routes, errors as problems, and a bound on what a request may bring."""
+"""The ASGI application: routers, error handlers, and bounds on request size and concurrency."""
 
 from __future__ import annotations
 
@@ -7,58 +7,66 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.admin import problem_details
+from kvstore.admin import dashboard, problem_details
 from kvstore.admin.access.audit import Audited, AuditLog
 from kvstore.admin.access.auth import Authenticator
 from kvstore.admin.daemon_state import DaemonState
-from kvstore.admin.dashboard import page
 from kvstore.admin.history import History
-from kvstore.admin.routers import configuration, queries
-from kvstore.admin.routers.changes import changes
-from kvstore.admin.routers.recordings import Recorder, recordings
+from kvstore.admin.routers import changes, configuration, queries, recordings, tokens
 from kvstore.client.aio import AsyncClient
 from kvstore.config import Config
 from kvstore.daemon.server.connection import VERSION
 
 _MOST_BODY_BYTES = 64 << 10
-_MOST_AT_WORK = 96
-"""The most requests at once; what asks for health comes on top."""
+_MOST_CONCURRENT = 96
+"""Concurrent requests. Health checks are not counted against it."""
 
+_ROUTERS = (
+    dashboard.page,
+    queries.health,
+    queries.v1,
+    changes.changing,
+    configuration.reading,
+    configuration.changing,
+    tokens.reading,
+    tokens.changing,
+    recordings.recordings,
+)
 _HEALTH = {"/livez", "/readyz"}
 _DEADLINE_S = 5.0
-_CHANGING_S = 60.0
-"""Deleting is answered when nothing is left."""
+_CHANGE_DEADLINE_S = 60.0
+"""Deadline of changes. A deletion is answered when all of its blocks are gone."""
 
 _ABOUT = """The REST interface of one kvstore daemon.
 
-Every path but the health checks needs `Authorization: Bearer TOKEN`, unless it is root or the daemon's own
-user who asks over the Unix socket. Errors are problems (RFC 9457) with a `hint`.
+Every path except the health checks needs `Authorization: Bearer TOKEN`. On the Unix socket, root and the
+daemon's own user need no token. Errors are problem details (RFC 9457) with a `hint`.
 """
 
 
 def make(config: Config, url: str) -> FastAPI:
-    """An app that asks the daemon at `url`. Its state has `callers`, `snapshots` and `hour`."""
+    """Returns an app for the daemon at `url`.
+
+    Its `state` has `authenticator`, `daemon_state`, `recorder` and `history`.
+    """
     app = FastAPI(
         title="kvstore admin",
         version=VERSION,
         description=_ABOUT,
-        # These would load scripts from elsewhere.
+        # These pages would load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         swagger_ui_oauth2_redirect_url=None,
     )
-    app.state.callers = Authenticator(config.admin)
-    app.state.snapshots = DaemonState(
+    app.state.authenticator = Authenticator(config.admin)
+    app.state.daemon_state = DaemonState(
         AsyncClient(url, token="", deadline_s=_DEADLINE_S),
-        AsyncClient(url, token="", deadline_s=_CHANGING_S),
+        AsyncClient(url, token="", deadline_s=_CHANGE_DEADLINE_S),
     )
-    app.state.recorder = Recorder(url)
-    app.state.hour = History()
-    app.include_router(page)
-    app.include_router(queries.health)
-    app.include_router(queries.v1)
-    for router in (changes, configuration.seen, configuration.changed, recordings):
+    app.state.recorder = recordings.Recorder(url)
+    app.state.history = History()
+    for router in _ROUTERS:
         app.include_router(router)
     problem_details.install(app)
     app.add_middleware(_Bounded)
@@ -70,7 +78,7 @@ def make(config: Config, url: str) -> FastAPI:
         scheme = {"type": "http", "scheme": "bearer"}
         schema.setdefault("components", {})["securitySchemes"] = {"token": scheme}
         for path, methods in schema["paths"].items():
-            if path not in ("/livez", "/readyz"):
+            if path not in _HEALTH:
                 for method in methods.values():
                     method["security"] = [{"token": []}]
         return schema
@@ -80,32 +88,32 @@ def make(config: Config, url: str) -> FastAPI:
 
 
 class _Bounded:
-    """Answers 503 to more requests than are worked on at once, 413 to a body that is too large, unread."""
+    """ASGI middleware: answers 503 above the concurrency bound and 413 to oversized bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._at_work = 0
+        self._concurrent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif self._at_work >= _MOST_AT_WORK and scope["path"] not in _HEALTH:
+        elif self._concurrent >= _MOST_CONCURRENT and scope["path"] not in _HEALTH:
             await problem_details.answer(_too_many())(scope, receive, send)
         else:
-            self._at_work += 1
+            self._concurrent += 1
             try:
-                await self._sized(scope, receive, send)
+                await self._bounded_body(scope, receive, send)
             finally:
-                self._at_work -= 1
+                self._concurrent -= 1
 
-    async def _sized(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _bounded_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > _MOST_BODY_BYTES:
             await problem_details.answer(_too_large())(scope, receive, send)
             return
         read = 0
 
-        async def bounded() -> Message:
+        async def receive_bounded() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
@@ -113,19 +121,19 @@ class _Bounded:
                 raise _too_large()
             return message
 
-        async def told(message: Message) -> None:
-            # Whatever became of the exception on its way here.
+        async def send_unless_too_large(message: Message) -> None:
+            # The app may have handled the exception and answered with another status.
             if read <= _MOST_BODY_BYTES:
                 await send(message)
             elif message["type"] == "http.response.start":
                 await problem_details.answer(_too_large())(scope, receive, send)
 
-        await self._app(scope, bounded, told)
+        await self._app(scope, receive_bounded, send_unless_too_large)
 
 
 def _too_many() -> problem_details.ProblemError:
-    hint = f"at most {_MOST_AT_WORK} at once: ask again"
-    return problem_details.ProblemError(503, "too many requests are under way", hint, {"Retry-After": "1"})
+    hint = f"at most {_MOST_CONCURRENT} run at once: try again"
+    return problem_details.ProblemError(503, "too many concurrent requests", hint, {"Retry-After": "1"})
 
 
 def _too_large() -> problem_details.ProblemError:

@@ -1,4 +1,7 @@
-"""The daemon as paths see it. What it says of itself is asked for every so often, however many want it."""
+"""Cached state of the daemon: any number of callers cause at most one request per `FRESH_S`.
+
+Not covered: changes, and answers about single blocks. Routers send these through the clients directly.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from kvstore.client.aio import AsyncClient
 _T = TypeVar("_T")
 
 FRESH_S = 0.5
-"""How old a snapshot may be."""
+"""Maximum age of a cached answer, in seconds."""
 
 _MOST_PAGES = 64
 
 
 class DaemonState:
-    """Ways to the daemon, and what it said of itself just now."""
+    """Clients of the daemon, and its latest answers."""
 
     def __init__(self, client: AsyncClient, changing: AsyncClient) -> None:
-        """`changing` has the patience that changes take."""
+        """`changing` is used for changes; its deadline is longer."""
         self.client, self.changing = client, changing
         self._status = _Shared(lambda: client.control("status"))
         self._pages: dict[tuple[Any, ...], _Shared[dict[str, Any]]] = {}
@@ -35,22 +38,22 @@ class DaemonState:
         await self.changing.close()
 
     async def status(self) -> dict[str, Any]:
-        """The daemon as a whole, without tenants. Raises UnavailableError while the daemon is away."""
+        """Returns the daemon's status, without tenants. Raises UnavailableError while no daemon answers."""
         return await self._status.get()
 
     async def figures(self) -> dict[str, Any]:
-        """All that is counted and measured. Raises UnavailableError."""
+        """Returns all counters and measurements. Raises UnavailableError."""
         return await self._figures.get()
 
     async def metrics(self) -> bytes:
-        """All that is counted and measured, as Prometheus reads it. Raises UnavailableError."""
+        """Returns all metrics in Prometheus' text format. Raises UnavailableError."""
         return await self._metrics.get()
 
     async def _read_metrics(self) -> bytes:
         return exposition(await self.status(), await self.figures())
 
     async def page(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """A page of tenants or namespaces. Raises UnavailableError and DeniedError."""
+        """Returns a page of tenants, namespaces or transfers. Raises UnavailableError, DeniedError."""
         key = call, *arguments.items()
         shared = self._pages.pop(key, None) or _Shared(lambda: self.client.control(call, **arguments))
         self._pages[key] = shared
@@ -60,26 +63,26 @@ class DaemonState:
 
 
 class _Shared(Generic[_T]):
-    """One answer for all who ask at about the same time."""
+    """Runs one call for all callers that ask within `FRESH_S`."""
 
     def __init__(self, ask: Callable[[], Awaitable[_T]]) -> None:
         self._ask = ask
-        self._asking: asyncio.Task[_T] | None = None
+        self._pending: asyncio.Task[_T] | None = None
         self._asked_s = -FRESH_S
         self._answer: _T | None = None
 
     async def get(self) -> _T:
         if self._answer is not None and time.monotonic() - self._asked_s < FRESH_S:
             return self._answer
-        # Who comes meanwhile shares a failure too: else they would wait for a daemon that hangs one by one.
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask_again())
-        return await asyncio.shield(self._asking)
+        # Concurrent callers share a failure too. Otherwise each would wait out the deadline in turn.
+        if self._pending is None:
+            self._pending = asyncio.create_task(self._refresh())
+        return await asyncio.shield(self._pending)
 
-    async def _ask_again(self) -> _T:
+    async def _refresh(self) -> _T:
         try:
             asked_s = time.monotonic()
             self._answer, self._asked_s = await self._ask(), asked_s
             return self._answer
         finally:
-            self._asking = None
+            self._pending = None

@@ -1,6 +1,6 @@
-"""The page at `/`: a fixed set of files, read once. It shows nothing by itself, so it needs no token.
+"""Serves the dashboard at `/`: static files, read once at start.
 
-What it shows it asks for as any other caller does.
+The files contain no data of the daemon and need no token. The page's script calls the REST paths with one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file as it goes out."""
+    """A static file with its headers' values."""
 
     body: bytes
     media_type: str
@@ -50,7 +50,7 @@ _FILES = {
     path.name: _read(path) for path in (Path(__file__).parent / "page").iterdir() if path.suffix in _TYPES
 }
 
-# Not held back as callers are: a refusal would cost as much as a file.
+# No rate limit: refusing a request costs as much as sending a file.
 page = APIRouter(include_in_schema=False)
 
 IfNoneMatch = Annotated[str | None, Header()]
@@ -58,21 +58,21 @@ IfNoneMatch = Annotated[str | None, Header()]
 
 @page.api_route("/", methods=["GET", "HEAD"])
 async def show_page(if_none_match: IfNoneMatch = None) -> Response:
-    """The dashboard."""
+    """Sends the dashboard."""
     return _answer("index.html", if_none_match)
 
 
 @page.api_route("/page/{name}", methods=["GET", "HEAD"])
 async def show_file(name: str, if_none_match: IfNoneMatch = None) -> Response:
-    """One of its files."""
+    """Sends a file of the dashboard."""
     return _answer(name, if_none_match)
 
 
-def _answer(name: str, known: str | None) -> Response:
+def _answer(name: str, if_none_match: str | None) -> Response:
     file = _FILES.get(name)
     if file is None:
-        raise ProblemError(404, f"the page has no file {name!r:.80}", "/ is the page")
+        raise ProblemError(404, f"the dashboard has no file {name!r:.80}", "the dashboard is at /")
     headers = {**_HEADERS, "ETag": file.etag}
-    if known is not None and file.etag in known:
+    if if_none_match is not None and file.etag in if_none_match:
         return Response(status_code=304, headers=headers)
     return Response(file.body, headers=headers, media_type=file.media_type)

@@ -1,6 +1,6 @@
-"""The last hour, a point every ten seconds, so that whoever looks sees all of it at once.
+"""History of the last hour: one point every ten seconds, kept in this process's memory.
 
-Kept by this process: it begins anew when this does. A daemon that was away, or has begun anew, leaves a gap.
+A restart of this process clears it. Points at which the daemon does not answer, or has restarted, are gaps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _UNITS = ("blocks", "tokens", "bytes")
 _CALL = "acquire"
 
 Sums = Counter[tuple[str, ...]]
-"""What is counted, by name: ("delivered_bytes", "dram"), ("acquire", "3"), ("decided", "evicted", "nvme")."""
+"""Counts by name, such as ("delivered_bytes", "dram"), ("acquire", "3") or ("decided", "evicted", "nvme")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is known of one moment. `more`: counted since the point before, None where that is not known."""
+    """One moment. `counts` holds the increments since the previous point; None in a gap."""
 
     at_s: float
     seconds: float | None = None
-    more: Sums | None = None
+    counts: Sums | None = None
     used_bytes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: Mapping[str, int] = field(default_factory=dict)
     p50_s: float | None = None
@@ -40,83 +40,83 @@ class Point:
 
 
 class History:
-    """The latest points, and what went to each tier today (UTC)."""
+    """The latest points, and the bytes written to each tier today (UTC)."""
 
     def __init__(self, points: int = POINTS) -> None:
         self._points: deque[Point] = deque(maxlen=points)
-        self._before: tuple[str, Sums] | None = None
+        self._previous: tuple[str, Sums] | None = None
         self._devices: list[dict[str, Any]] = []
         self._today: Counter[str] = Counter()
         self._today_since_s = 0.0
-        self._known = False
+        self._continuous = False
 
     def __len__(self) -> int:
         return len(self._points)
 
     def miss(self, at_s: float) -> None:
-        """The daemon did not answer."""
+        """Adds a gap: the daemon did not answer."""
         self._points.append(Point(at_s))
-        self._known = False
+        self._continuous = False
 
     def add(self, at_s: float, status: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-        """One more point, of what the daemon says of itself at this Unix time."""
+        """Adds a point from the daemon's answers at Unix time `at_s`."""
         instance, sums = status["instance"], _sums(figures)
         self._count_today(at_s, status, sums)
-        more = seconds = None
-        if self._known and self._before is not None and self._before[0] == instance:
-            before, seconds = self._before[1], at_s - self._points[-1].at_s
-            # Of a device that was removed nothing is told any more.
-            more = Counter({name: n - before[name] for name, n in sums.items()})
-            # A clock may be set back, and a count that is less than before is another daemon's.
-            if seconds <= 0 or min(more.values(), default=0) < 0:
-                more = seconds = None
+        counts = seconds = None
+        if self._continuous and self._previous is not None and self._previous[0] == instance:
+            before, seconds = self._previous[1], at_s - self._points[-1].at_s
+            # Counts of a removed device are no longer reported.
+            counts = Counter({name: n - before[name] for name, n in sums.items()})
+            # A gap: the clock was set back, or the counts belong to another daemon.
+            if seconds <= 0 or min(counts.values(), default=0) < 0:
+                counts = seconds = None
         bounds = figures["bounds_s"]
-        counts = [0 if more is None else more[_CALL, str(n)] for n in range(len(bounds) + 1)]
+        calls = [0 if counts is None else counts[_CALL, str(n)] for n in range(len(bounds) + 1)]
         self._points.append(
             Point(
                 at_s,
                 seconds,
-                more,
+                counts,
                 {tier["name"]: tier["used_bytes"] for tier in status["tiers"]},
                 {tier["name"]: tier["limit_bytes"] for tier in status["tiers"]},
-                quantile(bounds, counts, 0.5),
-                quantile(bounds, counts, 0.99),
+                quantile(bounds, calls, 0.5),
+                quantile(bounds, calls, 0.99),
             )
         )
-        self._before, self._known, self._devices = (instance, sums), True, figures["devices"]
+        self._previous, self._continuous, self._devices = (instance, sums), True, figures["devices"]
 
     def _count_today(self, at_s: float, status: Mapping[str, Any], sums: Sums) -> None:
-        midnight_s, began_s = at_s - at_s % _DAY_S, at_s - status["uptime_s"]
+        midnight_s, start_s = at_s - at_s % _DAY_S, at_s - status["uptime_s"]
         if self._today_since_s < midnight_s:
             self._today.clear()
             self._today_since_s = midnight_s
-        if self._before is None:
-            self._today_since_s = began_s if began_s >= midnight_s else at_s
-            if began_s < midnight_s:
+        if self._previous is None:
+            self._today_since_s = start_s if start_s >= midnight_s else at_s
+            if start_s < midnight_s:
                 return
         before: Sums = Counter()
-        if self._before is not None and self._before[0] == status["instance"]:
-            before = self._before[1]
+        if self._previous is not None and self._previous[0] == status["instance"]:
+            before = self._previous[1]
         for tier in status["tiers"]:
             key = "written_bytes", tier["name"]
             self._today[tier["name"]] += max(0, sums[key] - before[key])
 
     def columns(self) -> dict[str, Any]:
-        """All of it: a list as long as there are points for everything that changes, None in gaps."""
+        """Returns the history as columns: one list per quantity, one element per point, None in gaps."""
         points = list(self._points)
 
         def counted(*name: str) -> list[int | None]:
-            return [None if p.more is None else p.more[name] for p in points]
+            return [None if p.counts is None else p.counts[name] for p in points]
 
         def ratio(what: str) -> list[float | None]:
-            return [None if p.more is None else _ratio(p.more, what) for p in points]
+            return [None if p.counts is None else _ratio(p.counts, what) for p in points]
 
         tiers = list(dict.fromkeys(name for p in points for name in p.limit_bytes))
-        # The network has hits, and no limit here.
-        found = (name for p in points for name in p.more or () if name[0] == f"{FOUND}_blocks")
+        # The network tier has hits but reports no limit.
+        found = (name for p in points for name in p.counts or () if name[0] == f"{FOUND}_blocks")
         tiers += [tier for _, tier in dict.fromkeys(found) if tier not in tiers]
         decided = sorted(
-            {name for p in points for name, n in (p.more or {}).items() if name[0] == "decided" and n}
+            {name for p in points for name, n in (p.counts or {}).items() if name[0] == "decided" and n}
         )
         return {
             "every_s": EVERY_S,
@@ -149,20 +149,20 @@ class History:
         }
 
 
-async def keep(hour: History, daemon: DaemonState, clock: Callable[[], float] = time.time) -> None:
-    """Adds a point every `EVERY_S` until it is cancelled. `clock` tells Unix time."""
+async def keep(history: History, daemon: DaemonState, clock: Callable[[], float] = time.time) -> None:
+    """Adds a point every `EVERY_S` seconds until cancelled. `clock` returns Unix time in seconds."""
     while True:
         try:
             status, figures = await daemon.status(), await daemon.figures()
         except KVStoreError:
-            hour.miss(clock())
+            history.miss(clock())
         else:
-            hour.add(clock(), status, figures)
+            history.add(clock(), status, figures)
         await asyncio.sleep(EVERY_S)
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The duration within which so much of a histogram is, evenly within its bucket; None if it is empty."""
+    """Returns a quantile of a histogram in seconds, interpolated within its bucket; None if it is empty."""
     wanted, seen, low = share * sum(counts), 0, 0.0
     if not wanted:
         return None
@@ -174,7 +174,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 def _sums(figures: Mapping[str, Any]) -> Sums:
-    """All that only grows, of all tenants together."""
+    """Returns all monotonic counts, summed over tenants."""
     sums: Sums = Counter()
     for row in figures["hits"]:
         for unit in _UNITS:
@@ -191,12 +191,11 @@ def _sums(figures: Mapping[str, Any]) -> Sums:
 
 
 def _calls(point: Point) -> int | None:
-    return None if point.more is None else sum(n for name, n in point.more.items() if name[0] == _CALL)
+    return None if point.counts is None else sum(n for name, n in point.counts.items() if name[0] == _CALL)
 
 
-def _ratio(more: Sums, what: str) -> float | None:
-    """Blocks found, or delivered, of those requested; None where none was."""
-    requested = more[f"{REQUESTED}_blocks", ""]
-    return (
-        sum(n for name, n in more.items() if name[0] == f"{what}_blocks") / requested if requested else None
-    )
+def _ratio(counts: Sums, what: str) -> float | None:
+    """Returns found or delivered blocks divided by requested blocks; None if no block was requested."""
+    requested = counts[f"{REQUESTED}_blocks", ""]
+    blocks = sum(n for name, n in counts.items() if name[0] == f"{what}_blocks")
+    return blocks / requested if requested else None

@@ -1,4 +1,7 @@
-"""From configuration to a running process: a Unix socket, a port if there is to be one, and their end."""
+"""The process of `kvstore admin`: opens a Unix socket and, if configured, a TCP port; serves until a signal.
+
+`_Http` bounds connections in number and time, so that idle or slow clients never keep others out.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +35,28 @@ from kvstore.errors import KVStoreError, TierError
 _log = logging.getLogger("kvstore.admin")
 
 _MOST_CONNECTIONS = 128
-"""Of one socket; beyond, those that wait for nothing but their peer make room."""
+"""Open connections per server. Beyond it, idle connections are closed."""
 
-_LINGERS_S = 0.5
-_MOST_LINGER = 128
-_REQUEST_WITHIN_S = 10.0
-_STOP_WITHIN_S = 5
-_NICER = 10
+_LINGER_S = 0.5
+_MOST_LINGERING = 128
+_REQUEST_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5
+_NICENESS = 10
 
 
 def run(path: Path | None) -> int:
-    """Serves by the configuration at `path` until SIGTERM or SIGINT; SIGHUP reads tokens again.
+    """Serves with the configuration at `path` until SIGTERM or SIGINT. SIGHUP reloads tokens and rates.
 
     Returns the exit code. Raises KVStoreError if it cannot start.
     """
     config = load(path)
     level = config.daemon.log_level.upper()
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it would say everything once a socket
-    # The daemon and engines come first. The unit says the same, and forbids to say it here.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it logs everything once per socket
+    # The daemon and engines have priority. The systemd unit sets the same and forbids these calls.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        os.nice(_NICER)
+        os.nice(_NICENESS)
     with new_runner() as runner:
         return runner.run(_serve(config, path))
 
@@ -62,7 +65,7 @@ async def _serve(config: Config, path: Path | None) -> int:
     loop, admin = asyncio.get_running_loop(), config.admin
     app = application.make(config, f"unix://{config.daemon.for_operators}")
     listeners = [listen(admin.socket, admin.socket_mode)]
-    made = identity(admin.socket)
+    own_socket = identity(admin.socket)
     servers = [server_of(app)]
     try:
         if admin.listen:
@@ -76,8 +79,8 @@ async def _serve(config: Config, path: Path | None) -> int:
             loop.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
         ]
-        keeping = loop.create_task(history.keep(app.state.hour, app.state.snapshots))
-        keeping.add_done_callback(_tell)
+        recording = loop.create_task(history.keep(app.state.history, app.state.daemon_state))
+        recording.add_done_callback(_log_end)
         where = f"{admin.socket}{f' and {admin.listen}' if admin.listen else ''}"
         _log.info("serving on %s", where)
         notify("READY=1", f"STATUS=serving on {where}")
@@ -87,29 +90,29 @@ async def _serve(config: Config, path: Path | None) -> int:
             server.should_exit = True
         await asyncio.gather(*running)
         await app.state.recorder.end()
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        await app.state.snapshots.close()
+        recording.cancel()
+        await asyncio.gather(recording, return_exceptions=True)
+        await app.state.daemon_state.close()
     finally:
         for listener in listeners:
             listener.close()
-        unlink_own(admin.socket, made)
+        unlink_own(admin.socket, own_socket)
     return 0
 
 
-def _tell(keeping: asyncio.Task[None]) -> None:
-    if not keeping.cancelled():
-        _log.error("the last hour is kept no longer", exc_info=keeping.exception())
+def _log_end(recording: asyncio.Task[None]) -> None:
+    if not recording.cancelled():
+        _log.error("the history of the last hour has stopped", exc_info=recording.exception())
 
 
 def _reload(app: Any, path: Path | None) -> None:
     try:
-        app.state.callers.admin = load(path).admin
+        app.state.authenticator.admin = load(path).admin
         _log.info("reloaded: tokens and rates")
     except KVStoreError as error:
         _log.error("not reloaded: %s", error)
     except Exception:
-        _log.exception("not reloaded, because of a bug: tokens and rates from before hold")
+        _log.exception("not reloaded because of a bug: the previous tokens and rates stay valid")
 
 
 def _listen_tcp(host: str, port: int) -> socket.socket:
@@ -128,7 +131,7 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def server_of(app: Any, certificate: Path | None = None, key: Path | None = None) -> uvicorn.Server:
-    """A server of an app, for sockets that are passed to `serve`. Raises TierError for files of no use."""
+    """Returns a server for sockets passed to its `serve`. Raises TierError for an unusable certificate."""
     config = uvicorn.Config(
         app,
         http=_Http,
@@ -138,7 +141,7 @@ def server_of(app: Any, certificate: Path | None = None, key: Path | None = None
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=_STOP_WITHIN_S,
+        timeout_graceful_shutdown=_STOP_TIMEOUT_S,
         ssl_certfile=certificate,
         ssl_keyfile=None if key is None else os.fspath(key),
     )
@@ -150,7 +153,7 @@ def server_of(app: Any, certificate: Path | None = None, key: Path | None = None
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: there may be two of them."""
+    """Installs no signal handlers: one process runs two servers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -158,13 +161,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-_turns = itertools.count()
+_ticks = itertools.count()
 
 
 class _Http(H11Protocol):
-    """Says who is at the other end of a Unix socket. Waits for peers within bounds of time and number."""
+    """HTTP connection that knows its peer's uid and is bounded in time and number."""
 
-    _waits_since = 0
+    _idle_since = 0
     _timer: asyncio.TimerHandle | None = None
     _lingering: ClassVar[dict[_Http, asyncio.TimerHandle]] = {}
 
@@ -174,7 +177,7 @@ class _Http(H11Protocol):
         peer = transport.get_extra_info("socket")
         if peer.family == socket.AF_UNIX:
             self.client = PEER, peer_of(peer.fileno()).uid
-        self._waits_since = next(_turns)
+        self._idle_since = next(_ticks)
         self._watch()
         self._make_room()
 
@@ -185,7 +188,7 @@ class _Http(H11Protocol):
 
     def on_response_complete(self) -> None:
         """See H11Protocol."""
-        self._waits_since = next(_turns)
+        self._idle_since = next(_ticks)
         super().on_response_complete()
         self._watch()
 
@@ -193,20 +196,20 @@ class _Http(H11Protocol):
         """See asyncio.Protocol."""
         super().connection_lost(exc)
         self._stop_timer()
-        lingers = self._lingering.pop(self, None)
-        if lingers is not None:
-            lingers.cancel()
+        timer = self._lingering.pop(self, None)
+        if timer is not None:
+            timer.cancel()
 
-    def _owed(self) -> bool:
-        """Whether the rest of a request, or all of it, is still to come."""
+    def _expects_data(self) -> bool:
+        """Returns whether a request, or the rest of one, has yet to arrive."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _watch(self) -> None:
-        """A request is whole within some time of the one before."""
-        if not self._owed():
+        """Closes the connection if no whole request arrives in time after the previous one."""
+        if not self._expects_data():
             self._stop_timer()
         elif self._timer is None:
-            self._timer = self.loop.call_later(_REQUEST_WITHIN_S, self.transport.abort)
+            self._timer = self.loop.call_later(_REQUEST_TIMEOUT_S, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -214,28 +217,28 @@ class _Http(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
-        """Closes the connection that has waited longest, of the peer with most that wait."""
+        """Above the bound, closes the longest idle connection of the peer with the most idle connections."""
         if len(self.connections) <= _MOST_CONNECTIONS:
             return
-        waiting = [other for other in self.connections if isinstance(other, _Http) and other._waits()]
-        of_peer = Counter(other._peer() for other in waiting)
-        gone = min(waiting, key=lambda other: (-of_peer[other._peer()], other._waits_since))
-        self.connections.discard(gone)
-        gone._linger()
+        idle = [other for other in self.connections if isinstance(other, _Http) and other._is_idle()]
+        by_peer = Counter(other._peer() for other in idle)
+        victim = min(idle, key=lambda other: (-by_peer[other._peer()], other._idle_since))
+        self.connections.discard(victim)
+        victim._linger()
 
     def _linger(self) -> None:
-        """Ends the connection, but not at once: who only waits to connect again waits longer then."""
+        """Closes the connection after a delay, which slows clients that reconnect at once."""
         self.transport.pause_reading()
-        self._lingering[self] = self.loop.call_later(_LINGERS_S, self.transport.abort)
-        if len(self._lingering) > _MOST_LINGER:
+        self._lingering[self] = self.loop.call_later(_LINGER_S, self.transport.abort)
+        if len(self._lingering) > _MOST_LINGERING:
             oldest = next(iter(self._lingering))
             self._lingering.pop(oldest).cancel()
             oldest.transport.abort()
 
-    def _waits(self) -> bool:
-        return self._owed() or self.cycle is None or self.cycle.response_complete
+    def _is_idle(self) -> bool:
+        return self._expects_data() or self.cycle is None or self.cycle.response_complete
 
     def _peer(self) -> tuple[str, int]:
-        """A user of this machine, or a host."""
+        """Returns the peer: a local user by uid, or a host."""
         host, port = self.client or ("", 0)
         return (host, port) if host == PEER else (host, 0)

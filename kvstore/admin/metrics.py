@@ -1,4 +1,8 @@
-"""Prometheus metrics, made of what the daemon says when they are asked for."""
+"""Prometheus metrics, computed from the daemon's answers to `status` and `figures` at every scrape.
+
+`COUNTERS` lists all counters of the placement core. A test fails if the core counts a name that is neither
+listed here nor in `EXPORTED_OTHERWISE`.
+"""
 
 from __future__ import annotations
 
@@ -17,53 +21,74 @@ from prometheus_client.registry import Collector
 from kvstore.core.insight import hit_counters as hits
 
 OTHER = "(other)"
-"""Stands for all tenants that have no label of their own; none can be called so."""
+"""Label of all tenants without a label of their own. No tenant can have this name."""
 
-_COUNTERS = {
-    "stored_blocks": "Blocks that were put.",
-    "present_blocks": "Blocks that were to be put and were there already.",
-    "denied_blocks": "Blocks for which there was no room.",
-    "refused_blocks": "Blocks that were not worth storing, or not worth writing to a lower tier.",
+COUNTERS = {
+    "stored_blocks": "Blocks stored by puts.",
+    "present_blocks": "Blocks in puts that were already stored.",
+    "denied_blocks": "Blocks denied because there was no room.",
+    "denied_max_blocks": "Puts cut short because the block table was full.",
+    "refused_blocks": "Blocks refused by admission, on put or when written to a lower tier.",
     "written_blocks": "Blocks written to a lower tier.",
     "written_bytes": "Bytes written to a lower tier.",
     "promoted_blocks": "Blocks loaded from a lower tier.",
     "promoted_bytes": "Bytes loaded from a lower tier.",
-    "evicted_copies": "Copies given up whose block another tier keeps.",
-    "dropped_blocks": "Blocks given up altogether.",
-    "invalidated_blocks": "Blocks that clients invalidated.",
-    "expired_blocks": "Blocks whose time was over.",
-    "quarantined_blocks": "Blocks whose checksum did not match.",
+    "evicted_copies": "Evicted copies of blocks that another tier keeps.",
+    "dropped_blocks": "Blocks evicted from every tier.",
+    "invalidated_blocks": "Blocks invalidated by clients.",
+    "expired_blocks": "Blocks whose time to live ended.",
+    "forgotten_blocks": "Blocks deleted with their namespace or tenant.",
+    "quarantined_blocks": "Blocks with a wrong checksum.",
     "failed_blocks": "Blocks whose copy between tiers failed.",
-    "late_blocks": "Blocks that were not loaded within the deadline, in all acquires.",
-    "not_worth_loading_blocks": "Blocks left out because computing them again is faster, in all requests.",
-    "unwritten_blocks": "Blocks not written down because the device took no more.",
-    "busy_requests": "Requests told to come again later.",
-    "tier_fenced": "Times a device was fenced because nothing came back from it.",
-    "tier_closed": "Times a device was left alone after it only failed.",
-    "renewed_extents": "Extents made anew for another tenant.",
+    "called_off_blocks": "Blocks whose copy between tiers was canceled.",
+    "late_blocks": "Blocks not loaded by the deadline, in all acquires.",
+    "not_worth_loading_blocks": "Blocks not loaded because recomputing them is faster, in all requests.",
+    "unwritten_blocks": "Blocks not written to a lower tier because its queue was full.",
+    "ahead_blocks": "Blocks prefetched behind a chain that was being loaded.",
+    "dropped_prefetch_blocks": "Blocks of prefetch requests that were not started.",
+    "hbm_full_requests": "Acquires served from DRAM because the GPU pool was full.",
+    "busy_requests": "Requests answered with Busy.",
+    "tier_fenced": "Times a device was fenced because it did not respond.",
+    "tier_closed": "Times a device was suspended after failures.",
+    "renewed_extents": "Extents reallocated for another tenant.",
+    "removed_extents": "Extents removed to shrink a tier.",
 }
+"""Counters of the core and their help texts, each exported as `kvstore_NAME_total`."""
+
+TIER_COUNTERS = {
+    "restored_blocks": "Blocks recovered at start.",
+    "scrub_passes": "Completed scrubs of the whole tier.",
+    "scrubbed_blocks": "Blocks verified by the scrubber.",
+}
+"""Counters of the core per tier (`NAME_TIER` in its status), exported with a label `tier`."""
+
+EXPORTED_OTHERWISE = {
+    "hit_blocks": "kvstore_hit_blocks_total counts each block of a prompt once",
+    "served_bytes": "kvstore_delivered_bytes_total",
+}
+"""Counters of the core that are not exported, and the metrics to use instead."""
 
 _HITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "requested": (
         (),
         (hits.REQUESTED,),
-        "In whole blocks of prompts that were asked for, each counted once, at its first question. "
+        "Requested by prompts, in whole blocks; each block is counted once, at its first request. "
         "The hit ratio is hit / requested, the delivered ratio delivered / requested.",
     ),
-    "hit": (("tier",), (hits.FOUND,), "Found: requested and stored then, by tier, delivered or not."),
-    "missed": ((), (hits.MISSED,), "Requested and not stored then."),
-    "delivered": (("tier",), (hits.DELIVERED,), "Got by an engine, by the tier in which it was found."),
+    "hit": (("tier",), (hits.FOUND,), "Requested and stored at that time, by tier."),
+    "missed": ((), (hits.MISSED,), "Requested and not stored at that time."),
+    "delivered": (("tier",), (hits.DELIVERED,), "Delivered to an engine, by the tier where it was found."),
     "undelivered": (
         ("reason",),
         hits.REASONS,
-        "Found and not delivered; the engine had the rest, or asked for less.",
+        "Found and not delivered, by reason. Blocks that the engine did not fetch have no reason.",
     ),
 }
-"""Counters of prompts: their labels, what they sum, and what they say."""
+"""Hit counters: labels besides the tenant, the kinds that each sums, and its help text."""
 
 
 class _Reading(Collector):
-    """The metrics of one reading."""
+    """Collects the metrics of one scrape."""
 
     def __init__(self, status: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
         self._status = status
@@ -83,54 +108,56 @@ class _Reading(Collector):
 
     def _process(self) -> Iterator[Metric]:
         s = self._status
-        yield _gauge("kvstore_up", "Whether the daemon answers.", 1)
-        info = GaugeMetricFamily("kvstore_info", "The daemon.", labels=["version", "nvme_io"])
+        yield _gauge("kvstore_up", "1 if the daemon answers.", 1)
+        info = GaugeMetricFamily("kvstore_info", "Versions of the daemon.", labels=["version", "nvme_io"])
         info.add_metric([s["version"], s["nvme_io"]], 1)
         yield info
-        yield _gauge("kvstore_uptime_seconds", "Since the daemon serves.", s["uptime_s"])
-        yield _gauge("kvstore_blocks", "Blocks that are known.", s["blocks"])
-        yield _gauge("kvstore_namespaces", "Namespaces.", s["namespaces"])
-        yield _gauge("kvstore_connections", "Connected clients.", s["connections"])
-        yield _gauge("kvstore_leases", "Leases that clients hold.", s["leases"])
-        yield _gauge("kvstore_reservations", "Reservations that clients hold.", s["reservations"])
-        yield _gauge("kvstore_copies_under_way", "Copies between tiers under way.", s["copies_under_way"])
-        yield _gauge("kvstore_queued_requests", "Requests that wait for their turn.", s["queued_requests"])
-        yield _gauge("kvstore_core_memory_bytes", "What the index of blocks takes.", s["core_ram_bytes"])
-        yield _gauge("kvstore_problems", "Problems that the daemon met.", len(s["problems"]))
+        yield _gauge("kvstore_uptime_seconds", "Seconds since the daemon started to serve.", s["uptime_s"])
+        yield _gauge("kvstore_blocks", "Blocks in the index.", s["blocks"])
+        yield _gauge("kvstore_namespaces", "Open namespaces.", s["namespaces"])
+        yield _gauge("kvstore_connections", "Open client connections.", s["connections"])
+        yield _gauge("kvstore_leases", "Leases held by clients.", s["leases"])
+        yield _gauge("kvstore_reservations", "Reservations held by clients.", s["reservations"])
+        yield _gauge("kvstore_copies_under_way", "Running copies between tiers.", s["copies_under_way"])
+        yield _gauge("kvstore_queued_requests", "Requests in the queues of tenants.", s["queued_requests"])
+        yield _gauge("kvstore_core_memory_bytes", "Memory of the block index.", s["core_ram_bytes"])
+        yield _gauge("kvstore_problems", "Current problems of the daemon.", len(s["problems"]))
         refused = s["refused_requests"]
-        yield _counter("kvstore_refused_requests", "Requests refused because too many wait.", refused)
+        yield _counter("kvstore_refused_requests", "Requests refused because their queue was full.", refused)
 
     def _tiers(self) -> Iterator[Metric]:
         tiers = self._status["tiers"]
         for key, what in (
-            ("limit_bytes", "The tier's hard limit."),
-            ("capacity_bytes", "What its extents take."),
-            ("used_bytes", "What blocks take in it."),
+            ("limit_bytes", "Hard limit of the tier."),
+            ("capacity_bytes", "Size of the tier's extents."),
+            ("used_bytes", "Bytes used by blocks in the tier."),
         ):
             yield _by(f"kvstore_tier_{key}", what, "tier", [(t["name"], t[key]) for t in tiers])
         for key, what in (
             ("blocks", "Copies of blocks in the tier."),
-            ("retired_slots", "Slots that are used no more because their bytes were bad."),
-            ("bandwidth_bytes_per_s", "What its device has done lately."),
+            ("retired_slots", "Slots taken out of use after bad checksums."),
+            ("bandwidth_bytes_per_s", "Recent bandwidth of the tier's device."),
         ):
             name = key.replace("bytes_per_s", "bytes_per_second")
             yield _by(f"kvstore_tier_{name}", what, "tier", [(t["name"], t[key]) for t in tiers])
         for key, what in (
-            ("readable", "Whether copies from it may start."),
-            ("writable", "Whether copies to it may start."),
-            ("fenced", "Whether it hangs."),
+            ("readable", "1 if the tier accepts reads."),
+            ("writable", "1 if the tier accepts writes."),
+            ("fenced", "1 if the tier's device does not respond."),
         ):
             yield _by(f"kvstore_tier_{key}", what, "tier", [(t["name"], int(t[key])) for t in tiers])
-        passes = CounterMetricFamily("kvstore_scrub_passes", "Times all of a tier was read.", labels=["tier"])
-        for t in tiers:
-            passes.add_metric([t["name"]], t["scrub_passes"])
-        yield passes
+        counters = self._status["counters"]
+        for key, what in TIER_COUNTERS.items():
+            family = CounterMetricFamily(f"kvstore_{key}", what, labels=["tier"])
+            for t in tiers:
+                family.add_metric([t["name"]], counters.get(f"{key}_{t['name']}", 0))
+            yield family
 
     def _devices(self) -> Iterator[Metric]:
         devices = self._figures["devices"]
         for key, what in (
-            ("queued", "Bytes that wait for a device."),
-            ("moving", "Bytes on their way from or to a device."),
+            ("queued", "Bytes queued for a device."),
+            ("moving", "Bytes being copied from or to a device."),
         ):
             labels = ["tier", "class"]
             family = GaugeMetricFamily(f"kvstore_device_{key}_bytes", what, labels=labels)
@@ -139,13 +166,13 @@ class _Reading(Collector):
                     family.add_metric([device["tier"], kind], nbytes)
             yield family
         threshold = [(d["tier"], d["admission"]["threshold"]) for d in devices]
-        what = "Chance of being used again that a block needs to be written to the tier."
+        what = "Probability of reuse from which blocks are admitted to the tier."
         yield _by("kvstore_admission_threshold_ratio", what, "tier", threshold)
         budget = [(d["tier"], d["admission"]["bytes_a_day"]) for d in devices]
-        yield _by("kvstore_write_budget_bytes_per_day", "0: no bound.", "tier", budget)
+        yield _by("kvstore_write_budget_bytes_per_day", "Write budget of the tier; 0: none.", "tier", budget)
         for key, what in (
-            ("written_bytes", "Bytes that went to a tier from above."),
-            ("refused_blocks", "Blocks that a tier's admission refused."),
+            ("written_bytes", "Bytes written to a tier from the tiers above."),
+            ("refused_blocks", "Blocks refused by a tier's admission."),
         ):
             admitted = CounterMetricFamily(f"kvstore_admission_{key}", what, labels=["tier"])
             for device in devices:
@@ -156,12 +183,24 @@ class _Reading(Collector):
         network = self._status["network"]
         if network is None:
             return
-        yield _gauge("kvstore_network_usable", "Whether the network tier is asked.", int(network["usable"]))
+        yield _gauge("kvstore_network_usable", "1 if the network tier is in use.", int(network["usable"]))
         speed = network["bandwidth_bytes_per_s"]
-        yield _gauge("kvstore_network_bandwidth_bytes_per_second", "What it has done lately.", speed)
-        yield _gauge("kvstore_network_coming_blocks", "Blocks on their way here.", network["coming_blocks"])
-        yield _gauge("kvstore_network_going_blocks", "Blocks on their way there.", network["going_blocks"])
-        family = CounterMetricFamily("kvstore_network_blocks", "What became of blocks.", labels=["what"])
+        yield _gauge(
+            "kvstore_network_bandwidth_bytes_per_second", "Recent bandwidth of the network tier.", speed
+        )
+        yield _gauge(
+            "kvstore_network_coming_blocks",
+            "Blocks being downloaded from the network tier.",
+            network["coming_blocks"],
+        )
+        yield _gauge(
+            "kvstore_network_going_blocks",
+            "Blocks being uploaded to the network tier.",
+            network["going_blocks"],
+        )
+        family = CounterMetricFamily(
+            "kvstore_network_blocks", "Blocks of the network tier by outcome.", labels=["what"]
+        )
         for what, n in network["counters"].items():
             family.add_metric([what.removesuffix("_blocks")], n)
         yield family
@@ -169,19 +208,19 @@ class _Reading(Collector):
     def _events(self) -> Iterator[Metric]:
         events = self._status["events"]
         for key, what in (
-            ("batches", "Batches of KV events that were published."),
-            ("dropped_batches", "Those that were not, because too many waited."),
-            ("stored", "Blocks that were announced."),
-            ("removed", "Blocks that were taken back."),
+            ("batches", "Published batches of KV events."),
+            ("dropped_batches", "Batches of KV events dropped because the queue was full."),
+            ("stored", "Blocks announced as stored."),
+            ("removed", "Blocks announced as removed."),
         ):
             if key in events:
                 yield _counter(f"kvstore_events_{key}", what, events[key])
 
     def _tenants(self) -> Iterator[Metric]:
         for key, what in (
-            ("used_bytes", "What a tenant's blocks take in a tier."),
-            ("floor_bytes", "What is never taken from a tenant."),
-            ("limit_bytes", "What a tenant may have at most; absent: the tier's."),
+            ("used_bytes", "Bytes used by a tenant's blocks in a tier."),
+            ("floor_bytes", "Guaranteed bytes of a tenant in a tier."),
+            ("limit_bytes", "Limit of a tenant in a tier; absent: the tier's limit."),
         ):
             family = GaugeMetricFamily(f"kvstore_tenant_{key}", what, labels=["tenant", "tier"])
             for row in self._figures["holdings"]:
@@ -203,10 +242,10 @@ class _Reading(Collector):
 
     def _counted(self) -> Iterator[Metric]:
         counters = self._status["counters"]
-        for key, what in _COUNTERS.items():
+        for key, what in COUNTERS.items():
             yield _counter(f"kvstore_{key}", what, counters.get(key, 0))
         decided = CounterMetricFamily(
-            "kvstore_decided_blocks", "Blocks by what was decided, and where.", labels=["decision", "tier"]
+            "kvstore_decided_blocks", "Blocks by decision and tier.", labels=["decision", "tier"]
         )
         for row in self._figures["decisions"]:
             decided.add_metric([row["what"], row["tier"] or "all"], row["blocks"])
@@ -216,7 +255,7 @@ class _Reading(Collector):
         f = self._figures
         calls = HistogramMetricFamily(
             "kvstore_call_seconds",
-            "From a request's arrival to its answer; waited: for a lower tier, for room or a device.",
+            "Time from a request's arrival to its answer; waited: for a lower tier, for room or a device.",
             labels=["call", "waited"],
         )
         for row in f["calls"]:
@@ -224,29 +263,29 @@ class _Reading(Collector):
             calls.add_metric(labels, _buckets(f["bounds_s"], row["counts"]), row["sum_s"])
         yield calls
         copies = HistogramMetricFamily(
-            "kvstore_copy_seconds", "Copies of a few blocks between tiers.", labels=["source", "target"]
+            "kvstore_copy_seconds",
+            "Duration of copies between tiers, a few blocks each.",
+            labels=["source", "target"],
         )
         for row in f["copies"]:
             labels = [row["source"], row["target"]]
             copies.add_metric(labels, _buckets(f["bounds_s"], row["counts"]), row["sum_s"])
         yield copies
-        lag = HistogramMetricFamily(
-            "kvstore_loop_lag_seconds", "How late the daemon's event loop comes back."
-        )
+        lag = HistogramMetricFamily("kvstore_loop_lag_seconds", "Delay of the daemon's event loop.")
         lag.add_metric([], _buckets(f["bounds_s"], f["loop_lag"]["counts"]), f["loop_lag"]["sum_s"])
         yield lag
 
 
 def exposition(status: Mapping[str, Any], figures: Mapping[str, Any]) -> bytes:
-    """All metrics of a reading, as Prometheus reads them (text format 0.0.4)."""
+    """Returns all metrics in Prometheus' text format 0.0.4."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Reading(status, figures))
     return generate_latest(registry)
 
 
 def exposition_of_nothing() -> bytes:
-    """The same while the daemon is away."""
-    return b"# HELP kvstore_up Whether the daemon answers.\n# TYPE kvstore_up gauge\nkvstore_up 0.0\n"
+    """Returns the metrics for a daemon that does not answer."""
+    return b"# HELP kvstore_up 1 if the daemon answers.\n# TYPE kvstore_up gauge\nkvstore_up 0.0\n"
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:
@@ -259,15 +298,15 @@ def _counter(name: str, what: str, value: float) -> Metric:
 
 def _by(name: str, what: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
     family = GaugeMetricFamily(name, what, labels=[label])
-    for of, value in values:
-        family.add_metric([of], value)
+    for label_value, value in values:
+        family.add_metric([label_value], value)
     return family
 
 
 def _buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Counts added up, by upper bound."""
-    out, total = [], 0
+    """Returns cumulative counts by upper bound."""
+    cumulative, total = [], 0
     for bound, count in zip([*map(str, bounds_s), "+Inf"], counts, strict=True):
         total += count
-        out.append((bound, float(total)))
-    return out
+        cumulative.append((bound, float(total)))
+    return cumulative

@@ -1,4 +1,8 @@
-"""Errors as RFC 9457 problems, with a hint what to do."""
+"""Errors as problem details (RFC 9457), each with a hint.
+
+Every exception that reaches the application becomes one JSON object of `Problem`'s fields. Bugs become a 500
+without details; their traceback goes to the log.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class Problem(BaseModel):
-    """What went wrong, and what to do about it."""
+    """An error. `detail` describes it, `hint` says how to resolve it."""
 
     type: str = "about:blank"
     title: str = Field(examples=["Not Found"])
@@ -32,7 +36,7 @@ class Problem(BaseModel):
 
 
 class ProblemError(Exception):
-    """An answer that is a problem."""
+    """Ends a request with a problem response of this HTTP status."""
 
     def __init__(
         self, status: int, detail: str, hint: str = "", headers: Mapping[str, str] | None = None
@@ -45,7 +49,7 @@ class ProblemError(Exception):
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of these answers."""
+    """Returns the OpenAPI entries of problem responses with these statuses."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     return {
         status: {"description": HTTPStatus(status).phrase, "content": content, "model": Problem}
@@ -54,7 +58,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def answer(problem: ProblemError) -> JSONResponse:
-    """A problem as it goes out."""
+    """Returns the response for a problem."""
     headers = problem.headers
     if problem.status == 401:
         headers = {**headers, "WWW-Authenticate": "Bearer"}
@@ -68,16 +72,16 @@ def answer(problem: ProblemError) -> JSONResponse:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Every method that a path takes: its functions are a route each, and a route knows only its own."""
+    """Returns all methods of a path. Each method is a route of its own and knows only itself."""
     methods: set[str] = set()
-    for path, taken in request.app.openapi()["paths"].items():
+    for path, operations in request.app.openapi()["paths"].items():
         if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), request.url.path):
-            methods |= {method.upper() for method in taken}
+            methods |= {method.upper() for method in operations}
     return sorted(methods)
 
 
 def install(app: FastAPI) -> None:
-    """Has every error of an app answered as a problem."""
+    """Registers exception handlers that turn every error of an app into a problem response."""
 
     @app.exception_handler(ProblemError)
     async def problem(_: Request, error: ProblemError) -> JSONResponse:
@@ -85,10 +89,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        hint = "/openapi.json says what there is" if error.status_code in (404, 405) else ""
+        hint = "/openapi.json lists all paths" if error.status_code in (404, 405) else ""
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            # What is not in OpenAPI has one route for all of its methods.
+            # Paths outside OpenAPI have one route for all of their methods.
             headers["Allow"] = ", ".join(_allowed(request)) or headers["Allow"]
         return answer(ProblemError(error.status_code, str(error.detail), hint, headers))
 
@@ -96,10 +100,10 @@ def install(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return answer(ProblemError(422, f"{where}: {first['msg']}", "/openapi.json says what it takes"))
+        return answer(ProblemError(422, f"{where}: {first['msg']}", "/openapi.json documents valid requests"))
 
     @app.exception_handler(UnavailableError)
-    async def away(_: Request, error: UnavailableError) -> JSONResponse:
+    async def unavailable(_: Request, error: UnavailableError) -> JSONResponse:
         return answer(ProblemError(503, error.message, error.hint, {"Retry-After": "1"}))
 
     @app.exception_handler(LocalProtocolError)
@@ -113,5 +117,5 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
-        _log.error("a request failed", exc_info=error)
+        _log.error("a request failed because of a bug", exc_info=error)
         return answer(ProblemError(500, "internal error", "see the log of kvstore admin"))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore.client.gpu import is_on_device, no_room_on, nothing_on
+from kvstore.client.gpu import is_on_device, no_lease_on, no_reservation_on
 from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, as_bytes
 from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
@@ -175,13 +175,13 @@ def check_device(device: int | str | None) -> Gpu | None:
 
 def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:
     """What a miss gets."""
-    return Lease.on_nothing(block_bytes) if gpu is None else nothing_on(gpu, block_bytes)
+    return Lease.on_nothing(block_bytes) if gpu is None else no_lease_on(gpu, block_bytes)
 
 
-def no_room(
+def no_reservation(
     block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any], gpu: Gpu | None
 ) -> Reservation:
     """What a refusal gets."""
     if gpu is None:
         return Reservation.on_nothing(block_bytes, lost, commit)
-    return no_room_on(gpu, block_bytes, lost, commit)
+    return no_reservation_on(gpu, block_bytes, lost, commit)

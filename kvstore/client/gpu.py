@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
+from kvstore.client.extents import DeviceExtent, Maps, quietly
 from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, Slots
-from kvstore.client.protocol import DeviceExtent, Maps, quietly
 from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.checksums import checksums
@@ -365,13 +365,15 @@ def _pieces(
     return np.array(inside, np.uint64), np.array(outside, np.uint64), np.array(sizes, np.uint64)
 
 
-def nothing_on(gpu: Gpu, block_bytes: int) -> Lease:
+def no_lease_on(gpu: Gpu, block_bytes: int) -> Lease:
     """What a miss gets."""
     empty = Slots({}, b"", 0, block_bytes)
     return DeviceLease(empty, (), b"", _nothing, _nothing, gpu)
 
 
-def no_room_on(gpu: Gpu, block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any]) -> Reservation:
+def no_reservation_on(
+    gpu: Gpu, block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any]
+) -> Reservation:
     """What a refusal gets."""
     empty = Slots({}, b"", 0, block_bytes)
     return DeviceReservation(empty, (), b"", [], lost, 0, _nothing, commit).on(gpu)

@@ -1,144 +1,22 @@
-"""One connection's conversation, without the connection: ids, handshake, frames to be sent, what the daemon
-said so far.
+"""The state of the protocol on one connection, without a socket: ids, handshake, frames to send, namespaces.
 
-`Maps` keeps the extents that were mapped, for all connections of one client to one run of the daemon.
+Not covered: sockets, threads and time (`connection`, `sync`, `aio`), and mapped extents (`extents`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from kvstore.arena import Mapping
-from kvstore.cuda.buffer import DeviceBuffer
-from kvstore.cuda.device import Gpu
-from kvstore.cuda.errors import CudaError
-from kvstore.errors import KVStoreError, RemoteProtocolError, printable
-from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry, Layout
+from kvstore.client.extents import Maps
+from kvstore.errors import RemoteProtocolError, printable
+from kvstore.types import Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import DEFAULT_FRAME_BYTES, Frames, pack
 
 _log = logging.getLogger(__name__)
-
-
-class MappedExtent:
-    """A mapped extent and where its slots are, worked out once for each slot size it was cut to."""
-
-    def __init__(self, mapping: Mapping) -> None:
-        self.mapping = mapping
-        self.pinned = False
-        self._cuts: dict[int, tuple[int, memoryview]] = {}
-
-    def _cut(self, slot_bytes: int) -> tuple[int, memoryview]:
-        cut = self._cuts.get(slot_bytes)
-        if cut is None:
-            geometry = Geometry(self.mapping.nbytes, slot_bytes, table=True)
-            table = self.mapping.view[LABEL_BYTES:][: geometry.slots * HEADER_BYTES].cast("Q")
-            cut = self._cuts[slot_bytes] = (geometry.payload_offset, table)
-        return cut
-
-    def payload(self, slot_bytes: int, index: int, nbytes: int) -> memoryview:
-        """The first `nbytes` of a slot's payload."""
-        start = self._cut(slot_bytes)[0] + index * slot_bytes
-        return self.mapping.view[start : start + nbytes]
-
-    def version(self, slot_bytes: int, index: int) -> int:
-        """The version in a slot's header: one aligned 8-byte load, which never tears."""
-        return self._cut(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
-
-    def pin(self, gpu: Gpu) -> None:
-        """Has CUDA know the extent, once: copies between it and GPUs are fast then."""
-        if not self.pinned:
-            self.pinned = True
-            view = self.mapping.view
-            if gpu.register(view, readonly=view.readonly):
-                # Ends before the memory is unmapped, which the finalizer's own view keeps.
-                weakref.finalize(self, quietly, gpu.unregister, view).atexit = False
-
-
-class DeviceExtent:
-    """An extent in a GPU's memory, mapped until nobody looks at it any more."""
-
-    def __init__(self, gpu: Gpu, handle: bytes, nbytes: int) -> None:
-        """Opens it. CudaError where CUDA IPC does not work."""
-        whole = gpu.open_export(handle, nbytes)
-        self._memory = _Export(whole)
-        weakref.finalize(self._memory, quietly, gpu.close_export, whole).atexit = False
-
-    def payload(self, slot_bytes: int, index: int, nbytes: int) -> DeviceBuffer:
-        """The first `nbytes` of a slot's payload."""
-        start, whole = index * slot_bytes, self._memory.whole
-        return DeviceBuffer(whole.address + start, nbytes, whole.gpu, self._memory)
-
-    def version(self, slot_bytes: int, index: int) -> int:
-        """There are no headers: who reads from here verifies what it has read."""
-        raise NotImplementedError
-
-
-class _Export:
-    """What views of an extent keep, and with it the extent."""
-
-    def __init__(self, whole: DeviceBuffer) -> None:
-        self.whole = whole
-
-
-def quietly(call: Callable[[Any], None], what: Any) -> None:
-    """What is given back to a GPU that is lost is gone anyway."""
-    try:
-        call(what)
-    except CudaError as error:
-        _log.debug("%s", error)
-
-
-class Maps:
-    """Mapped extents of the latest run of the daemon, by (extent, writable)."""
-
-    def __init__(self) -> None:
-        self.instance = b""
-        self._mapped: dict[tuple[int, bool], MappedExtent | DeviceExtent] = {}
-        self._without_pool: set[str] = set()
-
-    def of(self, instance: bytes) -> Maps:
-        """What is mapped of that run, shared by all connections to it, whoever connects to the next one."""
-        if instance != self.instance:
-            self.instance, self._mapped, self._without_pool = instance, {}, set()
-        maps = Maps()
-        maps.instance, maps._mapped, maps._without_pool = self.instance, self._mapped, self._without_pool
-        return maps
-
-    def get(self, extent: int, writable: bool) -> MappedExtent | DeviceExtent | None:
-        """A mapped extent, or None."""
-        return self._mapped.get((extent, writable))
-
-    def add(self, extent: int, writable: bool, fd: int, nbytes: int) -> MappedExtent:
-        """Maps a received descriptor and closes it."""
-        try:
-            mapped = MappedExtent(Mapping(fd, nbytes, writable))
-        finally:
-            os.close(fd)
-        self._mapped[extent, writable] = mapped
-        return mapped
-
-    def keep(self, extent: int, mapped: DeviceExtent) -> None:
-        """One in a GPU's memory, which is mapped for reading and writing alike."""
-        self._mapped[extent, False] = self._mapped[extent, True] = mapped
-
-    def pool_of(self, gpu: Gpu | None) -> str:
-        """The GPU whose pool a request may ask for; empty if there is none that can be mapped."""
-        return "" if gpu is None or gpu.uuid in self._without_pool else gpu.uuid
-
-    def leave_pool(self, gpu: Gpu | None, error: KVStoreError) -> bool:
-        """A pool can't be mapped: from now on blocks come from DRAM. False if they did already."""
-        if gpu is None or gpu.uuid in self._without_pool:
-            return False
-        self._without_pool.add(gpu.uuid)
-        _log.warning("blocks for %s come from DRAM: %s", gpu.uuid, error)
-        return True
 
 
 _Name = tuple[int, str, float]
@@ -220,7 +98,7 @@ class ProtocolState:
         self._namespaces: dict[_Name, _Opened] = {}
         self.batch_keys = 0
         self.reserve_keys = 0
-        self.holds: set[int] = set()
+        self.leases: set[int] = set()
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.version = m.VERSION
         self.outbox = Outbox()
@@ -272,7 +150,12 @@ class ProtocolState:
         return pack(message, self.frame_bytes, self.version)
 
     def receive(self, data: bytes) -> Any:
-        """The message that is complete with `data`, or None. Raises RemoteProtocolError at a Failure."""
+        """The message that is complete with `data`, or None.
+
+        Raises RemoteProtocolError at a Failure, ConnectionResetError at the end of the stream (no data).
+        """
+        if not data:
+            raise ConnectionResetError("the daemon closed the connection")
         message = None
         for message in self._frames.feed(data):
             if isinstance(message, m.Failure):

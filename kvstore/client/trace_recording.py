@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.client.aio import AsyncConnection
 from kvstore.client.checks import check_token, socket_path
-from kvstore.client.protocol import Maps
+from kvstore.client.extents import Maps
 from kvstore.errors import DeniedError, RemoteProtocolError, UnavailableError
 from kvstore.wire import messages as m
 
@@ -50,17 +50,16 @@ async def record(
     DeniedError if the daemon refuses, UnavailableError if it is away.
     """
     path = socket_path(url)
-    link = AsyncConnection(
+    connection = AsyncConnection(
         check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token), Maps()
     )
     try:
-        async with asyncio.timeout(_ANSWER_WITHIN_S):
-            await link.connect(path)
-        await _call(link, m.RecordStart(0, seconds, max_bytes))
+        await connection.connect(path, time.monotonic() + _ANSWER_WITHIN_S)
+        await _call(connection, m.RecordStart(0, seconds, max_bytes))
         began, ended = time.monotonic(), False
         yield Part([], 0, 0.0)
         while not ended:
-            answer = await _call(link, m.RecordRead(0))
+            answer = await _call(connection, m.RecordRead(0))
             ended = answer.ended
             asked = list(_requests(answer.requests))
             yield Part(asked, answer.dropped, time.monotonic() - began)
@@ -71,7 +70,7 @@ async def record(
     except OSError as error:
         raise UnavailableError(f"no answer from the daemon at {path}: {error}", "is it running?") from None
     finally:
-        link.close()
+        connection.close()
 
 
 def trace_line(asked: Asked, block_tokens: int) -> bytes:
@@ -86,9 +85,8 @@ def trace_line(asked: Asked, block_tokens: int) -> bytes:
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
-async def _call(link: AsyncConnection, message: Any) -> Any:
-    async with asyncio.timeout(_ANSWER_WITHIN_S):
-        answer = await link.call(message)
+async def _call(connection: AsyncConnection, message: Any) -> Any:
+    answer = await connection.call(message, time.monotonic() + _ANSWER_WITHIN_S)
     if isinstance(answer, m.Denied | m.Busy):
         raise DeniedError(answer.why, answer.hint if isinstance(answer, m.Denied) else "")
     return answer

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.quotas import Quota
-from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
 

@@ -1,7 +1,7 @@
-"""Another eviction policy while blocks come and go: pool by pool, some rows at a time.
+"""Changes the eviction policy at run time, pool by pool, a few rows per step.
 
-Until a pool's turn comes, its policy stays as it is; how one is replaced says `policy.migrating`. What is
-asked for during a switch begins when that is over.
+A pool keeps its policy until its turn comes; `policy.migrating` replaces one policy. A change that is
+requested during a migration starts after it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _WANTED = "a class like those in kvstore.core.policy"
 
 
 class PolicyMigration:
-    """The eviction policy of one residency. `name` is what new pools get, `wanted` what it is to become.
+    """The eviction policy of one node. New pools get the policy `name`; `wanted` is the latest request.
 
-    `rows_at_once`: how many rows move in one step.
+    `rows_at_once`: rows that move in one step.
     """
 
     def __init__(self, residency: Residency, name: str) -> None:
         self._r = residency
         self.name = self.wanted = name
         self.rows_at_once = _ROWS_AT_ONCE
-        self._todo: list[tuple[int, SlotPool]] = []
+        self._pools: list[tuple[int, SlotPool]] = []
         self._marks: list[npt.NDArray[np.uint32]] = []
         self._under_way = False
         self._next_step = math.inf
 
     @property
     def pools_left(self) -> int:
-        """How many pools have the policy from before."""
-        return len(self._todo)
+        """The number of pools that still have the old policy."""
+        return len(self._pools)
 
     def to(self, name: str, now: float) -> None:
-        """Begins to switch. Raises MisuseError, and changes nothing, if there is no such policy."""
+        """Starts a migration. Raises MisuseError, and changes nothing, if there is no such policy."""
         if name == self.wanted:
             return
         eras = self._eras(name)
@@ -57,7 +57,7 @@ class PolicyMigration:
             self._begin(eras, now)
 
     def _eras(self, name: str) -> list[PolicyGeneration]:
-        """A new era for each tier, in which a policy can be made: one is, to see."""
+        """Returns a new policy generation for each tier. Makes one policy as a test."""
         make = find(name)
         eras = [self._r.new_era(make) for _ in self._r.tiers]
         try:
@@ -74,7 +74,7 @@ class PolicyMigration:
         self.name, self._under_way = self.wanted, True
         for state, era in zip(r.tiers, eras, strict=True):
             state.before, state.era = state.era, era
-        self._todo = [(tier, pool) for tier, state in enumerate(r.tiers) for pool in state.policies]
+        self._pools = [(tier, pool) for tier, state in enumerate(r.tiers) for pool in state.policies]
         self._marks = [zeros(r.blocks.capacity, np.uint32) for _ in r.tiers]
         self._next_step = now
 
@@ -86,32 +86,32 @@ class PolicyMigration:
         """It is `now`: goes on with a switch."""
         if now < self._next_step:
             return
-        rows, pools = self.rows_at_once, len(self._todo)
+        rows, pools = self.rows_at_once, len(self._pools)
         for _ in range(_POOLS_AT_ONCE):
-            if rows <= 0 or not self._todo:
+            if rows <= 0 or not self._pools:
                 break
-            rows -= self._move_some(*self._todo[-1], rows, now)
-        got_on = rows < self.rows_at_once or len(self._todo) < pools
-        self._next_step = now + (_NEXT_STEP_S if got_on else _NEXT_LOOK_S)
-        if not self._todo:
+            rows -= self._move_some(*self._pools[-1], rows, now)
+        progressed = rows < self.rows_at_once or len(self._pools) < pools
+        self._next_step = now + (_NEXT_STEP_S if progressed else _NEXT_LOOK_S)
+        if not self._pools:
             self._end(now)
 
     def _move_some(self, tier: int, pool: SlotPool, n: int, now: float) -> int:
-        """Moves up to n rows of a pool; how many. The pool is done when it has no more."""
+        """Moves up to n rows of a pool. Returns how many. Finishes the pool when none are left."""
         state = self._r.tiers[tier]
         policy = state.policies[pool]
         if not isinstance(policy, MigratingPolicy):
             new = self._r.make_policy(tier, pool, state.era)
-            # No two pools of a switch have the same number here.
-            policy = state.policies[pool] = MigratingPolicy(policy, new, self._marks[tier], len(self._todo))
+            # The mark is unique to this pool within the migration.
+            policy = state.policies[pool] = MigratingPolicy(policy, new, self._marks[tier], len(self._pools))
         moved = policy.go_on(n, now)
         if not policy.left:
             state.policies[pool] = policy.new
-            self._todo.pop()
+            self._pools.pop()
         return moved
 
     def _end(self, now: float) -> None:
-        """What is left of the policies before goes; what is wanted by now begins."""
+        """Drops the old policies. Starts the next migration if another policy is wanted by now."""
         for state in self._r.tiers:
             state.before = None
         self._marks, self._under_way, self._next_step = [], False, math.inf

@@ -20,8 +20,8 @@ from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.blocks.residency import TierState
 from kvstore.core.capacity.quotas import UNLIMITED, SlotPool
 from kvstore.core.insight.decision_log import Decisions
-from kvstore.core.policy.reuse import ReuseState
 from kvstore.core.requests.leases import Limits
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.copy_queue import Transfer
 from kvstore.core.transfers.devices import TierSpec

@@ -28,7 +28,7 @@ from kvstore.daemon.operator.command import Commands
 from kvstore.daemon.operator.device_commands import DeviceCommands
 from kvstore.daemon.operator.devices import Devices
 from kvstore.daemon.operator.event_log import EventLog
-from kvstore.daemon.operator.latency import Calls, CopyLatency, Lag
+from kvstore.daemon.operator.latency import Calls, CopyLatency
 from kvstore.daemon.operator.metrics import Metrics
 from kvstore.daemon.operator.namespaces import NamespaceCommands
 from kvstore.daemon.operator.reload import ConfigInUse, Reload
@@ -46,7 +46,7 @@ from kvstore.daemon.runtime.scrubber import Scrubber
 from kvstore.daemon.runtime.tier_actions import TierActions
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.server.block_waits import Waits
-from kvstore.daemon.server.connection import Server
+from kvstore.daemon.server.server import Server
 from kvstore.daemon.server.services import Services
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
@@ -55,6 +55,7 @@ from kvstore.daemon.tenancy.deletion import Deletion
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.daemon.tenancy.recovery import Recovery
+from kvstore.tiers.base import Owner
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.network.base import Backend
@@ -143,7 +144,12 @@ def compose(
     core = Executor(loop, placement, event_log, problems)
     core.use(
         TierActions(
-            core, loop, tiers, namespaces, domains.tag, authenticator.name, clock, record_latency=copies.add
+            core,
+            tiers,
+            namespaces,
+            partial(_owner, domains, authenticator),
+            clock,
+            record_latency=copies.add,
         )
     )
     durable = Durability(core, tiers.devices, core.post)
@@ -194,7 +200,7 @@ def compose(
     )
 
     # Listeners of stored blocks
-    waits = Waits(loop, core, view, namespaces, network)
+    waits = Waits(loop, namespaces, network, view.stored, core.handle)
     kv_events = Routing(loop, core, core.post, view, namespaces, authenticator, problems, config.events)
 
     # Operators
@@ -294,49 +300,51 @@ def compose_server(
     `clock` returns Unix time in s, by which tokens expire. `stopwatch` returns s, also while a request runs.
     """
     core, view, names, tenants = daemon.core, daemon.view, daemon.namespaces, daemon.authenticator
-    calls, lag = Calls(), Lag(daemon.loop, stopwatch)
-    blocks = BlockCommands(core, names, daemon.deletion)
-    commands = Commands(
+    calls = Calls()
+    services = Services(
+        loop=daemon.loop,
+        config=daemon.config(),
+        instance=daemon.instance,
+        core=core,
+        view=view,
+        memory=daemon.tiers,
+        authenticator=tenants,
+        namespaces=names,
+        catalog=daemon.catalog,
+        data_keys=daemon.data_keys,
+        deletion=daemon.deletion,
+        network=daemon.network,
+        kv_events=daemon.kv_events,
+        waits=daemon.waits,
+        hits=daemon.hits,
+        recorder=daemon.recorder,
+        clock=clock,
+        stopwatch=stopwatch,
+        latency=calls,
+        state=daemon.status.of,
+    )
+    server = Server(services)
+    services.commands = Commands(
         daemon.loop,
         daemon.status,
-        Metrics(core, view, tenants, daemon.hits, calls, daemon.copies, lag),
+        Metrics(core, view, tenants, daemon.hits, calls, daemon.copies, server.lag),
         daemon.event_log,
         daemon.tenants,
         NamespaceCommands(view, names, tenants, daemon.catalog, daemon.deletion),
-        blocks,
+        BlockCommands(core, names, daemon.deletion),
         settings,
         DeviceCommands(core, view, names, tenants),
-    )
-    server = Server(
-        Services(
-            loop=daemon.loop,
-            config=daemon.config,
-            instance=daemon.instance,
-            core=core,
-            view=view,
-            tiers=daemon.tiers,
-            authenticator=tenants,
-            namespaces=names,
-            catalog=daemon.catalog,
-            data_keys=daemon.data_keys,
-            deletion=daemon.deletion,
-            network=daemon.network,
-            kv_events=daemon.kv_events,
-            waits=daemon.waits,
-            hits=daemon.hits,
-            recorder=daemon.recorder,
-            commands=commands,
-            status=daemon.status.of,
-            calls=calls,
-            lag=lag,
-            clock=clock,
-            stopwatch=stopwatch,
-        )
     )
     daemon.status.server = server.summary
     daemon.reload.listeners.append(server.reconfigure)
     settings.told_to(daemon.reload.consequences, daemon.reload.apply, daemon.devices.opener)
     return server
+
+
+def _owner(domains: Domains, authenticator: Authenticator, domain: int) -> Owner:
+    """Returns the owner of a domain's extents."""
+    tenant, tag = domains.owner(domain)
+    return Owner(authenticator.name(tenant), tag)
 
 
 def _placement(config: Config, storage: Storage, seed: int) -> Placement:

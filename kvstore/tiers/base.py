@@ -1,6 +1,8 @@
-"""The seam between the daemon and whatever moves blocks between memory and files.
+"""The seams of storage: `StorageTier`, driven by the daemon, and `IOEngine`, used by the NVMe tier.
 
-The daemon decides which blocks move; an engine moves them. An engine knows bytes at offsets and no keys.
+The core decides which blocks a tier holds and where. A tier keeps extents and their bytes. An I/O engine
+moves bytes between memory and file offsets and knows no keys. Which tier copies to which is not covered here:
+see `kvstore.daemon.runtime.movers`.
 """
 
 from __future__ import annotations
@@ -9,13 +11,81 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from kvstore.core.actions import BlockIds, Probe, Where
 from kvstore.cuda.device import DeviceBuffer
-from kvstore.errors import MisuseError
+from kvstore.errors import MisuseError, TierError
+from kvstore.tiers.results import Done
 
 Memory: TypeAlias = memoryview | DeviceBuffer
 
+Ready: TypeAlias = Callable[[int], None]
+"""Receives the number of an extent that can be used."""
+
+Ended: TypeAlias = Callable[[TierError | None], None]
+"""Receives the reason of a failure, None for success."""
+
+DEFAULT_TENANT = "default"
+
 OTHERS_EVERY = 8
 """While both wait, one start in so many is of what is not urgent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The owner of an extent: a tenant, and the 16-byte tag of the set of tenants that may map the extent.
+
+    The default is the default tenant, whose extents no other tenant may map.
+    """
+
+    tenant: str = DEFAULT_TENANT
+    tag: bytes = bytes(16)
+
+
+DEFAULT_OWNER = Owner()
+
+
+class StorageTier(Protocol):
+    """One device of a tier: extents of memory or files that hold blocks in slots of one size.
+
+    The core numbers extents and slots. Callbacks run on threads of the tier, or never after `close`.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The kind of tier, by which `movers` finds how blocks are copied."""
+
+    @property
+    def persistent(self) -> bool:
+        """Whether an extent outlives the process: if its removal fails, the extent still takes room."""
+
+    def start(self, ready: Ready, ended: Ended) -> None:
+        """Makes the missing extents, calls `ready` with each number, then `ended`."""
+
+    def grow(self, count: int, ready: Ready, ended: Ended) -> None:
+        """Makes `count` more extents, calls `ready` with each number, then `ended`."""
+
+    def format(self, extent: int, slot_bytes: int, owner: Owner = DEFAULT_OWNER) -> None:
+        """Gives an extent to an owner and cuts it into empty slots of `slot_bytes`."""
+
+    def renew(self, extent: int, ready: Ready, failed: Callable[[TierError], None]) -> None:
+        """Replaces an unused extent by one of zeros and calls `ready` with its number, or `failed`."""
+
+    def remove(self, extent: int, done: Ended) -> None:
+        """Removes an unused extent and everything that was in it, then calls `done`."""
+
+    def drop(self, identity: BlockIds, where: Where) -> None:
+        """Marks slots as empty. A copy that is still on its way into such a slot leaves no trace."""
+
+    def probe(
+        self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
+    ) -> None:
+        """Reads blocks and compares their checksums. `done` receives the results, as in CopyDone.
+
+        `fingerprints` and `lengths` (bytes of a payload) are by namespace number.
+        """
+
+    def close(self) -> None:
+        """Ends the work under way and closes the tier. A second call does nothing."""
 
 
 @dataclass(slots=True)

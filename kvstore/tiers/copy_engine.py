@@ -21,12 +21,10 @@ from kvstore.core.actions import BlockIds
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.checksums import checksums, reserve
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, Stream
+from kvstore.tiers.base import Memory
+from kvstore.tiers.results import Done, Results
 
 _log = logging.getLogger(__name__)
-
-Memory = memoryview | DeviceBuffer
-Results = npt.NDArray[np.uint8]
-Done = Callable[[Results], None]
 
 THREADS = 2
 QUEUE_BLOCKS = 1 << 14

@@ -13,17 +13,22 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import arena
 from kvstore.arena import HEADER, MAGIC, Extent
-from kvstore.core.actions import BlockIds, Where
+from kvstore.core.actions import BlockIds, Copy, Probe, Where
+from kvstore.core.events import CORRUPT, OK
 from kvstore.errors import TierError
+from kvstore.tiers.base import DEFAULT_OWNER, Ended, Owner, Ready
 from kvstore.tiers.job_thread import JobThread
 from kvstore.tiers.ownership import OwnershipTable
+from kvstore.tiers.results import Done, Results, finish_for_sure, verify
 from kvstore.types import ALIGN, LABEL_BYTES, MAX_KEY_BYTES, Geometry
 
 _log = logging.getLogger(__name__)
@@ -31,7 +36,9 @@ _log = logging.getLogger(__name__)
 OWNERS = "dram-owners"
 """The name under which the table of owners is kept, beside the extents."""
 
-_NOBODY = bytes(16)
+KIND = "dram"
+
+_CHECK_THREADS = 4
 
 
 class Pins(Protocol):
@@ -71,7 +78,13 @@ class Inherited:
 
 
 class DramTier:
-    """Up to `limit_bytes` in extents of `extent_bytes`, or of the size that inherited ones have."""
+    """Up to `limit_bytes` in extents of `extent_bytes`, or of the size that inherited ones have.
+
+    A `StorageTier`.
+    """
+
+    kind = KIND
+    persistent = False
 
     def __init__(
         self,
@@ -100,6 +113,7 @@ class DramTier:
         self._last = -1
         self._stop = threading.Event()
         self._worker = JobThread("kvstore-dram")
+        self._checkers = ThreadPoolExecutor(_CHECK_THREADS, "kvstore-check")
         given = dict(inherited or {})
         labelled = OWNERS not in given
         self._owners = self._open_owners(given.pop(OWNERS, -1))
@@ -138,7 +152,7 @@ class DramTier:
         size = int(extent.label["slot_bytes"][0])
         if labelled and number >= 0 and 0 < size <= nbytes and size % ALIGN == 0:
             self._owners.add(number)
-            self._owners.begin_cut(number, _NOBODY)
+            self._owners.begin_cut(number, DEFAULT_OWNER.tag)
             self._owners.end_cut(number, size)
         if extent.label["magic"][0] != MAGIC:
             why = "another version of kvstore laid it out"
@@ -182,24 +196,20 @@ class DramTier:
         self._stamp = int(headers["stamp"].max(initial=0)) + 1
         return Inherited(formats, owners, versions, headers[order], extents[order], indexes[order])
 
-    def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
+    def start(self, ready: Ready, ended: Ended) -> None:
         """Makes the missing extents in a thread, which calls `ready` with each number, then `ended`."""
         self._worker.submit(self.make, ready, ended)
         self._worker.submit(self._pin_inherited, list(self._extents))
 
-    def make(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
+    def make(self, ready: Ready, ended: Ended) -> None:
         """What `start` does, here and now."""
         self._make(self._missing, ready, ended)
 
-    def grow(
-        self, count: int, ready: Callable[[int], None], ended: Callable[[TierError | None], None]
-    ) -> None:
+    def grow(self, count: int, ready: Ready, ended: Ended) -> None:
         """Makes so many extents more in a thread, which calls `ready` with each number, then `ended`."""
         self._worker.submit(self._make, count, ready, ended)
 
-    def _make(
-        self, count: int, ready: Callable[[int], None], ended: Callable[[TierError | None], None]
-    ) -> None:
+    def _make(self, count: int, ready: Ready, ended: Ended) -> None:
         for _ in range(count):
             if self._stop.is_set():
                 return
@@ -233,21 +243,22 @@ class DramTier:
         """Lets go of all memory; clients' mappings and whoever keeps the descriptors keep theirs alive."""
         self._stop.set()
         self._worker.close()
+        self._checkers.shutdown(cancel_futures=True)
         for extent in self._extents.values():
             extent.close()
         self._owners.close()
 
     # -- what the core asks for
 
-    def format(self, number: int, slot_bytes: int, owner: bytes = _NOBODY) -> None:
-        """Cuts an extent into slots; none of them holds anything. `owner`: 16 bytes that say whose it is."""
-        self._owners.begin_cut(number, owner)
+    def format(self, extent: int, slot_bytes: int, owner: Owner = DEFAULT_OWNER) -> None:
+        """Gives an extent to an owner and cuts it into empty slots."""
+        self._owners.begin_cut(extent, owner.tag)
         size = Geometry(self.extent_bytes, slot_bytes, table=True).slots * HEADER.itemsize
-        self._extents[number].view[LABEL_BYTES:][:size] = bytes(size)
-        self._cut(number, slot_bytes)
-        self._owners.end_cut(number, slot_bytes)
+        self._extents[extent].view[LABEL_BYTES:][:size] = bytes(size)
+        self._cut(extent, slot_bytes)
+        self._owners.end_cut(extent, slot_bytes)
 
-    def renew(self, number: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
+    def renew(self, number: int, ready: Ready, failed: Callable[[TierError], None]) -> None:
         """Makes a new extent in the place of one that nobody refers to; calls `ready` with its number.
 
         Whoever maps the old one sees zeros by then, and it counts no more. It is unknown from now on, and no
@@ -255,7 +266,7 @@ class DramTier:
         """
         self._worker.submit(self._renew, number, self._let_go(number), ready, failed)
 
-    def remove(self, number: int, done: Callable[[TierError | None], None]) -> None:
+    def remove(self, number: int, done: Ended) -> None:
         """Gives the memory of an extent that nobody refers to back to the kernel, as `renew` does.
 
         `done` comes on the tier's thread, with the reason if that failed, or never after `close`.
@@ -286,7 +297,7 @@ class DramTier:
             if self._keeper is not None:
                 self._keeper.forget(_name(number))
 
-    def _remove(self, number: int, extent: Extent, done: Callable[[TierError | None], None]) -> None:
+    def _remove(self, number: int, extent: Extent, done: Ended) -> None:
         try:
             self._empty(number, extent)
         except TierError as error:
@@ -298,7 +309,7 @@ class DramTier:
         self,
         number: int,
         extent: Extent,
-        ready: Callable[[int], None],
+        ready: Ready,
         failed: Callable[[TierError], None],
     ) -> None:
         try:
@@ -325,6 +336,40 @@ class DramTier:
             start = self._offsets[number] + index * size
             out.append(self._extents[number].view[start : start + size])
         return out
+
+    def move(self, copy: Copy, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done) -> None:
+        """Copies blocks from one extent to another and verifies each. Results as in CopyDone."""
+        sources, targets = self.slots(copy.source_where), self.slots(copy.target_where)
+        self._check(copy.identity, targets, fingerprints, lengths, done, sources)
+
+    def probe(
+        self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
+    ) -> None:
+        """Verifies blocks where they are. Results as in CopyDone."""
+        self._check(probe.identity, self.slots(probe.where), fingerprints, lengths, done)
+
+    def _check(
+        self,
+        identity: BlockIds,
+        slots: list[memoryview],
+        fingerprints: dict[int, bytes],
+        lengths: dict[int, int],
+        done: Done,
+        sources: list[memoryview] | None = None,
+    ) -> None:
+        """Verifies slots on a thread, after a copy from `sources` into them."""
+        # Looked up now: the namespace may be gone when the thread runs.
+        names = [(fingerprints[n], lengths[n]) for n in identity.namespace.tolist()]
+
+        def find(_: None) -> Results:
+            good = []
+            for i, slot in enumerate(slots):
+                if sources is not None:
+                    arena.copy(slot, sources[i])
+                good.append(verify(identity, i, slot, *names[i]))
+            return np.where(good, OK, CORRUPT).astype(np.uint8)
+
+        self._checkers.submit(finish_for_sure(len(slots), find, done), None)
 
     def stamp(
         self,
@@ -362,8 +407,12 @@ class DramTier:
             table[index] = header[which]
             table["version"][index] = version[which]
 
+    def drop(self, identity: BlockIds, where: Where) -> None:
+        """Marks slots as empty."""
+        self.void(where)
+
     def void(self, where: Where) -> None:
-        """Nothing is readable in these slots any longer."""
+        """Marks slots as empty."""
         for number, which in _by_extent(where):
             self._headers[number]["version"][where.index[which]] = 0
 

@@ -22,19 +22,18 @@ from typing import Any, Protocol
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu, Stream
 from kvstore.errors import TierError
-from kvstore.tiers.copy_engine import Batch, CopyEngine, Done, Memory
+from kvstore.tiers.base import DEFAULT_OWNER, Ended, Memory, Owner, Ready
+from kvstore.tiers.copy_engine import Batch, CopyEngine
 from kvstore.tiers.ipc_exports import IpcExports
+from kvstore.tiers.results import Done
 from kvstore.types import Geometry
 
 _log = logging.getLogger(__name__)
 
+KIND = "hbm"
+
 ASK_EVERY_S = 0.2
 """How often it is looked whether processes have ended that were given what is to go."""
-
-_NOBODY = bytes(16)
-
-Ready = Callable[[int], None]
-Ended = Callable[[TierError | None], None]
 
 
 class Watcher(Protocol):
@@ -48,11 +47,14 @@ class Watcher(Protocol):
 
 
 class HbmTier:
-    """Up to `limit_bytes` of a GPU in extents of `extent_bytes`. Callbacks come on threads of the tier.
+    """Up to `limit_bytes` of a GPU in extents of `extent_bytes`: a `StorageTier`.
 
     Besides, the GPU has CUDA's own memory for the process, and some for verifying: `SCRATCH_BYTES` a thread.
     Of a GPU that is lost, everything that is under way or comes later ends with an error or FAILED.
     """
+
+    kind = KIND
+    persistent = False
 
     def __init__(self, gpu: Gpu, limit_bytes: int, extent_bytes: int, base: int) -> None:
         """Numbers of extents begin with `base`. Takes no memory before `start`."""
@@ -159,10 +161,13 @@ class HbmTier:
 
     # -- extents
 
-    def format(self, number: int, slot_bytes: int, owner: bytes = _NOBODY) -> None:
-        """Cuts an extent into slots. Whose it is need not be known here: nothing outlives the process."""
+    def format(self, extent: int, slot_bytes: int, owner: Owner = DEFAULT_OWNER) -> None:
+        """Cuts an extent into slots. The owner is not recorded: no extent outlives the process."""
         with self._lock:
-            self._cuts[number] = Geometry(self._extents[number].nbytes, slot_bytes, table=False)
+            self._cuts[extent] = Geometry(self._extents[extent].nbytes, slot_bytes, table=False)
+
+    def drop(self, identity: BlockIds, where: Where) -> None:
+        """Does nothing: a slot has no header, and no later process reads it."""
 
     def slots(self, where: Where) -> list[DeviceBuffer]:
         """Whole slots. KeyError for an extent that is unknown or not cut."""

@@ -9,6 +9,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import arena
+from kvstore.core.actions import BlockIds
 from kvstore.core.events import FAILED
 
 _log = logging.getLogger(__name__)
@@ -19,6 +21,12 @@ Results: TypeAlias = npt.NDArray[np.uint8]
 """One outcome a block, as in CopyDone."""
 
 Done: TypeAlias = Callable[[Results], None]
+
+
+def verify(identity: BlockIds, i: int, slot: memoryview, fingerprint: bytes, length: int) -> bool:
+    """Whether a slot holds the bytes of block i."""
+    seed = arena.seed(fingerprint, identity.key(i), length)
+    return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
 
 
 def begin_for_sure(n: int, begin: Callable[[Done], None], done: Done) -> None:

@@ -184,6 +184,12 @@ class Reserve(_Keyed):
     device: str = ""
     tokens: bytes = b""
 
+    def validate(self) -> None:
+        """Raises RemoteProtocolError for keys that can't be cut and for a parent that is too long."""
+        _check_keys(self.key_bytes, self.keys)
+        if len(self.parent) > MAX_KEY_BYTES:
+            raise RemoteProtocolError(f"a parent key of {len(self.parent)} bytes")
+
 
 @dataclass(slots=True)
 class Prefetch(_Keyed):

@@ -88,7 +88,7 @@ def test_changes_need_a_token_that_operates(
 ) -> None:
     body = {"PUT": b'{"tenants": [], "ttl_s": 1}'}.get(method)
     asked = {"method": method, "body": body, "over_tcp": True}
-    assert "operates" in problem(admin.get(path, VIEW, **asked), 403)["hint"]
+    assert "role operate" in problem(admin.get(path, VIEW, **asked), 403)["hint"]
     problem(admin.get(path, **asked), 401)
     last = written(daemon, ".refused")[-2:]
     assert [(line["who"], line["status"], line["path"]) for line in last] == [

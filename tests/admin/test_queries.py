@@ -144,12 +144,12 @@ def test_every_path_is_documented_with_its_errors_and_needs_a_token(admin: Serve
 def test_on_a_port_everybody_needs_a_token_that_holds(admin: ServedAdmin) -> None:
     for token in (VIEW, OPERATE):
         assert admin.get("/v1/tiers", token, over_tcp=True).status == 200
-    for token, why in (("", "needs a token"), ("kvs_wrong", "nobody's"), (EXPIRED, "expired")):
+    for token, why in (("", "needs a token"), ("kvs_wrong", "unknown"), (EXPIRED, "expired")):
         answer = admin.get("/v1/tiers", token, over_tcp=True)
         assert why in problem(answer, 401)["detail"]
         assert answer.headers["www-authenticate"] == "Bearer"
     problem(admin.get("/v1/tiers", over_tcp=True, headers={"Authorization": "Basic b3BzOm9wcw=="}), 401)
-    assert "nobody's" in problem(admin.get("/v1/tiers", "nonsense"), 401)["detail"]
+    assert "unknown" in problem(admin.get("/v1/tiers", "nonsense"), 401)["detail"]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_more_requests_than_run_at_once_are_refused_but_those_for_health() -> No
         async def ask(path: str) -> None:
             await bounded({"type": "http", "path": path, "headers": []}, None, send)  # type: ignore[arg-type]
 
-        paths = ["/v1/tiers"] * application._MOST_AT_WORK + ["/livez"] * 9 + ["/v1/tiers"] * 2
+        paths = ["/v1/tiers"] * application._MOST_CONCURRENT + ["/livez"] * 9 + ["/v1/tiers"] * 2
         asking = [asyncio.create_task(ask(path)) for path in paths]
         await asyncio.wait(asking[-2:])
         assert not any(task.done() for task in asking[:-2])

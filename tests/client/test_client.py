@@ -1,4 +1,4 @@
-"""The client's face, against a real daemon: every call, from threads, forks and event loops."""
+"""The contract of both clients, against a real daemon: every call, from threads, forks and event loops."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client, Layout, PutResult
-from kvstore.client import calls as flows
+from kvstore.client.extents import Maps
 from kvstore.client.leases import Lease
-from kvstore.client.protocol import Maps, ProtocolState
+from kvstore.client.protocol import ProtocolState
 from kvstore.client.sync import Namespace
 from kvstore.errors import DeniedError, MisuseError, UnavailableError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.wire import messages as m
-from kvstore.wire.frames import pack
+from tests.client.drivers import Driver
 from tests.daemons import (
     BLOCK,
     SMALL,
@@ -61,8 +61,9 @@ def picky() -> Iterator[LocalDaemon]:
 
 
 @pytest.fixture
-def client(daemon: LocalDaemon) -> Iterator[Client]:
-    with Client(daemon.url, deadline_s=10) as made:
+def client(driver: Driver, daemon: LocalDaemon) -> Iterator[Client]:
+    """A client of either kind: both have these calls, see `drivers`."""
+    with driver.client(daemon.url, deadline_s=10) as made:
         yield made
     with Client(daemon.url, deadline_s=10) as other:
         eventually(lambda: idle(other.status()), 3)
@@ -385,6 +386,9 @@ def test_committing_an_empty_room_leaves_connections_apart(client: Client) -> No
         (lambda ns: ns.put([b"k"], room_for(1), parent="parent"), "str"),
         (lambda ns: ns.reserve([b"k"], parent=b"p" * 65), "65 bytes"),
         (lambda ns: ns.pin([b"k"], ttl_s=0), "ttl_s is 0"),
+        (lambda ns: ns.pin([b"k"], ttl_s=-1), "ttl_s is -1"),
+        (lambda ns: ns.pin([b"k"], ttl_s=1e9), "ttl_s is 1000000000.0"),
+        (lambda ns: ns.lookup([b"k"], deadline_s=0), "deadline_s is 0"),
         (lambda ns: ns.pin([b"k"], ttl_s=float("nan")), "ttl_s is nan"),
         (lambda ns: ns.get([b"k"], room_for(1), deadline_s=-1), "deadline_s is -1"),
         (lambda ns: ns.lookup([b"k"], deadline_s=float("nan")), "deadline_s is nan"),
@@ -416,24 +420,30 @@ def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: 
             lambda c: c.namespace(LAYOUT).get([b"k"], room_for(1), recompute_tokens_per_s=float("inf")),
             "tokens_per_s is inf",
         ),
-        (lambda c: type(c)(recompute_tokens_per_s=float("nan")), "tokens_per_s is nan"),
-        (lambda c: type(c)(token="kvs_\udc80"), "this can't be a token"),
-        (lambda c: type(c)(token=b"kvs_"), "this can't be a token"),
-        (lambda c: type(c)(token="x" * 5000), "this can't be a token"),
     ],
 )
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_misuse_of_tenants_and_speeds_is_named(kind: Callable, call: Callable, why: str) -> None:
-    async def work() -> None:
-        called = call(kind("unix:///nowhere/kvstore.sock", strict=True))
-        await called
-
+def test_misuse_of_tenants_and_speeds_is_named(driver: Driver, call: Callable, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
-        asyncio.run(work())
+        call(driver.client("unix:///nowhere/kvstore.sock", strict=True))
 
 
-def test_misuse_is_raised_without_a_daemon_too() -> None:
-    ns = Client("unix:///nowhere/kvstore.sock").namespace(new_layout())
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"recompute_tokens_per_s": float("nan")}, "tokens_per_s is nan"),
+        ({"token": "kvs_\udc80"}, "this can't be a token"),
+        ({"token": b"kvs_"}, "this can't be a token"),
+        ({"token": "x" * 5000}, "this can't be a token"),
+        ({"deadline_s": 0}, "deadline_s is 0"),
+    ],
+)
+def test_misuse_of_settings_is_named(driver: Driver, settings: dict, why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        driver.client("unix:///nowhere/kvstore.sock", **settings)
+
+
+def test_misuse_is_raised_without_a_daemon_too(driver: Driver) -> None:
+    ns = driver.client("unix:///nowhere/kvstore.sock").namespace(new_layout())
     with pytest.raises(MisuseError, match="a key of 65 bytes"):
         ns.lookup([b"x" * 65])
     with pytest.raises(MisuseError, match="differ in length"):
@@ -450,37 +460,37 @@ def test_misuse_is_raised_without_a_daemon_too() -> None:
         ("unix:///" + "x" * 107, "socket path of 108 bytes"),
     ],
 )
-def test_addresses_that_cannot_be_are_named(url: str, why: str) -> None:
+def test_addresses_that_cannot_be_are_named(driver: Driver, url: str, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
-        Client(url)
+        driver.client(url)
 
 
 def test_the_address_can_come_from_the_environment(
-    daemon: LocalDaemon, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, daemon: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_SOCKET", daemon.url)
-    with Client() as client:
+    with driver.client() as client:
         assert client.status()["pid"] == daemon.pid
     monkeypatch.setenv("KVSTORE_SOCKET", str(daemon.socket))
-    with Client() as client:
+    with driver.client() as client:
         client.ping()
 
 
-def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(daemon: LocalDaemon) -> None:
+def test_a_layout_too_large_for_the_daemon_is_denied_with_a_hint(driver: Driver, daemon: LocalDaemon) -> None:
     layout = new_layout(64 << 20)
-    with Client(daemon.url, strict=True) as client:
+    with driver.client(daemon.url, strict=True) as client:
         with pytest.raises(DeniedError, match=r"67108864 bytes does not fit .* \(raise dram.limit\)"):
             client.namespace(layout).lookup([b"k"])
         client.ping()
-    with Client(daemon.url) as client:
+    with driver.client(daemon.url) as client:
         assert client.namespace(layout).put([b"k"], [bytes(64 << 20)]).denied == 1
 
 
 # -- many keys
 
 
-def test_calls_beyond_a_batch_are_made_in_batches(picky: LocalDaemon) -> None:
-    with Client(picky.url, deadline_s=10) as client:
+def test_calls_beyond_a_batch_are_made_in_batches(driver: Driver, picky: LocalDaemon) -> None:
+    with driver.client(picky.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(100)
         assert ns.put(keys, payloads(keys)).stored == 100
@@ -494,10 +504,12 @@ def test_calls_beyond_a_batch_are_made_in_batches(picky: LocalDaemon) -> None:
         assert ns.lookup(keys) == 20
 
 
-def test_look_ups_of_long_prompts_count_exactly(daemon: LocalDaemon, picky: LocalDaemon) -> None:
+def test_look_ups_of_long_prompts_count_exactly(
+    driver: Driver, daemon: LocalDaemon, picky: LocalDaemon
+) -> None:
     keys = names(1500)
     for served in (daemon, picky):
-        with Client(served.url, deadline_s=10) as client:
+        with driver.client(served.url, deadline_s=10) as client:
             ns = client.namespace(new_layout(100))
             for at in range(0, 1100, 100):
                 some = keys[at : at + 100]
@@ -518,8 +530,8 @@ def test_look_ups_of_long_prompts_see_a_lost_parent(ns: Namespace) -> None:
     assert ns.lookup(keys) == 477
 
 
-def test_too_many_leases_of_one_client_are_denied_with_a_reason(picky: LocalDaemon) -> None:
-    with Client(picky.url, deadline_s=5, strict=True) as client, contextlib.ExitStack() as held:
+def test_too_many_leases_of_one_client_are_denied_with_a_reason(driver: Driver, picky: LocalDaemon) -> None:
+    with driver.client(picky.url, deadline_s=5, strict=True) as client, contextlib.ExitStack() as held:
         ns = client.namespace(new_layout())
         keys = names(1)
         ns.put(keys, payloads(keys))
@@ -580,6 +592,7 @@ def test_a_fork_gets_its_own_connection(ns: Namespace, client: Client) -> None:
     def work() -> None:
         assert client.status()["connections"] == connections + 1
         assert got(ns, keys) == 4
+        assert {connection.pid for connection in client._idle} == {os.getpid()}
         assert ns.put(childs, payloads(childs)).stored == 4
         lease.release()
 
@@ -602,7 +615,7 @@ def test_a_room_belongs_to_the_process_that_made_it(ns: Namespace, client: Clien
             assert ns.lookup([b"?" * 32]) == 0
             room.abort()
             assert ns.lookup(keys) == 0
-            assert {link.pid for link in client._idle} == {os.getpid()}
+            assert {connection.pid for connection in client._idle} == {os.getpid()}
 
         def commit() -> None:
             with contextlib.suppress(MisuseError):
@@ -640,38 +653,16 @@ def test_forks_of_a_client_in_use_by_threads(ns: Namespace) -> None:
             thread.join()
 
 
-def test_the_asyncio_client_makes_the_same_calls(daemon: LocalDaemon, client: Client) -> None:
+def test_many_calls_of_one_event_loop(daemon: LocalDaemon) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url, deadline_s=10, strict=True) as a:
             ns = a.namespace(new_layout())
             keys = names(6)
             assert await ns.put(keys, payloads(keys)) == PutResult(stored=6)
-            assert await ns.lookup(keys) == 6
-            out = room_for(6)
-            assert await ns.get(keys, out) == 6
-            assert np.array_equal(out, payloads(keys))
-            with await ns.acquire(keys) as lease:
-                assert [bytes(v) for v in lease.blocks] == [payload(k) for k in keys]
-                assert lease.verify() == 6
-            more = names(3, "more")
-            with await ns.reserve(more, parent=keys[-1]) as room:
-                for i, key in enumerate(more):
-                    room.fill(i, payload(key))
-                assert await room.commit() == PutResult(stored=3)
-            with await ns.reserve(more, parent=keys[-1]) as room:
-                assert await room.commit() == PutResult(present=3)
-            with await ns.reserve(names(2, "never")):
-                pass
-            assert await ns.prefetch(keys) == 6
-            assert await ns.pin(keys, ttl_s=9) == 6
-            assert await ns.unpin(keys) == 6
-            assert await ns.invalidate(more) == 3
-            assert len(a._idle) == len(set(map(id, a._idle)))
             outs = [room_for(6) for _ in range(20)]
             assert await asyncio.gather(*(ns.get(keys, out) for out in outs)) == [6] * 20
             assert all(np.array_equal(out, payloads(keys)) for out in outs)
-            assert (await a.status())["pid"] == daemon.pid
-            assert got(client.namespace(ns.layout), keys) == 6
+            assert len(a._idle) == len(set(map(id, a._idle)))
 
     asyncio.run(work())
 
@@ -704,29 +695,11 @@ def test_a_cancelled_call_ends_when_its_copy_has(
     asyncio.run(work())
 
 
-def test_the_asyncio_client_refuses_the_same_misuse(daemon: LocalDaemon) -> None:
-    async def work() -> None:
-        async with AsyncClient(daemon.url) as a:
-            ns = a.namespace(new_layout())
-            with pytest.raises(MisuseError, match="a key of 65 bytes"):
-                await ns.lookup([b"x" * 65])
-            with pytest.raises(MisuseError, match="instead of"):
-                await ns.put([b"k"], [b"short"])
-            with pytest.raises(MisuseError, match="deadline_s"):
-                await ns.lookup([b"k"], deadline_s=0)
-            for ttl_s in (0, -1, float("nan"), 1e9):
-                with pytest.raises(MisuseError, match="ttl_s"):
-                    await ns.pin([b"k"], ttl_s=ttl_s)
-            assert await ns.lookup([b"k"]) == 0
-
-    asyncio.run(work())
-
-
 # -- when the daemon is away
 
 
-def test_no_daemon_is_a_miss_within_the_deadline() -> None:
-    with Client("unix:///nowhere/kvstore.sock", deadline_s=0.2) as client:
+def test_no_daemon_is_a_miss_within_the_deadline(driver: Driver) -> None:
+    with driver.client("unix:///nowhere/kvstore.sock", deadline_s=0.2) as client:
         ns = client.namespace(new_layout())
         keys = names(2)
         started = time.monotonic()
@@ -743,8 +716,8 @@ def test_no_daemon_is_a_miss_within_the_deadline() -> None:
         assert time.monotonic() - started < 0.2 + MARGIN_S
 
 
-def test_strict_clients_raise_what_others_count_as_a_miss() -> None:
-    with Client("unix:///nowhere/kvstore.sock", strict=True) as client:
+def test_strict_clients_raise_what_others_count_as_a_miss(driver: Driver) -> None:
+    with driver.client("unix:///nowhere/kvstore.sock", strict=True) as client:
         ns = client.namespace(new_layout())
         keys = names(1)
         for call in (
@@ -759,19 +732,11 @@ def test_strict_clients_raise_what_others_count_as_a_miss() -> None:
             with pytest.raises(UnavailableError):
                 call()
     with pytest.raises(UnavailableError, match=r"no answer .*/nowhere/kvstore.sock.* \(is it running"):
-        Client("unix:///nowhere/kvstore.sock").status()
+        driver.client("unix:///nowhere/kvstore.sock").status()
 
 
-def test_a_closed_client_misses(daemon: LocalDaemon) -> None:
-    client = Client(daemon.url)
-    ns = client.namespace(new_layout())
-    client.close()
-    assert ns.lookup(names(1)) == 0
-    client.close()
-
-
-def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
-    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10) as client:
+def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself(driver: Driver) -> None:
+    with LocalDaemon(WITH_NVME) as daemon, driver.client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(20)
         ns.put(keys, payloads(keys))
@@ -790,28 +755,9 @@ def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself() -> None:
         assert got(ns, keys) == 20, "a clean restart is not even a miss"
 
 
-def test_the_asyncio_client_finds_the_new_daemon_too() -> None:
-    async def work(daemon: LocalDaemon) -> None:
-        async with AsyncClient(daemon.url, deadline_s=2) as a:
-            ns = a.namespace(new_layout())
-            keys = names(5)
-            await ns.put(keys, payloads(keys))
-            daemon.kill()
-            assert await ns.lookup(keys) == 0
-            daemon.start()
-            ends = time.monotonic() + 5
-            while not (await ns.put(keys, payloads(keys))).stored:
-                assert time.monotonic() < ends
-                await asyncio.sleep(0.02)
-            assert await ns.lookup(keys) == 5
-
-    with LocalDaemon(SMALL) as daemon:
-        asyncio.run(work(daemon))
-
-
-def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
+def test_deadlines_hold_while_the_daemon_is_stopped(driver: Driver) -> None:
     deadline_s = 0.25
-    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=deadline_s) as client:
+    with LocalDaemon(WITH_NVME) as daemon, driver.client(daemon.url, deadline_s=deadline_s) as client:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))
@@ -825,10 +771,6 @@ def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
             finally:
                 assert time.monotonic() - started < deadline_s + MARGIN_S
 
-        async def with_asyncio() -> int:
-            async with AsyncClient(daemon.url, deadline_s=deadline_s) as a:
-                return await a.namespace(ns.layout).lookup(keys)
-
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             assert in_time(lambda: ns.lookup(keys)) == 0
@@ -840,8 +782,7 @@ def test_deadlines_hold_while_the_daemon_is_stopped() -> None:
             in_time(lease.release)
             with pytest.raises(UnavailableError):
                 in_time(client.status)
-            assert in_time(lambda: asyncio.run(with_asyncio())) == 0
-            strict = Client(daemon.url, deadline_s=deadline_s, strict=True)
+            strict = driver.client(daemon.url, deadline_s=deadline_s, strict=True)
             with pytest.raises(UnavailableError):
                 in_time(lambda: strict.namespace(ns.layout).lookup(keys))
         finally:
@@ -864,8 +805,8 @@ def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
     assert following.get(0, False) is not last.get(0, False)
 
 
-def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:
-    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=2) as client:
+def test_a_room_of_a_daemon_that_is_gone_stores_nothing(driver: Driver) -> None:
+    with LocalDaemon(SMALL) as daemon, driver.client(daemon.url, deadline_s=2) as client:
         ns = client.namespace(new_layout())
         keys = names(2)
         with ns.reserve(keys) as room:
@@ -879,9 +820,9 @@ def test_a_room_of_a_daemon_that_is_gone_stores_nothing() -> None:
         assert got(ns, keys) == 2
 
 
-def test_leases_outlive_a_crowd_of_calls() -> None:
+def test_leases_outlive_a_crowd_of_calls(driver: Driver) -> None:
     crowd = 80
-    with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
+    with LocalDaemon(SMALL) as daemon, driver.client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(crowd)
         ns.put(keys, payloads(keys))
@@ -898,10 +839,10 @@ def test_leases_outlive_a_crowd_of_calls() -> None:
         eventually(lambda: client.status()["leases"] == 0, 2)
 
 
-def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
+def test_a_lease_that_lost_its_connection_verifies_no_other_bytes(driver: Driver) -> None:
     # What was used before the flood has to go.
     settings = SMALL | {"policy": {"eviction": "lru"}}
-    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=0.2) as client:
+    with LocalDaemon(settings) as daemon, driver.client(daemon.url, deadline_s=0.2) as client:
         ns = client.namespace(new_layout())
         keys = names(4)
         ns.put(keys, payloads(keys))
@@ -909,7 +850,7 @@ def test_a_lease_that_lost_its_connection_verifies_no_other_bytes() -> None:
         os.kill(daemon.pid, signal.SIGSTOP)
         assert ns.lookup(keys) == 0
         os.kill(daemon.pid, signal.SIGCONT)
-        with Client(daemon.url, deadline_s=5) as other:
+        with driver.client(daemon.url, deadline_s=5) as other:
             eventually(lambda: other.status()["leases"] == 0, 2)
             flood = other.namespace(new_layout())
             for i in range(12):
@@ -943,8 +884,8 @@ def test_a_cancelled_call_leaves_nothing_behind(daemon: LocalDaemon, client: Cli
     eventually(lambda: idle(client.status()), 3)
 
 
-def test_a_deadline_cuts_the_prefix_instead_of_missing_it() -> None:
-    with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
+def test_a_deadline_cuts_the_prefix_instead_of_missing_it(driver: Driver) -> None:
+    with LocalDaemon(WITH_NVME) as daemon, driver.client(daemon.url, deadline_s=5) as client:
         ns = client.namespace(new_layout())
         keys = names(100)
         ns.put(keys, payloads(keys))
@@ -958,10 +899,10 @@ def test_a_deadline_cuts_the_prefix_instead_of_missing_it() -> None:
         assert got(ns, keys) == 100
 
 
-def test_a_full_store_says_so() -> None:
+def test_a_full_store_says_so(driver: Driver) -> None:
     with LocalDaemon({"dram": {"limit": "2MiB", "huge_pages": False}}) as daemon:
         layout = new_layout(1 << 20)
-        with Client(daemon.url, deadline_s=5) as client, contextlib.ExitStack() as held:
+        with driver.client(daemon.url, deadline_s=5) as client, contextlib.ExitStack() as held:
             ns = client.namespace(layout)
             keys = names(4)
             assert ns.put(keys[:1], payloads(keys[:1], 1 << 20)).stored == 1
@@ -973,133 +914,9 @@ def test_a_full_store_says_so() -> None:
             assert ns.put(keys[1:2], payloads(keys[1:2], 1 << 20)).stored == 1
 
 
-def test_two_clients_see_each_others_blocks(daemon: LocalDaemon) -> None:
+def test_two_clients_see_each_others_blocks(driver: Driver, daemon: LocalDaemon) -> None:
     layout = Layout(model="shared by two", block_bytes=BLOCK)
     keys = names(5)
-    with Client(daemon.url, deadline_s=5) as one, Client(daemon.url, deadline_s=5) as two:
+    with driver.client(daemon.url, deadline_s=5) as one, driver.client(daemon.url, deadline_s=5) as two:
         one.namespace(layout).put(keys, payloads(keys))
         assert got(two.namespace(layout), keys) == 5
-
-
-# -- what the daemon says, answer by answer
-
-
-def session_of(batch_keys: int = 16) -> ProtocolState:
-    session = ProtocolState("", Maps())
-    session.welcome(m.Welcome(m.VERSION, b"x", 1 << 20, batch_keys, batch_keys))
-    return session
-
-
-def call_on(session: ProtocolState) -> flows.Call:
-    return flows.Call(
-        session,
-        time.monotonic() + 10,
-        lambda _: None,
-        lambda *_: None,
-        lambda: None,
-        lambda v: v,
-        lambda: False,
-    )
-
-
-def drive(flow: flows.Flow, *answers: object) -> tuple[list[object], object]:
-    """The messages of a flow that gets these answers, and its result or the exception that ends it."""
-    sent, replies, reply = [], list(answers), None
-    try:
-        while True:
-            step = flow.send(reply)
-            sent.append(step)
-            reply = step.call() if isinstance(step, flows.Work) else None
-            if not isinstance(step, flows.Post | flows.Work):
-                reply = replies.pop(0)
-    except StopIteration as end:
-        assert not replies
-        return sent, end.value
-    except DeniedError as error:
-        return sent, error
-
-
-OPENED = m.Opened(1, 7, b"f" * 16)
-
-
-def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
-    busy, space, keys = m.Busy(1, 0.25, "too many requests wait"), flows.Scope(LAYOUT), names(2)
-    for flow in (
-        flows.lookup(call_on(session_of()), space, keys),
-        flows.acquire(call_on(session_of()), space, keys, b"".join(keys), 32),
-        flows.put(call_on(session_of()), space, keys, payloads(keys), None),
-        flows.count(call_on(session_of()), space, m.Prefetch, keys),
-        flows.publish(call_on(session_of()), space, ["a"]),
-        flows.forget(call_on(session_of()), space),
-    ):
-        _, error = drive(flow, OPENED, busy)
-        assert isinstance(error, DeniedError)
-        assert (error.message, error.hint) == ("too many requests wait", "try again in 0.25 s")
-    assert isinstance(drive(flows.status(call_on(session_of())), busy)[1], DeniedError)
-    assert isinstance(drive(flows.forget_all(call_on(session_of()), "m", ""), busy)[1], DeniedError)
-
-
-def test_a_put_that_is_refused_on_its_way_counts_what_was_stored() -> None:
-    keys, there = names(40), bytes([flows.PRESENT]) * 16
-    reserved = m.Reserved(1, 0, BLOCK, b"", there, "")
-    flow = flows.put(call_on(session_of()), flows.Scope(LAYOUT), keys, payloads(keys), None)
-    sent, result = drive(flow, OPENED, reserved, m.Busy(2, 1.0, "busy"))
-    assert result == PutResult(present=16, denied=24, why="busy")
-    assert sent[2].parent == keys[15]  # type: ignore[attr-defined]
-
-
-def test_a_commit_that_is_refused_gives_its_room_up() -> None:
-    for refusal in (m.Busy(1, 1.0, "busy"), m.Denied(1, "no", "")):
-        sent, error = drive(flows.commit(9, bytes(8), PutResult()), refusal)
-        assert sent == [m.Commit(0, 9, bytes(8), b"\1"), flows.Post(m.Abort(9))]
-        assert isinstance(error, DeniedError)
-
-
-def test_a_namespace_is_opened_again_after_a_refusal() -> None:
-    session, keys = session_of(), names(1)
-    space = flows.Scope(LAYOUT, "team-a", 60.0)
-    sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
-    assert sent[0] == m.Open(0, LAYOUT.to_map(), "team-a", 60.0)
-    sent, _ = drive(flows.lookup(call_on(session), space, keys), m.Found(1, 0, False))
-    assert [type(message) for message in sent] == [m.Lookup]
-    assert session.receive(pack(m.Denied(1, "taken back", ""))) == m.Denied(1, "taken back", "")
-    sent, _ = drive(flows.lookup(call_on(session), space, keys), OPENED, m.Found(1, 0, False))
-    assert [type(message) for message in sent] == [m.Open, m.Lookup]
-
-
-def test_how_fast_the_engine_computes_travels_with_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, keys, asked = Layout("m", BLOCK, block_tokens=16), names(1200), []
-
-    def attempt(self: Client, start: Callable, deadline_s: float) -> object:
-        session = session_of(4096)
-        flow = start(call_on(session))
-        answers = {m.Open: OPENED, m.Lookup: m.Found(1, 0, False), m.Acquire: m.Granted(1, 0, BLOCK, b"")}
-        reply = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                step = flow.send(reply)
-                asked.append(step)
-                reply = answers[type(step)]
-        return 0
-
-    monkeypatch.setattr(Client, "_attempt", attempt)
-    told, plain = Client("unix:///x", recompute_tokens_per_s=8000), Client("unix:///x")
-    for client, speed, expected in (
-        (told, None, 0.002),
-        (told, 1600, 0.01),
-        (plain, 1600, 0.01),
-        (plain, None, 0.0),
-    ):
-        asked.clear()
-        ns = client.namespace(layout)
-        ns.lookup(keys, recompute_tokens_per_s=speed)
-        ns.get(keys, room_for(len(keys)), recompute_tokens_per_s=speed)
-        ns.acquire(keys, recompute_tokens_per_s=speed)
-        reads = [step for step in asked if isinstance(step, m.Lookup | m.Acquire)]
-        assert {step.recompute_s for step in reads} == {expected}
-        lookups = [len(step.keys) // 32 for step in reads if isinstance(step, m.Lookup)]
-        # Where what loading takes counts, no sample of the keys is asked.
-        assert lookups == ([1200] if expected else [35, 33])
-    asked.clear()
-    told.namespace(LAYOUT).lookup(keys)
-    assert asked[-1].recompute_s == 0, "a layout that does not say how many tokens a block has"

@@ -32,7 +32,7 @@ class Switched:
 
     def begin(self) -> MigratingPolicy:
         self.tier.segments = Segments(zeros(ROWS, np.int32))
-        new = make(self._new, self.tier.shelf())
+        new = make(self._new, self.tier.context())
         policy = MigratingPolicy(self.told.policy, new, zeros(ROWS, np.uint32), 1)
         self.told.policy = policy
         return policy
@@ -209,7 +209,7 @@ def test_the_last_wish_counts() -> None:
 
 
 class _NoPolicy:
-    def __init__(self, shelf: object) -> None:
+    def __init__(self, context: object) -> None:
         pass
 
 

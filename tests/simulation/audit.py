@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from kvstore import arena
-from kvstore.client.protocol import Maps
+from kvstore.client.extents import Maps
 from kvstore.core.blocks.block_table import LIVE
 from kvstore.tiers.nvme.records import ID, unpack
 from kvstore.types import slot_bytes
@@ -312,7 +312,7 @@ def nothing_is_held(life: Life) -> None:
     assert not p.copies.writing.total(), "writes are left"
     assert not p.residency.blocks.moving.any(), "blocks are on the move"
     assert not life.daemon.core.pending, "somebody was never answered"
-    assert not life.server.connections, "connections are left"
+    assert not life.server.table.connections, "connections are left"
     for state in p.residency.tiers:
         assert state.gone or not state.leaving, f"{state.spec.name} is leaving, and is still there"
         held = set(np.flatnonzero(state.extents.refs).tolist())

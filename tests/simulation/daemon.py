@@ -216,7 +216,7 @@ class Life:
             self.daemon, LiveConfig(None), clock=lambda: disk.loop.now, stopwatch=_Stopwatch(disk)
         )
         # In the order of their coming: a set of objects has another one in every process.
-        self.server.connections = _Ordered()  # type: ignore[assignment]
+        self.server.table.connections = _Ordered()  # type: ignore[assignment]
         self._serving = self._serve()
         self.process.create_task(self._serving)
 
@@ -301,6 +301,7 @@ class _Dram(DramTier):
         super().__init__(limit, size, False, manager, given)
         self._disk = disk
         self._worker = _Worker(process)
+        self._checkers = _Checkers(process)  # type: ignore[assignment]
         self.renewed: set[int] = set()
 
     def _renew(self, number: int, *rest: Any) -> None:
@@ -317,6 +318,19 @@ class _Nvme(NvmeTier):
     def __init__(self, process: Process, *parts: Any) -> None:
         super().__init__(*parts)
         self._worker = _Worker(process)
+
+
+class _Checkers:
+    """Stands for the threads that verify blocks in DRAM."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        self._process.run_in_executor(None, call, *args)
+
+    def shutdown(self, cancel_futures: bool) -> None:
+        pass
 
 
 class _Worker(JobThread):
@@ -347,7 +361,7 @@ class _Worker(JobThread):
 
 
 class Thread:
-    """Stands for `threading.Thread` in the shell, where one closes the tiers."""
+    """Stands for `threading.Thread` where the daemon closes its tiers."""
 
     delay: Callable[[], float]
 

@@ -1,22 +1,24 @@
 """Connections: bytes both ways in pieces cut anywhere, late, until either side or the network breaks them.
 
-`Transport` is what the daemon's `Connection` holds, `Link` stands for `AsyncLink` in a client. Requests are
-followed by their ids: each is answered once, and in the time that it gave.
+`Transport` is what the daemon's `Connection` holds, `Link` stands for a client's `AsyncConnection`. Requests
+are followed by their ids: each is answered once, and in the time that it gave.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvstore.client.protocol import Maps, ProtocolState
+from kvstore.client.extents import Maps
+from kvstore.client.protocol import ProtocolState
 from kvstore.types import SLOT_RECORD
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames
@@ -149,11 +151,11 @@ class Transport:
 
     def _may_look(self, granted: m.Granted) -> None:
         """Nobody is granted slots in memory that it may not map."""
-        connection = self._protocol
+        services, who = self._protocol.services, self._protocol.session.principal
         places = np.frombuffer(granted.slots, SLOT_RECORD)["place"]
         for extent in np.unique(places >> np.uint64(32)).tolist():
-            if not connection._services.catalog.may_map(connection.who, extent, writable=False):
-                self._link.net.fail("never mixing", f"{connection.who.name} is granted slots in {extent}")
+            if not services.catalog.may_map(who, extent, writable=False):
+                self._link.net.fail("never mixing", f"{who.name} is granted slots in {extent}")
 
     def _pass_descriptors(self) -> None:
         """What was sent past the transport, with a descriptor, takes its place among the bytes."""
@@ -210,13 +212,13 @@ class Transport:
 
 
 class Link:
-    """The client's end of a connection; see `kvstore.client.aio.AsyncLink`."""
+    """The client's end of a connection; see `kvstore.client.aio.AsyncConnection`."""
 
     def __init__(self, net: Network, number: int, token: str, maps: Maps) -> None:
         self.net = net
         self.number = number
         self.pid = os.getpid()
-        self.session = ProtocolState(token, maps)
+        self.protocol = ProtocolState(token, maps)
         self.owner: Process = asyncio.get_running_loop()  # type: ignore[assignment]
         self.due: dict[int, tuple[str, float]] = {}
         self._answered = 0
@@ -234,28 +236,41 @@ class Link:
     def ended(self) -> bool:
         return self._gone is not None
 
-    async def connect(self, path: str) -> None:
-        await asyncio.sleep(self.net.delay())
-        if self.net.listener is None:
-            raise ConnectionRefusedError(111, "nobody listens")
-        process, serve = self.net.listener
-        self._transport = Transport(self, process, serve())
-        self._in = _Pipe(self.net, process, self._transport.received)
-        self.net.connections[self.number] = self
-        self._send(self.session.hello())
-        self.session.welcome((await self._receive())[0])
+    async def connect(self, path: str, ends_s: float) -> Link:
+        async with self._until(ends_s):
+            await asyncio.sleep(self.net.delay())
+            if self.net.listener is None:
+                raise ConnectionRefusedError(111, "nobody listens")
+            process, serve = self.net.listener
+            self._transport = Transport(self, process, serve())
+            self._in = _Pipe(self.net, process, self._transport.received)
+            self.net.connections[self.number] = self
+            self._send(self.protocol.hello())
+            self.protocol.welcome((await self._receive())[0])
+        return self
 
-    async def call(self, message: Any) -> Any:
-        return (await self.fetch(message))[0]
+    async def call(self, message: Any, ends_s: float) -> Any:
+        return (await self.fetch(message, ends_s))[0]
 
-    async def fetch(self, message: Any) -> tuple[Any, int]:
+    async def fetch(self, message: Any, ends_s: float) -> tuple[Any, int]:
         self._check()
-        self._send(self.session.send(message), message)
-        return await self._receive()
+        async with self._until(ends_s):
+            self._send(self.protocol.send(message), message)
+            return await self._receive()
+
+    @contextlib.asynccontextmanager
+    async def _until(self, ends_s: float) -> AsyncIterator[None]:
+        """Ends the connection if its block fails or takes longer."""
+        try:
+            async with asyncio.timeout(max(ends_s - self.net.loop.now, 0.001)):
+                yield
+        except BaseException:
+            self.close()
+            raise
 
     def post(self, message: Any) -> None:
         if self._gone is None and self._transport is not None:
-            self._send(self.session.post(message))
+            self._send(self.protocol.post(message))
 
     def send_raw(self, data: bytes) -> None:
         """Bytes that no client sends: what comes after them may never be understood."""
@@ -324,7 +339,7 @@ class Link:
                     self._waiter = None
             data, fd = self._received.pop(0)
             got = fd if fd >= 0 else got
-            answer = self.session.receive(data)
+            answer = self.protocol.receive(data)
             if answer is not None:
                 return answer, got
 

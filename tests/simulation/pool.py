@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import arena
+from kvstore.client.extents import Maps
 from kvstore.client.leases import Lease, Reservation
-from kvstore.client.protocol import Maps
 from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.errors import CudaError
+from kvstore.tiers import hbm
+from kvstore.tiers.base import Owner
 from kvstore.types import HBM_EXTENTS, Geometry
 from tests.simulation.loop import MICRO, Process
 
@@ -57,7 +59,7 @@ class Gpus:
 
 
 class SimExtent:
-    """What a client has mapped of a GPU. See `kvstore.client.protocol.DeviceExtent`."""
+    """What a client has mapped of a GPU. See `kvstore.client.extents.DeviceExtent`."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
@@ -85,10 +87,10 @@ class SimLease(Lease):
         return good
 
 
-class SimRoom(Reservation):
+class SimReservation(Reservation):
     """See `kvstore.client.gpu.DeviceReservation`."""
 
-    def on(self, gpu: Gpus) -> SimRoom:
+    def on(self, gpu: Gpus) -> SimReservation:
         """Where it is, its slots say."""
         gpu.happened["blocks written into a pool"] += len(self) if self._slots.in_hbm else 0
         return self
@@ -97,6 +99,8 @@ class SimRoom(Reservation):
 class SimPool:
     """See `kvstore.tiers.hbm.HbmTier`."""
 
+    kind = hbm.KIND
+    persistent = False
     base = HBM_EXTENTS
 
     def __init__(self, gpu: Gpus, process: Process, limit_bytes: int, extent_bytes: int, life: int) -> None:
@@ -159,8 +163,11 @@ class SimPool:
 
     # -- extents
 
-    def format(self, number: int, slot_bytes: int) -> None:
-        self._cuts[number] = Geometry(self.extent_bytes, slot_bytes, table=False)
+    def format(self, extent: int, slot_bytes: int, owner: Owner) -> None:
+        self._cuts[extent] = Geometry(self.extent_bytes, slot_bytes, table=False)
+
+    def drop(self, identity: BlockIds, where: Where) -> None:
+        pass
 
     def slots(self, where: Where) -> list[memoryview]:
         out = []
@@ -255,18 +262,24 @@ class SimPool:
 
 
 def in_place(gpu: Gpus) -> dict[str, Any]:
-    """What takes the place of what, in `kvstore.client.calls`."""
-    return {"open_extent": gpu.open_extent, "DeviceLease": SimLease, "DeviceReservation": SimRoom}
+    """Stand-ins by the names that `kvstore.client.calls` imports."""
+    return {
+        "open_extent": gpu.open_extent,
+        "DeviceLease": SimLease,
+        "DeviceReservation": SimReservation,
+        "check_device": _same,
+        "no_lease": _no_lease,
+        "no_reservation": _no_reservation,
+    }
 
 
-def check_device(device: Gpus | None) -> Gpus | None:
-    """See `kvstore.client.checks`, as what is below."""
+def _same(device: Gpus | None) -> Gpus | None:
     return device
 
 
-def no_lease(block_bytes: int, gpu: Any) -> Lease:
+def _no_lease(block_bytes: int, gpu: Any) -> Lease:
     return Lease.on_nothing(block_bytes)
 
 
-def no_room(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
+def _no_reservation(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
     return Reservation.on_nothing(block_bytes, lost, commit)

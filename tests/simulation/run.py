@@ -16,8 +16,8 @@ from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
+from kvstore.daemon import composition
 from kvstore.daemon.operator.devices import open_new
-from kvstore.daemon.runtime import executor
 from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -167,7 +167,7 @@ class World:
             self.counts["switched"] += 1
         self.log(f"settings: {self.setup.policy} {self.setup.admission} {self.setup.quotas}")
         if self.life is not None and self.life.up:
-            self.life.server._reconfigure(self.setup.config(), [])
+            self.life.daemon.reload.apply(self.setup.config(), [])
             self._change_device(none)
         self.quotas = audit.Quotas()
 
@@ -189,7 +189,7 @@ class World:
             name, size = state.spec.name, state.extents.extent_bytes
             has = state.extents.limit_bytes // size
             # Of more, the next daemon would cut each into fewer slots: it has few rows here.
-            uncut = max(has, executor._MIN_ROWS // state.extents.geometry(ALIGN).slots)
+            uncut = max(has, composition._MIN_ROWS // state.extents.geometry(ALIGN).slots)
             n = min(wanted[name], state.extents.most_bytes // size, uncut)
             if n != has:
                 self.log(f"tier {tier} of {has} extents gets {n}")
@@ -216,7 +216,8 @@ class World:
             state = SERVING if none else dice.choice((SERVING, SERVING, DRAINING, FENCED))
             self.counts[state] += 1
             self.log(f"{name}: {state}")
-            life.server.control.machinery.set_device(name, state, None)
+            change = {"name": name, "state": state, "instead_of": None}
+            life.server.services.commands.run(None, 0, "set_device", change)
 
     def _come_or_leave(self, dice: random.Random) -> None:
         """The second device leaves, or comes, as a change of the configuration has it."""
@@ -231,14 +232,14 @@ class World:
         opened = self._opened(dice) if coming else {}
         setup.second_bytes = setup.second_bytes if coming else 0
         self.log(f"{SECOND_DEVICE} {'comes' if coming else 'leaves'}")
-        life.server._reconfigure(setup.config(), [], opened)
+        life.daemon.reload.apply(setup.config(), [], opened)
         self.quotas = audit.Quotas()
 
     def _is_refused(self, life: Life) -> None:
         """A device that is still leaving can not come."""
         config = replace(self.setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
         try:
-            life.server._consequences(config)
+            life.daemon.reload.consequences(config)
         except ConfigError as error:
             self.log(str(error))
             self.counts["refused to come"] += 1
@@ -353,7 +354,7 @@ class World:
         back = [state.lost for state in residency.tiers]
         stay = [tier for tier, state in enumerate(residency.tiers) if back[tier] or not state.leaving]
         nbytes = sum(residency.tiers[tier].extents.limit_bytes for tier in stay)
-        rows = max(nbytes // executor._MIN_BLOCK_BYTES, executor._MIN_ROWS)
+        rows = max(nbytes // composition._MIN_BLOCK_BYTES, composition._MIN_ROWS)
         lost = rows < residency.blocks.capacity
         lost |= any(resizing.is_at_work(tier) for tier in stay if not back[tier])
         self.counts["crashed_while_resizing"] += lost

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from kvstore.client import aio, calls
+from kvstore.client import aio, base
 from kvstore.client import connection as client_connection
+from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
 from kvstore.daemon import composition
@@ -31,7 +32,7 @@ _SOMEBODY = 61001
 def in_simulation(world: Any) -> Iterator[None]:
     """The places where the code under test takes time, threads and links from: all from the world."""
     now = types.SimpleNamespace(monotonic=lambda: world.loop.now)
-    fill = calls._fill
+    fill = writes._fill
 
     def filled(room: Reservation, views: object) -> bytes:
         if not world.may_write(room):
@@ -51,11 +52,11 @@ def in_simulation(world: Any) -> Iterator[None]:
     logger = logging.getLogger("kvstore")
     level, propagate = logger.level, logger.propagate
     with ExitStack() as stack:
-        for module in (aio, calls, client_connection):
+        for module in (aio, base, call, client_connection):
             stack.enter_context(mock.patch.object(module, "time", now))
         stack.enter_context(mock.patch.object(client_connection, "random", world.dice))
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
-        stack.enter_context(mock.patch.object(calls, "_fill", filled))
+        stack.enter_context(mock.patch.object(writes, "_fill", filled))
         stack.enter_context(mock.patch.object(lifecycle, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
@@ -64,12 +65,10 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(composition, "_MIN_ROWS", world.dice.choice((96, 512))))
         stack.enter_context(mock.patch.object(connection, "peer_of", return_value=_Peer(_SOMEBODY, ())))
         if world.gpu is not None:
-            stack.enter_context(mock.patch.multiple(calls, **pool.in_place(world.gpu)))
-            stack.enter_context(
-                mock.patch.multiple(
-                    aio, check_device=pool.check_device, no_lease=pool.no_lease, no_room=pool.no_room
-                )
-            )
+            for module in (namespace, reads, scope, writes):
+                for name, stand_in in pool.in_place(world.gpu).items():
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, stand_in))
         stack.enter_context(mock.patch.object(connection, "_numbers", iter(range(1, 1 << 30))))
         stack.enter_context(mock.patch.object(journal, "GROUP_RECORDS", world.dice.choice((4, 8192))))
         logger.addHandler(errors)

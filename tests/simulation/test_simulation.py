@@ -32,10 +32,10 @@ from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.transfers import Transfers
-from kvstore.daemon.runtime import recovery
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.tier_actions import TierActions
 from kvstore.daemon.server.connection import Connection
+from kvstore.daemon.tenancy import recovery
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.recovery import Recovery
 from kvstore.tiers.dram import DramTier
@@ -43,7 +43,6 @@ from kvstore.tiers.nvme import recovery as nvme_recovery
 from kvstore.tiers.nvme import tier
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import Tier
 from tests.simulation.run import simulate
 
 SEEDS = 300
@@ -202,7 +201,7 @@ def no_alarm(patch: Patch) -> None:
 
 def leases_for_ever(patch: Patch) -> None:
     """Who has left keeps what it held."""
-    patch.setattr(Connection, "connection_lost", lambda self, exc: self._server.connections.discard(self))
+    patch.setattr(Connection, "connection_lost", lambda self, exc: self._table.connections.discard(self))
 
 
 def forgetful_handover(patch: Patch) -> None:
@@ -296,11 +295,8 @@ def drops_at_the_first(patch: Patch) -> None:
     """What leaves a device is taken off the record of the first one."""
 
     def drop(self: TierActions, drop: Any) -> None:
-        tiers = self._tiers
-        if drop.tier == 0:
-            tiers.dram.void(drop.where)
-        elif tiers.kind_of(drop.tier) == Tier.NVME:
-            tiers.device_at(1).drop(drop.identity, drop.where)
+        tier = self._tiers.at(drop.tier)
+        (self._tiers.at(1) if tier.persistent else tier).drop(drop.identity, drop.where)
 
     patch.setattr(TierActions, "_drop", drop)
 
@@ -383,7 +379,7 @@ CAUGHT_AS = {
     endless_fence: ("it works again when faults end",),
     drops_at_the_first: (RECORDS, FORGOTTEN, SOUND),
     only_the_first_is_restored: (LOST, SOUND),
-    hasty_leave: (SOUND, "KeyError in device_at"),
+    hasty_leave: (SOUND, "KeyError in tier_at"),
     given_back_in_dram: (SOUND, "IndexError"),
 }
 

@@ -14,6 +14,7 @@ import pytest
 from kvstore.arena import HEADER, MAGIC, Extent
 from kvstore.core.actions import BlockIds, Where
 from kvstore.errors import TierError
+from kvstore.tiers.base import Owner
 from kvstore.tiers.dram import OWNERS, DramTier, Inherited
 from kvstore.tiers.ownership import OwnershipTable
 from kvstore.types import ALIGN, LABEL_BYTES
@@ -77,7 +78,7 @@ def tier(keeper: Keeper) -> Iterator[DramTier]:
     """Extent 0 is of tenant a and has the secret, the others are nobody's."""
     made = tier_of(keeper)
     assert make(made) == [0, 1, 2]
-    made.format(0, ALIGN, A)
+    made.format(0, ALIGN, Owner(tag=A))
     fill(made, 0)
     yield made
     made.close()
@@ -188,7 +189,7 @@ class TestRenew:
             assert says("look") == "secret"
             number = renew(tier, 0)
             assert says("look") == "zeros"
-            tier.format(number, ALIGN, B)
+            tier.format(number, ALIGN, Owner(tag=B))
             fill(tier, number)
             assert says("look") == "zeros"
             assert says("write") == "written"
@@ -267,7 +268,7 @@ def test_a_kill_at_any_step_leaves_nothing_of_it(
 
 class TestTakingOver:
     def test_whose_an_extent_is_stays(self, tier: DramTier, keeper: Keeper) -> None:
-        tier.format(1, 2 * ALIGN, B)
+        tier.format(1, 2 * ALIGN, Owner(tag=B))
         found = load(keeper)
         assert found.formats == {0: ALIGN, 1: 2 * ALIGN, 2: 0}
         assert found.owners == {0: A, 1: B}
@@ -294,7 +295,7 @@ class TestTakingOver:
         with monkeypatch.context() as patch:
             patch.setattr(OwnershipTable, "end_cut", killed)
             with pytest.raises(Killed):
-                tier.format(1, ALIGN, B)
+                tier.format(1, ALIGN, Owner(tag=B))
         assert load(keeper).formats == {0: ALIGN, 2: 0}
         assert keeper.extents == ["dram-000000", "dram-000002"]
 

@@ -1,1 +1,5 @@
-"""Authentication, rate limits, the audit log, and errors as problem details (RFC 9457)."""
+"""Access control: authentication and rate limits (`auth`), the audit log (`audit`).
+
+May be imported from here: `Authenticator`, `Caller`, `Role` and `PEER` by routers and the server, `Audited`
+and `AuditLog` by the application. Must not import routers, schemas or the daemon's state.
+"""

@@ -1,7 +1,9 @@
-"""What was changed, or tried to be, by whom: a line of JSON each, before the answer goes out.
+"""The audit log: one JSON line for every request that may change something, written before its response.
 
-What operators asked for is one file. What was refused before it was known to be an operator's is another, and
-bounded, as anybody can have as much of it as he likes.
+Requests of operators go to one file. Requests that were refused before the caller was known to be an operator
+go to another file at a bounded rate, because any caller can cause them.
+
+Not covered: reads, and changes that go to the daemon by other ways than REST.
 """
 
 from __future__ import annotations
@@ -20,50 +22,52 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
-"""Of one file; then it becomes `NAME.1`, what was that `NAME.2`, and so on."""
+"""Size at which a file is rotated: it becomes `NAME.1`, the previous `NAME.1` becomes `NAME.2`, and so on."""
 
 KEPT = 4
+"""Rotated files that are kept."""
+
 REFUSALS = 60
-"""The most refusals that are written down in an interval; others are counted in a line of their own."""
+"""Refusals written per interval. Further ones are only counted, on a line of their own."""
 
 INTERVAL_S = 60.0
-_SEEN = {"GET", "HEAD", "OPTIONS"}
-_MOST_OF_BODY = 1024
-_MOST_OF_PATH = 256
-_MOST_OF_METHOD = 16
+_READS = {"GET", "HEAD", "OPTIONS"}
+_MOST_BODY_BYTES = 1024
+_MOST_PATH_CHARS = 256
+_MOST_METHOD_CHARS = 16
 
 
 class AuditLog:
-    """The file of the log and that of refusals, `NAME.refused`; or (None) this process's own log."""
+    """Appends to the log file and to `NAME.refused` beside it. Without a path, logs to this process's log."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._refused = None if path is None else path.with_name(f"{path.name}.refused")
+        self._refused_path = None if path is None else path.with_name(f"{path.name}.refused")
         self._lock = asyncio.Lock()
         self._refusals = 0
         self._intervals: set[asyncio.Task[None]] = set()
 
     async def write(self, entry: dict[str, object]) -> None:
-        """One more entry. What the file does not take goes to the process's log: none is lost in silence."""
+        """Appends one entry. An entry that the file does not take goes to the process's log."""
         await self._write(entry, self._path)
 
     async def refuse(self, entry: dict[str, object]) -> None:
-        """One more refusal: it can not roll away what was changed. Of too many only the number is written."""
+        """Appends one refusal to its own file, so that refusals never rotate entries of changes away."""
         self._refusals += 1
         if self._refusals == 1:
             self._intervals.add(asyncio.create_task(self._interval()))
         if self._refusals <= REFUSALS:
-            await self._write(entry, self._refused)
+            await self._write(entry, self._refused_path)
 
     async def _interval(self) -> None:
         await asyncio.sleep(INTERVAL_S)
         left_out, self._refusals = self._refusals - REFUSALS, 0
         self._intervals.clear()
         if left_out > 0:
-            await self._write({"at": _now(), "left_out": left_out}, self._refused)
+            await self._write({"at": _now(), "left_out": left_out}, self._refused_path)
 
     async def _write(self, entry: dict[str, object], path: Path | None) -> None:
-        # As ASCII: what a terminal obeys or reorders is an escape of JSON's.
+        # ASCII: JSON escapes characters that a terminal would interpret or reorder.
         line = json.dumps(entry)
         if path is None:
             _log.info("audit: %s", line)
@@ -93,23 +97,23 @@ def _now() -> str:
 
 
 class Audited:
-    """Has every request that may change something written down, the refused ones too."""
+    """ASGI middleware that logs every request with a changing method, refused requests included."""
 
     def __init__(self, app: ASGIApp, log: AuditLog) -> None:
         self._app = app
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in _SEEN:
+        if scope["type"] != "http" or scope["method"] in _READS:
             await self._app(scope, receive, send)
             return
         body, written = b"", False
         state = scope.setdefault("state", {})
 
-        async def seen() -> Message:
+        async def receive_and_copy() -> Message:
             nonlocal body
             message = await receive()
-            body = (body + message.get("body", b""))[:_MOST_OF_BODY]
+            body = (body + message.get("body", b""))[:_MOST_BODY_BYTES]
             return message
 
         async def write(status: int) -> None:
@@ -118,20 +122,20 @@ class Audited:
             entry: dict[str, object] = {
                 "at": _now(),
                 "who": state.get("caller", ""),
-                "method": scope["method"][:_MOST_OF_METHOD],
-                "path": scope["path"][:_MOST_OF_PATH],
+                "method": scope["method"][:_MOST_METHOD_CHARS],
+                "path": scope["path"][:_MOST_PATH_CHARS],
                 "body": body.decode(errors="replace"),
                 "status": status,
             }
             await (self._log.write(entry) if state.get("operates") else self._log.refuse(entry))
 
-        async def told(message: Message) -> None:
+        async def write_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await write(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, seen, told)
+            await self._app(scope, receive_and_copy, write_and_send)
         except Exception:
             if not written:
                 await write(500)

@@ -1,54 +1,51 @@
-"""What can be changed. Needs a token that operates; every try is written down, see `audit`."""
+"""Paths that change tenants' blocks, namespaces, devices and single blocks. Each needs the role `operate`.
+
+The audit log records every request, refused ones included. Not covered: the configuration, see there.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-
 from kvstore.admin.daemon_state import DaemonState
 from kvstore.admin.problem_details import ProblemError, documented
 from kvstore.admin.routers.dependencies import (
-    OPERATOR,
     Daemon,
     DevicePath,
     IfMatch,
     KeyPath,
     NamespacePath,
     TenantPath,
+    changing_router,
 )
 from kvstore.admin.routers.queries import etag, found_device, found_namespace, found_tenant, state_etag
-from kvstore.admin.schemas import responses
+from kvstore.admin.schemas import requests, responses
 
-changes = APIRouter(
-    prefix="/v1",
-    dependencies=[OPERATOR],
-    responses=documented(400, 401, 403, 404, 409, 413, 422, 429, 503),
-)
+changing = changing_router()
 
 
 # -- tenants and namespaces
 
 
-@changes.delete("/tenants/{name}/blocks", tags=["tenants"])
+@changing.delete("/tenants/{name}/blocks", tags=["tenants"])
 async def delete_blocks_of_tenant(daemon: Daemon, name: TenantPath) -> responses.Changed:
-    """Deletes all that a tenant has stored, on every tier. It stays a tenant."""
+    """Deletes all blocks of a tenant on every tier. The tenant stays configured."""
     await found_tenant(daemon, name)
     return await _changed(daemon, "delete_tenant", name=name)
 
 
-@changes.delete("/namespaces/{id}/blocks", tags=["namespaces"])
+@changing.delete("/namespaces/{id}/blocks", tags=["namespaces"])
 async def delete_blocks_of_namespace(daemon: Daemon, id: NamespacePath) -> responses.Changed:
-    """Empties a namespace, on every tier. It stays open."""
+    """Deletes all blocks of a namespace on every tier. The namespace stays open."""
     await found_namespace(daemon, id)
     return await _changed(daemon, "forget", namespace=id)
 
 
-@changes.put("/namespaces/{id}/readers", tags=["namespaces"], responses=documented(412))
+@changing.put("/namespaces/{id}/readers", tags=["namespaces"], responses=documented(412))
 async def publish_namespace(
-    daemon: Daemon, id: NamespacePath, readers: responses.Readers, if_match: IfMatch = None
+    daemon: Daemon, id: NamespacePath, readers: requests.Readers, if_match: IfMatch = None
 ) -> responses.Namespace:
-    """Lets these tenants, and no others, read a namespace."""
+    """Publishes a namespace to these tenants and to no others."""
     before = await found_namespace(daemon, id)
     expected = None
     if if_match is not None:
@@ -64,20 +61,18 @@ async def publish_namespace(
 
 
 def _changed_meanwhile(namespace: responses.Namespace) -> ProblemError:
-    hint = f"look again: it is published to {', '.join(namespace.published_to) or 'nobody'}"
-    return ProblemError(
-        412, "the namespace has been changed by somebody else", hint, {"ETag": etag(namespace)}
-    )
+    hint = f"read it again: it is published to {', '.join(namespace.published_to) or 'no tenant'}"
+    return ProblemError(412, "another request has changed the namespace", hint, {"ETag": etag(namespace)})
 
 
 # -- devices
 
 
-@changes.put("/devices/{name}/state", tags=["devices"], responses=documented(412))
+@changing.put("/devices/{name}/state", tags=["devices"], responses=documented(412))
 async def change_state_of_device(
-    daemon: Daemon, name: DevicePath, wanted: responses.DeviceState, if_match: IfMatch = None
+    daemon: Daemon, name: DevicePath, wanted: requests.DeviceState, if_match: IfMatch = None
 ) -> responses.Device:
-    """Has a device serve, drain, or be fenced, until that is changed or the daemon restarts."""
+    """Sets the state of a device until the next change or restart: serving, draining or fenced."""
     before = await found_device(daemon, name)
     if if_match not in (None, "*", state_etag(before)):
         raise _state_changed(before)
@@ -91,56 +86,62 @@ async def change_state_of_device(
 
 def _state_changed(device: responses.Device) -> ProblemError:
     etag = {"ETag": state_etag(device)}
-    return ProblemError(412, "somebody else has changed its state", f"it is {device.state}", etag)
+    return ProblemError(412, "another request has changed the state", f"it is {device.state}", etag)
 
 
 # -- blocks
 
 
-@changes.delete("/namespaces/{id}/blocks/{key}", tags=["blocks"])
+@changing.delete("/namespaces/{id}/blocks/{key}", tags=["blocks"])
 async def invalidate_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> responses.Changed:
-    """Forgets a block, on every tier. What continues it is a miss until it is stored again."""
+    """Invalidates a block on every tier. Blocks that continue it are misses until it is stored again."""
     return await _changed_block(daemon, "invalidate", id, key)
 
 
-@changes.put("/namespaces/{id}/blocks/{key}/pin", tags=["blocks"])
-async def pin_block(daemon: Daemon, id: NamespacePath, key: KeyPath, pin: responses.Pin) -> responses.Changed:
-    """Keeps a block for some time, whatever else needs room."""
+@changing.put("/namespaces/{id}/blocks/{key}/pin", tags=["blocks"])
+async def pin_block(daemon: Daemon, id: NamespacePath, key: KeyPath, pin: requests.Pin) -> responses.Changed:
+    """Pins a block for `ttl_s` seconds: it is not evicted."""
     return await _changed_block(daemon, "pin", id, key, ttl_s=pin.ttl_s)
 
 
-@changes.delete("/namespaces/{id}/blocks/{key}/pin", tags=["blocks"])
+@changing.delete("/namespaces/{id}/blocks/{key}/pin", tags=["blocks"])
 async def unpin_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> responses.Changed:
-    """Keeps a block no longer than others."""
+    """Removes the pin of a block."""
     return await _changed_block(daemon, "unpin", id, key)
 
 
-@changes.post("/namespaces/{id}/blocks/{key}/prefetch", tags=["blocks"])
+@changing.post("/namespaces/{id}/blocks/{key}/prefetch", tags=["blocks"])
 async def prefetch_block(daemon: Daemon, id: NamespacePath, key: KeyPath) -> responses.Changed:
-    """Brings a block up into DRAM, if there is room."""
+    """Loads a block into DRAM if there is room."""
     return await _changed_block(daemon, "prefetch", id, key)
 
 
-@changes.post("/namespaces/{id}/prefetch", tags=["blocks"])
-async def prefetch_prefix(daemon: Daemon, id: NamespacePath, prefix: responses.Prefix) -> responses.Changed:
-    """Brings a prefix up into DRAM, as far as there is room: how many blocks are there, or on their way.
+@changing.post("/namespaces/{id}/prefetch", tags=["blocks"])
+async def prefetch_prefix(daemon: Daemon, id: NamespacePath, prefix: requests.Prefix) -> responses.Changed:
+    """Loads a prefix into DRAM as far as there is room. Returns the blocks that are in DRAM or being loaded.
 
-    `/v1/transfers` shows those.
+    `/v1/transfers` shows the loads.
     """
     await found_namespace(daemon, id)
     keys = [bytes.fromhex(key) for key in prefix.keys]
     sizes = sorted({len(key) for key in keys})
     if len(sizes) > 1:
-        raise ProblemError(409, f"keys of {sizes[0]} and of {sizes[-1]} bytes", "a namespace has one size")
+        raise ProblemError(
+            409, f"keys of {sizes[0]} and of {sizes[-1]} bytes", "a namespace has one key size"
+        )
     return await _changed(daemon, "prefetch", namespace=id, keys=b"".join(keys), key_bytes=sizes[0])
 
 
-async def _changed_block(daemon: DaemonState, call: str, id: str, key: str, **more: Any) -> responses.Changed:
+async def _changed_block(
+    daemon: DaemonState, call: str, id: str, key: str, **arguments: Any
+) -> responses.Changed:
     await found_namespace(daemon, id)
     raw = bytes.fromhex(key)
-    changed = await _changed(daemon, call, namespace=id, keys=raw, key_bytes=len(raw), **more)
+    changed = await _changed(daemon, call, namespace=id, keys=raw, key_bytes=len(raw), **arguments)
     if not changed.blocks:
-        raise ProblemError(404, "no block is stored there under this key", f"GET /v1/blocks/{key} says more")
+        raise ProblemError(
+            404, "the namespace has no block with this key", f"GET /v1/blocks/{key} explains it"
+        )
     return changed
 
 

@@ -1,4 +1,4 @@
-"""What can be asked. Every function is one path: it asks the daemon, and shapes what comes back."""
+"""Paths that read: health, metrics, and the state of the daemon. Each function is one path."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kvstore.admin.routers.dependencies import (
     NamespacePath,
     OneTenant,
     TenantPath,
+    reading_router,
 )
 from kvstore.admin.schemas import responses
 from kvstore.daemon.operator.command import MOST_AT_ONCE
@@ -35,7 +36,7 @@ _Kind = Annotated[str, StringConstraints(pattern=f"^({'|'.join(KINDS)})$")]
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 health = APIRouter(tags=["health"])
-v1 = APIRouter(prefix="/v1", responses=documented(401, 429, 503))
+v1 = reading_router()
 
 
 # -- health
@@ -43,17 +44,20 @@ v1 = APIRouter(prefix="/v1", responses=documented(401, 429, 503))
 
 @health.get("/livez", dependencies=[ANYBODY], responses=documented(429))
 async def livez() -> responses.Live:
-    """Whether this process answers. Needs no token."""
+    """Liveness of this process. Needs no token."""
     return responses.Live()
 
 
 @health.get(
     "/readyz",
     dependencies=[ANYBODY],
-    responses={**documented(429), 503: {"model": responses.Ready, "description": "Not ready, and why."}},
+    responses={
+        **documented(429),
+        503: {"model": responses.Ready, "description": "Not ready, with the reasons."},
+    },
 )
 async def readyz(daemon: Daemon, response: Response) -> responses.Ready:
-    """Whether the daemon serves from all of its tiers. Needs no token, and names nobody."""
+    """Readiness: whether the daemon serves from all of its tiers. Needs no token and names no tenant."""
     try:
         reasons = _reasons(await daemon.status())
     except UnavailableError:
@@ -68,17 +72,17 @@ def _reasons(status: dict[str, Any]) -> list[str]:
         if tier["state"] == "fenced":
             reasons.append(f"{tier['name']}: fenced by an operator")
         elif tier["fenced"]:
-            reasons.append(f"{tier['name']}: its device hangs")
+            reasons.append(f"{tier['name']}: its device does not respond")
         elif not tier["readable"]:
-            reasons.append(f"{tier['name']}: reads are left out after failures")
+            reasons.append(f"{tier['name']}: reads are suspended after failures")
         elif not tier["writable"] and tier["state"] == "serving":
-            reasons.append(f"{tier['name']}: writes are left out after failures")
+            reasons.append(f"{tier['name']}: writes are suspended after failures")
     return reasons
 
 
 @health.get("/version", dependencies=[VIEWER], responses=documented(401, 429))
 async def show_version(daemon: Daemon) -> responses.Version:
-    """What runs."""
+    """The versions of this process and of the daemon."""
     try:
         of_daemon = (await daemon.status())["version"]
     except UnavailableError:
@@ -93,7 +97,7 @@ async def show_version(daemon: Daemon) -> responses.Version:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401, 429)},
 )
 async def show_metrics(daemon: Daemon) -> Response:
-    """Everything that is counted and measured, for Prometheus. `kvstore_up` is 0 while the daemon is away."""
+    """All metrics, for Prometheus. While the daemon does not answer, only `kvstore_up` is sent, with 0."""
     try:
         text = await daemon.metrics()
     except UnavailableError:
@@ -101,24 +105,24 @@ async def show_metrics(daemon: Daemon) -> Response:
     return Response(text, media_type=_METRICS_TYPE)
 
 
-# -- what there is
+# -- state
 
 
 @v1.get("/status", dependencies=[VIEWER], tags=["daemon"])
 async def show_status(daemon: Daemon) -> responses.Status:
-    """The daemon as a whole: what it holds, and what it has counted since its start."""
+    """State of the daemon, and its counters since its start."""
     return responses.Status.model_validate(await daemon.status())
 
 
 @v1.get("/history", dependencies=[VIEWER], tags=["daemon"])
-async def show_history(hour: LastHour) -> responses.History:
-    """The last hour, a point every ten seconds, as columns: null where the daemon was away or began anew."""
-    return responses.History.model_validate(hour.columns())
+async def show_history(history: LastHour) -> responses.History:
+    """The last hour as columns, one point every ten seconds. Values are null in gaps."""
+    return responses.History.model_validate(history.columns())
 
 
 @v1.get("/tiers", dependencies=[VIEWER], tags=["tiers"])
 async def list_tiers(daemon: Daemon) -> responses.Tiers:
-    """All tiers, the fastest first."""
+    """All tiers, fastest first."""
     return responses.Tiers.model_validate(await daemon.status())
 
 
@@ -128,26 +132,26 @@ async def show_tier(daemon: Daemon, name: Annotated[str, Path(examples=["dram"])
     tiers = (await daemon.status())["tiers"]
     found = next((tier for tier in tiers if tier["name"] == name), None)
     if found is None:
-        there = ", ".join(tier["name"] for tier in tiers)
-        raise ProblemError(404, f"there is no tier {name!r:.80}", f"there are {there}")
+        known = ", ".join(tier["name"] for tier in tiers)
+        raise ProblemError(404, f"there is no tier {name!r:.80}", f"there are {known}")
     return responses.Tier.model_validate(found)
 
 
 @v1.get("/policy", dependencies=[VIEWER], tags=["policy"])
 async def show_policy(daemon: Daemon) -> responses.Policy:
-    """Who leaves a tier first. `policy.eviction` in the configuration changes it while the daemon runs."""
+    """The eviction policy. A change of `policy.eviction` takes effect while the daemon runs."""
     return responses.Policy.model_validate(await daemon.client.control("policy"))
 
 
 @v1.get("/devices", dependencies=[VIEWER], tags=["devices"])
 async def list_devices(daemon: Daemon) -> responses.Devices:
-    """What the tiers lie on, the fastest first."""
+    """The devices of all tiers, fastest first."""
     return responses.Devices.model_validate(await daemon.client.control("devices"))
 
 
 @v1.get("/devices/{name}", dependencies=[VIEWER], tags=["devices"], responses=documented(404, 422))
 async def show_device(daemon: Daemon, name: DevicePath, response: Response) -> responses.Device:
-    """What one tier lies on. Its ETag changes with its state."""
+    """The device of one tier. The ETag changes with the device's state."""
     device = await found_device(daemon, name)
     response.headers["ETag"] = state_etag(device)
     return device
@@ -156,17 +160,17 @@ async def show_device(daemon: Daemon, name: DevicePath, response: Response) -> r
 @v1.get("/transfers", dependencies=[VIEWER], tags=["devices"], responses=documented(422))
 async def list_transfers(
     daemon: Daemon,
-    after: Annotated[int, Query(ge=0, le=1 << 52, description="Only numbers above.")] = 0,
+    after: Annotated[int, Query(ge=0, le=1 << 52, description="Only numbers above this one.")] = 0,
     limit: Limit = 100,
 ) -> responses.Transfers:
-    """Copies between tiers that wait or are under way, the oldest first, a page at a time."""
+    """Queued and running copies between tiers, oldest first, in pages."""
     shown, more = await _pages(daemon, "transfers", limit, after, "number")
     transfers = [responses.Transfer.model_validate(transfer) for transfer in shown]
     return responses.Transfers(transfers=transfers, next=transfers[-1].number if more else None)
 
 
 async def found_device(daemon: DaemonState, name: str) -> responses.Device:
-    """The device of this name as it is now. Raises ProblemError 404."""
+    """Returns the device of a tier. Raises ProblemError 404."""
     try:
         return responses.Device.model_validate(await daemon.client.control("device", name=name))
     except DeniedError as error:
@@ -174,35 +178,35 @@ async def found_device(daemon: DaemonState, name: str) -> responses.Device:
 
 
 def state_etag(device: responses.Device) -> str:
-    """Stands for all of a device that can be changed."""
+    """Returns an ETag over everything of a device that can be changed."""
     return f'"{device.state}"'
 
 
 @v1.get("/tenants", dependencies=[VIEWER], tags=["tenants"], responses=documented(422))
 async def list_tenants(
     daemon: Daemon,
-    after: Annotated[str, Query(description="Only names behind this one.")] = "",
+    after: Annotated[str, Query(description="Only names after this one.")] = "",
     limit: Limit = 100,
 ) -> responses.Tenants:
-    """Tenants by name, a page at a time."""
+    """Tenants by name, in pages."""
     shown, more = await _pages(daemon, "tenants", limit, after, "name")
     tenants = [responses.Tenant.model_validate(tenant) for tenant in shown]
     return responses.Tenants(tenants=tenants, next=tenants[-1].name if more else None)
 
 
 async def _pages(
-    daemon: DaemonState, call: str, limit: int, after: Any, by: str, **more: Any
+    daemon: DaemonState, call: str, limit: int, after: Any, by: str, **arguments: Any
 ) -> tuple[list[dict[str, Any]], bool]:
-    """`limit` rows of what the daemon gives in small pages, and whether there are more."""
+    """Returns up to `limit` rows, collected from the daemon's smaller pages, and whether more rows follow."""
     rows: list[dict[str, Any]] = []
-    going = True
-    while going and len(rows) < limit:
+    more = True
+    while more and len(rows) < limit:
         n = min(limit - len(rows), MOST_AT_ONCE)
-        page = await daemon.page(call, after=after, limit=n, **more)
+        page = await daemon.page(call, after=after, limit=n, **arguments)
         rows += page[call]
-        going = page["more"]
+        more = page["more"]
         after = rows[-1][by] if rows else after
-    return rows, going
+    return rows, more
 
 
 @v1.get("/tenants/{name}", dependencies=[VIEWER], tags=["tenants"], responses=documented(404, 422))
@@ -212,21 +216,21 @@ async def show_tenant(daemon: Daemon, name: TenantPath) -> responses.Tenant:
 
 
 async def found_tenant(daemon: DaemonState, name: str) -> responses.Tenant:
-    """The tenant of this name as it is now. Raises ProblemError 404."""
+    """Returns a tenant by name. Raises ProblemError 404."""
     try:
         return responses.Tenant.model_validate(await daemon.client.control("tenant", name=name))
     except DeniedError as error:
-        raise ProblemError(404, error.message, "GET /v1/tenants names them") from None
+        raise ProblemError(404, error.message, "GET /v1/tenants lists them") from None
 
 
 @v1.get("/namespaces", dependencies=[VIEWER], tags=["namespaces"], responses=documented(404, 422))
 async def list_namespaces(
     daemon: Daemon,
     tenant: OneTenant = "",
-    after: Annotated[int, Query(ge=0, lt=1 << 16, description="Only numbers above.")] = 0,
+    after: Annotated[int, Query(ge=0, lt=1 << 16, description="Only numbers above this one.")] = 0,
     limit: Limit = 100,
 ) -> responses.Namespaces:
-    """Open namespaces by number, a page at a time."""
+    """Open namespaces by number, in pages."""
     if tenant:
         await found_tenant(daemon, tenant)
     shown, more = await _pages(daemon, "namespaces", limit, after, "number", tenant=tenant)
@@ -236,14 +240,14 @@ async def list_namespaces(
 
 @v1.get("/namespaces/{id}", dependencies=[VIEWER], tags=["namespaces"], responses=documented(404, 422))
 async def show_namespace(daemon: Daemon, id: NamespacePath, response: Response) -> responses.Namespace:
-    """One namespace. Its ETag changes with whom it is published to."""
+    """One namespace. The ETag changes with the tenants that it is published to."""
     namespace = await found_namespace(daemon, id)
     response.headers["ETag"] = etag(namespace)
     return namespace
 
 
 async def found_namespace(daemon: DaemonState, id: str) -> responses.Namespace:
-    """The namespace of this id as it is now. Raises ProblemError 404."""
+    """Returns a namespace by id. Raises ProblemError 404."""
     try:
         return responses.Namespace.model_validate(await daemon.client.control("namespace", id=id))
     except DeniedError as error:
@@ -251,7 +255,7 @@ async def found_namespace(daemon: DaemonState, id: str) -> responses.Namespace:
 
 
 def etag(namespace: responses.Namespace) -> str:
-    """Stands for all of a namespace that can be changed."""
+    """Returns an ETag over everything of a namespace that can be changed."""
     return f'"{blake3(json.dumps(namespace.published_to).encode()).hexdigest(8)}"'
 
 
@@ -262,30 +266,30 @@ async def explain_block(
     tenant: OneTenant = "",
     model: Annotated[str, Query(max_length=4096, description="Only in namespaces of this model.")] = "",
 ) -> responses.Blocks:
-    """Where a block is, what keeps it, and what was decided about it lately; empty if nothing is known."""
-    known = await daemon.client.explain([bytes.fromhex(key)], tenant, model)
-    return responses.Blocks(blocks=[responses.Block.model_validate(_in_hex(block)) for block in known])
+    """Copies, pins and latest decisions of a block in each namespace; empty if the key is unknown."""
+    blocks = await daemon.client.explain([bytes.fromhex(key)], tenant, model)
+    return responses.Blocks(blocks=[responses.Block.model_validate(_in_hex(block)) for block in blocks])
 
 
 @v1.get("/events", dependencies=[VIEWER], tags=["daemon"], responses=documented(404, 422))
 async def list_events(
     daemon: Daemon,
-    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only numbers above.")] = 0,
+    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only numbers above this one.")] = 0,
     limit: Limit = 100,
     tenant: OneTenant = "",
-    what: Annotated[list[_Kind], Query(description="Only these; or all.")] = [],  # noqa: B006
+    what: Annotated[list[_Kind], Query(description="Only events of these kinds; empty: all kinds.")] = [],  # noqa: B006
 ) -> responses.Events:
-    """What was decided about blocks and what happened to the daemon lately, a page at a time."""
+    """Latest decisions about blocks and events of the daemon, in pages."""
     if tenant:
         await found_tenant(daemon, tenant)
     events: list[dict[str, Any]] = []
-    lost, going = 0, True
-    while going and len(events) < limit:
+    lost, more = 0, True
+    while more and len(events) < limit:
         n = min(limit - len(events), MOST_EVENTS)
         page = await daemon.client.control("events", after=after, limit=n, tenant=tenant, what=what)
         events += page["events"]
         lost += page["lost"]
-        going = page["next"] != after
+        more = page["next"] != after
         after = page["next"]
     return responses.Events.model_validate(page | {"events": events, "lost": lost})
 

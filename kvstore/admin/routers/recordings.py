@@ -1,4 +1,4 @@
-"""A recording of what the daemon is asked for, started and fetched over REST: one at a time, in memory."""
+"""Trace recording over REST: one recording at a time, kept in memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.admin.problem_details import ProblemError, documented
 from kvstore.admin.routers.dependencies import OPERATOR
-from kvstore.admin.schemas.responses import WHOLE, View
+from kvstore.admin.schemas.requests import RecordingWanted
+from kvstore.admin.schemas.responses import Recording
 from kvstore.client.trace_recording import Part, record, trace_line
 from kvstore.errors import KVStoreError
 
@@ -26,28 +26,8 @@ recordings = APIRouter(
 _MEDIA_TYPE = "application/x-ndjson"
 
 
-class RecordingWanted(BaseModel):
-    """For how long to record, and how much of it to keep."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    seconds: Annotated[float, Field(gt=0, le=86400, examples=[600])]
-    max_bytes: Annotated[int, Field(ge=65536, le=64 << 20), WHOLE] = 16 << 20
-
-
-class Recording(View):
-    """How far a recording is. `dropped` requests found no room; `problem`: why it ended early."""
-
-    running: bool = False
-    passed_s: float = 0.0
-    requests: int = 0
-    blocks: int = 0
-    dropped: int = 0
-    problem: str = ""
-
-
 class Recorder:
-    """The recording that runs, or ran last, and its trace so far."""
+    """The current or latest recording, and its trace so far."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -57,17 +37,17 @@ class Recorder:
 
     @property
     def trace(self) -> bytes:
-        """What was asked for until now, a line of JSON a request."""
+        """The recorded requests, one JSON line each."""
         return bytes(self._trace)
 
     async def start(self, seconds: float, max_bytes: int) -> None:
-        """Forgets the last one and starts. Raises ProblemError if one runs, DeniedError, UnavailableError."""
+        """Discards the last recording and starts one. Raises ProblemError, DeniedError, UnavailableError."""
         if self.state.running:
             raise ProblemError(409, "a recording is running", "DELETE /v1/recording ends it")
         self.state = Recording(running=True)
         parts = record(self._url, seconds, max_bytes, token="")
         try:
-            await anext(parts)  # the daemon has agreed
+            await anext(parts)  # returns once the daemon has accepted
         except KVStoreError:
             self.state.running = False
             raise
@@ -75,27 +55,27 @@ class Recorder:
         self._task = asyncio.get_running_loop().create_task(self._run(parts, max_bytes))
 
     async def _run(self, parts: AsyncGenerator[Part, None], max_bytes: int) -> None:
-        state, beyond, block_tokens = self.state, 0, 0
+        state, oversized, block_tokens = self.state, 0, 0
         try:
             async with aclosing(parts):
                 async for part in parts:
-                    for asked in part.requests:
-                        block_tokens = block_tokens or asked.block_tokens or 1
-                        line = trace_line(asked, block_tokens)
+                    for request in part.requests:
+                        block_tokens = block_tokens or request.block_tokens or 1
+                        line = trace_line(request, block_tokens)
                         if len(self._trace) + len(line) > max_bytes:
-                            beyond += 1
+                            oversized += 1
                             continue
                         self._trace += line
                         state.requests += 1
-                        state.blocks += len(asked.hashes)
-                    state.passed_s, state.dropped = part.passed_s, part.dropped + beyond
+                        state.blocks += len(request.hashes)
+                    state.passed_s, state.dropped = part.passed_s, part.dropped + oversized
         except KVStoreError as error:
             state.problem = str(error)
         finally:
             state.running = False
 
     async def end(self) -> None:
-        """Ends the recording, and keeps what it has."""
+        """Ends the recording and keeps its trace."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -106,19 +86,19 @@ def _recorder(request: Request) -> Recorder:
     return recorder
 
 
-Here = Annotated[Recorder, Depends(_recorder)]
+TheRecorder = Annotated[Recorder, Depends(_recorder)]
 
 
 @recordings.put("", status_code=202, responses=documented(400, 409, 413, 422))
-async def start_recording(recorder: Here, wanted: RecordingWanted) -> Recording:
-    """Records what clients ask for, as a trace for `kvstore lab`: hashed keys, no content."""
+async def start_recording(recorder: TheRecorder, wanted: RecordingWanted) -> Recording:
+    """Records requests of clients as a trace for `kvstore lab`. The trace has hashed keys and no content."""
     await recorder.start(wanted.seconds, wanted.max_bytes)
     return recorder.state
 
 
 @recordings.get("")
-async def show_recording(recorder: Here) -> Recording:
-    """How far the recording is that runs, or ran last."""
+async def show_recording(recorder: TheRecorder) -> Recording:
+    """Progress of the current or latest recording."""
     return recorder.state
 
 
@@ -127,13 +107,13 @@ async def show_recording(recorder: Here) -> Recording:
     response_class=Response,
     responses={200: {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}}}}},
 )
-async def fetch_trace(recorder: Here) -> Response:
-    """The trace so far: a line of JSON a request, as `kvstore lab record` writes it."""
+async def fetch_trace(recorder: TheRecorder) -> Response:
+    """The trace so far, one JSON line per request, in the format of `kvstore lab record`."""
     return Response(recorder.trace, media_type=_MEDIA_TYPE)
 
 
 @recordings.delete("")
-async def end_recording(recorder: Here) -> Recording:
+async def end_recording(recorder: TheRecorder) -> Recording:
     """Ends the recording. Its trace can be fetched until the next one starts."""
     await recorder.end()
     return recorder.state

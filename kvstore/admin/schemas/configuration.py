@@ -1,4 +1,4 @@
-"""The shapes of what the interface says of the configuration, and takes for it."""
+"""Request and response bodies about the configuration: settings, quotas, devices, tokens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.admin.schemas.responses import WHOLE, View
+from kvstore.admin.schemas.requests import WHOLE
+from kvstore.admin.schemas.responses import View
 from kvstore.config import HOLDER_PATTERN, NvmeDevice
 
 
 class Settings(View):
-    """What is set: by the file, and by changes since, which are a JSON merge patch on the file."""
+    """Effective settings, and the changes since the file was read as a JSON merge patch on the file."""
 
     settings: dict[str, Any] = Field(examples=[{"dram": {"limit": "64GiB"}}])
     changes: dict[str, Any] = Field(examples=[{"scrub": {"rate": "8MiB"}}])
 
 
 class Consequence(View):
-    """What a change of quotas, or of a limit, does to a tenant (all of them: "") in a tier.
+    """Effect of a changed quota or limit on a tenant (empty: all tenants) in one tier.
 
-    `evicted_bytes` are over the new limit, and go. `claimed_bytes` of the new floor are not its own yet: it
-    may take them from others when it needs them.
+    `evicted_bytes` exceed the new limit and are evicted. `claimed_bytes` belong to the new floor but are used
+    by other tenants; the tenant takes them over when it needs them.
     """
 
     tenant: str
@@ -32,7 +33,7 @@ class Consequence(View):
 
 
 class SettingsChanged(View):
-    """What has changed; or would, in a dry run. `kept`: also over a restart, see `daemon.changes`."""
+    """Changed settings, or the settings that would change in a dry run. `kept`: they survive a restart."""
 
     changed: list[str] = Field(examples=[["tenants.chat.dram.limit = 1073741824"]])
     consequences: list[Consequence]
@@ -41,7 +42,7 @@ class SettingsChanged(View):
 
 
 class Reloaded(View):
-    """What the file has that is new; and what of it needs a restart."""
+    """Settings that a reload changed, and settings that need a restart."""
 
     changed: list[str]
     needs_restart: list[str] = Field(examples=[["dram.limit"]])
@@ -52,7 +53,7 @@ _Id = Annotated[int, Field(ge=0, lt=(1 << 32) - 1), WHOLE]
 
 
 class Quota(BaseModel):
-    """A tenant's part of a tier, in bytes: never taken from it; never exceeded (null: the tier's limit)."""
+    """A tenant's quota in one tier, in bytes: guaranteed `floor`, hard `limit` (null: the tier's limit)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -61,7 +62,7 @@ class Quota(BaseModel):
 
 
 class TenantSettings(BaseModel):
-    """Who is in a tenant, and what it may have. `ttl` in seconds; `pin`, `bandwidth` (a second) in bytes."""
+    """Members and quotas of a tenant. `ttl` is in s, `pin` in bytes, `bandwidth` in bytes/s."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -80,9 +81,9 @@ class TenantSettings(BaseModel):
 
 
 class DeviceSettings(BaseModel):
-    """A device more in the NVMe tier: a folder on it, its limit in bytes, what may be written to it a day.
+    """An additional device of the NVMe tier: its folder, its limit in bytes, its write budget per day.
 
-    `write_budget` in bytes, or in times the limit as in "1x"; 0: no bound.
+    `write_budget` is in bytes, or a multiple of the limit such as "1x"; 0: no budget.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -93,7 +94,7 @@ class DeviceSettings(BaseModel):
 
 
 class Token(View):
-    """A token of a tenant's. `expires` null: never."""
+    """A token of a tenant. `expires` is null if it never expires."""
 
     id: str
     role: str
@@ -101,13 +102,13 @@ class Token(View):
 
 
 class Tokens(View):
-    """All tokens of a tenant."""
+    """The tokens of a tenant."""
 
     tokens: list[Token]
 
 
 class AdminToken(View):
-    """A token of this interface. `expires` null: never."""
+    """A token of the REST interface. `expires` is null if it never expires."""
 
     name: str
     role: str
@@ -115,7 +116,7 @@ class AdminToken(View):
 
 
 class AdminTokens(View):
-    """All tokens of this interface."""
+    """The tokens of the REST interface."""
 
     tokens: list[AdminToken]
 
@@ -124,7 +125,7 @@ _Lifetime = Annotated[float, Field(gt=0, le=100 * 365 * 86400, examples=[7776000
 
 
 class TenantTokenWanted(BaseModel):
-    """What holders of a new token may do, and for how long (null: for ever)."""
+    """Role and lifetime of a new token of a tenant (null: it never expires)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -133,7 +134,7 @@ class TenantTokenWanted(BaseModel):
 
 
 class TokenWanted(BaseModel):
-    """Who is to get a token of this interface, what for, and for how long (null: for ever)."""
+    """Holder, role and lifetime of a new token of the REST interface (null: it never expires)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -143,7 +144,7 @@ class TokenWanted(BaseModel):
 
 
 class NewToken(View):
-    """A token that was just made. It is shown only here."""
+    """A new token. No other response contains it."""
 
     id: str
     token: str

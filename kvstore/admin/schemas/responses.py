@@ -1,51 +1,40 @@
-"""What the interface answers with: the shapes that OpenAPI documents."""
+"""Response bodies, except those about the configuration (see `configuration`)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-from kvstore.daemon.operator.blocks import LONGEST_S
-from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(_whole)
-"""For integers as JSON has them: 1.0 is one."""
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class View(BaseModel):
-    """Fields that are not documented are left out."""
+    """Base of responses. Drops fields that the model does not declare."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Live(View):
-    """This process answers."""
+    """Liveness of this process."""
 
     status: Literal["alive"] = "alive"
 
 
 class Ready(View):
-    """Whether the daemon serves from all of its tiers; if not, why."""
+    """Whether the daemon serves from all of its tiers, and the reasons if it does not."""
 
     ready: bool
-    reasons: list[str] = Field(examples=[["nvme: writes are left out after failures"]])
+    reasons: list[str] = Field(examples=[["nvme: writes are suspended after failures"]])
 
 
 class Version(View):
-    """What runs. The daemon's is "" while it is away."""
+    """Running versions. `daemon` is empty while the daemon does not answer."""
 
     admin: str = Field(examples=["0.1.0"])
     daemon: str = Field(examples=["0.1.0"])
 
 
 class Tier(View):
-    """One tier: its limit, what it holds, and how its device does."""
+    """One tier: its limit, its contents, and the state of its device."""
 
     name: str = Field(examples=["dram"])
     limit_bytes: int
@@ -57,13 +46,13 @@ class Tier(View):
     bandwidth_bytes_per_s: int
     readable: bool
     writable: bool
-    fenced: bool = Field(description="Its device hangs.")
+    fenced: bool = Field(description="Its device does not respond.")
     state: str = Field(examples=["serving"])
     scrub_passes: int
 
 
 class TenantTier(View):
-    """A tenant's part of a tier. `limit_bytes` null: no limit of its own."""
+    """A tenant's use of one tier and its quota. `limit_bytes` is null if only the tier's limit applies."""
 
     name: str
     used_bytes: int
@@ -72,16 +61,18 @@ class TenantTier(View):
 
 
 class Tenant(View):
-    """What a tenant has of every tier, and may have."""
+    """A tenant: its use of every tier, and its quotas."""
 
     name: str = Field(examples=["chat"])
     share: float
     tiers: list[TenantTier]
-    lent_bytes: dict[str, int] = Field(description="What others' leases hold of its DRAM, by tenant.")
+    lent_bytes: dict[str, int] = Field(
+        description="Bytes of its DRAM that leases of other tenants hold, by tenant."
+    )
 
 
 class NetworkTier(View):
-    """What this node shares with others: whether it is asked, and why not; blocks by what became of them."""
+    """The network tier: whether it is usable, its problem if not, and blocks by outcome."""
 
     kind: str = Field(examples=["filesystem"])
     usable: bool
@@ -94,14 +85,14 @@ class NetworkTier(View):
 
 
 class Status(View):
-    """The daemon as a whole."""
+    """State and counters of the daemon."""
 
     version: str
     pid: int
     uptime_s: float
     connections: int
     queued_requests: int
-    wire_versions: dict[str, int] = Field(description="Connections by the version of the wire.")
+    wire_versions: dict[str, int] = Field(description="Connections by wire version.")
     refused_requests: int
     blocks: int
     namespaces: int
@@ -111,29 +102,29 @@ class Status(View):
     core_ram_bytes: int
     huge_pages: bool
     policy: str = Field(examples=["hazard"])
-    gpus: dict[str, str] = Field(description="UUIDs of GPUs, by the names of their pools.")
+    gpus: dict[str, str] = Field(description="GPU UUIDs by pool name.")
     network: NetworkTier | None
-    events: dict[str, int | str] = Field(description="KV events for routers, if they are published.")
+    events: dict[str, int | str] = Field(description="KV events for routers; empty if none are published.")
     nvme_io: str
     problems: list[str]
     counters: dict[str, int]
 
 
 class TierHistory(View):
-    """One tier, point by point: what it held; what was found, served and written since the point before."""
+    """One tier's columns: bytes held; blocks found, served and written since the previous point."""
 
     name: str = Field(examples=["dram"])
     used_bytes: list[int | None]
     limit_bytes: list[int | None]
-    found_blocks: list[int | None] = Field(description="Of prompts, when they were asked for.")
-    served_blocks: list[int | None] = Field(description="Delivered to engines.")
+    found_blocks: list[int | None] = Field(description="Blocks of prompts that were stored when requested.")
+    served_blocks: list[int | None] = Field(description="Blocks delivered to engines.")
     served_tokens: list[int | None]
     served_bytes: list[int | None]
     written_bytes: list[int | None]
 
 
 class DecisionHistory(View):
-    """Blocks that something was decided about, since the point before. `tier` "": all of them."""
+    """Blocks by decision since the previous point. `tier` is empty if the decision applies to all tiers."""
 
     what: str = Field(examples=["evicted"])
     tier: str
@@ -141,7 +132,10 @@ class DecisionHistory(View):
 
 
 class Admission(View):
-    """What a tier takes, by which threshold now. `bytes_a_day` 0: no bound; `spent`: none is left for now."""
+    """Admission to a tier: mode and current threshold.
+
+    `bytes_a_day` is the write budget, 0 if there is none; `spent` says whether it is used up for now.
+    """
 
     mode: str = Field(examples=["reuse"])
     threshold: float
@@ -152,7 +146,7 @@ class Admission(View):
 
 
 class DeviceHistory(View):
-    """A tier's device as it was lately: its queue by class, and what went to it today."""
+    """The device of a tier: queued and moving bytes by class, and bytes written today."""
 
     tier: str = Field(examples=["nvme"])
     queued_bytes: dict[str, int]
@@ -162,10 +156,10 @@ class DeviceHistory(View):
 
 
 class History(View):
-    """The last hour by columns, all as long as `at_s` (Unix time): counts are since the point before.
+    """The last hour as columns of equal length. `at_s` is the Unix time of each point.
 
-    `seconds` is the time between both, null where that is not known: so are its counts. Ratios and durations
-    are null too where nothing was asked for. `today_since_s`: since when what went to devices today is known.
+    Counts are increments since the previous point, `seconds` the time since it; both are null in gaps. Ratios
+    and durations are null if no block was requested. `written_today_bytes` counts from `today_since_s`.
     """
 
     every_s: float
@@ -173,10 +167,14 @@ class History(View):
     seconds: list[float | None]
     hit_ratio: list[float | None] = Field(description="Found / requested.")
     delivered_ratio: list[float | None] = Field(description="Delivered / requested.")
-    requested_blocks: list[int | None] = Field(description="Whole blocks of prompts, each counted once.")
-    not_worth_loading_blocks: list[int | None] = Field(description="Found: computing them again is faster.")
-    too_late_blocks: list[int | None] = Field(description="Found: not loaded by the deadline.")
-    corrupt_blocks: list[int | None] = Field(description="Found: wrong bytes.")
+    requested_blocks: list[int | None] = Field(
+        description="Whole blocks of prompts; each block is counted once."
+    )
+    not_worth_loading_blocks: list[int | None] = Field(
+        description="Found, but slower to load than to recompute."
+    )
+    too_late_blocks: list[int | None] = Field(description="Found, but not loaded by the deadline.")
+    corrupt_blocks: list[int | None] = Field(description="Found, but with a wrong checksum.")
     acquires: list[int | None]
     acquire_p50_s: list[float | None]
     acquire_p99_s: list[float | None]
@@ -190,13 +188,13 @@ class History(View):
 
 
 class Tiers(View):
-    """All tiers, the fastest first."""
+    """All tiers, fastest first."""
 
     tiers: list[Tier]
 
 
 class PolicyTier(View):
-    """What the policies of one tier know. `weighs`: they know what blocks earn, and refuse new ones by it."""
+    """Policy state of one tier. `weighs`: the policy estimates reuse and may refuse new blocks."""
 
     tier: str
     pools: int
@@ -206,23 +204,25 @@ class PolicyTier(View):
 
 
 class Policy(View):
-    """The eviction policy: `name` is at work, `wanted` what it is to be.
+    """The eviction policy: `name` is active, `wanted` is configured.
 
-    `pools_left` still have the one from before.
+    During a change, `pools_left` pools still use the previous policy.
     """
 
     name: str = Field(examples=["hazard"])
     wanted: str = Field(examples=["hazard"])
-    available: list[str] = Field(description="By name; there may be others, as `module:Class`.")
+    available: list[str] = Field(description="Built-in policies; others are named `module:Class`.")
     pools_left: int
     tiers: list[PolicyTier]
 
 
 class Device(View):
-    """What a tier lies on, what waits for it and is under way, in bytes by class, and what it takes."""
+    """The device of a tier: its state, queued and moving bytes by class, and its admission."""
 
     name: str = Field(examples=["nvme"])
-    state: str = Field(description="What an operator wants: serving, draining, fenced; leaving: removed.")
+    state: str = Field(
+        description="Set by an operator: serving, draining or fenced; leaving: it is being removed."
+    )
     hangs: bool
     readable: bool
     writable: bool
@@ -232,17 +232,19 @@ class Device(View):
     bandwidth_bytes_per_s: int
     admission: Admission
     written_in_a_day_bytes: int
-    drive_writes_a_day: float = Field(description="Written in the last 24 hours, in limits of the tier.")
+    drive_writes_a_day: float = Field(
+        description="Bytes written in the last 24 hours, divided by the tier's limit."
+    )
 
 
 class Devices(View):
-    """All devices, the fastest first."""
+    """All devices, fastest first."""
 
     devices: list[Device]
 
 
 class Transfer(View):
-    """Some blocks of one namespace on their way from one tier to another."""
+    """A copy of blocks of one namespace from one tier to another."""
 
     number: int
     source: str = Field(examples=["nvme"])
@@ -256,21 +258,21 @@ class Transfer(View):
 
 
 class Transfers(View):
-    """A page of transfers. `next` is the `after` of the page that follows, null on the last one."""
+    """A page of transfers. `next` is the `after` of the following page, null on the last page."""
 
     transfers: list[Transfer]
     next: int | None
 
 
 class Tenants(View):
-    """A page of tenants. `next` is the `after` of the page that follows, null on the last one."""
+    """A page of tenants. `next` is the `after` of the following page, null on the last page."""
 
     tenants: list[Tenant]
     next: str | None
 
 
 class Prompts(View):
-    """Blocks of a namespace's prompts, since the daemon began or the namespace was opened, whoever asked."""
+    """Hit counters of a namespace over all tenants, since the daemon started or the namespace was opened."""
 
     requested_blocks: int
     found_blocks: dict[str, int] = Field(description="By tier.", examples=[{"dram": 12, "nvme": 3}])
@@ -283,10 +285,10 @@ class Prompts(View):
 
 
 class Namespace(View):
-    """A namespace: whose it is, what its blocks are, what its prompts found."""
+    """A namespace: its owner, its layout, and the hits of its prompts."""
 
     number: int
-    id: str = Field(description="Names it for good; its number may change.")
+    id: str = Field(description="Stable identifier; the number may change.")
     tenant: str
     layout: dict[str, Any] | None
     block_bytes: int
@@ -296,14 +298,14 @@ class Namespace(View):
 
 
 class Namespaces(View):
-    """A page of namespaces. `next` is the `after` of the page that follows, null on the last one."""
+    """A page of namespaces. `next` is the `after` of the following page, null on the last page."""
 
     namespaces: list[Namespace]
     next: int | None
 
 
 class Copy(View):
-    """Where a tier has a block, and what its policy says of it."""
+    """A copy of a block in one tier, and the policy's state of it."""
 
     tier: str
     extent: int
@@ -314,7 +316,7 @@ class Copy(View):
 
 
 class Decision(View):
-    """What was decided about a block, how long ago."""
+    """A decision about a block."""
 
     what: str = Field(examples=["evicted"])
     tier: str
@@ -324,9 +326,9 @@ class Decision(View):
 
 
 class Block(View):
-    """What is known of a key in one namespace. Of what is not stored, only decisions."""
+    """A block in one namespace. A block that is not stored has decisions only."""
 
-    key: str = Field(description="In hex.")
+    key: str = Field(description="The key in hex.")
     tenant: str
     model: str
     revision: str
@@ -345,29 +347,29 @@ class Block(View):
 
 
 class Blocks(View):
-    """What is known of one key, by namespace."""
+    """Blocks with one key, one per namespace."""
 
     blocks: list[Block]
 
 
 class Event(View):
-    """What was decided about a block, or happened to the daemon. `detail` is for people."""
+    """A decision about a block, or an event of the daemon. `detail` is free text."""
 
     number: int
     at_s: float = Field(description="Unix time.")
     what: str = Field(examples=["evicted"])
-    tier: str = Field(description='"" for all of them, or none.')
+    tier: str = Field(description="Empty if the event is about all tiers or none.")
     tenant: str
-    namespace: str = Field(description="Its `id`.")
-    key: str = Field(description='In hex; "" if it is about no block.')
-    score: float | None = Field(description="Uses a second that were expected of the block.")
+    namespace: str = Field(description="The `id` of the namespace.")
+    key: str = Field(description="The key in hex; empty if the event is about no block.")
+    score: float | None = Field(description="Expected uses of the block per second.")
     detail: str
 
 
 class Events(View):
-    """Some events, the oldest first. `next` is the `after` of the page that follows, itself at the end.
+    """A page of events, oldest first. `next` is the `after` of the following page, unchanged at the end.
 
-    `lost`: how many that came after had been overwritten. `instance`: another one has other numbers.
+    `lost` counts events after `after` that were overwritten. Numbers are valid for one `instance` only.
     """
 
     events: list[Event]
@@ -377,46 +379,17 @@ class Events(View):
 
 
 class Changed(View):
-    """How many blocks a change was about."""
+    """Number of blocks that a change affected."""
 
     blocks: int
 
 
-class Readers(BaseModel):
-    """Who may read a namespace besides its own tenant."""
+class Recording(View):
+    """Progress of a recording. `dropped` requests exceeded its size; `problem` says why it ended early."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    tenants: list[Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]] = Field(
-        max_length=64, examples=[["batch"]]
-    )
-
-
-class DeviceState(BaseModel):
-    """What a device is to do. draining: nothing more is written there. fenced: nothing is read either."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    state: Literal["serving", "draining", "fenced"]
-
-
-KEY_PATTERN = rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$"
-"""A key in hex."""
-
-_Key = Annotated[str, Field(pattern=KEY_PATTERN)]
-
-
-class Prefix(BaseModel):
-    """A chain of blocks from its first one on: keys in hex, all of the same length."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    keys: list[_Key] = Field(min_length=1, max_length=512, examples=[["00ff", "01ff"]])
-
-
-class Pin(BaseModel):
-    """For how long a block is kept."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    ttl_s: float = Field(gt=0, le=LONGEST_S, examples=[3600])
+    running: bool = False
+    passed_s: float = 0.0
+    requests: int = 0
+    blocks: int = 0
+    dropped: int = 0
+    problem: str = ""

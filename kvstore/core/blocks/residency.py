@@ -22,10 +22,10 @@ from kvstore.core.capacity.extents import Extents, Slots
 from kvstore.core.capacity.quotas import Namespace, SlotPool
 from kvstore.core.insight.decision_log import Decisions
 from kvstore.core.policy import Factory, Policy, find
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 from kvstore.core.transfers.admission import Admission
 from kvstore.core.transfers.devices import DeviceQueue, TierSpec
 from kvstore.types import Tier

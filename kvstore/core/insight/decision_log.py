@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys, Words
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.reuse import Reuse
 from kvstore.types import MAX_KEY_BYTES
 
 CAPACITY = 1 << 16

@@ -14,8 +14,8 @@ from kvstore.core.actions import Deny, Explained
 from kvstore.core.blocks.block_table import HOLE, LIVE, RESERVED
 from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.insight.decision_log import Decision
-from kvstore.core.policy.reuse_classes import describe
 from kvstore.core.requests.leases import LeaseTable
+from kvstore.core.reuse.classes import describe
 from kvstore.types import EXPLAIN_KEYS
 
 MOST_NAMESPACES = 64

@@ -1,8 +1,8 @@
-"""Eviction policies: which blocks of one pool of a tier should go first.
+"""Eviction policies: in which order the blocks of one pool of a tier are evicted.
 
-A policy sees row numbers only. It owns the order; placement owns the verdict (leases, leaf first, copies).
-Every operation is a batch of distinct rows and costs amortised O(1) a row.
-A new policy is one file here and one line in `POLICIES`, or a class anywhere, named as `module:Class`.
+A policy sees row numbers only. It decides the order; `capacity.eviction` decides whether a block may go
+(leases, pins, children, copies). Every operation takes a batch of distinct rows and costs amortised O(1) a
+row. A new policy is one file here and one line in `POLICIES`, or a class anywhere, named as `module:Class`.
 """
 
 from __future__ import annotations
@@ -25,49 +25,51 @@ from kvstore.errors import MisuseError
 
 
 class Policy(Protocol):
-    """The order in which blocks leave a tier. Rows are in chain order, parents before children.
+    """The order in which blocks of one pool are evicted. Rows are in chain order, parents before children.
 
-    `now` is in seconds and never goes back.
+    `now` is in seconds and never decreases. `follows_children`: the policy wants `refresh`. `weighs`: see
+    `coldest`.
     """
 
     follows_children: bool
     weighs: bool
 
     def insert(self, rows: Rows, now: float) -> None:
-        """Blocks that this tier now holds."""
+        """Adds blocks that the tier now holds."""
 
     def touch(self, rows: Rows, now: float) -> None:
-        """Blocks that were used. Rows that were never inserted are ignored."""
+        """Records a use of blocks. Rows that were never inserted are ignored."""
 
     def remove(self, rows: Rows) -> None:
-        """Blocks that have left the tier, or are about to. Unknown rows are ignored."""
+        """Removes blocks that have left the tier or are about to. Unknown rows are ignored."""
 
     def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
-        """Up to n rows to evict next, the first to go first. Changes nothing but internal bookkeeping.
+        """Returns up to n rows to evict next, the first to go first. The order stays as it is.
 
-        A policy that `weighs` knows what blocks earn: it offers none that earns `below` a second or more.
+        A policy that `weighs` knows what blocks earn: it returns none that earns `below` uses/s or more.
         """
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """These cannot go now: in use, or `parents` that must wait for a child. Do not offer them again soon.
+        """Postpones rows that cannot go now: blocks in use, or `parents` that must wait for a child.
 
-        They come in the order of `coldest`. Unknown rows are ignored.
+        The rows are in the order of `coldest`, which should not return them again soon. Unknown rows are
+        ignored.
         """
 
     def refresh(self, rows: Rows) -> None:
-        """Chains that got new blocks: they are to stay as long as those, but this is no use of them.
+        """Moves chains that got new blocks behind these blocks in the order. This does not count as a use.
 
         Unknown rows are ignored. Only called if `follows_children`: it costs a walk up the chain.
         """
 
     def cool(self, rows: Rows) -> None:
-        """These will not be used again soon: offer them first. Unknown rows are ignored."""
+        """Moves rows that will not be used again soon to the front. Unknown rows are ignored."""
 
     def __len__(self) -> int:
-        """How many rows are known."""
+        """Returns the number of rows in the order."""
 
     def ram_bytes(self) -> int:
-        """Bytes of state, what is shared by the tier not counted."""
+        """Returns the bytes of state, without what the pools of a tier share."""
 
 
 Factory = Callable[[PolicyContext], Policy]
@@ -81,11 +83,11 @@ POLICIES: dict[str, Factory] = {
     "sieve": SIEVE,
     "hazard": Hazard,
 }
-"""By name."""
+"""The built-in policies by name."""
 
 
 def find(name: str) -> Factory:
-    """What makes policies of that name, or of that `module:Class`. Raises MisuseError if there is none."""
+    """Returns the policy class of a name or `module:Class`. Raises MisuseError if there is none."""
     if name in POLICIES:
         return POLICIES[name]
     module, colon, attribute = name.partition(":")
@@ -93,16 +95,18 @@ def find(name: str) -> Factory:
         raise MisuseError(f"no eviction policy {name!r}", f"one of {', '.join(POLICIES)}, or module:Class")
     try:
         found: Factory = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
+    except (Exception, SystemExit) as error:  # an import may run any code
         raise MisuseError(
             f"no eviction policy {name!r}: {type(error).__name__}: {error}",
             f"a class that can be imported, or one of {', '.join(POLICIES)}",
         ) from error
     if not callable(found):
-        raise MisuseError(f"eviction policy {name!r} is not a class", "something that takes a Shelf")
+        raise MisuseError(
+            f"eviction policy {name!r} is not a class", "a class whose constructor takes a PolicyContext"
+        )
     return found
 
 
-def make(name: str, shelf: PolicyContext) -> Policy:
-    """A fresh policy for one pool. Raises MisuseError, see find."""
-    return find(name)(shelf)
+def make(name: str, context: PolicyContext) -> Policy:
+    """Returns a new policy for one pool. Raises MisuseError, see `find`."""
+    return find(name)(context)

@@ -1,9 +1,9 @@
-"""ARC (Megiddo and Modha, 2003): blocks used once and blocks used again in an LRU queue each.
+"""ARC (Megiddo and Modha, 2003): one LRU queue for blocks used once, one for blocks used again.
 
-How many of the first kind stay follows the ghosts: a block that comes back soon after it left wants more room
-for its kind. What differs from the paper: placement owns the capacity, so that it is the rows known now; room
-is made before it is known who comes; a batch moves the target by one step size; and a ghost that has come
-back takes its place in the list until that has aged.
+The target length of the first queue follows the ghosts: a block that is stored again soon after its eviction
+votes for the queue that it was in. Differences from the paper: the capacity is the number of rows known now,
+because the tier owns the capacity; room is made before the new blocks are known; a batch moves the target by
+one step size; and a ghost that was recalled keeps its place in the ghost list until the list has aged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ONCE, OFTEN = 0, 1
 
 
 class ARC(Ranked):
-    """The paper's T1 and T2 are `_once` and `_often`, p is `_target`, B1 and B2 are in `_past`."""
+    """The paper's T1 and T2 are `_once` and `_often`, p is `_target`. `_ghosts` holds B1 and B2."""
 
-    def __init__(self, shelf: PolicyContext) -> None:
-        super().__init__(shelf)
-        self._once, self._often = Queue(shelf.segments), Queue(shelf.segments)
-        self._past = GhostQueue(shelf)
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._once, self._often = Queue(context.segments), Queue(context.segments)
+        self._ghosts = GhostQueue(context)
         self._target = 0.0
 
     def _queues(self) -> tuple[Queue, Queue]:
@@ -33,9 +33,9 @@ class ARC(Ranked):
 
     def _enter(self, rows: Rows) -> None:
         capacity = len(self)
-        once = min(self._past.gone[ONCE], max(capacity - len(self._once), 0))
-        often = min(self._past.gone[OFTEN], capacity - once)
-        came_from = self._past.recall(rows, (once, often))
+        once = min(self._ghosts.gone[ONCE], max(capacity - len(self._once), 0))
+        often = min(self._ghosts.gone[OFTEN], capacity - once)
+        came_from = self._ghosts.recall(rows, (once, often))
         n_once, n_often = int(np.count_nonzero(came_from == ONCE)), int(np.count_nonzero(came_from == OFTEN))
         if n_once:
             self._target = min(self._target + n_once * max(1.0, often / once), capacity)
@@ -50,8 +50,8 @@ class ARC(Ranked):
 
     def remove(self, rows: Rows) -> None:
         """See Policy."""
-        self._past.note(ONCE, rows[self._of(self._once, rows)])
-        self._past.note(OFTEN, rows[self._of(self._often, rows)])
+        self._ghosts.note(ONCE, rows[self._of(self._once, rows)])
+        self._ghosts.note(OFTEN, rows[self._of(self._often, rows)])
         super().remove(rows)
 
     def _forward(self, rows: Rows) -> None:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
-from kvstore.core.policy.reuse_classes import CLASS_MASK, describe
 from kvstore.core.policy.slices import Slices
+from kvstore.core.reuse.classes import CLASS_MASK, describe
 
 _SAME_S = 0.2
 _BACK_AFTER_S, _LOOK_AFTER_S = 0.25, 1.0

@@ -1,7 +1,7 @@
-"""LFU with dynamic ageing (Arlitt et al., 2000): the least used go first, and old uses count less.
+"""LFU with dynamic ageing (Arlitt et al., 2000): the least used blocks go first, and old uses count less.
 
-A block's priority is its number of uses plus the age of the cache when it was last used; the age is the
-lowest priority when room was last made. Blocks of one priority are a queue, least recently used first.
+The priority of a block is its number of uses plus the age of the cache at its last use. The age is the lowest
+priority at the last eviction. Blocks of one priority are a queue, least recently used first.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
 
 _RING = 256
-"""How many priorities there are at a time: no block is worth more than all of them but one."""
+"""Priorities in use at a time. The number of uses, or its weight, is below this."""
 
 _MOST_USES = 15
 
 
 class LFUDA(Ranked):
-    """Priority p is queue p modulo the length of the ring."""
+    """Priority p has queue p modulo the length of the ring."""
 
-    def __init__(self, shelf: PolicyContext) -> None:
-        super().__init__(shelf)
-        self._uses = shelf.segments.column("uses")
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._uses = context.segments.column("uses")
         self._age = 0
         self._ring: dict[int, Queue] = {}
         self._numbers = np.zeros(_RING, np.int32)
@@ -44,7 +44,7 @@ class LFUDA(Ranked):
         self._forward(rows[::-1])
 
     def _worth(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """What is added to the age, at least 1."""
+        """Returns what is added to the age, at least 1."""
         return self._uses[rows]
 
     def _forward(self, rows: Rows) -> None:

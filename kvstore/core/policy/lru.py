@@ -1,6 +1,6 @@
 """Least recently used, tail first: of blocks used together, the end of the chain goes before its start.
 
-Since a parent is touched whenever a child is, this order is leaf first by itself (measured equal to evicting
+A use of a child is also a use of its parents, so this order is leaf first (measured equal to evicting
 radix-tree leaves).
 """
 
@@ -14,14 +14,14 @@ from kvstore.core.policy.queue import Queue
 
 
 class LRU:
-    """One queue."""
+    """One queue, least recently used first."""
 
     follows_children = True
     weighs = False
 
-    def __init__(self, shelf: PolicyContext) -> None:
-        self._segments = shelf.segments
-        self._queue = Queue(shelf.segments)
+    def __init__(self, context: PolicyContext) -> None:
+        self._segments = context.segments
+        self._queue = Queue(context.segments)
 
     def __len__(self) -> int:
         return len(self._queue)

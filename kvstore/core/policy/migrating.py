@@ -1,9 +1,9 @@
-"""One policy in the course of being replaced by another, which takes over what it knew.
+"""Replaces one policy by another, which starts with the order of the old one.
 
-The rows that would go first move first, so that the new policy hears of all of them in the order in which
-they were to go: what it is told last it takes for the most recent. What moved is in front of what did not.
-What is stored, used or deferred meanwhile is the old one's again, and moves later. So the new one begins with
-the order that the old one would have had by then.
+The rows that would be evicted first move first, so the new policy gets all rows in that order, and takes the
+last for the most recent. Moved rows are evicted before the others. A row that is stored, used or deferred in
+the meantime returns to the old policy and moves later. So the new policy starts with the order that the old
+one would have at the end.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy import Policy
 
 _RETURNS = 2
-"""How often a row may move back, on average: after that, all that happens brings the end nearer."""
+"""Returns to the old policy, per row on average. Beyond that, rows do not return, so that the move ends."""
 
 
 class MigratingPolicy:
-    """A policy of two. Rows that `new` has already bear `mark` in `marks`, all others are the old one's."""
+    """A policy over two policies. Rows of `new` have `mark` in `marks`; all others belong to the old one."""
 
     def __init__(self, old: Policy, new: Policy, marks: npt.NDArray[np.uint32], mark: int) -> None:
         self._old, self.new = old, new
@@ -33,7 +33,7 @@ class MigratingPolicy:
         self._stuck = False
 
     def go_on(self, n: int, now: float) -> int:
-        """Moves up to n rows; how many. It is over when nothing is `left`."""
+        """Moves up to n rows to the new policy. Returns how many. The migration ends when none is `left`."""
         rows = self._old.coldest(n, now)
         self._old.remove(rows)
         self._give(rows[::-1], now)
@@ -41,7 +41,7 @@ class MigratingPolicy:
 
     @property
     def left(self) -> int:
-        """How many rows have not moved."""
+        """The number of rows that have not moved."""
         return len(self._old)
 
     # -- as a policy
@@ -69,7 +69,7 @@ class MigratingPolicy:
         self._take(rows)
 
     def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
-        """See Policy: what moved is in front, unless it is stuck there."""
+        """See Policy. Moved rows go first, unless they could not go."""
         self._now = now
         first, then = (self._old, self.new) if self._stuck else (self.new, self._old)
         rows = first.coldest(n, now, below)
@@ -77,7 +77,7 @@ class MigratingPolicy:
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
         """See Policy."""
-        # Where nothing moves back, both take turns.
+        # If no row returns, the two policies take turns.
         self._stuck = self._returns <= 0 and not self._stuck
         self._take_back(rows[::-1])
         self._old.defer(rows, parents)
@@ -97,7 +97,7 @@ class MigratingPolicy:
         self.new.cool(rows)
 
     def explain(self, rows: Rows, now: float) -> list[str]:
-        """Who decides about each row."""
+        """Returns which policy decides about each row, in words."""
         old, new = (type(policy).__name__.lower() for policy in (self._old, self.new))
         return [new if moved else f"{old}, until {new} takes over" for moved in self._has_moved(rows)]
 
@@ -119,7 +119,7 @@ class MigratingPolicy:
         self._marks[rows] = self._mark
 
     def _take(self, rows: Rows) -> Rows:
-        """Those of rows that had moved are nobody's."""
+        """Removes the moved ones of these rows from the new policy. Returns them."""
         moved = rows[self._has_moved(rows)]
         if len(moved):
             self.new.remove(moved)
@@ -127,7 +127,7 @@ class MigratingPolicy:
         return moved
 
     def _take_back(self, rows: Rows) -> None:
-        """Those of rows, in chain order, that had moved are the old policy's again."""
+        """Returns the moved ones of these rows, in chain order, to the old policy."""
         if self._returns > 0:
             back = self._take(rows)
             self._returns -= len(back)

@@ -1,4 +1,4 @@
-"""What a policy works with: one shelf for each pool of a tier."""
+"""The context of a policy: one for each pool of a tier."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Blocks
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 
 
 @dataclass(slots=True)
 class PolicyContext:
-    """`segments` and `ghosts()`, made when first asked for, are the tier's, `blocks` the node's.
+    """Constructor argument of a policy. Pools of a tier share `segments` and `ghosts()`, all share `blocks`.
 
-    No two have the same `seed`. `recompute_s` is what computing one block anew takes, in seconds, by
-    namespace; 0: nobody said. `reuse` is what is known of every block's past.
+    The ghost table is allocated by the first call of `ghosts`. Each pool has another `seed`. `recompute_s` is
+    the time to recompute one block, by namespace (s; 0: unknown). `reuse` has the histories of all blocks.
     """
 
     segments: Segments

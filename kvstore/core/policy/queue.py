@@ -1,10 +1,10 @@
-"""Queues of rows: what every policy is made of. One row costs four bytes of stamp and about six of queue.
+"""Queues of rows, of which all policies are built. A row takes 4 bytes of stamp and about 6 of queue.
 
-A queue is a chain of segments, coldest first. A row's stamp says where its latest entry is (segment and
-offset), so that all earlier entries are stale: to move a row is to append it elsewhere. Segments that hold
-nothing but stale entries are given back at once; while too much is stale, every segment that is opened has a
-few others looked at, and thin ones made smaller or one with the next. So a batch costs a handful of array
-operations, and the queues of a tier take about twice the entries that they need.
+A queue is a chain of segments, coldest first. The stamp of a row is the place of its latest entry (segment
+and offset); all earlier entries are stale. So to move a row is to append it elsewhere. A segment with only
+stale entries is freed at once. While too many entries are stale, each new segment triggers a look at a few
+others: thin ones are shrunk or merged with the next. So a batch costs a few array operations, and the queues
+of a tier take about twice the entries that they need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WINDOWS = 16
 _LOOKS = 64
 _TIDY = 4
 _OVERHEAD = 48
-"""What a segment takes besides its entries, in entries."""
+"""The overhead of a segment, in entries."""
 
 _OFFSETS = np.arange(_SEGMENT, dtype=np.int32)
 _ONE = np.int32(1)  # of the column's type, which makes counting five times as fast
@@ -35,7 +35,7 @@ Entries = npt.NDArray[np.int32]
 
 
 class Segment:
-    """Some entries of a queue, `start` to `end` of them in use, coldest first, stale ones among them."""
+    """Entries of a queue, coldest first. `start` to `end` are in use; some of them may be stale."""
 
     __slots__ = ("end", "entries", "number", "older", "queue", "start", "younger")
 
@@ -49,10 +49,10 @@ class Segment:
 
 
 class Segments:
-    """The segments of all queues of one tier. A row is in one of these queues at most.
+    """The segments of all queues of one tier. A row is in at most one of these queues.
 
-    `stamps` is a column of zeros by row: 0 is unknown, else `number of the segment << 12 | offset`. Numbers
-    start at 1 and are used again.
+    `stamps` is a column of zeros by row. A stamp is 0 (unknown) or `number of the segment << 12 | offset`.
+    Segment numbers start at 1 and are reused.
     """
 
     def __init__(self, stamps: npt.NDArray[np.int32]) -> None:
@@ -61,7 +61,7 @@ class Segments:
         self._all: list[Segment | None] = [None]
         self._free: list[int] = []
         self._cursor = 0
-        # By the number of a segment: how many of its entries are not stale, and whose it is.
+        # By segment number: the number of live entries, and the number of the queue.
         self._live = np.zeros(64, np.int32)
         self._owner = np.zeros(64, np.int32)
         self._lengths = np.zeros(64, np.int64)
@@ -70,51 +70,51 @@ class Segments:
         self._room = 0
 
     def column(self, name: str) -> npt.NDArray[np.uint8]:
-        """A byte a row under that name, zeros at first, for whichever queue holds a row."""
+        """Returns a named column of one byte a row, of zeros at first, shared by the queues of the tier."""
         if name not in self._columns:
             self._columns[name] = zeros(len(self.stamps), np.uint8)
         return self._columns[name]
 
     @property
     def bytes_a_row(self) -> int:
-        """What stamps and columns take for a row."""
+        """Bytes of stamp and columns per row."""
         return self.stamps.itemsize + len(self._columns)
 
     @property
     def known_rows(self) -> int:
-        """How many rows are in a queue."""
+        """The number of rows in queues."""
         return self._known
 
     def ram_bytes(self) -> int:
-        """Bytes of all queues and of the rows' stamps and columns, as far as rows are in a queue."""
+        """Returns the bytes of all queues, and of the stamps and columns of rows in queues."""
         return self._room * 4 + self._known * self.bytes_a_row
 
     def known(self, rows: Rows) -> Rows:
-        """Those of rows that are in a queue."""
+        """Returns the rows that are in a queue."""
         inside = self.stamps.take(rows) > 0
         return rows if inside.all() else rows[inside]
 
     def queues_of(self, rows: Rows) -> npt.NDArray[np.int32]:
-        """The number of the queue that each row is in; 0: in none."""
+        """Returns the queue number of each row; 0: in no queue."""
         numbers: npt.NDArray[np.int32] = self._owner.take(self.stamps.take(rows) >> _BITS)
         return numbers
 
     def membership(self, queue: Queue) -> Callable[[int], bool]:
-        """Whether a row is in a queue, for one row after another, until the next change."""
+        """Returns a function that tests one row. It is valid until the next change."""
         stamps, owner, number = self.stamps.data, self._owner.data, queue.number
         return lambda row: bool(owner[stamps[row] >> _BITS] == number)
 
     def lengths(self, numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """How many rows are in the queues of these numbers."""
+        """Returns the lengths of the queues of these numbers."""
         return self._lengths[numbers]
 
     def forget(self, rows: Rows) -> None:
-        """These are in no queue any more. Unknown rows are ignored."""
+        """Removes rows from their queues. Unknown rows are ignored."""
         self._leave(rows)
         self.stamps[rows] = 0
 
     def check(self) -> None:
-        """Asserts that every segment has as many live entries as are counted."""
+        """Asserts that the live entries of every segment are counted correctly."""
         numbers = self.stamps[self.stamps > 0] >> _BITS
         assert (np.bincount(numbers, minlength=len(self._live)) == self._live).all(), (
             "live entries miscounted"
@@ -123,7 +123,7 @@ class Segments:
     # -- for queues
 
     def _enlist(self) -> int:
-        """A number for a queue."""
+        """Returns a number for a new queue."""
         number = self._queues
         self._queues += 1
         if self._queues > len(self._lengths):
@@ -131,7 +131,7 @@ class Segments:
         return number
 
     def _open(self, queue: Queue, wanted: int) -> Segment:
-        """A segment of a queue, linked nowhere yet, with room for up to `wanted` entries."""
+        """Returns a new segment of a queue, not linked yet, for up to `wanted` entries."""
         if self._free:
             number = self._free.pop()
         else:
@@ -148,7 +148,7 @@ class Segments:
         return segment
 
     def _place(self, segment: Segment, at: int, rows: Rows | Entries) -> None:
-        """Writes rows, which have left where they were, to a segment, from an offset on."""
+        """Writes rows to a segment from an offset on. They must have left their old places."""
         n = len(rows)
         segment.entries[at : at + n] = rows
         self.stamps[rows] = _OFFSETS[at : at + n] + (segment.number << _BITS)
@@ -159,7 +159,7 @@ class Segments:
         self._known += n
 
     def _leave(self, rows: Rows) -> None:
-        """The latest entries of rows are about to become stale."""
+        """Makes the latest entries of rows stale."""
         stamps = self.stamps.take(rows)
         known = int(np.count_nonzero(stamps))
         if not known:
@@ -167,7 +167,7 @@ class Segments:
         numbers = stamps >> _BITS
         np.subtract.at(self._live, numbers, _ONE)
         np.subtract.at(self._lengths, self._owner.take(numbers), 1)
-        # Number 0 is where unknown rows are counted.
+        # Unknown rows are counted under number 0.
         self._live[0] = self._lengths[0] = 0
         self._known -= known
         left = self._live.take(numbers)
@@ -178,14 +178,14 @@ class Segments:
                     self._give_back(segment)
 
     def _alive(self, segment: Segment) -> Entries:
-        """The entries of a segment that are not stale, coldest first."""
+        """Returns the live entries of a segment, coldest first."""
         at, end = segment.start, segment.end
         entries = segment.entries[at:end]
         alive: Entries = entries[self.stamps.take(entries) == _OFFSETS[at:end] + (segment.number << _BITS)]
         return alive
 
     def _give_back(self, segment: Segment) -> None:
-        """A segment without live entries leaves its queue."""
+        """Frees a segment without live entries."""
         segment.queue._unlink(segment)
         self._room -= len(segment.entries) + _OVERHEAD
         self._live[segment.number] = self._owner[segment.number] = 0
@@ -195,7 +195,7 @@ class Segments:
     # -- making room
 
     def _tidy(self, opened: int) -> None:
-        """If too much is stale, looks at some segments, a few times the entries that have been opened."""
+        """If too many entries are stale, tidies segments with a few times as many entries as were opened."""
         if not opened or self._room <= 2 * self._known:
             return
         budget = _TIDY * opened
@@ -224,7 +224,7 @@ class Segments:
             self._refill(segment, self._alive(segment), live)
 
     def _refill(self, segment: Segment, rows: Entries, room: int) -> None:
-        """Makes a segment hold just these rows, in this order, and so many entries in all."""
+        """Replaces the entries of a segment by these rows, in this order, in an array of `room` entries."""
         self._room += room - len(segment.entries)
         segment.entries = np.zeros(room, np.int32)
         segment.start, segment.end = 0, len(rows)
@@ -233,7 +233,7 @@ class Segments:
 
 
 class Queue:
-    """Rows in an order, coldest first. Every operation takes distinct rows."""
+    """Rows in order, coldest first. Every operation takes distinct rows."""
 
     __slots__ = ("_coldest", "_recent", "_segments", "number")
 
@@ -247,7 +247,7 @@ class Queue:
         return int(self._segments._lengths[self.number])
 
     def append(self, rows: Rows) -> None:
-        """Rows come to the recent end, in this order, from wherever they were."""
+        """Moves rows, in this order, to the recent end, from whichever queue has them."""
         segments, n = self._segments, len(rows)
         segments._leave(rows)
         done = opened = 0
@@ -265,7 +265,7 @@ class Queue:
         segments._tidy(opened)
 
     def prepend(self, rows: Rows) -> None:
-        """Rows come to the cold end, the first of them coldest, from wherever they were."""
+        """Moves rows to the cold end, the first one coldest, from whichever queue has them."""
         segments, left = self._segments, len(rows)
         segments._leave(rows)
         opened = 0
@@ -284,7 +284,10 @@ class Queue:
         segments._tidy(opened)
 
     def head(self, n: int) -> Rows:
-        """Up to n rows, coldest first, at least one if there is any: fewer where much is stale."""
+        """Returns up to n rows, coldest first, and at least one if there is any.
+
+        Returns fewer where many entries are stale.
+        """
         out: list[Entries] = []
         segments, windows, segment = self._segments, 0, self._coldest
         while segment is not None and n > 0 and (windows < _WINDOWS or not out):
@@ -308,7 +311,7 @@ class Queue:
         return (out[0] if len(out) == 1 else np.concatenate(out)).astype(np.int64)
 
     def absorb(self, younger: Queue) -> None:
-        """All rows of another queue come behind mine, in their order; it is empty then."""
+        """Appends all rows of another queue, in their order. The other queue is empty afterwards."""
         segments, first = self._segments, younger._coldest
         if first is None:
             return
@@ -322,7 +325,7 @@ class Queue:
         younger._coldest = younger._recent = None
 
     def ram_bytes(self) -> int:
-        """Bytes of its segments, the stamps not counted."""
+        """Returns the bytes of the segments, without stamps."""
         return sum(4 * (len(s.entries) + _OVERHEAD) for s in self._chain()) + 4 * _OVERHEAD
 
     def _chain(self) -> Iterator[Segment]:
@@ -338,7 +341,7 @@ class Queue:
             self._coldest = segment
         else:
             self._recent.younger = segment
-        # What was the open end may have gone stale meanwhile.
+        # The old open end may be stale by now.
         last, self._recent = self._recent, segment
         if last is not None and not self._segments._live[last.number]:
             self._segments._give_back(last)
@@ -363,5 +366,5 @@ class Queue:
 
 
 def _size(wanted: int) -> int:
-    """Entries of a segment for a queue of that length: few for a short one."""
+    """Returns the size of a segment, in entries, for a queue of `wanted` rows."""
     return min(_SEGMENT, max(_FIRST, 1 << max(wanted - 1, 0).bit_length()))

@@ -1,4 +1,4 @@
-"""What the policies of several queues share."""
+"""Base class of the policies that keep several queues."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 
 ROUNDS = 16
-"""How many batches of rows one call may look at to find some that were not used."""
+"""Batches of rows that one call may look at to find unused rows."""
 
 _LOOK = 64
 
 
 class Ranked(ABC):
-    """A policy over queues. In front of them goes what will not be used again soon.
+    """A policy over queues. Cool rows go before all of them.
 
-    `_stuck`: some of what was offered last could not go. Whoever prefers one queue then offers of others too,
-    so that a queue full of blocks in use keeps nobody from room.
+    `_stuck`: some of the rows returned last could not go. A policy that prefers one queue then returns rows
+    of other queues too, because all blocks of the first may be in use.
     """
 
     follows_children = True
     weighs = False
 
-    def __init__(self, shelf: PolicyContext) -> None:
-        self._segments = shelf.segments
-        self._cool = Queue(shelf.segments)
+    def __init__(self, context: PolicyContext) -> None:
+        self._segments = context.segments
+        self._cool = Queue(context.segments)
         self._stuck = False
 
     @abstractmethod
     def _queues(self) -> Iterable[Queue]:
-        """All queues but that of cool rows."""
+        """Returns all queues but that of cool rows."""
 
     @abstractmethod
     def _enter(self, rows: Rows) -> None:
-        """Rows, parents first, that were not known."""
+        """Adds rows that were not known, parents first."""
 
     @abstractmethod
     def _forward(self, rows: Rows) -> None:
-        """Known rows, coldest first, come to the recent end of where they belong."""
+        """Moves known rows, coldest first, to the recent ends of their queues."""
 
     @abstractmethod
     def _rank(self, n: int) -> Rows:
-        """Up to n rows that are not cool, the first to go first; some if there are any."""
+        """Returns up to n rows that are not cool, the first to go first; at least one if there is any."""
 
     def insert(self, rows: Rows, now: float) -> None:
-        """See Policy: rows that are known already count as refreshed."""
+        """See Policy. Rows that are known already are moved as by `refresh`."""
         known = self._segments.stamps[rows] > 0
         if known.any():
             self._forward(rows[known][::-1])
@@ -85,7 +85,7 @@ class Ranked(ABC):
             self._forward(rows[::-1])
 
     def cool(self, rows: Rows) -> None:
-        """See Policy: the end of a chain first."""
+        """See Policy. The end of a chain goes first."""
         self._cool.prepend(self._segments.known(rows)[::-1])
 
     def __len__(self) -> int:
@@ -96,13 +96,16 @@ class Ranked(ABC):
         return self._cool.ram_bytes() + sum(queue.ram_bytes() for queue in self._queues())
 
     def _of(self, queue: Queue, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows are in a queue."""
+        """Returns which rows are in a queue."""
         inside: npt.NDArray[np.bool_] = self._segments.queues_of(rows) == queue.number
         return inside
 
 
 def unused(queue: Queue, uses: npt.NDArray[np.uint8], n: int, at_most: int) -> tuple[Rows, Rows]:
-    """Of the first rows of a queue, `at_most` in all: up to n without a use; those before them with one."""
+    """Returns up to n unused rows of a queue, and the used rows before them.
+
+    Looks at `at_most` rows.
+    """
     rows = queue.head(min(max(n, _LOOK), at_most) if n > 0 else 0)
     cold = uses[rows] == 0
     end = int(np.searchsorted(np.cumsum(cold), n)) + 1

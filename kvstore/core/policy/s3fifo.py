@@ -1,7 +1,7 @@
-"""S3-FIFO (Yang et al., 2023): blocks not used again soon after they came leave through a small queue.
+"""S3-FIFO (Yang et al., 2023): blocks without a use soon after their storing leave through a small queue.
 
-Those used at least once there go on to the main queue, where each use, up to three, buys another round. A
-block that comes back soon after it left the small queue goes to the main one at once.
+Blocks that are used in the small queue move to the main queue, where each use, up to three, adds a round. A
+block that is stored again soon after it left the small queue goes to the main queue directly.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 
 _SMALL = 10
-"""The small queue is a tenth of all."""
+"""The small queue has one row in 10."""
 
 _MOST_USES = 3
 
 
 class S3FIFO(Ranked):
-    """Uses are counted, not moved: a touch costs one column."""
+    """Two queues. A touch only counts the use; it moves no row."""
 
-    def __init__(self, shelf: PolicyContext) -> None:
-        super().__init__(shelf)
-        self._small, self._main = Queue(shelf.segments), Queue(shelf.segments)
-        self._uses = shelf.segments.column("uses")
-        self._past = GhostQueue(shelf)
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._small, self._main = Queue(context.segments), Queue(context.segments)
+        self._uses = context.segments.column("uses")
+        self._ghosts = GhostQueue(context)
 
     def _queues(self) -> tuple[Queue, Queue]:
         return self._small, self._main
 
     def _enter(self, rows: Rows) -> None:
         self._uses[rows] = 0
-        back = self._past.recall(rows, (len(self), 0)) >= 0
+        back = self._ghosts.recall(rows, (len(self), 0)) >= 0
         self._small.append(rows[~back][::-1])
         self._main.append(rows[back][::-1])
 
@@ -47,7 +47,7 @@ class S3FIFO(Ranked):
 
     def remove(self, rows: Rows) -> None:
         """See Policy."""
-        self._past.note(0, rows[self._of(self._small, rows)])
+        self._ghosts.note(0, rows[self._of(self._small, rows)])
         super().remove(rows)
 
     def _forward(self, rows: Rows) -> None:
@@ -65,7 +65,7 @@ class S3FIFO(Ranked):
         return out if len(out) else self._small.head(n)
 
     def _from_small(self, n: int, at_most: int) -> Rows:
-        """Up to n rows; at most so many leave this queue, be it for good or for the main one."""
+        """Returns up to n rows. At most `at_most` rows are returned or moved to the main queue."""
         cold = np.empty(0, np.int64)
         for _ in range(ROUNDS):
             cold, used = unused(self._small, self._uses, n, at_most)
@@ -77,7 +77,7 @@ class S3FIFO(Ranked):
         return cold
 
     def _from_main(self, n: int) -> Rows:
-        """Up to n rows, some if there are any; those with uses left go round once more."""
+        """Returns up to n rows, at least one if there is any. Rows with uses left go round once more."""
         for _ in range(ROUNDS):
             cold, used = unused(self._main, self._uses, n, len(self._main))
             if not len(used):

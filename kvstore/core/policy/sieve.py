@@ -1,7 +1,7 @@
-"""SIEVE (Zhang et al., 2024): blocks in the order in which they came, and a hand that passes over them.
+"""SIEVE (Zhang et al., 2024): blocks in the order of their storing, and a hand that passes over them.
 
-What was used since the hand last came by stays where it is; what was not is evicted. New blocks join where
-the hand comes last.
+A block that was used since the hand last passed keeps its place. Other blocks are evicted. New blocks are
+added where the hand arrives last.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 
 
 class SIEVE(Ranked):
-    """The hand lies between two queues: what it has passed in this round, and what is ahead of it."""
+    """The hand is between two queues: the blocks that it has passed in this round, and the blocks ahead."""
 
-    def __init__(self, shelf: PolicyContext) -> None:
-        super().__init__(shelf)
-        self._ahead, self._passed = Queue(shelf.segments), Queue(shelf.segments)
-        self._uses = shelf.segments.column("uses")
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._ahead, self._passed = Queue(context.segments), Queue(context.segments)
+        self._uses = context.segments.column("uses")
 
     def _queues(self) -> tuple[Queue, Queue]:
         return self._ahead, self._passed
@@ -37,11 +37,11 @@ class SIEVE(Ranked):
             self._forward(rows[self._of(self._cool, rows)][::-1])
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """See Policy: the hand passes over them."""
+        """See Policy. The hand passes over these rows."""
         self._passed.append(self._segments.known(rows))
 
     def _turn(self) -> None:
-        """At the end of a round the hand goes back to what came first."""
+        """At the end of a round, moves the hand back to the first block."""
         if not len(self._ahead):
             self._ahead, self._passed = self._passed, self._ahead
 

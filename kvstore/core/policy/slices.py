@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.policy.queue import Queue, Segments
-from kvstore.core.policy.reuse_curves import Floats, Ints
+from kvstore.core.reuse.curves import Floats, Ints
 
 _SPAN_S = 1.0
 _BLUR = 0.15

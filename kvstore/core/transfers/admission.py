@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.reuse import Reuse
 
 DAY_S = 86_400.0
 _SLACK = 0.04

@@ -1,4 +1,4 @@
-"""Operator commands about namespaces: listed, published, emptied."""
+"""Operator commands about namespaces, and the namespaces that explain requests cover."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 from collections import Counter
 from typing import Any
 
+from kvstore.core.actions import Explained
 from kvstore.core.insight.hit_counters import ALL_TIERS, DELIVERED, FOUND, MOST, REASONS, REQUESTED
 from kvstore.core.view import View
 from kvstore.daemon.operator.command import MOST_AT_ONCE, Later, Result, check_limit, command
 from kvstore.daemon.operator.metrics import tier_name, tier_names
-from kvstore.daemon.tenancy.auth import Authenticator
+from kvstore.daemon.tenancy.auth import Authenticator, Principal
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.deletion import Deletion
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
@@ -106,3 +107,47 @@ def by_id(namespaces: Namespaces, id: str) -> NamespaceEntry:
         if space.number and space.fingerprint == fingerprint:
             return space
     raise MisuseError(f"there is no namespace {id!r:.80}", "it is open once a client has used it")
+
+
+# -- explain requests
+
+
+def namespaces_for(
+    who: Principal, authenticator: Authenticator, namespaces: Namespaces, tenant: str, model: str
+) -> tuple[int, ...]:
+    """Returns the numbers of open namespaces of a tenant and a model, "" for any.
+
+    Only operators get namespaces of other tenants than their own.
+    """
+    number = authenticator.number(tenant) if tenant else None
+    if tenant and number is None:
+        return ()
+    return tuple(
+        space.number
+        for space in namespaces
+        if space.number
+        and (who.operator or space.tenant == who.tenant)
+        and number in (None, space.tenant)
+        and (not model or (space.layout is not None and space.layout.model == model))
+    )
+
+
+def named(
+    explained: Explained, authenticator: Authenticator, namespaces: Namespaces
+) -> tuple[dict[str, Any], ...]:
+    """Returns the blocks of an answer with names instead of the namespace's number."""
+    return tuple(_named(block, authenticator, namespaces) for block in explained.blocks)
+
+
+def _named(block: dict[str, Any], authenticator: Authenticator, namespaces: Namespaces) -> dict[str, Any]:
+    rest = {name: value for name, value in block.items() if name != "namespace"}
+    space = namespaces.at(block["namespace"])
+    assert space is not None, "the answer comes in the same turn of the event loop"
+    layout = space.layout
+    return {
+        "tenant": authenticator.name(space.tenant),
+        "model": layout.model if layout is not None else "",
+        "revision": layout.revision if layout is not None else "",
+        "shard": layout.shard if layout is not None else "",
+        **rest,
+    }

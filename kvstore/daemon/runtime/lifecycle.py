@@ -17,7 +17,7 @@ from typing import Protocol
 from kvstore.config import FIRST_DEVICE
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.policy.reuse import ReuseState
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.view import View
 from kvstore.cuda.errors import CudaError
 from kvstore.daemon.runtime.durability import Durability
@@ -126,11 +126,10 @@ class Lifecycle:
 
     def device_removed(self, action: ac.DeviceRemoved) -> None:
         """Closes an empty device on a thread."""
-        name = self._tiers.name_of(action.tier)
-        if name in self._tiers.devices:
+        name, tier = self._tiers.name_of(action.tier), self._tiers.take(action.tier)
+        if tier.persistent:
             self._durability.devices_changed()
-        close = self._tiers.take(action.tier).close
-        threading.Thread(target=close, name=f"kvstore-close-{name}", daemon=True).start()
+        threading.Thread(target=tier.close, name=f"kvstore-close-{name}", daemon=True).start()
         self._event_log.add("left", tier=name)
 
     # -- stop

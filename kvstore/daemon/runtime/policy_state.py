@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.policy.reuse import ReuseState
-from kvstore.core.policy.reuse_classes import CLASSES
-from kvstore.core.policy.reuse_curves import Counts
+from kvstore.core.reuse.classes import CLASSES
+from kvstore.core.reuse.curves import Counts
+from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.view import View
 from kvstore.daemon.runtime.ports import Core, CurrentConfig
 

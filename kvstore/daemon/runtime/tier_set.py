@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any
 
 from kvstore.core.view import View
+from kvstore.tiers.base import StorageTier
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import HBM_EXTENTS, Tier
+from kvstore.types import HBM_EXTENTS
 
 DRAM = 0
 """The number of the DRAM tier."""
-
-AnyTier: TypeAlias = DramTier | NvmeTier | HbmTier
 
 
 class TierSet:
@@ -28,20 +28,17 @@ class TierSet:
         self.devices = devices
         self.pools = dict(pools)
         self._view = view
+        self._by_name: Mapping[str, StorageTier] = ChainMap[str, Any](
+            {self.name_of(DRAM): dram}, self.devices, self.pools
+        )
 
     def name_of(self, tier: int) -> str:
         """Returns the name of a tier."""
         return self._view.tiers[tier].name
 
-    def kind_of(self, tier: int) -> Tier:
-        """Returns the kind of a tier."""
-        return self._view.tiers[tier].kind
-
-    def at(self, tier: int) -> AnyTier:
+    def at(self, tier: int) -> StorageTier:
         """Returns the tier of this number. KeyError if the device is gone."""
-        if tier == DRAM:
-            return self.dram
-        return self.pool_at(tier) if self.kind_of(tier) == Tier.HBM else self.device_at(tier)
+        return self._by_name[self.name_of(tier)]
 
     def device_at(self, tier: int) -> NvmeTier:
         """Returns the NVMe device of this number."""
@@ -51,7 +48,7 @@ class TierSet:
         """Returns the GPU pool of this number."""
         return self.pools[self.name_of(tier)]
 
-    def take(self, tier: int) -> AnyTier:
+    def take(self, tier: int) -> StorageTier:
         """Removes a device or pool from the set and returns it. The caller closes it."""
         removed = self.at(tier)
         for tiers in (self.devices, self.pools):

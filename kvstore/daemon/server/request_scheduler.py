@@ -1,11 +1,12 @@
-"""Fair turns of requests among tenants, on the event loop.
+"""Runs the requests of all connections, fairly by tenant, on the event loop.
 
-While nobody waits, what arrives runs at once. When more arrives than runs, it waits, undecoded and then
-decoded, and turns of `SLICE_S` run what goes next by `FairQueue`; between turns the loop reads sockets. A
-connection that sends faster than its requests run is not read for a while, nor are those of a tenant whose
-requests take `QUEUED_BYTES` as they wait. Connections that send much are read in turns too, and of one tenant
-at most `READ_BYTES_PER_S`. A tenant that has too much queued all the same, or is held back by
-its cap, is told so. The messages of one connection run in their order.
+While nothing is queued, a request runs when it arrives. Otherwise requests are queued, first undecoded and
+then decoded. Slots of `SLICE_S` run the next ones by `FairQueue`; between slots the loop reads sockets.
+
+A connection is not read while it sends faster than its requests run, nor while its tenant has `QUEUED_BYTES`
+queued. Connections that send much are read one in a slot, at most `READ_BYTES_PER_S` for each tenant. A
+tenant that still has too many requests queued, or that is over its cap, gets Busy. The messages of one
+connection run in their order.
 
 Not covered: what a request leads to after it has run, such as copies between tiers.
 """
@@ -25,23 +26,23 @@ SLICE_S = 200e-6
 """How long requests run before sockets are read again."""
 
 QUEUED_BYTES = 16 << 20
-"""What a tenant's requests may take while they wait, and one request more."""
+"""The most bytes that a tenant's queued requests take, before one more request."""
 
 READ_BYTES_PER_S = 64 << 20
-"""What is read of a tenant's long requests beyond `_READ_BURST_BYTES`, while others are connected."""
+"""How fast a tenant's long requests are read after `_READ_BURST_BYTES`, while others are connected."""
 
 _READ_BURST_BYTES = 8 << 20
 _READ_UNIT_BYTES = 4096
 _READ_QUANTUM = 64
 
-_UNIT_S = 16e-6  # what a cost of 1 takes, about: a request of up to _UNIT_KEYS keys
+_UNIT_S = 16e-6  # about what a cost of 1 takes: a request of up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
 _LONG_COST = 64
 _OPEN_COST = 4
 _QUANTUM = 4
 _SAVED = 64
-_READ_AT_ONCE = 16
-_AHEAD = 64  # messages of a connection decoded ahead
+_DECODED_AT_ONCE = 16
+_DECODED = 64  # queued messages of a connection
 _BURST_S = 0.1
 _SOONEST_RETRY_S = 0.001
 _UNLIMITED = 1 << 62
@@ -50,24 +51,24 @@ _LONG_FIELDS = "keys", "tokens", "checksums", "written"
 _STRANGERS = -1
 _OPERATORS = -2
 
-_Request = tuple["TenantQueue", Any, float]
+_Request = tuple["ConnectionQueue", Any, float]
 
 
 class Peer(Protocol):
-    """A connection, as far as turns are concerned."""
+    """What the scheduler uses of a connection."""
 
     def run(self, message: Any, waited_s: float) -> None:
-        """Runs a message that has waited so long. May raise."""
+        """Runs a message that was queued for `waited_s` seconds. May raise."""
 
     def busy(self, message: Any, retry_s: float) -> None:
-        """Answers a request that it was not run, and when to try again."""
+        """Refuses a request; it may be sent again after `retry_s` seconds."""
 
     def failed(self, error: Exception) -> None:
-        """A message could not be decoded, or not be run: ends the connection."""
+        """Ends the connection: a message could not be decoded, or could not be run."""
 
 
-class _Nobody:
-    """In place of a connection that has ended, which is free at once so: nothing refers to it in a circle."""
+class _ClosedPeer:
+    """Replaces a connection that has ended. No circle of references then keeps the connection in memory."""
 
     def run(self, message: Any, waited_s: float) -> None:
         """See Peer."""
@@ -79,118 +80,101 @@ class _Nobody:
         """See Peer."""
 
 
-class TenantQueue:
-    """What one connection has sent and has not run yet."""
+class ConnectionQueue:
+    """The messages that one connection has sent and that have not run yet."""
 
     __slots__ = (
-        "_turns",
-        "gone",
-        "listed",
+        "closed",
+        "decoded",
         "paused",
         "peer",
-        "queued",
-        "rests",
-        "since",
+        "received_s",
+        "scheduled",
         "tenant",
+        "throttled",
         "transport",
-        "unread",
+        "undecoded",
     )
 
-    def __init__(self, turns: RequestScheduler, peer: Peer, transport: asyncio.ReadTransport) -> None:
-        """Before `join`, messages run in turns of all strangers."""
-        self._turns = turns
+    def __init__(self, peer: Peer, transport: asyncio.ReadTransport) -> None:
+        """Until `RequestScheduler.join`, its messages share the slots of all strangers."""
         self.peer = peer
         self.transport = transport
         self.tenant: int | None = None
-        self.unread: Iterator[Any] | None = None
-        self.since = 0.0
-        self.queued = 0
-        self.listed = False
+        self.undecoded: Iterator[Any] | None = None
+        self.received_s = 0.0
+        self.decoded = 0
+        self.scheduled = False
         self.paused = False
-        self.rests = False
-        self.gone = False
+        self.throttled = False
+        self.closed = False
 
-    @property
-    def held_up(self) -> bool:
-        """Whether it is us who do not read on."""
-        return self.unread is not None or self.paused
-
-    def feed(self, messages: Iterator[Any]) -> None:
-        """Messages that have arrived, decoded as they are asked for. Runs them, now or in turns."""
-        self._turns.feed(self, messages)
-
-    def rest(self, nbytes: int) -> None:
-        """The connection has sent so much at once: it is read on in its turn, if it is not alone."""
-        self._turns.rest(self, nbytes)
-
-    def join(self, tenant: int) -> None:
-        """From now on this is a connection of a tenant."""
-        self.tenant = tenant
-        self._turns.connected[tenant] += 1
-
-    def leave(self) -> None:
-        """The connection has ended: nothing more of it runs."""
-        self._turns.leave(self)
+    def is_held_up(self) -> bool:
+        """Returns whether the daemon does not read on, rather than the peer not send."""
+        return self.undecoded is not None or self.paused
 
 
 class RequestScheduler:
-    """All lines of one daemon."""
+    """The queues of all connections of one daemon."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, stopwatch: Callable[[], float], queued_requests: int = 1024
     ) -> None:
-        """`stopwatch` gives seconds and moves on while requests run, as a loop's time may not.
+        """`stopwatch` returns seconds and goes on while requests run, as a loop's time may not.
 
-        `queued_requests`: how many a tenant may have waiting before it is told that it has too many.
+        `queued_requests`: how many requests of a tenant may be queued; more get Busy.
         """
         self.queued_requests = queued_requests
         self.refused = 0
         self.connected: Counter[int] = Counter()
         self._loop = loop
         self._stopwatch = stopwatch
-        self._reading: FairQueue[TenantQueue] = FairQueue((1.0,), 1, _UNLIMITED, 1)
-        self._resting: FairQueue[TenantQueue] = FairQueue((1.0,), _READ_QUANTUM, _UNLIMITED, _READ_QUANTUM)
-        self._running: FairQueue[_Request] = FairQueue((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
-        self._queued: Counter[int] = Counter()
-        self._queued_bytes: Counter[int] = Counter()
-        self._full: dict[int, dict[TenantQueue, None]] = {}
+        self._to_decode: FairQueue[ConnectionQueue] = FairQueue((1.0,), 1, _UNLIMITED, 1)
+        self._to_read: FairQueue[ConnectionQueue] = FairQueue(
+            (1.0,), _READ_QUANTUM, _UNLIMITED, _READ_QUANTUM
+        )
+        self._to_run: FairQueue[_Request] = FairQueue((1.0,), _QUANTUM, _UNLIMITED, _SAVED)
+        self._decoded: Counter[int] = Counter()
+        self._decoded_bytes: Counter[int] = Counter()
+        self._full: dict[int, dict[ConnectionQueue, None]] = {}
         self._rates: dict[int, float] = {}
-        self._soon = False
+        self._slot_due = False
         self._sweeping = False
         self._timer: asyncio.TimerHandle | None = None
         self._spent_s = 0.0
         self._ended = 0.0
 
     def set(self, tenant: int, weight: float, requests_per_s: float = 0.0) -> None:
-        """A tenant's weight, and the most requests a second that run (0: no cap).
+        """Sets a tenant's weight, and the most requests that it runs in a second (0: no cap).
 
-        One request of many keys counts as several, of 256 keys each.
+        A request of many keys counts as several, of 256 keys each.
         """
-        self._reading.set(tenant, weight)
-        self._running.set(tenant, weight, requests_per_s, _BURST_S * requests_per_s)
+        self._to_decode.set(tenant, weight)
+        self._to_run.set(tenant, weight, requests_per_s, _BURST_S * requests_per_s)
         rate, burst = READ_BYTES_PER_S / _READ_UNIT_BYTES, _READ_BURST_BYTES / _READ_UNIT_BYTES
-        self._resting.set(tenant, weight, rate, burst)
+        self._to_read.set(tenant, weight, rate, burst)
         self._rates.pop(tenant, None)
         if requests_per_s:
             self._rates[tenant] = requests_per_s
-        self._go_on_soon()
+        self._schedule_slot()
 
     @property
     def waiting(self) -> int:
-        """Requests that are decoded and have not run."""
-        return self._queued.total()
+        """How many requests are decoded and have not run."""
+        return self._decoded.total()
 
-    def line(self, peer: Peer, transport: asyncio.ReadTransport) -> TenantQueue:
-        """For a new connection."""
-        return TenantQueue(self, peer, transport)
+    # -- connections
 
-    # -- in
+    def join(self, queue: ConnectionQueue, tenant: int) -> None:
+        """Makes a connection one of a tenant."""
+        queue.tenant = tenant
+        self.connected[tenant] += 1
 
-    def feed(self, line: TenantQueue, messages: Iterator[Any]) -> None:
-        """See TenantQueue."""
+    def feed(self, queue: ConnectionQueue, messages: Iterator[Any]) -> None:
+        """Takes messages that have arrived, and decodes them as it runs them: at once, or in later slots."""
         start = self._stopwatch()
-        if self._soon:
-            self._put_off(line, messages, start)
+        if self._slot_due:
+            self._put_off(queue, messages, start)
             return
         if len(self.connected) > 1:
             # What runs at once must leave the loop time to read what other tenants have sent.
@@ -199,200 +183,204 @@ class RequestScheduler:
             self._spent_s = 0.0
         try:
             for message in messages:
-                if self._spent_s > SLICE_S or line.tenant in self._rates:
-                    self._put_off(line, itertools.chain((message,), messages), start)
+                if self._spent_s > SLICE_S or queue.tenant in self._rates:
+                    self._put_off(queue, itertools.chain((message,), messages), start)
                     return
-                line.peer.run(message, 0.0)
-                if line.transport.is_closing():
+                queue.peer.run(message, 0.0)
+                if queue.transport.is_closing():
                     return
                 self._ended = self._stopwatch()
                 self._spent_s += self._ended - start
                 start = self._ended
         except Exception as error:
-            line.peer.failed(error)
+            queue.peer.failed(error)
 
-    def _put_off(self, line: TenantQueue, messages: Iterator[Any], now: float) -> None:
-        if line.unread is None:
-            line.unread, line.since = messages, now
+    def _put_off(self, queue: ConnectionQueue, messages: Iterator[Any], now: float) -> None:
+        """Queues messages undecoded; a connection that has some already is not read until they have run."""
+        if queue.undecoded is None:
+            queue.undecoded, queue.received_s = messages, now
         else:
-            line.unread = itertools.chain(line.unread, messages)
-            _pause(line)
-        self._list(line)
-        self._go_on_soon()
+            queue.undecoded = itertools.chain(queue.undecoded, messages)
+            _pause(queue)
+        self._schedule_decoding(queue)
+        self._schedule_slot()
 
-    def _list(self, line: TenantQueue) -> None:
-        if not line.listed:
-            line.listed = True
-            self._reading.put(_STRANGERS if line.tenant is None else line.tenant, 0, 1, line)
+    def _schedule_decoding(self, queue: ConnectionQueue) -> None:
+        if not queue.scheduled:
+            queue.scheduled = True
+            self._to_decode.put(_STRANGERS if queue.tenant is None else queue.tenant, 0, 1, queue)
 
-    def rest(self, line: TenantQueue, nbytes: int) -> None:
-        """See TenantQueue."""
-        if len(self.connected) <= 1 or line.rests or line.transport.is_closing():
+    def throttle(self, queue: ConnectionQueue, nbytes: int) -> None:
+        """Pauses a connection that has sent `nbytes` at once, until a slot. A lone tenant is not paused."""
+        if len(self.connected) <= 1 or queue.throttled or queue.transport.is_closing():
             return
-        line.rests = True
-        _pause(line)
-        tenant = _STRANGERS if line.tenant is None else line.tenant
-        self._resting.put(tenant, 0, -(-nbytes // _READ_UNIT_BYTES), line)
-        self._go_on_soon()
+        queue.throttled = True
+        _pause(queue)
+        tenant = _STRANGERS if queue.tenant is None else queue.tenant
+        self._to_read.put(tenant, 0, -(-nbytes // _READ_UNIT_BYTES), queue)
+        self._schedule_slot()
 
-    def _wake(self, now: float) -> bool:
-        """Reads on from one of those that rest; False if none may be read on."""
-        taken = self._resting.take(now)
-        if taken is None:
-            return False
-        line = taken[3]
-        line.rests = False
-        _resume(line)
-        return True
-
-    def leave(self, line: TenantQueue) -> None:
-        """See TenantQueue."""
-        line.gone, line.unread, line.peer = True, None, _Nobody()
-        if line.tenant is not None:
-            self.connected[line.tenant] -= 1
-            if not self.connected[line.tenant]:
-                del self.connected[line.tenant]
-        if line.queued and not self._sweeping:
-            # Once for all that leave in this round of the loop: a look at everything is not cheap.
+    def leave(self, queue: ConnectionQueue) -> None:
+        """Drops the queue of a connection that has ended."""
+        queue.closed, queue.undecoded, queue.peer = True, None, _ClosedPeer()
+        if queue.tenant is not None:
+            self.connected[queue.tenant] -= 1
+            if not self.connected[queue.tenant]:
+                del self.connected[queue.tenant]
+        if queue.decoded and not self._sweeping:
+            # One pass for all that leave in this round of the loop, as a pass over all requests is slow.
             self._sweeping = True
             self._loop.call_soon(self._sweep)
 
     def _sweep(self) -> None:
         self._sweeping = False
-        for line, message, _ in self._running.discard(lambda request: request[0].gone):
-            self._count(line, message, -1)
+        for queue, message, _ in self._to_run.discard(lambda request: request[0].closed):
+            self._count(queue, message, -1)
 
-    # -- turns
+    # -- slots
 
-    def _go_on_soon(self) -> None:
-        if not self._soon:
-            self._soon = True
-            self._loop.call_soon(self._turn)
+    def _schedule_slot(self) -> None:
+        if not self._slot_due:
+            self._slot_due = True
+            self._loop.call_soon(self._run_slot)
 
-    def _turn(self) -> None:
-        self._soon = False
+    def _run_slot(self) -> None:
+        self._slot_due = False
         now = self._stopwatch()
         ends = now + SLICE_S
-        woken = self._wake(now)
+        read_on = self._read_on(now)
         while now < ends:
-            read, ran = self._read(now), self._run(now)
-            if not read and not ran:
-                if not woken:
+            decoded, ran = self._decode_some(now), self._run_one(now)
+            if not decoded and not ran:
+                if not read_on:
                     self._wait(now)
                     return
                 break
             now = self._stopwatch()
-        self._go_on_soon()
+        self._schedule_slot()
 
     def _wait(self, now: float) -> None:
-        """Nothing can be run or read on now: goes on when a tenant's cap lets it."""
+        """Schedules the next slot for when a tenant's cap allows it: nothing can be read or run now."""
         self._spent_s, self._ended = 0.0, now
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at = min(self._running.ready_at(now), self._resting.ready_at(now))
+        at = min(self._to_run.ready_at(now), self._to_read.ready_at(now))
         if at < float("inf"):
-            self._timer = self._loop.call_later(at - now, self._go_on_soon)
+            self._timer = self._loop.call_later(at - now, self._schedule_slot)
 
-    def _read(self, now: float) -> bool:
-        """Decodes some of what one line has sent; False if there is none to decode."""
-        taken = self._reading.take(now)
+    def _read_on(self, now: float) -> bool:
+        """Reads one throttled connection again. Returns False if none may be read."""
+        taken = self._to_read.take(now)
         if taken is None:
             return False
-        line = taken[3]
-        line.listed = False
+        queue = taken[3]
+        queue.throttled = False
+        _resume(queue)
+        return True
+
+    def _decode_some(self, now: float) -> bool:
+        """Decodes some messages of one connection. Returns False if there are none."""
+        taken = self._to_decode.take(now)
+        if taken is None:
+            return False
+        queue = taken[3]
+        queue.scheduled = False
         try:
-            for _ in range(_READ_AT_ONCE):
-                if line.unread is None or line.queued >= self._ahead(line):
+            for _ in range(_DECODED_AT_ONCE):
+                if queue.undecoded is None or queue.decoded >= self._most_decoded(queue):
                     return True
-                if line.tenant is not None and self._queued_bytes[line.tenant] >= QUEUED_BYTES:
-                    self._full.setdefault(line.tenant, {})[line] = None
+                if queue.tenant is not None and self._decoded_bytes[queue.tenant] >= QUEUED_BYTES:
+                    self._full.setdefault(queue.tenant, {})[queue] = None
                     return True
-                message = next(line.unread, None)
+                message = next(queue.undecoded, None)
                 if message is None:
-                    line.unread = None
-                    _resume(line)
-                elif line.tenant is None:
-                    line.peer.run(message, now - line.since)
-                    if line.transport.is_closing():
-                        line.unread = None
+                    queue.undecoded = None
+                    _resume(queue)
+                elif queue.tenant is None:
+                    queue.peer.run(message, now - queue.received_s)
+                    if queue.transport.is_closing():
+                        queue.undecoded = None
                 else:
-                    self._queue(line, line.tenant, message)
+                    self._put(queue, queue.tenant, message)
                 if self._stopwatch() - now > SLICE_S:
                     break
         except Exception as error:
-            line.unread = None
-            line.peer.failed(error)
-        if line.unread is not None:
-            self._list(line)
+            queue.undecoded = None
+            queue.peer.failed(error)
+        if queue.undecoded is not None:
+            self._schedule_decoding(queue)
         return True
 
-    def _ahead(self, line: TenantQueue) -> int:
-        """How many messages of a connection may wait decoded; it is not read on meanwhile.
+    def _most_decoded(self, queue: ConnectionQueue) -> int:
+        """Returns how many messages of a connection may be queued decoded; it is not read meanwhile.
 
-        A tenant with a cap is rather told that it sent too much: that would only get old unread.
-        There is a bound all the same, for messages that can't be refused.
+        A tenant with a cap gets Busy instead, as its messages would only get old undecoded. It has a bound
+        too, for messages that can't be refused.
         """
-        return 4 * self.queued_requests if line.tenant in self._rates else _AHEAD
+        return 4 * self.queued_requests if queue.tenant in self._rates else _DECODED
 
-    def _queue(self, line: TenantQueue, tenant: int, message: Any) -> None:
-        if self._queued[tenant] >= self.queued_requests and _refusable(message):
+    def _put(self, queue: ConnectionQueue, tenant: int, message: Any) -> None:
+        if self._decoded[tenant] >= self.queued_requests and _refusable(message):
             self.refused += 1
             if not message.id:
                 return
             rate = self._rates.get(tenant, 1.0 / _UNIT_S)
-            line.peer.busy(message, max(_SOONEST_RETRY_S, self._running.waiting(0, tenant) / rate))
+            queue.peer.busy(message, max(_SOONEST_RETRY_S, self._to_run.waiting(0, tenant) / rate))
             return
-        self._count(line, message, 1)
-        # What operators ask has no cap: it is how one is taken back.
-        turn = _OPERATORS if type(message) is m.Control else tenant
-        self._running.put(turn, 0, cost(message), (line, message, line.since))
+        self._count(queue, message, 1)
+        # Operator commands have no cap, as an operator takes a cap back with one.
+        payer = _OPERATORS if type(message) is m.Control else tenant
+        self._to_run.put(payer, 0, cost(message), (queue, message, queue.received_s))
 
-    def _run(self, now: float) -> bool:
-        """Runs one request; False if none may run."""
-        taken = self._running.take(now)
+    def _run_one(self, now: float) -> bool:
+        """Runs one request. Returns False if none may run."""
+        taken = self._to_run.take(now)
         if taken is None:
             return False
-        line, message, since = taken[3]
-        self._count(line, message, -1)
-        if not line.gone and not line.transport.is_closing():
+        queue, message, received_s = taken[3]
+        self._count(queue, message, -1)
+        if not queue.closed and not queue.transport.is_closing():
             try:
-                line.peer.run(message, now - since)
+                queue.peer.run(message, now - received_s)
             except Exception as error:
-                line.peer.failed(error)
-            if line.unread is not None:
-                self._list(line)
+                queue.peer.failed(error)
+            if queue.undecoded is not None:
+                self._schedule_decoding(queue)
         return True
 
-    def _count(self, line: TenantQueue, message: Any, by: int) -> None:
-        assert line.tenant is not None
-        line.queued += by
-        self._queued[line.tenant] += by
-        self._queued_bytes[line.tenant] += by * nbytes(message)
-        if by < 0 and line.tenant in self._full and self._queued_bytes[line.tenant] < QUEUED_BYTES:
-            for other in self._full.pop(line.tenant):
-                if other.unread is not None:
-                    self._list(other)
-        if not self._queued[line.tenant]:
-            del self._queued[line.tenant], self._queued_bytes[line.tenant]
+    def _count(self, queue: ConnectionQueue, message: Any, by: int) -> None:
+        assert queue.tenant is not None
+        queue.decoded += by
+        self._decoded[queue.tenant] += by
+        self._decoded_bytes[queue.tenant] += by * nbytes(message)
+        if by < 0 and queue.tenant in self._full and self._decoded_bytes[queue.tenant] < QUEUED_BYTES:
+            for other in self._full.pop(queue.tenant):
+                if other.undecoded is not None:
+                    self._schedule_decoding(other)
+        if not self._decoded[queue.tenant]:
+            del self._decoded[queue.tenant], self._decoded_bytes[queue.tenant]
 
 
-def _pause(line: TenantQueue) -> None:
-    if not line.paused:
-        line.paused = True
-        line.transport.pause_reading()
+def _pause(queue: ConnectionQueue) -> None:
+    if not queue.paused:
+        queue.paused = True
+        queue.transport.pause_reading()
 
 
-def _resume(line: TenantQueue) -> None:
-    """Reads on, unless there still is a reason not to."""
-    if line.paused and line.unread is None and not line.rests:
-        line.paused = False
-        if not line.transport.is_closing():
-            line.transport.resume_reading()
+def _resume(queue: ConnectionQueue) -> None:
+    """Reads on, unless the connection has undecoded messages or is throttled."""
+    if queue.paused and queue.undecoded is None and not queue.throttled:
+        queue.paused = False
+        if not queue.transport.is_closing():
+            queue.transport.resume_reading()
 
 
 def cost(message: Any) -> int:
-    """What running it takes, in 16 µs or so: measured, a request is dear for itself and keys are cheap."""
+    """Returns what a message costs to run, in units of about 16 µs.
+
+    Measured: a request costs most by itself, its keys cost little.
+    """
     if type(message) in (m.Explain, m.Control):
         return _LONG_COST
     if type(message) is m.Open:
@@ -402,11 +390,11 @@ def cost(message: Any) -> int:
 
 
 def nbytes(message: Any) -> int:
-    """What it takes as it waits, about."""
+    """Returns about how many bytes a queued message takes."""
     return _MESSAGE_BYTES + sum(len(getattr(message, name, b"")) for name in _LONG_FIELDS)
 
 
 def _refusable(message: Any) -> bool:
-    """Whether it need not run: it waits for an answer, or only warns; and it does not give anything back."""
-    asks = bool(getattr(message, "id", 0)) or type(message) is m.Suspect
-    return asks and type(message) is not m.Commit
+    """Returns whether a message may be dropped: it has an answer, or only reports; and it frees nothing."""
+    has_answer = bool(getattr(message, "id", 0)) or type(message) is m.Suspect
+    return has_answer and type(message) is not m.Commit

@@ -202,6 +202,11 @@ class Domains:
         """What is kept beside extents of a domain."""
         return self._tags[domain]
 
+    def owner(self, domain: int) -> tuple[int, bytes]:
+        """(tenant, tag) of a domain's extents; an empty tag for a domain that has no extents in DRAM."""
+        tag = self._tags.get(domain, b"")
+        return self._tenants.get(tag[:8], domain), tag
+
     def by_tag(self, tag: bytes) -> tuple[int, int] | None:
         """(tenant, domain) of a tag; None if no tenant has it.
 

@@ -32,6 +32,7 @@ import lmdb
 import msgpack
 
 from kvstore.errors import TierError
+from kvstore.tiers.base import DEFAULT_TENANT
 from kvstore.tiers.nvme.records import ID, Blocks, unpack
 from kvstore.types import SEAL_BYTES
 
@@ -44,8 +45,6 @@ FORMAT = 3
 
 _READ_FORMATS = (2, FORMAT)
 """A daemon reads no other. Of format 2 are folders of one tenant, whose name no extent has."""
-
-DEFAULT_TENANT = "default"
 
 GENERATION = b"generation"
 NUMBER = struct.Struct("<Q")

@@ -27,7 +27,7 @@ from kvstore.core.events import CORRUPT, FAILED, OK, Restore
 from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.errors import TierError
-from kvstore.tiers.base import BlockIO, IOEngine, Memory
+from kvstore.tiers.base import DEFAULT_OWNER, BlockIO, Ended, IOEngine, Memory, Owner, Ready
 from kvstore.tiers.job_thread import JobThread
 from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
@@ -36,15 +36,19 @@ from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.records import RecordBatch
 from kvstore.tiers.nvme.recovery import Recovered, recover
 from kvstore.tiers.nvme.slabs import Slabs
-from kvstore.tiers.nvme.store import DEFAULT_TENANT
 from kvstore.tiers.nvme.transforms import DeviceIO, EncryptedIO, TagError
-from kvstore.tiers.results import Done, Results, finish_for_sure
+from kvstore.tiers.results import Done, Results, finish_for_sure, verify
 
 _log = logging.getLogger(__name__)
 
+KIND = "nvme"
+
 
 class NvmeTier:
-    """One folder on one device, up to `limit_bytes`. Callbacks come on threads of the tier."""
+    """One folder on one device, up to `limit_bytes`: a `StorageTier`."""
+
+    kind = KIND
+    persistent = True
 
     def __init__(
         self,
@@ -166,17 +170,15 @@ class NvmeTier:
         for number in found.namespaces:
             self.forget_namespace(number)
 
-    def start(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
+    def start(self, ready: Ready, ended: Ended) -> None:
         """Allocates the slabs that are missing in a thread, which calls `ready` for each, then `ended`."""
         self._worker.submit(self.allocate, ready, ended)
 
-    def allocate(self, ready: Callable[[int], None], ended: Callable[[TierError | None], None]) -> None:
+    def allocate(self, ready: Ready, ended: Ended) -> None:
         """What `start` does, here and now."""
         self._allocate(self._missing, ready, ended)
 
-    def grow(
-        self, count: int, ready: Callable[[int], None], ended: Callable[[TierError | None], None]
-    ) -> None:
+    def grow(self, count: int, ready: Ready, ended: Ended) -> None:
         """Allocates so many slabs more in a thread, which calls `ready` for each, then `ended`."""
         self._worker.submit(self._allocate, self._take(count), ready, ended)
 
@@ -199,8 +201,8 @@ class NvmeTier:
     def _allocate(
         self,
         extents: list[int],
-        ready: Callable[[int], None],
-        ended: Callable[[TierError | None], None],
+        ready: Ready,
+        ended: Ended,
     ) -> None:
         for i, extent in enumerate(extents):
             if self._stop.is_set():
@@ -249,12 +251,12 @@ class NvmeTier:
 
     # -- what the core asks for
 
-    def format(self, extent: int, slot_bytes: int, tenant: str = DEFAULT_TENANT) -> None:
-        """An extent has been given to a tenant and a slot size."""
+    def format(self, extent: int, slot_bytes: int, owner: Owner = DEFAULT_OWNER) -> None:
+        """Gives an extent to a tenant and cuts it into slots. What the slots hold, records say."""
         self._formats[extent] = slot_bytes
-        self._journal.put_extent(extent, slot_bytes, tenant)
+        self._journal.put_extent(extent, slot_bytes, owner.tenant)
 
-    def renew(self, extent: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
+    def renew(self, extent: int, ready: Ready, failed: Callable[[TierError], None]) -> None:
         """Makes an extent that nobody refers to anew, of zeros; calls `ready` with its number.
 
         Its slab is removed when no record speaks of it any more: after every deletion so far. `ready` or
@@ -262,7 +264,7 @@ class NvmeTier:
         """
         self._forget(extent, failed, self._renew, ready, failed)
 
-    def remove(self, extent: int, done: Callable[[TierError | None], None]) -> None:
+    def remove(self, extent: int, done: Ended) -> None:
         """Removes the slab of an extent that nobody refers to, when no record speaks of it any more.
 
         `done` comes on a thread of the tier, with the reason if that failed, or never after `close`.
@@ -288,7 +290,7 @@ class NvmeTier:
         self._journal.delete_extent(extent)
         self._journal.when_durable(forgotten)
 
-    def _renew(self, extent: int, ready: Callable[[int], None], failed: Callable[[TierError], None]) -> None:
+    def _renew(self, extent: int, ready: Ready, failed: Callable[[TierError], None]) -> None:
         try:
             self._slabs.remove(extent)
             if self._stop.is_set():
@@ -299,7 +301,7 @@ class NvmeTier:
         else:
             ready(extent)
 
-    def _remove(self, extent: int, done: Callable[[TierError | None], None]) -> None:
+    def _remove(self, extent: int, done: Ended) -> None:
         try:
             self._slabs.remove(extent)
         except TierError as error:
@@ -628,12 +630,6 @@ class NvmeTier:
             with self._lock:
                 self._sync_extents |= extents
             raise
-
-
-def verify(identity: BlockIds, i: int, slot: memoryview, fingerprint: bytes, length: int) -> bool:
-    """Whether a slot holds the bytes of block i."""
-    seed = arena.seed(fingerprint, identity.key(i), length)
-    return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
 
 
 def _in_gpu(slots: Sequence[Memory]) -> bool:

@@ -15,8 +15,8 @@ from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.decision_log import CAPACITY, EVERY_TIER, Decision, DecisionKind, Decisions
 from kvstore.core.insight.explain import MOST_NAMESPACES
-from kvstore.core.policy.reuse import Reuse
 from kvstore.core.requests.leases import Limits
+from kvstore.core.reuse.reuse import Reuse
 from kvstore.types import EXPLAIN_KEYS
 from tests.core.world import World, joined
 

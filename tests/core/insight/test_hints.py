@@ -11,7 +11,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy.hazard import Hazard
 from kvstore.core.policy.lru import LRU
-from kvstore.core.policy.reuse_classes import HIGH_PRIORITY, describe
+from kvstore.core.reuse.classes import HIGH_PRIORITY, describe
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]

@@ -9,14 +9,14 @@ import numpy as np
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import Policy, make
-from kvstore.core.policy.ghosts import Ghosts
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
-from kvstore.core.policy.reuse import Reuse
+from kvstore.core.reuse.ghosts import Ghosts
+from kvstore.core.reuse.reuse import Reuse
 
 
 class Tier:
-    """One tier of `capacity` rows, each with a key of its own; shelves for its pools."""
+    """One tier of `capacity` rows, each with a key of its own; contexts for its pools."""
 
     def __init__(self, capacity: int, ghosts: int = 1 << 14) -> None:
         self.blocks = Blocks(capacity, 1)
@@ -28,17 +28,17 @@ class Tier:
         self.recompute_s = np.zeros(1 << 16, np.float32)
         self.ghosts = Ghosts(ghosts)
         self.reuse = Reuse(self.blocks, ghosts, 1)
-        self._shelves = 0
+        self._contexts = 0
 
-    def shelf(self) -> PolicyContext:
-        self._shelves += 1
+    def context(self) -> PolicyContext:
+        self._contexts += 1
         return PolicyContext(
-            self.segments, self.blocks, lambda: self.ghosts, self._shelves, 0, self.recompute_s, self.reuse
+            self.segments, self.blocks, lambda: self.ghosts, self._contexts, 0, self.recompute_s, self.reuse
         )
 
     def told(self, name: str) -> Told:
         """A fresh policy of a pool of its own."""
-        return Told(self, make(name, self.shelf()))
+        return Told(self, make(name, self.context()))
 
 
 class Told:

@@ -173,7 +173,7 @@ class Both:
         tier = Tier(ROWS)
         tier.blocks.namespace[DEAR:] = 2
         tier.recompute_s[1:3] = 3e-3, 1e-3
-        self.policy, self.plain = make(name, tier.shelf()), PLAIN[name]()
+        self.policy, self.plain = make(name, tier.context()), PLAIN[name]()
         self.policy.insert(np.array([ROWS - 1]), 0.0)  # so that the cheapest is known from the start
         self.plain.insert([ROWS - 1])
         self.capacity = capacity
@@ -270,7 +270,7 @@ def test_arc_hits_as_often_as_the_textbook_says(capacity: int, seed: int) -> Non
     for phase in range(6):
         asked += ((dice.zipf(1.2, 4000) + 150 * phase) % 2000).tolist()
         asked += list(range(2000, 2000 + capacity * 3 // 2)) * 2
-    textbook, ours = TextbookARC(capacity), make("arc", Tier(4000).shelf())
+    textbook, ours = TextbookARC(capacity), make("arc", Tier(4000).context())
     known, hits = set[int](), [0, 0]
     for x in asked:
         hits[0] += textbook.ask(x)

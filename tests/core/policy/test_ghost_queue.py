@@ -17,11 +17,11 @@ def leave(past: GhostQueue, which: int, start: int, stop: int, batch: int = 50) 
 
 
 def test_knows_nobody_at_first() -> None:
-    assert GhostQueue(Tier(10).shelf()).recall(np.arange(3), (5, 5)).tolist() == [-1, -1, -1]
+    assert GhostQueue(Tier(10).context()).recall(np.arange(3), (5, 5)).tolist() == [-1, -1, -1]
 
 
 def test_a_ghost_is_recalled_once_and_by_its_list() -> None:
-    past = GhostQueue(Tier(100, ghosts=1024).shelf())
+    past = GhostQueue(Tier(100, ghosts=1024).context())
     past.note(0, np.array([3, 4]))
     past.note(1, np.array([5]))
     assert past.recall(np.array([5, 4, 9]), (10, 10)).tolist() == [1, 0, -1]
@@ -31,7 +31,7 @@ def test_a_ghost_is_recalled_once_and_by_its_list() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 30, 300, 3000])
 def test_the_last_of_each_list_count_and_no_others(n: int) -> None:
-    past = GhostQueue(Tier(ROWS, ghosts=8 * ROWS).shelf())
+    past = GhostQueue(Tier(ROWS, ghosts=8 * ROWS).context())
     for first in range(0, ROWS, 100):
         past.recall(np.array([], np.int64), (n, n // 2))
         past.note(0, np.arange(first, first + 70))
@@ -49,7 +49,7 @@ def test_the_last_of_each_list_count_and_no_others(n: int) -> None:
 
 def test_a_pool_that_evicts_little_keeps_its_latest_ghosts_beside_one_that_evicted_much_before() -> None:
     tier = Tier(ROWS, ghosts=2048)
-    busy, quiet = GhostQueue(tier.shelf()), GhostQueue(tier.shelf())
+    busy, quiet = GhostQueue(tier.context()), GhostQueue(tier.context())
     leave(busy, 0, 0, 15_000)
     leave(quiet, 0, 15_000, 15_200)
     assert np.count_nonzero(quiet.recall(np.arange(15_000, 15_200), (200, 0)) == 0) > 190

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.policy.hazard import Hazard
-from kvstore.core.policy.reuse_curves import span_of
+from kvstore.core.reuse.curves import span_of
 from tests.core.policy.pool import Tier, Told
 from tests.core.world import World
 

@@ -47,7 +47,7 @@ class Oracle:
 
 class Both:
     def __init__(self, capacity: int) -> None:
-        self.lru, self.oracle = LRU(Tier(capacity).shelf()), Oracle()
+        self.lru, self.oracle = LRU(Tier(capacity).context()), Oracle()
 
     def do(self, what: str, rows: Iterable[int]) -> None:
         some = list(rows)
@@ -72,8 +72,8 @@ class Both:
 
 
 def test_knows_nothing_at_first() -> None:
-    assert len(LRU(Tier(10).shelf())) == 0
-    assert LRU(Tier(10).shelf()).coldest(3, 0.0).tolist() == []
+    assert len(LRU(Tier(10).context())) == 0
+    assert LRU(Tier(10).context()).coldest(3, 0.0).tolist() == []
 
 
 def test_a_chain_leaves_from_its_tail() -> None:

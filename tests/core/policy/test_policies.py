@@ -242,7 +242,7 @@ def test_a_class_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("policy_of_somebody")
     module.Mine = OutOfTree  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "policy_of_somebody", module)
-    assert isinstance(make("policy_of_somebody:Mine", Tier(4).shelf()), OutOfTree)
+    assert isinstance(make("policy_of_somebody:Mine", Tier(4).context()), OutOfTree)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         await node.put()
         await node.quiet()
         with monkeypatch.context() as patched:
-            for module in ("daemon.runtime.tier_actions", "tiers.nvme.tier"):
+            for module in ("tiers.dram", "tiers.nvme.tier"):
                 patched.setattr(f"kvstore.{module}.verify", broken)
             node.daemon.core.handle(ev.Scrub(tier, MIB))
             await node.quiet()
@@ -185,9 +185,7 @@ def test_a_move_in_memory_that_raises_ends(monkeypatch: pytest.MonkeyPatch) -> N
         await node.quiet()
         tried = []
         with monkeypatch.context() as patched:
-            patched.setattr(
-                "kvstore.daemon.runtime.tier_actions.verify", lambda *_: tried.append(True) or broken()
-            )
+            patched.setattr("kvstore.tiers.dram.verify", lambda *_: tried.append(True) or broken())
             asker = Asker()
             node.daemon.catalog.publish(asker, 0, node.space, ["reader"])
             await node.until(lambda: tried)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import Client
+from kvstore.daemon.operator.latency import Calls
 from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.server.request_scheduler import (
     _READ_BURST_BYTES,
     QUEUED_BYTES,
     READ_BYTES_PER_S,
     SLICE_S,
+    ConnectionQueue,
     RequestScheduler,
     cost,
     nbytes,
@@ -100,18 +103,18 @@ class Peer:
         self.run_s = RUN_S
         self.closing = False
         self.paused = 0
-        self.line = world.turns.line(self, self)  # type: ignore[arg-type]
+        self.queue = ConnectionQueue(self, self)  # type: ignore[arg-type]
         if tenant is not None:
-            self.line.join(tenant)
+            world.scheduler.join(self.queue, tenant)
 
-    # what turns ask of a peer and of its transport
+    # what the scheduler uses of a peer and of its transport
 
     def run(self, message: Any, waited_s: float) -> None:
         self.world.loop.now += self.run_s
         if isinstance(message, Exception):
             raise message
         if isinstance(message, m.Hello):
-            self.line.join(int(message.token))
+            self.world.scheduler.join(self.queue, int(message.token))
         self.ran.append(message)
         self.waited.append(waited_s)
         self.world.log.append(self)
@@ -148,17 +151,17 @@ class Peer:
                     raise message
                 yield message
 
-        self.world.loop.do(self.line.feed, decoded())
+        self.world.loop.do(self.world.scheduler.feed, self.queue, decoded())
 
     def leave(self) -> None:
         self.closing = True
-        self.line.leave()
+        self.world.scheduler.leave(self.queue)
 
 
 class World:
     def __init__(self, limit: int = LIMIT) -> None:
         self.loop = Loop()
-        self.turns = RequestScheduler(self.loop, self.loop.stopwatch, limit)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(self.loop, self.loop.stopwatch, limit)  # type: ignore[arg-type]
         self.log: list[Peer] = []
 
     def peer(self, tenant: int | None = 0, name: str = "") -> Peer:
@@ -244,7 +247,7 @@ def test_requests_that_come_one_a_connection_take_turns_too(world: World) -> Non
 
 def test_tenants_share_by_weight() -> None:
     world = World(limit=1 << 20)
-    world.turns.set(1, 3.0)
+    world.scheduler.set(1, 3.0)
     peers = [world.peer(0), world.peer(0), world.peer(1)]
     for peer in peers:
         peer.send(*pings(4000))
@@ -261,7 +264,7 @@ def test_order_within_a_connection_is_kept_and_nothing_is_lost(
 ) -> None:
     world = World(limit)
     if capped:
-        world.turns.set(1, 1.0, requests_per_s=5000.0)
+        world.scheduler.set(1, 1.0, requests_per_s=5000.0)
     peers = [world.peer(None, f"{i}") for i in range(6)]
     sent: dict[str, list[Any]] = {peer.name: [] for peer in peers}
     for peer in peers:
@@ -293,9 +296,9 @@ def test_order_within_a_connection_is_kept_and_nothing_is_lost(
         assert len(order) + len(refused) == len(mine)
         assert {type(message) for message in peer.refused} <= {m.Ping}
         assert not peer.paused
-        assert peer.line.queued == 0
-    assert world.turns.waiting == 0
-    assert world.turns.refused == sum(len(peer.refused) for peer in peers)
+        assert peer.queue.decoded == 0
+    assert world.scheduler.waiting == 0
+    assert world.scheduler.refused == sum(len(peer.refused) for peer in peers)
 
 
 def test_a_second_read_waits_for_the_first(world: World) -> None:
@@ -314,7 +317,7 @@ def test_a_second_read_waits_for_the_first(world: World) -> None:
 def test_connections_that_send_much_are_read_one_at_a_time_each_tenants_in_turn(world: World) -> None:
     crowd, other = [world.peer(0) for _ in range(50)], world.peer(1)
     for peer in [*crowd, other]:
-        peer.line.rest(64 << 10)
+        world.scheduler.throttle(peer.queue, 64 << 10)
         assert peer.paused
     rounds = 0
     while other.paused:
@@ -327,11 +330,11 @@ def test_connections_that_send_much_are_read_one_at_a_time_each_tenants_in_turn(
 
 
 def test_a_tenants_long_requests_are_read_at_a_bounded_rate(world: World) -> None:
-    world.turns.set(0, 1.0)
+    world.scheduler.set(0, 1.0)
     peer, other = world.peer(0), world.peer(1)
     began, nbytes = world.loop.now, 0
     while nbytes < _READ_BURST_BYTES + 64 * MIB:
-        peer.line.rest(64 << 10)
+        world.scheduler.throttle(peer.queue, 64 << 10)
         nbytes += 64 << 10
         world.loop.run()
         assert not peer.paused
@@ -342,7 +345,7 @@ def test_a_tenants_long_requests_are_read_at_a_bounded_rate(world: World) -> Non
 
 def test_who_is_alone_may_send_as_much_as_it_likes(world: World) -> None:
     peer = world.peer(0)
-    peer.line.rest(1 << 30)
+    world.scheduler.throttle(peer.queue, 1 << 30)
     assert not peer.paused
 
 
@@ -350,7 +353,7 @@ def test_who_rests_is_read_on_when_its_requests_have_run_too(world: World) -> No
     world.peer(1)
     peer = world.peer(0)
     peer.send(*pings(100))
-    peer.line.rest(64 << 10)
+    world.scheduler.throttle(peer.queue, 64 << 10)
     assert peer.paused
     world.loop.run()
     assert not peer.paused
@@ -360,7 +363,7 @@ def test_who_rests_is_read_on_when_its_requests_have_run_too(world: World) -> No
 def test_who_leaves_while_it_rests_is_not_read(world: World) -> None:
     world.peer(1)
     peer = world.peer(0)
-    peer.line.rest(64 << 10)
+    world.scheduler.throttle(peer.queue, 64 << 10)
     peer.leave()
     world.loop.run()
     assert peer.paused == 1
@@ -372,7 +375,7 @@ def test_a_connection_that_sends_faster_than_its_requests_run_is_held_up_not_ref
     for peer in peers:
         peer.send(*pings(2000))
     while world.loop.round():
-        assert world.turns.waiting <= 2 * 64
+        assert world.scheduler.waiting <= 2 * 64
     assert [peer.ran for peer in peers] == [pings(2000)] * 2
 
 
@@ -384,17 +387,17 @@ def test_a_tenant_with_too_much_queued_on_many_connections_is_told_so() -> None:
         peer.send(*pings(100))
     most = 0
     while world.loop.round():
-        most = max(most, world.turns.waiting)
+        most = max(most, world.scheduler.waiting)
     assert 250 <= most <= 256
-    assert world.turns.refused == sum(len(peer.refused) for peer in peers) > 0
+    assert world.scheduler.refused == sum(len(peer.refused) for peer in peers) > 0
     assert all(0.001 <= s <= 0.1 for peer in peers for s in peer.retry_s)
-    assert sum(len(peer.ran) for peer in peers) == 2000 - world.turns.refused
+    assert sum(len(peer.ran) for peer in peers) == 2000 - world.scheduler.refused
     other.send(m.Ping(1))
     assert other.ran
 
 
 def test_who_has_too_much_queued_is_told_so_and_loses_nothing_that_is_to_be_given_back(world: World) -> None:
-    world.turns.set(0, 1.0, requests_per_s=10.0)
+    world.scheduler.set(0, 1.0, requests_per_s=10.0)
     peer, other = world.peer(0), world.peer(1)
     peer.send(*pings(LIMIT + 5), m.Release(1), m.Abort(2), m.Commit(99, 3, b"", b""), m.Suspect(0, 1, 1, b""))
     for _ in range(5):
@@ -403,8 +406,8 @@ def test_who_has_too_much_queued_is_told_so_and_loses_nothing_that_is_to_be_give
     assert len(peer.ran) == 1
     assert peer.refused == pings(5, LIMIT + 1) or peer.refused == pings(4, LIMIT + 2)
     assert peer.retry_s == [pytest.approx(LIMIT / 10.0, rel=0.1)] * len(peer.refused)
-    assert world.turns.refused == len(peer.refused) + 1, "a warning that is dropped is counted"
-    assert LIMIT <= world.turns.waiting <= LIMIT + 3
+    assert world.scheduler.refused == len(peer.refused) + 1, "a warning that is dropped is counted"
+    assert LIMIT <= world.scheduler.waiting <= LIMIT + 3
     other.send(m.Ping(1))
     assert other.ran == [m.Ping(1)]
     world.loop.run()
@@ -415,7 +418,7 @@ def test_who_has_too_much_queued_is_told_so_and_loses_nothing_that_is_to_be_give
 def test_large_requests_of_a_tenant_pile_up_only_so_far_on_all_connections_together(
     world: World, rate: float
 ) -> None:
-    world.turns.set(0, 1.0, rate)
+    world.scheduler.set(0, 1.0, rate)
     commits = [m.Commit(0, i, bytes(8 << 17), bytes(1 << 17)) for i in range(30)]
     peers, other = [world.peer(0) for _ in range(5)], world.peer(1)
     for peer in peers:
@@ -431,27 +434,27 @@ def test_large_requests_of_a_tenant_pile_up_only_so_far_on_all_connections_toget
 
 
 def _queued(world: World) -> list[Any]:
-    flows = world.turns._running._classes[0].flows.values()
+    flows = world.scheduler._to_run._classes[0].flows.values()
     return [item for flow in flows for _, item in flow.items]
 
 
 def test_what_cannot_be_refused_piles_up_only_so_far(world: World) -> None:
-    world.turns.set(0, 1.0, requests_per_s=1000.0)
+    world.scheduler.set(0, 1.0, requests_per_s=1000.0)
     peer = world.peer(0)
     peer.send(*[m.Release(i) for i in range(1000)])
     peer.send(*[m.Release(i) for i in range(1000, 2000)])
     most = 0
     while len(peer.ran) < 2000:
         world.loop.run(until=world.loop.now + 0.001)
-        most = max(most, world.turns.waiting)
-        assert peer.paused or len(peer.ran) + world.turns.waiting == 2000
+        most = max(most, world.scheduler.waiting)
+        assert peer.paused or len(peer.ran) + world.scheduler.waiting == 2000
     assert most == 4 * LIMIT
     assert [message.lease for message in peer.ran] == list(range(2000))
 
 
 def test_a_cap_holds_and_the_time_spent_waiting_is_told() -> None:
     world = World(limit=1000)
-    world.turns.set(0, 1.0, requests_per_s=100.0)
+    world.scheduler.set(0, 1.0, requests_per_s=100.0)
     world.loop.round()
     peer, began = world.peer(0), world.loop.now
     peer.send(*pings(200))
@@ -461,26 +464,26 @@ def test_a_cap_holds_and_the_time_spent_waiting_is_told() -> None:
     assert took_s == pytest.approx((200 - 10) / 100.0, rel=0.02)
     assert peer.waited == sorted(peer.waited)
     assert peer.waited[-1] == pytest.approx(took_s, rel=0.01)
-    world.turns.set(0, 1.0)
+    world.scheduler.set(0, 1.0)
     peer.send(m.Ping(1))
     world.loop.round()
     assert len(peer.ran) == 201
 
 
 def test_lifting_a_cap_lets_go_of_what_it_held(world: World) -> None:
-    world.turns.set(0, 1.0, requests_per_s=0.001)
+    world.scheduler.set(0, 1.0, requests_per_s=0.001)
     peer = world.peer(0)
     peer.send(*pings(10))
     world.loop.round()
     world.loop.round()
     assert len(peer.ran) == 1
-    world.turns.set(0, 1.0)
+    world.scheduler.set(0, 1.0)
     world.loop.round()
     assert peer.ran == pings(10)
 
 
 def test_nothing_of_a_connection_that_has_ended_runs(world: World) -> None:
-    world.turns.set(0, 1.0, requests_per_s=1.0)
+    world.scheduler.set(0, 1.0, requests_per_s=1.0)
     gone, stays = world.peer(0), world.peer(0)
     gone.send(*pings(20))
     world.loop.round()
@@ -494,9 +497,9 @@ def test_nothing_of_a_connection_that_has_ended_runs(world: World) -> None:
     assert len(gone.ran) == ran
     assert stays.ran == [m.Ping(7)]
     assert world.loop.now - began < 2.5
-    assert world.turns.waiting == 0
+    assert world.scheduler.waiting == 0
     stays.leave()
-    assert not world.turns.connected
+    assert not world.scheduler.connected
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), RemoteProtocolError("no frame")])
@@ -540,16 +543,23 @@ def test_requests_cost_by_their_keys() -> None:
     assert cost(m.Explain(1, "", "", 32, bytes(32))) == 64, "a key is asked for in many namespaces"
 
 
-def test_time_in_the_queue_is_part_of_the_deadline() -> None:
-    connection = Connection.__new__(Connection)
+def test_time_in_the_queue_is_part_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     handled: list[Any] = []
-    connection._handle = handled.append  # type: ignore[method-assign]
-    connection._began_s, connection._server = {}, SimpleNamespace(stopwatch=lambda: 5.0)  # type: ignore[assignment]
+    monkeypatch.setattr(
+        "kvstore.daemon.server.connection.run_request", lambda _, message: handled.append(message)
+    )
+    latency = Calls()
+    services = SimpleNamespace(latency=latency, stopwatch=lambda: 5.0)
+    connection = Connection(None, services)  # type: ignore[arg-type]
+    connection.session = SimpleNamespace(principal=SimpleNamespace(expires=math.inf))  # type: ignore[assignment]
+    connection._transport = SimpleNamespace(is_closing=lambda: False)  # type: ignore[assignment]
     for waited_s in (0.0, 0.25, 2.0):
         connection.run(m.Acquire(1, 1, 1, b"", 1.0, 0.0), waited_s)
         connection.run(m.Release(1), waited_s)
     assert [message.timeout_s for message in handled[::2]] == [1.0, 0.75, 0.0]
-    assert connection._began_s == {1: (m.Acquire, 3.0)}, "and of how long it took"
+    connection._timer.answered(m.Denied(1, "", ""))
+    [figures] = latency.plain()
+    assert (figures["call"], figures["waited"], figures["sum_s"]) == ("acquire", True, 2.0)
 
 
 def test_what_an_ended_connection_had_sent_takes_no_memory() -> None:

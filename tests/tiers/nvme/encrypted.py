@@ -13,6 +13,7 @@ import numpy as np
 from kvstore import arena
 from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import OK
+from kvstore.tiers.base import Owner
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -55,7 +56,7 @@ class Folder:
                 self.fingerprints[number] = layout.fingerprint(tenant)
                 row = Namespace(tenant, layout.to_map(), self.fingerprints[number])
                 self.tier.put_namespace(number, row)
-                self.tier.format(number - 1, self.slot_bytes(number), tenant)
+                self.tier.format(number - 1, self.slot_bytes(number), Owner(tenant))
         except BaseException:
             self.tier.close()
             raise

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore import arena
 from kvstore.core.actions import BlockIds, Copy, Where
+from kvstore.tiers.base import Owner
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.slabs import Slabs
@@ -55,7 +56,7 @@ def put(tier: NvmeTier, number: int) -> None:
     """Gives extent 0 to a namespace's tenant and writes its block there."""
     tenant, fingerprint = SPACES[number]
     tier.put_namespace(number, Namespace(tenant, {"block_bytes": LENGTH}, fingerprint))
-    tier.format(0, ALIGN, tenant)
+    tier.format(0, ALIGN, Owner(tenant))
     copy = Copy(1, 0, 1, identity(number), [b""], PLACE, PLACE, np.ones(1, np.uint32), False, None)
     slot = memoryview(mmap.mmap(-1, ALIGN))  # aligned, as direct I/O has it
     slot[:LENGTH] = PAYLOADS[number]

@@ -21,7 +21,7 @@ from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.device import DeviceBuffer, Gpu, uuids
 from kvstore.errors import MisuseError, TierError
-from kvstore.tiers.base import BlockIO
+from kvstore.tiers.base import BlockIO, Owner
 from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.journal import Namespace
@@ -243,7 +243,7 @@ class Folder:
             layout = Layout(model="m", block_bytes=LENGTH)
             self.names[number] = layout.fingerprint(tenant)
             self.tier.put_namespace(number, Namespace(tenant, layout.to_map(), self.names[number]))
-            self.tier.format(number - 1, slot_bytes(LENGTH + (number == 2) * SEAL_BYTES), tenant)
+            self.tier.format(number - 1, slot_bytes(LENGTH + (number == 2) * SEAL_BYTES), Owner(tenant))
 
     def copy(self, number: int, blocks: Sequence[bytes]) -> Copy:
         n = len(blocks)

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore import arena
 from kvstore.errors import TierError
+from kvstore.tiers.base import Owner
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import ALIGN
@@ -69,10 +70,10 @@ def test_the_slab_goes_when_no_record_speaks_of_it(site: Site, heard: Heard, tmp
     assert heard.ready == [0]
     assert slab.read_bytes() == bytes(MIB)
     assert 0 not in site.store.load().extents
-    site.tier.format(0, 2 * ALIGN, "b")
+    site.tier.format(0, 2 * ALIGN, Owner("b"))
     site.step()
     loaded = site.store.load()
-    assert (loaded.extents[0], loaded.owners[0]) == (2 * ALIGN, "b")
+    assert (loaded.extents[0], loaded.owners[0]) == (2 * ALIGN, Owner("b"))
 
 
 def test_nothing_goes_while_the_deletions_fail(
@@ -234,7 +235,7 @@ def test_blocks_in_another_tenants_extent_are_forgotten(
     shutil.copytree(before, folder)
     tier = renewing.open_tier(folder)
     assert tier.load().owners == {0: "a"}
-    tier.format(0, ALIGN, "b")
+    tier.format(0, ALIGN, Owner("b"))
     tier.close()
     for blocks in (1, 0):
         tier = renewing.open_tier(folder)

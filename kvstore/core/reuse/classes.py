@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.core.policy.reuse_curves import SPANS, Floats, Ints
+from kvstore.core.reuse.curves import SPANS, Floats, Ints
 
 _COUNTS, _INTERVALS, _AMOUNTS = 4, 6, 3
 SHAPE = (_COUNTS + 1, _INTERVALS, _AMOUNTS)

@@ -1,7 +1,7 @@
 """Learns from the past of blocks how likely they are to be used again, tenant by tenant.
 
-The history of a block gives its class (`block_history`, `reuse_classes`). The curves of its tenant give what
-a slot earns with a block of that class (`reuse_curves`). A new block takes the interval of its parent, whose
+The history of a block gives its class (`history`, `classes`). The curves of its tenant give what
+a slot earns with a block of that class (`curves`). A new block takes the interval of its parent, whose
 chain it continues. A later process continues from a saved `ReuseState`.
 
 Not covered: which block is evicted. Policies decide that.
@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Blocks, Rows
-from kvstore.core.policy.block_history import BlockHistory, GhostTable
-from kvstore.core.policy.reuse_classes import (
+from kvstore.core.reuse.classes import (
     CLASS_MASK,
     HIGH_PRIORITY,
     MOST_USES,
@@ -27,7 +26,7 @@ from kvstore.core.policy.reuse_classes import (
     hinted_class,
     new_class,
 )
-from kvstore.core.policy.reuse_curves import (
+from kvstore.core.reuse.curves import (
     TICKS_A_S,
     Counts,
     Floats,
@@ -37,6 +36,7 @@ from kvstore.core.policy.reuse_curves import (
     span_of,
     tick,
 )
+from kvstore.core.reuse.history import BlockHistory, GhostTable
 
 _MEAN_OVER = 100
 _LEARN_FIRST, _LEARN_AFTER = 64, 1024

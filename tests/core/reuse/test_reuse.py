@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.policy.reuse import Reuse
-from kvstore.core.policy.reuse_classes import HIGH_PRIORITY, SHAPE, describe
-from kvstore.core.policy.reuse_curves import span_of
+from kvstore.core.reuse.classes import HIGH_PRIORITY, SHAPE, describe
+from kvstore.core.reuse.curves import span_of
+from kvstore.core.reuse.reuse import Reuse
 from tests.core.policy.pool import Tier
 from tests.core.world import World, joined
 

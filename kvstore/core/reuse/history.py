@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.blocks.block_table import Blocks, Rows
-from kvstore.core.policy.ghosts import Ghosts, fingerprints, fingerprints_of
-from kvstore.core.policy.reuse_classes import CLASS_MASK, HIGH_PRIORITY, MOST_USES, interval_of
-from kvstore.core.policy.reuse_curves import TICKS_A_S, Floats, Ints
+from kvstore.core.reuse.classes import CLASS_MASK, HIGH_PRIORITY, MOST_USES, interval_of
+from kvstore.core.reuse.curves import TICKS_A_S, Floats, Ints
+from kvstore.core.reuse.ghosts import Ghosts, fingerprints, fingerprints_of
 
 _NOTED_AT_ONCE = 1 << 16
 _MOST_TICKS = 1 << 29

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.columns import zeros
-from kvstore.core.policy.ghosts import Ghosts, fingerprints
+from kvstore.core.reuse.ghosts import Ghosts, fingerprints
 from tests.core.policy.pool import Tier
 
 NAMES = fingerprints(Tier(5000).blocks, np.arange(5000), 1)

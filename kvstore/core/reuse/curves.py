@@ -1,11 +1,11 @@
-"""How likely blocks of a class are used again, by the time since they were last used: learned as uses come.
+"""Curves of reuse: how likely the blocks of a class are used again, by the time since their last use.
 
-A class's curve has, for each span of ages, how many blocks reached it and how many were used within it.
-Blocks are counted in cohorts (those that joined their classes at about the same time), so that what has long
-left every tier still counts as not used again. From a curve follow
+The curve of a class counts, for each span of ages, the blocks that reached it and the blocks used within it.
+Blocks are counted in cohorts that joined their classes at about the same time. So a block that has left every
+tier still counts as not used again. From a curve follow
 
-- the *density* of a block: the highest, over all times that one could keep it, of P(used by then) /
-  E[time kept] (Gittins' index): what a slot earns a second;
+- the *density* of a block: the highest P(used by then) / E[time kept] over all times to keep it (Gittins'
+  index), which is what its slot earns, in uses/s;
 - the *chance* that it is used again at all.
 """
 
@@ -36,23 +36,23 @@ _PRIOR, _WEIGHT, _SMOOTH, _SURE = 0.1, 30.0, 0.5, 0.98
 
 
 def tick(now: float) -> float:
-    """Time as it is kept: whole eighths of a second."""
+    """Rounds a time down to 1/8 s, the resolution of the curves."""
     return int(now * TICKS_A_S) / TICKS_A_S
 
 
 def span_of(age_s: Floats) -> Ints:
-    """The span of each age: the first is up to a second, each next one 35 % longer than the one before."""
-    # Short: this is asked for few ages and very often.
+    """Returns the span of each age. The first span is 1 s, each next one 35 % longer than the one before."""
+    # Kept short: called very often, with few ages.
     return np.maximum(_EDGES.searchsorted(age_s, "right") - 1, 0)
 
 
 def one_span_of(age_s: float) -> int:
-    """The same for one age."""
+    """Returns the span of one age."""
     return max(bisect_right(_EDGE_LIST, age_s) - 1, 0)
 
 
 class Counts(NamedTuple):
-    """What curves follow from: blocks used within, and that reached, each span; (classes, spans) each."""
+    """Blocks used within each span, and blocks that reached it. Both have the shape (classes, spans)."""
 
     used: npt.NDArray[np.float32]
     reached: npt.NDArray[np.float32]
@@ -61,8 +61,8 @@ class Counts(NamedTuple):
 class ReuseCurves:
     """The curves of `shape` classes, for blocks of one tenant.
 
-    Its axes are nested groups, the outermost first, so that classes with little evidence borrow from their
-    neighbours; a class's number is its place in a C-ordered array. `joins`: how many blocks were counted.
+    The axes are nested groups, the outermost first. Classes with few blocks borrow from their groups. A class
+    number is a position in a C-ordered array. `joins` counts blocks.
     """
 
     def __init__(self, shape: tuple[int, ...], known: Counts | None = None) -> None:
@@ -84,40 +84,40 @@ class ReuseCurves:
             self.density[:], self.chance[:] = self.density[0], self.chance[0]
 
     def counts(self) -> Counts:
-        """What was counted so far."""
+        """Returns a copy of the counts."""
         return Counts(self._used.copy(), self._reached.copy())
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of state."""
+        """Bytes of all arrays."""
         return sum(a.nbytes for a in (self._used, self._reached, self._waiting, self.density, self.chance))
 
     def joined(self, classes: Ints, now: float) -> None:
-        """Blocks are in these classes from now on."""
+        """Adds blocks to these classes."""
         self._step(now)
         counts = np.bincount(classes, minlength=self._classes)
         self._waiting[self._cohorts - 1] += counts
         self._reached[:, 0] += counts
         self.joins += len(classes)
         if self.joins // _HALF_LIFE > (self.joins - len(classes)) // _HALF_LIFE:
-            # What was long ago counts less.
+            # Old counts weigh less.
             self._used *= 0.5
             self._reached *= 0.5
 
     def used(self, classes: Ints, since: Floats, now: float) -> None:
-        """Blocks that had been in these classes since then were used."""
+        """Counts a use of blocks that have been in these classes since `since`."""
         now = self._step(now)
         spans = span_of(now - since)
         np.add.at(self._used, (classes, spans), 1)
         cohorts = self._leave(classes, since)
-        # Their cohort may be a little behind them.
+        # A cohort may be a little younger than its blocks.
         at = np.where(cohorts >= 0, self._at_span[cohorts], spans)
         while (behind := at < spans).any():
             at += behind
             np.add.at(self._reached, (classes[behind], at[behind]), 1)
 
     def left(self, classes: Ints, since: Floats) -> None:
-        """Blocks that had been in these classes since then are no longer, unused."""
+        """Removes unused blocks from the classes in which they have been since `since`."""
         self._leave(classes, since)
 
     def _leave(self, classes: Ints, since: Floats) -> Ints:
@@ -129,7 +129,7 @@ class ReuseCurves:
     # -- cohorts
 
     def _step(self, now: float) -> float:
-        """Lets cohorts grow older; returns the tick that it is, so that who joins belongs to the last one."""
+        """Ages the cohorts. Returns the current tick; blocks that join now belong to the last cohort."""
         now = tick(now)
         if now < self._next_step_s and self._cohorts:
             return now
@@ -155,7 +155,7 @@ class ReuseCurves:
             np.add.at(self._reached.T, at[late], self._waiting[late])
 
     def _merge(self, now: float) -> None:
-        """Joins neighbours that are close together for their age; when all is full, the oldest two."""
+        """Joins neighbours that are close together for their age, or the oldest two if all are used."""
         n = self._cohorts
         if n < 2:
             return
@@ -170,10 +170,10 @@ class ReuseCurves:
                 column[first + 1 : n - 1] = column[first + 2 : n]
             self._cohorts -= 1
 
-    # -- what follows
+    # -- densities and chances
 
     def learn(self) -> None:
-        """Brings `density` and `chance` of a few classes up to date, others the next time."""
+        """Updates `density` and `chance` of a few classes; the next call updates others."""
         known = np.flatnonzero(self._reached[:, 0])
         order = np.concatenate((known[known >= self._next], known[known < self._next]))
         some = order[:_AT_ONCE]
@@ -186,13 +186,13 @@ class ReuseCurves:
         reach: Floats = np.cumprod(1 - q, axis=1, dtype=np.float64) / (1 - q)
         times = _from_the_end(reach * _WIDTHS * (1 - q / 2))
         self.density[some] = _best_rate(_from_the_end(reach * q), times)
-        # Nobody knows about ages that no block has reached yet: nothing is promised there.
+        # Ages that no block has reached count as ages without reuse.
         q *= self._reached.any(axis=0)
         reach = np.cumprod(1 - q, axis=1, dtype=np.float64)
         self.chance[some] = 1 - reach[:, -1:] * (1 - q) / reach
 
     def _hazards(self, some: Ints) -> Floats:
-        """P(used within a span | reached it), each class leaning on wider groups, and on its last span."""
+        """Returns P(used within a span | reached it). A class borrows from wider groups and its last span."""
         used = self._used.reshape(*self._shape, SPANS)
         reached = self._reached.reshape(*self._shape, SPANS)
         groups = len(self._shape)
@@ -213,7 +213,7 @@ class ReuseCurves:
 
 
 def _best_rate(hits: Floats, times: Floats) -> Floats:
-    """The highest hits / time from each span on, over all later ends."""
+    """Returns the highest hits / time from each span to any later end."""
     earned = hits[:, :-1, None] - hits[:, None, 1:]
     spent = times[:, :-1, None] - times[:, None, 1:]
     spent += _NOT_LATER
@@ -223,7 +223,10 @@ def _best_rate(hits: Floats, times: Floats) -> Floats:
 
 
 def _from_the_end(values: Floats) -> Floats:
-    """Sums from each column to the last, and 0: differences of these lose no digits where values fall."""
+    """Returns sums from each column to the last, and 0.
+
+    Differences of these sums keep their precision where values fall.
+    """
     sums = np.zeros((len(values), values.shape[1] + 1))
     sums[:, :-1] = values[:, ::-1].cumsum(axis=1)[:, ::-1]
     return sums

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.policy import reuse_curves as module
-from kvstore.core.policy.reuse_curves import _WIDTHS, SPANS, ReuseCurves, span_of, tick
+from kvstore.core.reuse import curves as module
+from kvstore.core.reuse.curves import _WIDTHS, SPANS, ReuseCurves, span_of, tick
 
 
 def array(*numbers: int) -> np.ndarray:

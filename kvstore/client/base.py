@@ -1,0 +1,205 @@
+"""What both clients share: settings, idle connections, retries, and what counts as a miss.
+
+All of it is flows: a driver (`sync`, `aio`) opens connections, exchanges messages and runs copies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, TypeVar
+
+from kvstore.client.calls.call import Call, Connect, Exchange, Flow, returns
+from kvstore.client.calls.client import ClientCalls
+from kvstore.client.calls.scope import Scope
+from kvstore.client.checks import (
+    check_deadline,
+    check_keep,
+    check_owner,
+    check_speed,
+    check_token,
+    socket_path,
+)
+from kvstore.client.connection import Backoff, BaseConnection
+from kvstore.client.extents import Maps
+from kvstore.client.leases import PutResult
+from kvstore.client.prompts import Prompts
+from kvstore.errors import (
+    DeniedError,
+    KVStoreError,
+    MisuseError,
+    RemoteProtocolError,
+    TierError,
+    UnavailableError,
+)
+from kvstore.types import Layout
+
+R = TypeVar("R")
+
+IDLE_CONNECTIONS = 64
+"""Most idle connections that a client keeps. Connections with leases are kept beyond that."""
+
+
+class BaseClient(ClientCalls):
+    """A client of the daemon at `url` (`unix:///path`; None: KVSTORE_SOCKET, or the default path).
+
+    `deadline_s` bounds every call that does not bring its own. If the daemon is away, late or full, a call
+    misses or is denied; with `strict`, it raises UnavailableError or DeniedError instead. Blocks that were
+    not stored are counted in `PutResult.denied` either way. Bad arguments always raise MisuseError.
+    `token` authenticates the tenant (None: KVSTORE_TOKEN). `recompute_tokens_per_s` is how fast the engine
+    computes KV: `acquire`, `get` and `lookup` then leave out blocks that load more slowly than it computes.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        deadline_s: float = 1.0,
+        strict: bool = False,
+        recompute_tokens_per_s: float | None = None,
+    ) -> None:
+        self.path = socket_path(url)
+        self.deadline_s = check_deadline(deadline_s)
+        self.strict = strict
+        self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
+        self._token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
+        self._prompts = Prompts()
+        self._closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Starts without connections: at first, and in a forked process."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[BaseConnection] = []
+        self._maps = Maps()
+        self._backoff = Backoff()
+
+    def _scope(self, layout: Layout, owner: str, ttl_s: float) -> Scope:
+        return Scope(layout, check_owner(owner), check_keep(ttl_s), self._prompts)
+
+    # -- the driver's part
+
+    def _drive(self, exchange: Exchange, flow: Flow[Any]) -> Any:
+        """Performs the steps of a flow; its result, or a coroutine of it."""
+        raise NotImplementedError
+
+    # -- flows around a call
+
+    def answer(self, value: Any) -> Any:
+        """A result that needs no daemon: the value, or something to await."""
+        return self._drive(self._exchange(), returns(value))
+
+    def _exchange(self) -> Exchange:
+        return Exchange(0.0, self._resume, self._give_back)
+
+    def _flow(self, exchange: Exchange, call: Call[R]) -> Flow[R]:
+        """All of a call. A call with a miss raises only MisuseError, unless strict."""
+        deadline_s = self.deadline_s if call.deadline_s is None else check_deadline(call.deadline_s)
+        exchange.ends_s = time.monotonic() + deadline_s
+        try:
+            return (yield from self._attempts(exchange, call))
+        except (UnavailableError, DeniedError, TierError) as error:
+            if call.miss is None:
+                raise
+            return self._missed(error, call.miss())
+
+    def _missed(self, error: KVStoreError, miss: R) -> R:
+        if self.strict:
+            raise error
+        if isinstance(miss, PutResult):
+            miss.why = miss.why or error.message
+        return miss
+
+    def _attempts(self, exchange: Exchange, call: Call[R]) -> Flow[R]:
+        """Makes a call on an idle connection, or else, or if that has ended, on a new one."""
+        connection = self._borrow()
+        if connection is not None:
+            try:
+                return (yield from self._attempt(exchange, connection, call))
+            except (ConnectionError, RemoteProtocolError):
+                # A daemon that restarted or reloaded its tenants has closed idle connections: no miss yet.
+                pass
+        try:
+            self._backoff.check()
+            connection = yield Connect()
+            return (yield from self._attempt(exchange, connection, call))
+        except (OSError, RemoteProtocolError) as error:
+            raise self._gone(error) from error
+
+    def _attempt(self, exchange: Exchange, connection: BaseConnection, call: Call[R]) -> Flow[R]:
+        exchange.connection = connection
+        try:
+            result = yield from call.flow(exchange)
+        except (MisuseError, DeniedError, TierError):
+            self._give_back(connection)
+            raise
+        except (ConnectionError, RemoteProtocolError):
+            connection.close()
+            raise
+        except OSError as error:
+            connection.close()
+            raise self._gone(error) from error
+        except BaseException:
+            connection.close()
+            raise
+        if not exchange.kept:
+            self._give_back(connection)
+        self._backoff.succeeded()
+        return result
+
+    def _gone(self, error: Exception) -> UnavailableError:
+        self._backoff.failed(error)
+        if isinstance(error, RemoteProtocolError):
+            return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
+        return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
+
+    def _resume(self, exchange: Exchange, flow: Flow[Any], lost: Any) -> Any:
+        """Drives a later flow of a call that has kept its connection."""
+        return self._drive(exchange, self._resumed(exchange, flow, lost))
+
+    def _resumed(self, exchange: Exchange, flow: Flow[R], lost: R) -> Flow[R]:
+        exchange.ends_s = time.monotonic() + self.deadline_s
+        try:
+            return (yield from flow)
+        except (OSError, RemoteProtocolError, DeniedError) as error:
+            exchange.connection.close()
+            return self._missed(UnavailableError(str(error)), lost)
+        finally:
+            exchange.finish()
+
+    # -- connections
+
+    def _borrow(self) -> BaseConnection | None:
+        """Takes an idle connection, if there is one. Raises UnavailableError if the client is closed."""
+        if os.getpid() != self._pid:
+            self._reset()
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the client is closed")
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.closed:
+                    return connection
+                connection.close()
+        return None
+
+    def _give_back(self, connection: BaseConnection) -> None:
+        """Makes a connection idle, or closes it if it is broken or there are too many."""
+        if connection.pid != os.getpid():
+            return
+        with self._lock:
+            # Leases end with their connection.
+            full = len(self._idle) >= IDLE_CONNECTIONS and not connection.protocol.leases
+            if self._closed or connection.closed or full:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connections, self._idle = self._idle, []
+        for connection in connections:
+            connection.close()

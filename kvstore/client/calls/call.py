@@ -1,0 +1,194 @@
+"""What a call is, and how one method becomes a method of the blocking and of the asyncio client.
+
+A method marked with `call` checks its arguments and returns a `Call`: the flow that makes the call, its
+deadline and its miss. `Blocking` and `Awaiting` replace these methods in their subclasses by methods that
+perform the call and return its result, or a coroutine of it.
+
+Type checkers see `call` as a descriptor: ParamSpec carries the method's parameters, and the overloads of
+`__get__` choose between the result and a coroutine by the class of the object. So there is no second list of
+signatures, and no generated file that can be out of date. `help()` and `inspect` see plain functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from kvstore.client.connection import BaseConnection
+from kvstore.client.protocol import ProtocolState
+from kvstore.wire import messages as m
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Flow = Generator[Any, Any, R]
+"""The steps of a call. A step is a request message, `Fetch`, `Work` or `Connect`; its result is sent back in.
+
+What a step raises is raised in the flow. The flow returns the result of the call.
+"""
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Send a request whose answer brings a descriptor; the result is (message, fd), fd -1 if none."""
+
+    message: m.Map
+
+
+@dataclass(slots=True)
+class Work:
+    """Run `call`, which copies bytes and may take long: outside the event loop if there is one."""
+
+    call: Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Connect:
+    """Open a connection to the daemon; the result is the connection."""
+
+
+class Exchange:
+    """A call under way: its connection and its deadline, in monotonic seconds.
+
+    A call whose result needs the connection again, such as a reservation, sets `kept`: no other call gets the
+    connection until `resume` has driven one more flow on it, or `finish` is called.
+    """
+
+    __slots__ = ("_give_back", "_resume", "connection", "ends_s", "kept")
+
+    def __init__(
+        self,
+        ends_s: float,
+        resume: Callable[[Exchange, Flow[Any], Any], Any],
+        give_back: Callable[[BaseConnection], None],
+    ) -> None:
+        self.connection: BaseConnection
+        self.ends_s = ends_s
+        self.kept = False
+        self._resume = resume
+        self._give_back = give_back
+
+    @property
+    def protocol(self) -> ProtocolState:
+        """The state of the connection's protocol."""
+        return self.connection.protocol
+
+    def left_s(self) -> float:
+        """Seconds that the daemon may take: the rest of the deadline, less a margin for the way back."""
+        return max(0.0, (self.ends_s - time.monotonic()) * 0.9 - 0.002)
+
+    def post(self, message: Any) -> None:
+        """Sends a message that has no answer. Never waits."""
+        self.connection.post(message)
+
+    def resume(self, flow: Flow[R], lost: R) -> Any:
+        """Drives a later flow of this call: its result, or something to await.
+
+        `lost` is the result if the connection or the daemon fails.
+        """
+        return self._resume(self, flow, lost)
+
+    def finish(self) -> None:
+        """Gives a kept connection back to the client."""
+        if self.kept:
+            self.kept = False
+            self._give_back(self.connection)
+
+
+@dataclass(slots=True)
+class Call(Generic[R]):
+    """One call: `flow` makes it on a connection, `miss` makes the result if the daemon is away or refuses.
+
+    Without `miss` the failure is raised. `deadline_s` None: the deadline of the client.
+    """
+
+    flow: Callable[[Exchange], Flow[R]]
+    deadline_s: float | None = None
+    miss: Callable[[], R] | None = None
+
+
+class Blocking:
+    """Base of classes whose calls return when they are done. `_perform` makes a call; its result."""
+
+    _perform: Callable[[Call[Any]], Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, each in _calls_of(cls):
+            setattr(cls, name, each.blocking())
+
+
+class Awaiting:
+    """Base of classes whose calls are awaited. `_perform` makes a call; a coroutine of its result."""
+
+    _perform: Callable[[Call[Any]], Coroutine[Any, Any, Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, each in _calls_of(cls):
+            setattr(cls, name, each.awaiting())
+
+
+class call(Generic[P, R]):
+    """Marks a method that returns a `Call` as a call of both clients."""
+
+    def __init__(self, describe: Callable[Concatenate[Any, P], Call[R]]) -> None:
+        self._describe = describe
+        self.__doc__ = describe.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> call[P, R]: ...
+    @overload
+    def __get__(self, instance: Blocking, owner: type) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, instance: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, instance: object, owner: type) -> Any:
+        """Seen by type checkers; `Blocking` and `Awaiting` replace the descriptor."""
+        return self
+
+    def blocking(self) -> Callable[..., R]:
+        """The method of a blocking client."""
+        describe = self._describe
+
+        @wraps(describe)
+        def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = self._perform(describe(self, *args, **kwargs))
+            return result
+
+        self._sign(method)
+        return method
+
+    def awaiting(self) -> Callable[..., Coroutine[Any, Any, R]]:
+        """The method of an asyncio client. Arguments are checked when it is awaited."""
+        describe = self._describe
+
+        @wraps(describe)
+        async def method(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = await self._perform(describe(self, *args, **kwargs))
+            return result
+
+        self._sign(method)
+        return method
+
+    def _sign(self, method: Any) -> None:
+        """Replaces the annotation Call[X] by X."""
+        signature = inspect.signature(self._describe)
+        result = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
+        method.__annotations__ = {**self._describe.__annotations__, "return": result}
+        method.__signature__ = signature.replace(return_annotation=result)
+
+
+def _calls_of(cls: type) -> list[tuple[str, call[Any, Any]]]:
+    """The calls that a class inherits and that are not bound yet."""
+    named = {name: each for base in reversed(cls.__mro__) for name, each in vars(base).items()}
+    return [(name, each) for name, each in named.items() if isinstance(each, call)]
+
+
+def returns(value: R) -> Flow[R]:
+    """A flow without steps."""
+    return value
+    yield

@@ -1,0 +1,294 @@
+"""Calls that read blocks: lookup, acquire, get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
+from kvstore.client.calls.chain import Chain
+from kvstore.client.calls.scope import Scope, Scoped, checked, map_slots, open_namespace, value_of
+from kvstore.client.checks import check_device, check_out, check_speed, no_lease, recompute_s, with_wait
+from kvstore.client.gpu import DeviceLease
+from kvstore.client.leases import Buffer, Lease
+from kvstore.client.prompts import Question
+from kvstore.cuda.device import Gpu
+from kvstore.errors import DeniedError, TierError
+from kvstore.types import SLOT_RECORD, Key
+from kvstore.wire import messages as m
+
+SAMPLE_FROM = 512
+"""A lookup of so many keys sends a sample of them first."""
+
+
+class ReadCalls(Scoped):
+    """The calls that read blocks of one namespace."""
+
+    @call
+    def lookup(
+        self,
+        keys: Sequence[Key],
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+        prompt: int | None = None,
+    ) -> Call[int]:
+        """Returns how many leading keys are stored. The blocks are not leased: `acquire` may find fewer.
+
+        With `recompute_tokens_per_s` (tokens/s; None: the client's), counts only blocks that are faster to
+        load than to recompute.
+
+        `prompt` is for the daemon's hit ratio, which counts each prompt once: the number of whole blocks of
+        the prompt if this is its first request, 0 if it is not. None: the client decides by the keys. A
+        lookup of the same keys by the same thread or task within 1 s is a poll; `acquire` and `get` of keys
+        that were looked up belong to the same prompt; `put` and `reserve` end it. Pass `prompt` where
+        several processes make requests for one prompt.
+        """
+        Chain(keys if len(keys) < SAMPLE_FROM else keys[:1])
+        block_s = self._recompute_s(recompute_tokens_per_s)
+        return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
+
+    @call
+    def get(
+        self,
+        keys: Sequence[Key],
+        out: Buffer,
+        verify: bool = True,
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+        prompt: int | None = None,
+    ) -> Call[int]:
+        """Copies the longest stored prefix into `out`: (len(keys), block_bytes) writable bytes, on the host
+        or in a GPU's memory.
+
+        Returns the number of leading blocks that arrived and matched their checksums. The bytes of `out`
+        behind them are undefined. `recompute_tokens_per_s`, `prompt`: see lookup.
+        """
+        chain = Chain(keys)
+        flat, gpu = check_out(keys, out, self.layout.block_bytes)
+        block_s = self._recompute_s(recompute_tokens_per_s)
+        return Call(
+            lambda exchange: get(exchange, self._scope, chain, flat, verify, block_s, gpu, prompt),
+            deadline_s,
+            int,
+        )
+
+    @call
+    def acquire(
+        self,
+        keys: Sequence[Key],
+        deadline_s: float | None = None,
+        recompute_tokens_per_s: float | None = None,
+        device: int | str | None = None,
+        wait_s: float = 0.0,
+        prompt: int | None = None,
+    ) -> Call[Lease]:
+        """Returns a lease on the longest prefix that is ready in time. Its blocks are read without a copy.
+
+        `recompute_tokens_per_s`, `prompt`: see lookup. With `device` (0, "cuda:0", a UUID) the result is a
+        `DeviceLease`, whose blocks are in that GPU's memory: in the daemon's pool on the GPU, or copied from
+        DRAM. Raises MisuseError if the GPU or kvstore[cuda] is missing.
+
+        If not even the first block is stored, here or on the network, the call waits for it for up to
+        `wait_s` seconds on top of the deadline, and for at most 60 s. The lease is empty if the block does
+        not come. A decode node thus starts as soon as blocks arrive; it acquires the keys behind them next.
+        """
+        chain, gpu = Chain(keys), check_device(device)
+        until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
+        block_s = self._recompute_s(recompute_tokens_per_s)
+        return Call(
+            lambda exchange: acquire(exchange, self._scope, chain, block_s, gpu, wait_s, prompt),
+            until_s,
+            lambda: no_lease(self.layout.block_bytes, gpu),
+        )
+
+    def _recompute_s(self, tokens_per_s: float | None) -> float:
+        """Seconds to recompute one block, at the given speed or the client's; 0: unknown."""
+        return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
+
+
+def lookup(
+    exchange: Exchange,
+    scope: Scope,
+    keys: Sequence[Key],
+    recompute_s: float = 0.0,
+    prompt: int | None = None,
+) -> Flow[int]:
+    """The length of the stored prefix; with `recompute_s`, of the part that is worth loading.
+
+    A stored block's parent is stored, so of a long prompt every k-th key is sent first, then the keys between
+    the last one found and the next: two short requests instead of a long one. All keys are sent if parents
+    are missing, or if the time to load counts.
+    """
+    namespace, _ = yield from open_namespace(exchange, scope)
+    question = scope.prompts.looking(scope.name, keys, prompt)
+
+    def message(some: Sequence[Key], known: int, step: int = 1) -> m.Lookup:
+        chain, left_s, asks = Chain(some), exchange.left_s(), question.asks
+        return m.Lookup(
+            0, namespace, chain.key_bytes, chain.joined, left_s, recompute_s, "", asks, known, step
+        )
+
+    def found_of(at: int, some: Sequence[Key]) -> Flow[int]:
+        answer = yield message(some, question.known(at))
+        _hear(question, at, answer)
+        return value_of(answer)
+
+    if not keys and question.asks:
+        return (yield from found_of(0, keys))
+    batch = exchange.protocol.batch_keys
+    step = int(len(keys) ** 0.5)
+    if len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
+        answer = yield message(keys[step - 1 :: step], -(-question.known() // step), step)
+        start = value_of(answer) * step
+        question.hear(0, 0 if answer.gaps else start)
+        if not answer.gaps:
+            rest = keys[start : start + step - 1]
+            return start + ((yield from found_of(start, rest)) if rest else 0)
+    total = 0
+    for at in range(0, len(keys), batch):
+        some = keys[at : at + batch]
+        found = yield from found_of(at, some)
+        total += found
+        if found < len(some):
+            break
+    return total
+
+
+def acquire(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    recompute_s: float = 0.0,
+    gpu: Gpu | None = None,
+    wait_s: float = 0.0,
+    prompt: int | None = None,
+) -> Flow[Lease]:
+    """A lease on the longest prefix that is ready in time. See `lease`."""
+    question = scope.prompts.taking(scope.name, chain.keys, prompt)
+    taken = yield from lease(exchange, scope, chain, question, 0, recompute_s, gpu, wait_s)
+    scope.prompts.taken(question)
+    return taken
+
+
+def lease(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    question: Question,
+    at: int,
+    recompute_s: float = 0.0,
+    gpu: Gpu | None = None,
+    wait_s: float = 0.0,
+) -> Flow[Lease]:
+    """A lease on the longest prefix that is ready in time; of the keys of `question`, from position `at` on.
+
+    Blocks that take longer to load than `recompute_s` each are left out; 0: none is. With `gpu` the lease is
+    a `DeviceLease`. If not even the first block is stored, the daemon waits for it for up to `wait_s`.
+    """
+    chain, protocol = chain.part(0, exchange.protocol.batch_keys), exchange.protocol
+    namespace, fingerprint = yield from open_namespace(exchange, scope)
+    device = protocol.maps.pool_of(gpu)
+    left_s, asks, known = exchange.left_s(), question.asks, question.known(at)
+    wait_s = min(wait_s, left_s)
+    answer = yield m.Acquire(
+        0, namespace, chain.key_bytes, chain.joined, left_s, recompute_s, device, wait_s, asks, known
+    )
+    _hear(question, at, answer)
+    number, granted = checked(answer).lease, len(answer.slots) // SLOT_RECORD.itemsize
+    question.deliver(at, granted)
+    keys, corrupt = chain.keys, set[Key]()
+    if number:
+        protocol.leases.add(number)
+
+    def end() -> None:
+        protocol.leases.discard(number)
+        good = next((i for i in range(granted) if keys[i] in corrupt), granted) if corrupt else granted
+        exchange.post(m.Release(number, granted - good, len(corrupt)))
+
+    try:
+        slots = yield from map_slots(exchange, answer, scope.layout, writable=False)
+    except Exception as error:
+        protocol.leases.discard(number)
+        exchange.post(m.Release(number, unused=granted))
+        if isinstance(error, DeniedError | TierError) and protocol.maps.leave_pool(gpu, error):
+            return (yield from lease(exchange, scope, chain, question, at, recompute_s, gpu, wait_s))
+        raise
+
+    def suspect(key: Key) -> None:
+        corrupt.add(key)
+        exchange.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
+
+    if not number:
+        return no_lease(scope.layout.block_bytes, gpu)
+    if gpu is None:
+        made = Lease(slots, keys, fingerprint, end, suspect)
+    else:
+        made = DeviceLease(slots, keys, fingerprint, end, suspect, gpu)
+    return made.held_over(exchange.connection.ended)
+
+
+def get(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    out: Any,
+    verify: bool,
+    recompute_s: float = 0.0,
+    gpu: Gpu | None = None,
+    prompt: int | None = None,
+) -> Flow[int]:
+    """Copies the longest prefix into `out`, bytes of the host or of `gpu`; the number of good blocks."""
+    question = scope.prompts.taking(scope.name, chain.keys, prompt)
+    good = yield from _copy(exchange, scope, chain, question, out, verify, recompute_s, gpu)
+    question.deliver(good, 0)
+    scope.prompts.taken(question)
+    return good
+
+
+def _copy(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    question: Question,
+    out: Any,
+    verify: bool,
+    recompute_s: float,
+    gpu: Gpu | None,
+) -> Flow[int]:
+    """Leases and copies one batch after another; the number of good blocks.
+
+    A corrupt block is requested once more after the daemon has quarantined it: another tier may have a good
+    copy.
+    """
+    batch, block_bytes = exchange.protocol.batch_keys, scope.layout.block_bytes
+    at, bad = 0, -1
+    while at < len(chain):
+        part = chain.part(at, batch)
+        try:
+            held = yield from lease(exchange, scope, part, question, at, recompute_s, gpu)
+        except DeniedError:
+            if not at:
+                raise
+            return at
+        good = granted = len(held)
+        with held:
+            if granted:
+                good = yield Work(partial(held.copy_into, out[at * block_bytes :], verify))
+        at += good
+        if good < granted:
+            if at == bad:
+                return at
+            bad = at
+            namespace, _ = yield from open_namespace(exchange, scope)
+            device = gpu.uuid if gpu is not None and held.in_hbm else ""
+            yield m.Suspect(0, namespace, chain.key_bytes, chain.keys[at], device)
+        elif good < len(part):
+            return at
+    return at
+
+
+def _hear(question: Question, at: int, answer: Any) -> None:
+    """Takes in what an answer says about a prompt. A busy daemon has not counted the request."""
+    if not isinstance(answer, m.Busy):
+        question.hear(at, getattr(answer, "stored", 0))

@@ -1,0 +1,241 @@
+"""Calls that store blocks: put, reserve with commit, handoff."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from kvstore.client.calls.call import Call, Exchange, Flow, Work, call, returns
+from kvstore.client.calls.chain import Chain
+from kvstore.client.calls.scope import Scope, Scoped, checked, map_slots, open_namespace, value_of
+from kvstore.client.checks import (
+    check_blocks,
+    check_device,
+    check_parent,
+    check_token_ids,
+    no_reservation,
+)
+from kvstore.client.gpu import DeviceReservation
+from kvstore.client.leases import Buffer, PutResult, Reservation
+from kvstore.cuda.device import Gpu
+from kvstore.errors import DeniedError, TierError
+from kvstore.types import Key
+from kvstore.wire import messages as m
+
+GRANTED, PRESENT, PENDING = 0, 1, 2
+
+
+class WriteCalls(Scoped):
+    """The calls that store blocks in one namespace."""
+
+    @call
+    def put(
+        self,
+        keys: Sequence[Key],
+        blocks: Buffer,
+        parent: Key | None = None,
+        deadline_s: float | None = None,
+        tokens: Any = None,
+    ) -> Call[PutResult]:
+        """Stores blocks: a sequence of buffers of block_bytes each, or one array (len(keys), block_bytes).
+
+        All of them may be device arrays of one GPU. Kernels that write these arrays must have ended.
+
+        `parent` is the key before keys[0], None for the start of a prompt. Blocks that are stored already
+        are not written again. `tokens`: the token ids of all blocks, `layout.block_tokens` each, which the
+        daemon's KV events carry to routers; None: no events for these blocks.
+        """
+        chain = Chain(keys)
+        check_parent(parent)
+        token_ids = check_token_ids(tokens, keys, self.layout)
+        views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
+        return Call(
+            lambda exchange: put(exchange, self._scope, chain, views, parent, gpu, token_ids),
+            deadline_s,
+            lambda: PutResult(denied=len(keys)),
+        )
+
+    @call
+    def reserve(
+        self,
+        keys: Sequence[Key],
+        parent: Key | None = None,
+        deadline_s: float | None = None,
+        device: int | str | None = None,
+        tokens: Any = None,
+    ) -> Call[Reservation]:
+        """Returns slots for those keys that are not stored yet, to be filled in place and committed.
+
+        With `device` the result is a `DeviceReservation`, filled from that GPU and stored in the daemon's
+        pool on the GPU if possible. `tokens`: see put. The `commit` of an asyncio client is awaited.
+        """
+        chain = Chain(keys)
+        check_parent(parent)
+        token_ids = check_token_ids(tokens, keys, self.layout)
+        gpu = check_device(device)
+
+        def miss() -> Reservation:
+            lost = PutResult(denied=len(keys), why="the daemon did not answer")
+            return no_reservation(self.layout.block_bytes, lost, lambda _: self._client.answer(lost), gpu)
+
+        return Call(
+            lambda exchange: reserve(exchange, self._scope, chain, parent, gpu=gpu, tokens=token_ids),
+            deadline_s,
+            miss,
+        )
+
+    @call
+    def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> Call[int]:
+        """Writes the stored prefix through to the network tier, for another node, and waits for it.
+
+        Returns how many leading blocks are on the network: fewer than `keys` if the deadline passes or
+        blocks are not stored here; 0 if the network tier is unavailable.
+        """
+        chain = Chain(keys)
+        return Call(lambda exchange: hand_off(exchange, self._scope, chain), deadline_s, int)
+
+
+def put(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    views: Sequence[Buffer],
+    parent: Key | None,
+    gpu: Gpu | None = None,
+    tokens: bytes = b"",
+) -> Flow[PutResult]:
+    """Stores the blocks that are not stored yet. `views`: all on the host, or all on `gpu`."""
+    total = PutResult()
+    batch, block_tokens = exchange.protocol.reserve_keys, 4 * scope.layout.block_tokens
+    for at in range(0, len(chain), batch):
+        part, some = chain.part(at, batch), tokens[at * block_tokens : (at + batch) * block_tokens]
+        try:
+            result = yield from _put_batch(exchange, scope, part, views[at : at + batch], parent, gpu, some)
+        except DeniedError as error:
+            # Blocks stored so far stay stored: the result says so, an exception could not.
+            if not at:
+                raise
+            total.denied += len(chain) - at
+            total.why = total.why or error.message
+            break
+        total.stored += result.stored
+        total.present += result.present
+        total.denied += result.denied
+        total.why = total.why or result.why
+        parent = part.keys[-1]
+    return total
+
+
+def _put_batch(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    views: Sequence[Buffer],
+    parent: Key | None,
+    gpu: Gpu | None,
+    tokens: bytes,
+) -> Flow[PutResult]:
+    reservation = yield from reserve(exchange, scope, chain, parent, keep=False, gpu=gpu, tokens=tokens)
+    if not len(reservation):
+        return reservation.result
+    try:
+        checksums = yield Work(partial(_fill, reservation, views))
+    except TierError:
+        # The GPU has failed; the daemon gets its slots back.
+        exchange.post(m.Abort(reservation.lease))
+        raise
+    return (yield from commit(exchange, reservation.lease, checksums, reservation.result))
+
+
+def _fill(reservation: Reservation, views: Sequence[Buffer]) -> bytes:
+    reservation.gather_all([[views[wanted]] for wanted in reservation.wanted])
+    return reservation.checksums()
+
+
+def reserve(
+    exchange: Exchange,
+    scope: Scope,
+    chain: Chain,
+    parent: Key | None,
+    keep: bool = True,
+    gpu: Gpu | None = None,
+    tokens: bytes = b"",
+) -> Flow[Reservation]:
+    """Reserves slots for the keys that are not stored yet. `keep`: the reservation keeps the connection.
+
+    Keys beyond the limit of one reservation count as denied. With `gpu` the result is a `DeviceReservation`.
+    `tokens`: of all keys, or empty.
+    """
+    protocol = exchange.protocol
+    beyond = max(0, len(chain) - protocol.reserve_keys)
+    tokens = tokens[: 4 * scope.layout.block_tokens * protocol.reserve_keys]
+    chain = chain.part(0, protocol.reserve_keys)
+    scope.prompts.storing(scope.name, chain.keys)
+    # Blocks are stored without token ids if these would not fit into a frame.
+    tokens = tokens if len(tokens) <= protocol.frame_bytes // 2 else b""
+    namespace, fingerprint = yield from open_namespace(exchange, scope)
+    device, left_s = protocol.maps.pool_of(gpu), exchange.left_s()
+    answer = checked(
+        (yield m.Reserve(0, namespace, chain.key_bytes, chain.joined, parent or b"", left_s, device, tokens))
+    )
+    status, number = answer.status, answer.lease
+    wanted = [i for i, each in enumerate(status) if each == GRANTED]
+    present = status.count(PRESENT) + status.count(PENDING)
+    why = answer.why or (f"at most {len(chain)} blocks in one reservation" if beyond else "")
+    result = PutResult(0, present, len(status) - len(wanted) - present + beyond, why)
+
+    def end() -> None:
+        if number:
+            exchange.post(m.Abort(number))
+        exchange.finish()
+
+    try:
+        slots = yield from map_slots(exchange, answer, scope.layout, writable=True)
+    except Exception as error:
+        exchange.post(m.Abort(number))
+        if isinstance(error, DeniedError | TierError) and protocol.maps.leave_pool(gpu, error):
+            return (yield from reserve(exchange, scope, chain, parent, keep, gpu, tokens))
+        raise
+
+    exchange.kept = keep and bool(number)
+
+    def finish(checksums: bytes) -> Any:
+        if not number:
+            return exchange.resume(returns(result), result)
+        lost = PutResult(0, present, len(status) - present, "the daemon did not answer")
+        return exchange.resume(commit(exchange, number, checksums, result), lost)
+
+    if gpu is None:
+        return Reservation(slots, chain.keys, fingerprint, wanted, result, number, end, finish)
+    return DeviceReservation(slots, chain.keys, fingerprint, wanted, result, number, end, finish).on(gpu)
+
+
+def commit(exchange: Exchange, number: int, checksums: bytes, result: PutResult) -> Flow[PutResult]:
+    """Makes the blocks of reservation `number` readable; the result of the put.
+
+    Aborts the reservation if the daemon refuses.
+    """
+    n = len(checksums) // 8
+    answer = yield m.Commit(0, number, checksums, b"\x01" * n)
+    if isinstance(answer, m.Denied | m.Busy):
+        exchange.post(m.Abort(number))
+    result.stored = value_of(answer)
+    if result.stored < n:
+        result.denied += n - result.stored
+        result.why = result.why or "invalidated while it was written"
+    return result
+
+
+def hand_off(exchange: Exchange, scope: Scope, chain: Chain) -> Flow[int]:
+    """How many leading blocks of one prompt are on the network, once all are or the time is up."""
+    namespace, _ = yield from open_namespace(exchange, scope)
+    total, batch = 0, exchange.protocol.batch_keys
+    for at in range(0, len(chain), batch):
+        part = chain.part(at, batch)
+        message = m.HandOff(0, namespace, part.key_bytes, part.joined, exchange.left_s())
+        written = value_of((yield message))
+        total += written
+        if written < len(part):
+            break
+    return total

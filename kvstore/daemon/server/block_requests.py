@@ -1,0 +1,188 @@
+"""Requests about blocks that need more than their event: reads, waits, hand-off, and invalidation.
+
+Where there is a network tier, reads go through it; it asks the core itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.core import events as ev
+from kvstore.core.blocks.key_batch import Keys
+from kvstore.daemon.server.block_waits import KEYS_BYTES
+from kvstore.daemon.server.event_table import EVENTS
+from kvstore.daemon.server.namespace_requests import AbsentError, find
+from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.wire import messages as m
+
+_WAITS = 64
+"""The most calls of one connection that wait for blocks."""
+
+
+def ask_core(session: Session, q: Any) -> None:
+    """Sends a request to the core, which answers it."""
+    row = EVENTS[type(q)]
+    namespace = find(session, q, row.own).number if row.in_namespace else 0
+    session.services.core.ask(session, q.id, row.build(q, session, namespace))
+
+
+def tell_core(session: Session, q: m.Abort | m.Release) -> None:
+    """Sends a message to the core that has no answer."""
+    session.services.core.handle(EVENTS[type(q)].build(q, session))
+
+
+def _named(session: Session, q: Any) -> tuple[NamespaceEntry, Any]:
+    """Returns the namespace that a request names, and its event."""
+    row = EVENTS[type(q)]
+    space = find(session, q, row.own)
+    return space, row.build(q, session, space.number)
+
+
+def lookup(session: Session, q: m.Lookup) -> None:
+    """Answers with the length of the stored prefix."""
+    services, (space, event) = session.services, _named(session, q)
+    services.recorder.looked_up(session.number, space, q.key_bytes, q.keys)
+    session.prompts.asked(q, space)
+    if services.network is None:
+        services.core.ask(session, q.id, event)
+    else:
+        services.network.requests.lookup(session, q.id, event, space, session.deadline(q.timeout_s))
+
+
+@dataclass(slots=True)
+class WokenAcquire:
+    """An Acquire that has waited for its first block. It costs its tenant what an Acquire costs."""
+
+    q: m.Acquire
+    event: ev.Acquire
+    space: NamespaceEntry
+
+    @property
+    def keys(self) -> bytes:
+        """See Acquire."""
+        return self.q.keys
+
+    @property
+    def key_bytes(self) -> int:
+        """See Acquire."""
+        return self.q.key_bytes
+
+
+def acquire(session: Session, q: m.Acquire) -> None:
+    """Leases the stored prefix; with `q.wait_s`, waits for its first block."""
+    services, (space, event) = session.services, _named(session, q)
+    _check_count(session, event.keys)
+    waits = q.wait_s > 0 and event.keys.n and not services.view.stored(space.number, event.keys.take(0, 1))
+    if waits:
+        _check_waits(session, q)
+    services.recorder.acquired(session.number, space, q.key_bytes, q.keys)
+    session.prompts.asked(q, space)
+    if waits:
+        _wait(session, q, event, space)
+    else:
+        _acquire_now(session, q, event, space)
+
+
+def _check_waits(session: Session, q: m.Acquire) -> None:
+    """Raises DeniedError if too many calls wait for blocks already."""
+    waits, tenant = session.services.waits, session.principal.tenant
+    most = session.services.config.limits.queued_requests
+    if len(session.waits) >= _WAITS:
+        raise DeniedError(f"{_WAITS} calls of this connection wait for blocks", "wait for fewer at once")
+    if waits.count(tenant) >= most:
+        hint = "wait for fewer at once, or raise limits.queued_requests"
+        raise DeniedError(f"{most} calls of this tenant wait for blocks", hint)
+    key_bytes = waits.nbytes(tenant) + len(q.keys)
+    if key_bytes > KEYS_BYTES:
+        raise DeniedError(
+            f"keys of this tenant that are waited for would take {key_bytes} bytes, at most {KEYS_BYTES}",
+            "wait for fewer at once, or name fewer keys",
+        )
+
+
+def _wait(session: Session, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
+    """Runs the request when its first block is stored, here or on the network, or when the wait ends."""
+
+    def woken() -> None:
+        if not session.ended:
+            session.waits.discard(wait)
+            session.enqueue(WokenAcquire(q, event, space))
+
+    wait = session.services.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
+    session.waits.add(wait)
+
+
+def acquire_woken(session: Session, woken: WokenAcquire) -> None:
+    """Leases the stored prefix after the wait. A namespace that was deleted meanwhile is not opened again."""
+    q, event, space = woken.q, woken.event, woken.space
+    if not space.number or not session.services.catalog.may_read(session.principal, space):
+        absent = AbsentError()
+        session.deny(q.id, absent.message, absent.hint)
+        return
+    event.namespace = space.number
+    _acquire_now(session, q, event, space)
+
+
+def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
+    services = session.services
+    if services.network is None:
+        services.core.ask(session, q.id, event)
+    else:
+        services.network.requests.acquire(session, q.id, event, space)
+
+
+def release(session: Session, q: m.Release) -> None:
+    """Ends a lease."""
+    session.prompts.released(q)
+    tell_core(session, q)
+
+
+def prefetch(session: Session, q: m.Prefetch) -> None:
+    """Brings the stored prefix into memory; answers with how many blocks are or will be there."""
+    services, (space, event) = session.services, _named(session, q)
+    if services.network is None:
+        services.core.ask(session, q.id, event)
+    else:
+        services.network.requests.prefetch(session, q.id, event, space)
+
+
+def suspect(session: Session, q: m.Suspect) -> None:
+    """Has blocks verified. Only a request with a number is answered."""
+    if q.id:
+        ask_core(session, q)
+    else:
+        session.services.core.handle(_named(session, q)[1])
+
+
+def reserve(session: Session, q: m.Reserve) -> None:
+    """Reserves slots for keys that are not stored. The tokens of its blocks go to the KV events."""
+    space, event = _named(session, q)
+    if q.tokens and not session.services.kv_events.hear(space, event.keys, q.tokens):
+        raise DeniedError(f"{len(q.tokens) // 4} tokens for {event.keys.n} blocks", "see Layout.block_tokens")
+    session.services.core.ask(session, q.id, event)
+
+
+def invalidate(session: Session, q: m.Invalidate) -> None:
+    """Turns blocks into misses; answers when that is durable, and holds on the network too."""
+    space = find(session, q, own=True)
+    session.services.deletion.invalidate(session, q.id, space, Keys(q.keys, q.key_bytes))
+
+
+def hand_off(session: Session, q: m.HandOff) -> None:
+    """Uploads the stored prefix; answers with how many leading blocks the network has."""
+    space, network = find(session, q, own=True), session.services.network
+    if network is None:
+        raise DeniedError("there is no network tier", "set network.url")
+    keys = Keys(q.keys, q.key_bytes)
+    _check_count(session, keys)
+    until = session.deadline(q.timeout_s)
+    network.requests.hand_off(session, q.id, space, keys, session.principal.tenant, until)
+
+
+def _check_count(session: Session, keys: Keys) -> None:
+    """Raises DeniedError for more keys than one call may have, before any of them is looked up."""
+    most = session.services.view.limits.batch_keys
+    if keys.n > most:
+        raise DeniedError(f"{keys.n} keys in one call", f"at most {most} keys a call (limits.batch_keys)")

@@ -1,0 +1,111 @@
+"""All connections of one daemon, and their bounds: how many there are, and the bytes that they hold.
+
+A peer is a stranger until its Hello. Strangers are bounded by number and user, greeted peers by tenant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any, Protocol
+
+from kvstore.config import Config
+from kvstore.daemon.server.request_scheduler import RequestScheduler
+from kvstore.daemon.tenancy.auth import Principal
+from kvstore.wire import messages as m
+
+_log = logging.getLogger(__name__)
+
+STRANGERS = 256
+"""The most connections without a Hello: more than are accepted before any of them is read."""
+
+_FOR_OPERATORS = 16
+_SHARE_OF_FREE = 2
+_READ_BYTES = 64 << 10
+
+
+class Connected(Protocol):
+    """A connection of the table."""
+
+    @property
+    def uid(self) -> int:
+        """The user of the peer's process."""
+
+
+class TenantBytes:
+    """One connection's part of the bytes that a tenant's connections hold."""
+
+    __slots__ = ("_by_tenant", "nbytes", "tenant")
+
+    def __init__(self, by_tenant: Counter[int]) -> None:
+        """Nothing is counted before `tenant` is set."""
+        self._by_tenant = by_tenant
+        self.tenant: int | None = None
+        self.nbytes = 0
+
+    def set(self, nbytes: int) -> int:
+        """Sets this connection's part. Returns the sum of the tenant."""
+        if self.tenant is None:
+            return 0
+        self._by_tenant[self.tenant] += nbytes - self.nbytes
+        self.nbytes = nbytes
+        return self._by_tenant[self.tenant]
+
+
+class ConnectionTable:
+    """All connections, and the strangers among them in the order in which they came."""
+
+    def __init__(self, scheduler: RequestScheduler) -> None:
+        self.scheduler = scheduler
+        self.connections: set[Any] = set()
+        self.strangers: dict[Any, None] = {}
+        self.unfinished_bytes: Counter[int] = Counter()
+        self.unread_bytes: Counter[int] = Counter()
+        self.read_buffer = memoryview(bytearray(_READ_BYTES))
+        self._logged: set[tuple[int, int, int]] = set()
+
+    def add(self, stranger: Connected) -> None:
+        """Adds a connection that has not said Hello."""
+        self.connections.add(stranger)
+        self.strangers[stranger] = None
+
+    def remove(self, connection: Connected) -> None:
+        """Removes a connection that has ended."""
+        self.connections.discard(connection)
+        self.strangers.pop(connection, None)
+
+    def crowded_out(self, uid: int) -> Any:
+        """Returns the stranger to disconnect after one of user `uid` has come; None while there is room.
+
+        It is the oldest of that user. If the user has no other, it is the oldest of the user with most.
+        """
+        if len(self.strangers) <= STRANGERS:
+            return None
+        count = Counter(stranger.uid for stranger in self.strangers)
+        crowd = uid if count[uid] > 1 else count.most_common(1)[0][0]
+        return next(stranger for stranger in self.strangers if stranger.uid == crowd)
+
+    def why_full(self, who: Principal, config: Config) -> str:
+        """Returns why a peer can't be greeted, "" if it can.
+
+        The last few connections are for operators. Where tenants are configured, each may have twice as many
+        as are left, so there is always room for one more tenant.
+        """
+        limit, greeted = config.limits.connections, len(self.connections) - len(self.strangers)
+        left = limit - greeted
+        if not who.operator:
+            left -= min(_FOR_OPERATORS, limit // 8)
+        if left <= 0:
+            return f"{greeted} clients are connected"
+        mine = self.scheduler.connected[who.tenant]
+        if config.tenants and not who.operator and mine >= _SHARE_OF_FREE * left:
+            return f"{mine} clients of tenant {who.name} are connected"
+        return ""
+
+    def log_version(self, uid: int, hello: m.Hello) -> None:
+        """Logs that a client is too old or too new: once for each user and version, as clients try again."""
+        client = uid, hello.version, hello.newest
+        if client not in self._logged and len(self._logged) < STRANGERS:
+            self._logged.add(client)
+            theirs, ours = m.span(*client[1:]), m.span(m.OLDEST, m.VERSION)
+            _log.warning("clients of user %d speak %s, this daemon %s: they get nothing", uid, theirs, ours)

@@ -1,0 +1,44 @@
+"""The handshake: the version of the wire, and the peer's principal by user, group or token."""
+
+from __future__ import annotations
+
+from kvstore.daemon.server.peer_credentials import Peer
+from kvstore.daemon.tenancy.auth import Authenticator, Principal, RefusedError
+from kvstore.errors import RemoteProtocolError
+from kvstore.wire import messages as m
+
+
+class VersionError(RefusedError):
+    """The client and this daemon have no version in common."""
+
+
+class Handshake:
+    """What one peer says of itself, and what the kernel says of it."""
+
+    def __init__(self, peer: Peer, authenticator: Authenticator, among_operators: bool) -> None:
+        """`among_operators`: the peer came by the operators' socket."""
+        self.peer = peer
+        self.version = m.VERSION
+        self._authenticator = authenticator
+        self._among_operators = among_operators
+        self._token = ""
+
+    def greet(self, hello: m.Hello, now: float) -> Principal:
+        """Takes the peer's Hello and returns its principal. `now` is Unix time in seconds.
+
+        Raises RefusedError, or RemoteProtocolError for a peer that is no kvstore client.
+        """
+        if hello.magic != m.MAGIC:
+            raise RemoteProtocolError("not a kvstore client, or a second Hello")
+        self.version = min(hello.newest, m.VERSION)
+        if self.version < max(hello.version, m.OLDEST):
+            theirs, ours = m.span(hello.version, hello.newest), m.span(m.OLDEST, m.VERSION)
+            older = "client" if hello.newest < m.OLDEST else "daemon"
+            raise VersionError(f"the client speaks {theirs}, this daemon {ours}", f"upgrade the {older}")
+        self._token = hello.token
+        return self.identify(now)
+
+    def identify(self, now: float) -> Principal:
+        """Returns the peer's principal at a Unix time in seconds. Raises RefusedError if it has none."""
+        peer = self.peer
+        return self._authenticator.identify(peer.uid, peer.gids, self._token, now, self._among_operators)

@@ -1,0 +1,115 @@
+"""Namespaces on a connection: opened, found by number, opened again after the core has closed them.
+
+The existence of another tenant's namespace is not revealed to a peer that may not read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.core import actions as ac
+from kvstore.daemon.server.session import DeniedError, Session
+from kvstore.daemon.tenancy.auth import Role
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.errors import KVStoreError, MisuseError
+from kvstore.types import SLOT_RECORD, Layout, slot_bytes
+from kvstore.wire import messages as m
+
+
+class AbsentError(DeniedError):
+    """There is no such namespace, or the peer may not read it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "there is no such namespace, or it is not published to this tenant",
+            "its owner publishes it; then open it again",
+        )
+
+
+class NoKeysError(KVStoreError):
+    """The tenant's data keys must be made before its namespace can be opened."""
+
+
+class NothingStoredError(KVStoreError):
+    """A reader names its own namespace, which no writer has opened yet: its blocks are misses."""
+
+    def __init__(self, space: NamespaceEntry) -> None:
+        super().__init__("nothing is stored in this namespace")
+        self.space = space
+
+
+def open_namespace(session: Session, q: m.Open) -> None:
+    """Opens a namespace of the peer's tenant, or one that `q.owner` has published to it."""
+    who, catalog = session.principal, session.services.catalog
+    try:
+        layout = Layout(**q.layout)
+    except (MisuseError, TypeError) as error:
+        raise DeniedError(f"the layout makes no sense: {error}") from None
+    owner = "" if q.owner == who.name else q.owner
+    if not owner:
+        _check_keys(session)
+    # Only writers set the lifetime of blocks.
+    ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
+    space, answer = catalog.open(who, layout, owner, ttl_s)
+    if space is not None:
+        session.send(m.Opened(q.id, session.namespaces.number_of(space), space.fingerprint))
+    elif owner:
+        raise AbsentError
+    else:
+        session.answer(q.id, answer)
+
+
+def find(session: Session, q: Any, own: bool = False) -> NamespaceEntry:
+    """Returns the namespace that a request names. With `own`, another tenant's is refused.
+
+    Raises DeniedError, NoKeysError or NothingStoredError.
+    """
+    who, space = session.principal, session.namespaces.at(q.namespace)
+    if space is None:
+        raise DeniedError(f"unknown namespace {q.namespace}", "open the namespace on this connection first")
+    if space.tenant == who.tenant:
+        return space if space.number else _reopened(session, q, space)
+    if not space.number or not session.services.catalog.may_read(who, space):
+        raise AbsentError
+    if own:
+        raise DeniedError("this namespace is another tenant's", "it can be read, and not be changed")
+    return space
+
+
+def _reopened(session: Session, q: Any, space: NamespaceEntry) -> NamespaceEntry:
+    """Opens a namespace again that the core has closed, or that was deleted."""
+    assert space.layout is not None
+    services = session.services
+    again = services.namespaces.find(space.tenant, space.fingerprint)
+    if again is None or not again.number:
+        _check_keys(session)
+        # Waiting for a block needs an open namespace.
+        waits = isinstance(q, m.Acquire) and q.wait_s > 0
+        again, answer = services.catalog.open(session.principal, space.layout, "", space.ttl_s, waits)
+        if isinstance(answer, ac.Deny):
+            raise DeniedError(answer.why, answer.hint)
+        assert again is not None
+        if not again.number:
+            raise NothingStoredError(space)
+    session.namespaces.set(q.namespace, again)
+    return again
+
+
+def _check_keys(session: Session) -> None:
+    if not session.services.data_keys.exist(session.principal.name):
+        raise NoKeysError("data keys are being made")
+
+
+def answer_miss(session: Session, q: Any, space: NamespaceEntry) -> None:
+    """Answers a request about a namespace in which nothing is stored."""
+    if isinstance(q, m.Lookup | m.Acquire):
+        session.prompts.asked(q, space)
+    if isinstance(q, m.Lookup):
+        session.answer(q.id, ac.Found(q.id, 0, gaps=False))
+    elif isinstance(q, m.Acquire):
+        nothing = np.empty(0, SLOT_RECORD)
+        session.answer(q.id, ac.Grant(q.id, 0, slot_bytes(space.block_bytes), nothing))
+    elif q.id:
+        session.answer(q.id, ac.Answer(q.id, 0))

@@ -1,0 +1,80 @@
+"""All connections of one daemon, and what they share: the scheduler, their bounds, the measured latency."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from kvstore.config import Config
+from kvstore.daemon.operator.latency import Calls, Lag
+from kvstore.daemon.server.connection import VERSION, Connection
+from kvstore.daemon.server.connection_table import ConnectionTable
+from kvstore.daemon.server.request_scheduler import RequestScheduler
+from kvstore.daemon.server.services import Services
+from kvstore.daemon.tenancy.auth import Principal
+
+_CLOSE_ROUNDS = 1000
+
+
+class Server:
+    """Serves every connection that `connect` makes a protocol for, until `close`."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.calls: Calls = services.latency
+        self.lag = Lag(services.loop, services.stopwatch)
+        self.scheduler = RequestScheduler(
+            services.loop, services.stopwatch, services.config.limits.queued_requests
+        )
+        self.table = ConnectionTable(self.scheduler)
+        services.status = self.status
+        self._set_shares()
+
+    def connect(self, among_operators: bool = False) -> Connection:
+        """Returns the protocol of one more peer; `among_operators`: it comes by the operators' socket."""
+        return Connection(self.table, self.services, among_operators)
+
+    def reconfigure(self, config: Config) -> None:
+        """Takes over a configuration. A peer that is another principal by now is disconnected."""
+        self.services.config = config
+        self._set_shares()
+        for connection in list(self.table.connections):
+            connection.check()
+
+    def _set_shares(self) -> None:
+        config, registry = self.services.config, self.services.authenticator
+        self.scheduler.queued_requests = config.limits.queued_requests
+        for name in registry.names():
+            tenant = config.tenants.get(name)
+            weight, requests = (tenant.share, tenant.requests) if tenant is not None else (1.0, None)
+            self.scheduler.set(registry.add(name), weight, float(requests or 0))
+
+    def status(self, who: Principal) -> dict[str, Any]:
+        """Returns the state of the daemon that a peer may see: operators see all, others their own tenant."""
+        sessions = [c.session for c in self.table.connections]
+        mine = [s for s in sessions if who.operator or (s is not None and s.principal.tenant == who.tenant)]
+        more = self.queues() if who.operator else {}
+        return {"version": VERSION, "connections": len(mine), **more, **self.services.state(who)}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the server's part of the daemon's status."""
+        return {"version": VERSION, "connections": len(self.table.connections), **self.queues()}
+
+    def queues(self) -> dict[str, Any]:
+        """Returns counts of waiting and of refused requests, and of connections by wire version."""
+        spoken = Counter(str(c.version) for c in self.table.connections if c.session is not None)
+        return {
+            "queued_requests": self.scheduler.waiting,
+            "refused_requests": self.scheduler.refused,
+            "wire_versions": dict(sorted(spoken.items())),
+        }
+
+    async def close(self) -> None:
+        """Disconnects all peers. Returns when everything that they held is free."""
+        for connection in list(self.table.connections):
+            connection.abort()
+        for _ in range(_CLOSE_ROUNDS):
+            if not self.table.connections:
+                return
+            await asyncio.sleep(0.001)

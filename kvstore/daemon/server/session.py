@@ -1,0 +1,122 @@
+"""One greeted peer: its principal, the namespaces that it has opened, and the answers that it gets.
+
+Not covered: the socket (`connection`, `outbox`), and the requests themselves (`requests`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.core import actions as ac
+from kvstore.core.requests.leases import number_on_connection
+from kvstore.daemon.operator.namespaces import named
+from kvstore.daemon.server.block_waits import Wait
+from kvstore.daemon.server.outbox import Outbox
+from kvstore.daemon.server.peer_credentials import Peer
+from kvstore.daemon.server.prompts import Prompts
+from kvstore.daemon.server.services import Services
+from kvstore.daemon.tenancy.auth import Principal, Role
+from kvstore.daemon.tenancy.namespaces import Numbering
+from kvstore.errors import KVStoreError
+from kvstore.wire import messages as m
+
+LONGEST_S = 86400.0
+"""The longest deadline of a request, and the longest time that a block stays pinned."""
+
+
+class DeniedError(KVStoreError):
+    """A request is refused. The connection goes on."""
+
+
+class Session:
+    """What the daemon keeps of one greeted peer. It is the requester of the peer's requests."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        peer: Peer,
+        principal: Principal,
+        services: Services,
+        enqueue: Callable[[Any], None],
+    ) -> None:
+        """`enqueue` schedules a message as if the peer had sent it."""
+        self.outbox = outbox
+        self.send = outbox.send
+        self.number = outbox.number
+        self.peer = peer
+        self.principal = principal
+        self.services = services
+        self.enqueue = enqueue
+        self.namespaces = Numbering(m.NAMESPACES)
+        self.prompts = Prompts(services.hits, principal.tenant)
+        self.waits: set[Wait] = set()
+        self.ended = False
+
+    def end(self) -> None:
+        """Drops what the peer waits for: the connection is lost."""
+        self.ended = True
+        for wait in self.waits:
+            self.services.waits.cancel(wait)
+        self.prompts.leave()
+        self.services.core.leave(self)
+        if self.services.network is not None:
+            self.services.network.tasks.cancel(self)
+
+    # -- answers
+
+    def answer(
+        self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
+    ) -> None:
+        """See Requester."""
+        recorder = self.services.recorder
+        # While requests are recorded, clients look up all keys of a long prompt instead of every n-th.
+        gaps = isinstance(action, ac.Found) and (action.gaps or recorder.running)
+        self.prompts.answered(request, action, gaps)
+        if isinstance(action, ac.Grant):
+            recorder.answered(self.number, len(action.slots))
+            slots, stored = action.slots.tobytes(), action.stored.blocks
+            self.send(
+                m.Granted(request, number_on_connection(action.lease), action.slot_bytes, slots, stored)
+            )
+        elif isinstance(action, ac.Found):
+            recorder.answered(self.number, action.value)
+            self.send(m.Found(request, action.value, gaps, action.stored.blocks))
+        elif isinstance(action, ac.Answer):
+            self.send(m.Value(request, action.value))
+        elif isinstance(action, ac.Reserved):
+            slots, status = action.slots.tobytes(), action.status.tobytes()
+            lease = number_on_connection(action.lease)
+            self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))
+        elif isinstance(action, ac.Explained):
+            self.send(
+                m.Explained(request, named(action, self.services.authenticator, self.services.namespaces))
+            )
+        elif action.retry_s > 0:
+            self.send(m.Busy(request, action.retry_s, action.why))
+        else:
+            self.send(m.Denied(request, action.why, action.hint))
+
+    def deny(self, request: int, why: str, hint: str) -> None:
+        """Refuses a request; one of number 0 has no answer."""
+        if request:
+            self.send(m.Denied(request, why, hint))
+
+    # -- what a message means for this peer
+
+    def deadline(self, timeout_s: float) -> float:
+        """Returns the time of the event loop after `timeout_s` seconds, or after a day if that is sooner."""
+        return self.services.core.now() + min(max(timeout_s, 0.0), LONGEST_S)
+
+    def memory_tier(self, device: str) -> int:
+        """Returns the tier number of a GPU's pool or of DRAM. Readers get DRAM, as GPU memory is writable."""
+        return self.services.memory.pool_on(device if self.principal.role >= Role.WRITE else "")
+
+    def check_role(self, role: Role) -> None:
+        """Raises DeniedError for a peer of a lower role."""
+        mine = self.principal.role
+        if mine < role:
+            raise DeniedError(
+                f"this peer's role is {mine.name.lower()}, this needs {role.name.lower()}",
+                "ask whoever runs the daemon for another role",
+            )
