@@ -1,18 +1,19 @@
-"""Errors that kvstore raises on purpose. Each names the thing at fault and, where one helps, a hint.
+"""Exceptions that kvstore raises deliberately. Each has a message that names its cause, and a hint.
 
-A miss, a denial and a daemon that is away are values, not errors: they are raised only under `strict=True`.
+Misses, denials and unavailable daemons are return values. They become exceptions only with `strict=True`.
+Any other exception is a bug.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal obeys, reorders or hides: such characters are written as escapes."""
+    """Returns the text with control, bidirectional and invisible characters escaped, safe for a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class KVStoreError(Exception):
-    """Base of every error here. `hint` says what to do about it, or is empty."""
+    """Base class. `message` states the problem, `hint` a remedy (empty if none is known)."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -21,28 +22,28 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError):
-    """The configuration names a value that cannot be used."""
+    """The configuration contains an unusable value, or its file cannot be read."""
 
 
 class MisuseError(KVStoreError, ValueError):
-    """The caller passed something that can never work: sizes, types, lengths. Always raised at once."""
+    """The caller passed arguments that can never work: sizes, types, lengths. Always raised."""
 
 
 class LocalProtocolError(KVStoreError):
-    """This side tried to send something that the protocol forbids."""
+    """This side tried to send a message that the protocol forbids."""
 
 
 class RemoteProtocolError(KVStoreError):
-    """The other side sent something that the protocol forbids; the connection is of no more use."""
+    """The peer sent a message that the protocol forbids. The connection must be closed."""
 
 
 class UnavailableError(KVStoreError):
-    """No daemon answered in time. Raised only under `strict=True`, and by a lease without connection."""
+    """No daemon answered in time. Raised with `strict=True`, and by leases whose connection is closed."""
 
 
 class DeniedError(KVStoreError):
-    """The daemon refused a request, and says why. Raised only under `strict=True`."""
+    """The daemon refused a request; the message is its reason. Raised only with `strict=True`."""
 
 
 class TierError(KVStoreError):
-    """A tier's memory, folder or device failed as a whole (one failed block is a value, not this)."""
+    """A tier's memory, folder or device failed as a whole. The failure of single blocks is a return value."""

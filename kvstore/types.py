@@ -32,12 +32,26 @@ EXPLAIN_KEYS = 8
 
 
 class Tier(IntEnum):
-    """Where bytes are, fastest first. The number is what travels on the wire and into records."""
+    """The kinds of tiers. The number identifies a kind on the wire and in records, and says nothing else."""
 
     HBM = 0
     DRAM = 1
     NVME = 2
     NETWORK = 3
+
+    @property
+    def rank(self) -> int:
+        """The place in the order of speed. The fastest kind has rank 0."""
+        return _RANK[self]
+
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks in this kind of tier outlive the machine's power."""
+        return self in _PERSISTENT
+
+
+_RANK = {tier: rank for rank, tier in enumerate((Tier.HBM, Tier.DRAM, Tier.NVME, Tier.NETWORK))}
+_PERSISTENT = frozenset((Tier.NVME, Tier.NETWORK))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,11 @@
 """The `kvstore` command.
 
-Exit codes: 0 fine, 1 a check failed or nothing was found, 2 an error that is printed with its hint.
-`fsck` has one more: 3, problems were found and all of them repaired.
+Lives here: one file per group of commands; `shared/` has what several commands use, `lab/` the lab's.
+May be imported from here: `app`. Commands may import every other package, slow ones inside functions, so that
+the command starts quickly.
+
+Exit codes: 0 success, 1 a check failed or nothing was found, 2 an error, printed with its hint. `fsck` also
+exits with 3: problems were found and all of them repaired.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands about the devices of tiers: what waits for them, what is written to them, what they are to do."""
+"""Commands about devices of tiers: queues, writes, states, adding and removing."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ from rich.table import Table
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, show
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import DaemonOptions, named
 from kvstore.cli.shared.tables import cell, pairs
 from kvstore.cli.tier import TierArgument
 from kvstore.config import format_size, parse_size, parse_write_budget
 from kvstore.errors import MisuseError
 
-app = typer.Typer(no_args_is_help=True, help="Look at the devices of tiers, fence, drain, add or remove one.")
+app = Commands(no_args_is_help=True, help="Show devices of tiers; fence, drain, add or remove one.")
 
 NewDeviceArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="nvme, and what tells it apart: nvme1.")
+    str, typer.Argument(metavar="NAME", help="Name of the new device; begins with nvme: nvme1.")
 ]
 
 
 @app.command("list")
-def list_devices(*, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
-    """Show the device of each tier: whether it works, what waits for it, how much is written.
+def list_devices(*, daemon: DaemonOptions) -> None:
+    """List the device of each tier: its state, its queues and the bytes written to it.
 
     Example: kvstore device list
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         devices = list(client.control("devices")["devices"])
-    show({"devices": devices}, as_json, lambda: _many(devices))
+    daemon.show({"devices": devices}, lambda: _many(devices))
 
 
 @app.command("show")
-def show_device(
-    tier: TierArgument, *, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False
-) -> None:
-    """Show one device: its queues by class, and what its admission lets in.
+def show_device(tier: TierArgument, *, daemon: DaemonOptions) -> None:
+    """Show one device: its queues by class, and its admission.
 
     Example: kvstore device show nvme
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         found = client.control("device", name=tier)
-    show(found, as_json, lambda: pairs("device", _flat(found)))
+    daemon.show(found, lambda: pairs("device", _flat(found)))
 
 
 @app.command("set")
@@ -53,68 +52,72 @@ def set_device(
     tier: TierArgument,
     state: Annotated[
         Literal["serving", "draining", "fenced"],
-        typer.Argument(help="All; no more writes; nothing: what it has is a miss."),
+        typer.Argument(
+            help="serving: reads and writes; draining: reads only; fenced: neither, its blocks are misses."
+        ),
     ],
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Have a device serve, drain or be fenced, until that is changed or the daemon starts again.
+    """Set the state of a device until the next change or restart.
 
     Example: kvstore device set nvme draining
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         found = client.control("set_device", name=tier, state=state, instead_of=None)
-    show(found, as_json, lambda: pairs("device", _flat(found)))
+    daemon.show(found, lambda: pairs("device", _flat(found)))
 
 
 @app.command("add")
 def add_device(
     name: NewDeviceArgument,
-    path: Annotated[Path, typer.Argument(help="An empty folder on it.")],
+    path: Annotated[Path, typer.Argument(help="An empty folder on the device.")],
     *,
-    limit: Annotated[str, typer.Option(metavar="SIZE", help="Most that it may hold.")] = "8GiB",
+    limit: Annotated[str, typer.Option(metavar="SIZE", help="Hard limit.")] = "8GiB",
     write_budget: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most written to it a day, or 1x: its limit; 0: no bound.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes written per day, or a multiple of the limit such as 1x; 0: no budget."
+        ),
     ] = "0",
     dry_run: DryRunOption = False,
-    socket: SocketOption = DEFAULT_SOCKET,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Add a device to the NVMe tier, now and for later starts.
+    """Add a device to the NVMe tier, now and after restarts.
 
     Example: kvstore device add nvme1 /mnt/nvme1/kvstore --limit 2TiB --dry-run
     """
     budget = named("--write-budget", lambda text: parse_write_budget(text, 1) and text, write_budget)
     size = named("--limit", parse_size, limit)
     added = {"path": str(path.absolute()), "limit": size, "write_budget": budget}
-    change(socket, {"nvme": {"devices": {name: added}}}, dry_run, as_json)
+    change(daemon, {"nvme": {"devices": {name: added}}}, dry_run)
 
 
 @app.command("remove")
 def remove_device(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name.", autocompletion=completion.tiers)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the device.", autocompletion=completion.tiers)
+    ],
     *,
     dry_run: DryRunOption = False,
-    socket: SocketOption = DEFAULT_SOCKET,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Remove a device from the NVMe tier: it is read until it is empty, and what only it has is evicted.
+    """Remove a device from the NVMe tier. It is read until it is empty; blocks only stored there are evicted.
 
     Example: kvstore device remove nvme1 --dry-run
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         if client.control("settings", part=["nvme", "devices", name])["value"] is None:
-            raise MisuseError(f"no device {name!r:.80} was added", "`kvstore device list` names them")
-    change(socket, {"nvme": {"devices": {name: None}}}, dry_run, as_json)
+            raise MisuseError(f"no device {name!r:.80} was added", "`kvstore device list` lists the devices")
+    change(daemon, {"nvme": {"devices": {name: None}}}, dry_run)
 
 
 def _flat(device: dict[str, Any]) -> dict[str, Any]:
-    """The same without maps in it."""
+    """Returns the device without nested maps."""
     rest = {name: value for name, value in device.items() if not isinstance(value, dict)}
-    for of in ("queued_bytes", "moving_bytes"):
-        word = of.removesuffix("_bytes")
-        rest |= {f"{word}_{name}_bytes": value for name, value in device[of].items()}
+    for field in ("queued_bytes", "moving_bytes"):
+        word = field.removesuffix("_bytes")
+        rest |= {f"{word}_{name}_bytes": value for name, value in device[field].items()}
     admission = device["admission"]
     budget = format_size(admission["bytes_a_day"]) if admission["bytes_a_day"] else None
     return {**rest, **admission, "bytes_a_day": budget}
@@ -133,13 +136,13 @@ def _many(devices: list[dict[str, Any]]) -> Table:
     )
     table = Table(*names, box=box.SIMPLE_HEAD)
     for device in devices:
-        doing = [name for name in ("hangs", "readable", "writable") if device[name]]
-        queued, moving = (sum(device[of].values()) for of in ("queued_bytes", "moving_bytes"))
+        flags = [name for name in ("hangs", "readable", "writable") if device[name]]
+        queued, moving = (sum(device[field].values()) for field in ("queued_bytes", "moving_bytes"))
         admission = device["admission"]
         sizes = (format_size(size) for size in (queued, moving))
         table.add_row(
             device["name"],
-            ", ".join([device["state"], *doing]),
+            ", ".join([device["state"], *flags]),
             f"{format_size(device['bandwidth_bytes_per_s'])}/s",
             *sizes,
             admission["mode"] + (f" from {admission['threshold']:.2f}" if admission["threshold"] else ""),

@@ -1,4 +1,4 @@
-"""The command that tells what happened: what was decided about blocks, what became of the daemon."""
+"""The command that prints events: decisions about blocks, and events of the daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from kvstore import Client
 from kvstore.cli.shared import completion
-from kvstore.cli.shared.options import DEFAULT_SOCKET, SocketOption, asking, named
+from kvstore.cli.shared.options import DEFAULT_SOCKET, DaemonOptions, SocketOption, named
 from kvstore.config import parse_duration
 from kvstore.errors import UnavailableError, printable
 
@@ -26,8 +26,8 @@ _DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which events; none of `what`: all kinds. Nothing from before `since` (Unix time, s)."""
+class Filter:
+    """Selects events: of a tenant, of some kinds (empty: all), and since a Unix time in seconds."""
 
     tenant: str
     what: tuple[str, ...]
@@ -38,43 +38,52 @@ class Wanted:
 def events(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
-    tenant: Annotated[str, typer.Option(help="Only of this tenant.", autocompletion=completion.tenants)] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
+    tenant: Annotated[
+        str, typer.Option(help="Only events of this tenant.", autocompletion=completion.tenants)
+    ] = "",
     what: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Only these, by commas.", autocompletion=completion.kinds),
+        typer.Option(
+            metavar="NAMES", help="Only these kinds, separated by commas.", autocompletion=completion.kinds
+        ),
     ] = "",
-    since: Annotated[str, typer.Option(metavar="TIME", help="Only those of the last 5m, say.")] = "",
+    since: Annotated[str, typer.Option(metavar="TIME", help="Only events of this time span: 5m.")] = "",
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", min=0, help="At most.", show_default="100, with --since all"),
+        typer.Option(
+            "--lines",
+            "-n",
+            min=0,
+            help="Maximum number of past events.",
+            show_default="100, with --since all",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Tell what was decided about blocks and what happened to the daemon, newest last. For operators.
+    """Print decisions about blocks and events of the daemon, newest last. For operators.
 
-    With --follow it waits for a daemon that is away, and goes on with the next one.
+    With --follow, the command waits while the daemon is down and continues after its restart.
 
     Example: kvstore events --follow --what dropped,refused
     """
     names = tuple(name.strip() for name in what.split(",")) if what else ()
-    begin = time.time() - named("--since", parse_duration, since) if since else 0.0
+    since_s = time.time() - named("--since", parse_duration, since) if since else 0.0
     if lines is None and not since:
         lines = _SHOWN
     try:
-        with asking(socket, _DEADLINE_S) as client:
-            wanted = Wanted(tenant, names, begin)
-            for event in _told(client, wanted, lines, follow):
+        with DaemonOptions(socket).client(_DEADLINE_S) as client:
+            for event in _events(client, Filter(tenant, names, since_s), lines, follow):
                 typer.echo(json.dumps(event) if as_json else line_of(event))
     except KeyboardInterrupt:
         if not follow:
             raise
 
 
-def _told(client: Client, wanted: Wanted, lines: int | None, follow: bool) -> Iterator[dict[str, Any]]:
-    """Events that there are, the latest `lines` of them (None: all), and those that come."""
-    # Of all kinds, the latest are the last ones: no need to read the others.
-    after = -lines if lines and wanted == Wanted("", (), 0.0) else 0
+def _events(client: Client, wanted: Filter, lines: int | None, follow: bool) -> Iterator[dict[str, Any]]:
+    """Yields the latest `lines` past events (None: all), then new ones if `follow`."""
+    # Without a filter, the daemon can skip to the last `lines` events.
+    after = -lines if lines and wanted == Filter("", (), 0.0) else 0
     last: deque[dict[str, Any]] = deque(maxlen=lines)
     for page in _pages(client, after, wanted):
         last.extend(page["events"])
@@ -88,22 +97,22 @@ def _told(client: Client, wanted: Wanted, lines: int | None, follow: bool) -> It
                 yield from news["events"]
                 page = news
         except UnavailableError:
-            typer.echo("the daemon does not answer, waiting for it", err=True)
+            typer.echo("the daemon does not answer: waiting for it", err=True)
             _wait_for(client)
 
 
 def _pages(
-    client: Client, after: int, wanted: Wanted, instance: str | None = None
+    client: Client, after: int, wanted: Filter, instance: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Pages up to the end, one at least; from the beginning if this is not that `instance` any more."""
-    going = True
-    while going:
+    """Yields at least one page, up to the end; starts over if the daemon's instance has changed."""
+    more = True
+    while more:
         page = client.control("events", after=after, tenant=wanted.tenant, what=wanted.what)
         if instance not in (None, page["instance"]):
-            typer.echo("the daemon has been started anew", err=True)
+            typer.echo("the daemon has restarted", err=True)
             after, instance = 0, page["instance"]
             continue
-        going = page["next"] != after
+        more = page["next"] != after
         after = page["next"]
         yield page | {"events": [event for event in page["events"] if event["at_s"] >= wanted.since]}
 
@@ -119,10 +128,10 @@ def _wait_for(client: Client) -> None:
 
 
 def line_of(event: dict[str, Any]) -> str:
-    """An event as a line of text."""
+    """Returns an event as a line of text."""
     at = datetime.fromtimestamp(event["at_s"]).astimezone()
     score = "" if event["score"] is None else f"{event['score']:.3g} uses/s expected"
-    about = (event["tenant"], event["namespace"], event["key"], score, event["detail"])
+    details = (event["tenant"], event["namespace"], event["key"], score, event["detail"])
     when = at.isoformat(sep=" ", timespec="milliseconds")
-    line = " ".join([when, f"{event['what']:<11}", f"{event['tier']:<4}", *filter(None, about)])
+    line = " ".join([when, f"{event['what']:<11}", f"{event['tier']:<4}", *filter(None, details)])
     return printable(line).rstrip()

@@ -1,4 +1,4 @@
-"""Commands about namespaces: which are open, who may read them, and the end of one."""
+"""Commands about namespaces: list, show, publish, delete."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from rich import box
 from rich.table import Table
 
 from kvstore.cli.shared import completion
-from kvstore.cli.shared.options import (
-    CHANGING_S,
-    DEFAULT_SOCKET,
-    JsonOption,
-    SocketOption,
-    YesOption,
-    asking,
-    confirm,
-    pages,
-    show,
-)
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import CHANGE_DEADLINE_S, DaemonOptions, YesOption, confirm, pages
 from kvstore.cli.shared.tables import cell, pairs
 
-app = typer.Typer(no_args_is_help=True, help="List namespaces, publish one, forget one.")
+app = Commands(no_args_is_help=True, help="List namespaces, publish or empty one.")
 
 NamespaceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="ID", help="Its id, from `kvstore ns list`.", autocompletion=completion.namespaces
+        metavar="ID", help="Id of the namespace, see `kvstore ns list`.", autocompletion=completion.namespaces
     ),
 ]
 
@@ -35,17 +26,18 @@ NamespaceArgument = Annotated[
 @app.command("list")
 def list_namespaces(
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
-    tenant: Annotated[str, typer.Option(help="Only this tenant's.", autocompletion=completion.tenants)] = "",
-    as_json: JsonOption = False,
+    tenant: Annotated[
+        str, typer.Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
+    ] = "",
+    daemon: DaemonOptions,
 ) -> None:
-    """Show the namespaces that clients have opened: whose they are, and of which model.
+    """List open namespaces with their tenants and models.
 
     Example: kvstore ns list --tenant chat
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         found = list(pages(client, "namespaces", "number", tenant=tenant))
-    show({"namespaces": found}, as_json, lambda: _many(found))
+    daemon.show({"namespaces": found}, lambda: _many(found))
 
 
 def _many(found: list[dict[str, Any]]) -> Table:
@@ -61,70 +53,67 @@ def _many(found: list[dict[str, Any]]) -> Table:
 
 
 @app.command("show")
-def show_namespace(
-    id: NamespaceArgument, *, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False
-) -> None:
-    """Show one namespace, with its layout.
+def show_namespace(id: NamespaceArgument, *, daemon: DaemonOptions) -> None:
+    """Show one namespace and its layout.
 
     Example: kvstore ns show 156dc0aeb7a10bca91a0111fbfe736c4
     """
-    with asking(socket) as client:
-        _print(client.control("namespace", id=id), as_json)
+    with daemon.client() as client:
+        _print(client.control("namespace", id=id), daemon)
 
 
-def _print(found: dict[str, Any], as_json: bool) -> None:
+def _print(found: dict[str, Any], daemon: DaemonOptions) -> None:
     layout = found["layout"] or {}
     rest = {name: value for name, value in found.items() if name not in ("layout", *layout)}
-    show(found, as_json, lambda: pairs("namespace", rest | {"ttl_s": found["ttl_s"] or None} | layout))
+    daemon.show(found, lambda: pairs("namespace", rest | {"ttl_s": found["ttl_s"] or None} | layout))
 
 
 @app.command()
 def publish(
     id: NamespaceArgument,
     tenants: Annotated[
-        list[str], typer.Argument(metavar="TENANT...", help="Who.", autocompletion=completion.tenants)
+        list[str],
+        typer.Argument(
+            metavar="TENANT...", help="Tenants that may read it.", autocompletion=completion.tenants
+        ),
     ],
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Let these tenants, and no others, read a namespace.
+    """Publish a namespace to these tenants and to no others.
 
     Example: kvstore ns publish 156dc0aeb7a10bca91a0111fbfe736c4 batch
     """
-    _publish(socket, id, tenants, as_json)
+    _publish(daemon, id, tenants)
 
 
 @app.command()
-def unpublish(
-    id: NamespaceArgument, *, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False
-) -> None:
-    """Let no other tenant read a namespace any more.
+def unpublish(id: NamespaceArgument, *, daemon: DaemonOptions) -> None:
+    """Publish a namespace to no other tenant any more.
 
     Example: kvstore ns unpublish 156dc0aeb7a10bca91a0111fbfe736c4
     """
-    _publish(socket, id, [], as_json)
+    _publish(daemon, id, [])
 
 
-def _publish(socket: str, id: str, tenants: list[str], as_json: bool) -> None:
-    with asking(socket, CHANGING_S) as client:
+def _publish(daemon: DaemonOptions, id: str, tenants: list[str]) -> None:
+    with daemon.client(CHANGE_DEADLINE_S) as client:
         client.control("publish", namespace=id, tenants=tenants, instead_of=None)
-        _print(client.control("namespace", id=id), as_json)
+        _print(client.control("namespace", id=id), daemon)
 
 
 @app.command()
 def forget(
     id: NamespaceArgument,
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
     yes: YesOption = False,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Delete all blocks of a namespace, on every tier. It stays open.
+    """Delete all blocks of a namespace on every tier. The namespace stays open.
 
     Example: kvstore ns forget 156dc0aeb7a10bca91a0111fbfe736c4 --yes
     """
     confirm(yes, f"this deletes all blocks of namespace {id!r:.80}")
-    with asking(socket, CHANGING_S) as client:
+    with daemon.client(CHANGE_DEADLINE_S) as client:
         deleted = client.control("forget", namespace=id)["value"]
-    show({"namespace": id, "deleted_blocks": deleted}, as_json, lambda: f"{deleted} blocks deleted")
+    daemon.show({"namespace": id, "deleted_blocks": deleted}, lambda: f"{deleted} blocks deleted")

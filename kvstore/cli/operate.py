@@ -1,4 +1,4 @@
-"""Commands that run a daemon, look at it, and check what it needs."""
+"""Commands that run a daemon, show its status, and check its requirements."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import DownloadColumn, TaskProgressColumn
 from rich.table import Table
 
 from kvstore import Client
 from kvstore import config as configuration
-from kvstore.cli.shared.options import DEFAULT_SOCKET, ConfigOption, JsonOption, SocketOption, url_of
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import ConfigOption, DaemonOptions, JsonOption, url_of
+from kvstore.cli.shared.progress import progress_bar
 from kvstore.cli.shared.tables import pairs, tier_table
 from kvstore.config import format_size
 from kvstore.errors import MisuseError
@@ -34,8 +29,8 @@ from kvstore.errors import MisuseError
 if TYPE_CHECKING:
     from kvstore.tiers.nvme.key_files import MasterKey
 
-app = typer.Typer()
-config_app = typer.Typer(no_args_is_help=True, help="Check a configuration, or print one to start from.")
+app = Commands()
+config_app = Commands(no_args_is_help=True, help="Check a configuration, or print an example.")
 app.add_typer(config_app, name="config")
 
 _MOST_FINDINGS = 1000
@@ -44,11 +39,11 @@ _LEVELS = {"ok": "[green]ok", "warn": "[yellow]warn", "fail": "[red]fail"}
 
 @app.command()
 def serve(config: ConfigOption = None) -> None:
-    """Run the daemon until SIGTERM or SIGINT; SIGHUP reads the configuration again.
+    """Run the daemon until SIGTERM or SIGINT. SIGHUP reloads the configuration.
 
     Example: kvstore serve -c /etc/kvstore/kvstore.toml
     """
-    # Here, because no other command needs the daemon's modules.
+    # Imported here: no other command needs the daemon's modules.
     from kvstore.daemon.main import run  # noqa: PLC0415
 
     raise typer.Exit(run(config))
@@ -56,7 +51,7 @@ def serve(config: ConfigOption = None) -> None:
 
 @app.command()
 def admin(config: ConfigOption = None) -> None:
-    """Run the REST interface of this machine's daemon until SIGTERM or SIGINT; SIGHUP reads tokens again.
+    """Run the REST interface of the local daemon until SIGTERM or SIGINT. SIGHUP reloads tokens and rates.
 
     Example: kvstore admin -c /etc/kvstore/kvstore.toml
     """
@@ -66,12 +61,10 @@ def admin(config: ConfigOption = None) -> None:
 
 
 @app.command()
-def supervise(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")] = None,
-) -> None:
-    """Run the daemon where there is no systemd: restart it when it dies, and keep its DRAM meanwhile.
+def supervise(config: ConfigOption = None) -> None:
+    """Run the daemon without systemd: restart it when it dies and keep its DRAM tier across restarts.
 
-    SIGHUP is passed on, SIGUSR1 restarts the daemon, SIGTERM and SIGINT end both.
+    SIGHUP is forwarded, SIGUSR1 restarts the daemon, SIGTERM and SIGINT end both.
 
     Example: kvstore supervise -c kvstore.toml
     """
@@ -82,19 +75,19 @@ def supervise(
 
 
 @app.command()
-def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
-    """Show what a running daemon holds and has done.
+def status(daemon: DaemonOptions) -> None:
+    """Show the state and the counters of a running daemon.
 
     Example: kvstore status --socket /run/kvstore/kvstore.sock
     """
-    with Client(url_of(socket)) as client:
+    with Client(url_of(daemon.socket)) as client:
         state = client.status()
-    if as_json:
+    if daemon.as_json:
         typer.echo(json.dumps(state))
         return
     console = Console()
-    apart = ("tiers", "tenants", "counters", "network", "events")
-    console.print(pairs("daemon", {k: v for k, v in state.items() if k not in apart}))
+    separate = ("tiers", "tenants", "counters", "network", "events")
+    console.print(pairs("daemon", {k: v for k, v in state.items() if k not in separate}))
     console.print(tier_table(list(state.get("tiers", ()))))
     if network := state.get("network"):
         counted = network.pop("counters")
@@ -106,32 +99,34 @@ def status(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -
 
 @app.command()
 def fsck(
-    folder: Annotated[Path | None, typer.Argument(help="The folder of an NVMe tier.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder of an NVMe tier.")] = None,
     *,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Instead: the TOML file that names it.")
+        Path | None, typer.Option("--config", "-c", help="Configuration file whose folders to check.")
     ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Delete bad records and orphan slabs.")] = False,
     key_file: Annotated[
-        Path | None, typer.Option("--key-file", help="The master key, to check encrypted blocks too.")
+        Path | None, typer.Option("--key-file", help="Master key, to check encrypted blocks too.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a stopped daemon's NVMe folders: every record, slab and checksum. In JSON, a line for each.
+    """Check a stopped daemon's NVMe folders: every record, slab and checksum. In JSON, one line per folder.
 
-    Exit codes: 0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired.
+    Exit codes: 0 no problems, 1 problems remain, 2 could not check, 3 all problems were repaired.
 
     Example: kvstore fsck -c /etc/kvstore/kvstore.toml
     """
     from kvstore.tiers.nvme.key_files import MasterKey  # noqa: PLC0415
 
     if (folder is None) == (config is None):
-        raise MisuseError("fsck takes one folder", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG")
+        raise MisuseError(
+            "fsck needs a folder or a configuration", "kvstore fsck FOLDER, or kvstore fsck -c CONFIG"
+        )
     folders: dict[Path, int | None] = {} if folder is None else {folder: None}
     if folder is None:
         loaded = configuration.load(config)
         if not loaded.nvme.paths:
-            raise MisuseError(f"{config} names no nvme.path", "there is nothing to check")
+            raise MisuseError(f"{config} sets no nvme.path", "there is nothing to check")
         folders = {path: loaded.nvme.limits[name] for name, path in loaded.nvme.paths.items()}
         key_file = key_file or loaded.encryption.key_file
     master = MasterKey.load(key_file)
@@ -141,10 +136,11 @@ def fsck(
 
 
 def _check(folder: Path, limit: int | None, repair: bool, master: MasterKey | None, as_json: bool) -> int:
-    """Checks one folder, and prints what was found; the exit code."""
+    """Checks one folder and prints the result. Returns the exit code."""
     from kvstore.tiers.nvme.fsck import fsck as check  # noqa: PLC0415
 
-    with _checking(hidden=as_json and not sys.stderr.isatty()) as bar:
+    hidden = as_json and not sys.stderr.isatty()
+    with progress_bar(TaskProgressColumn(), DownloadColumn(binary_units=True), hidden=hidden) as bar:
         task = bar.add_task("fsck", total=None)
 
         def progress(done: int, total: int) -> None:
@@ -163,12 +159,12 @@ def _check(folder: Path, limit: int | None, repair: bool, master: MasterKey | No
         "repaired": found if report.repaired else 0,
     }
     if as_json:
-        some = [{**asdict(f), "key": f.key.hex()} for f in islice(report.findings(), _MOST_FINDINGS)]
-        typer.echo(json.dumps({**summary, "kinds": counts, "findings": some}))
+        first = [{**asdict(f), "key": f.key.hex()} for f in islice(report.findings(), _MOST_FINDINGS)]
+        typer.echo(json.dumps({**summary, "kinds": counts, "findings": first}))
     else:
         Console().print(pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
     if report.unchecked:
-        typer.echo(f"{report.unchecked} encrypted blocks were not checked: give --key-file", err=True)
+        typer.echo(f"{report.unchecked} encrypted blocks were not checked: pass --key-file", err=True)
     if not found:
         return 0
     return 3 if report.repaired else 1
@@ -176,9 +172,9 @@ def _check(folder: Path, limit: int | None, repair: bool, master: MasterKey | No
 
 @app.command()
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine against a configuration, and say what to do about what is not right.
+    """Check this machine against a configuration, with a remedy for each problem.
 
-    Exit codes: 0 nothing fails, 1 something does, 2 no such configuration.
+    Exit codes: 0 no check failed, 1 a check failed, 2 the configuration is invalid.
 
     Example: kvstore doctor -c /etc/kvstore/kvstore.toml
     """
@@ -198,7 +194,7 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 @config_app.command("check")
 def config_check(file: Path, as_json: JsonOption = False) -> None:
-    """Read FILE as the daemon would and say what is wrong with it.
+    """Validate a configuration file as the daemon does.
 
     Example: kvstore config check kvstore.toml
     """
@@ -214,35 +210,22 @@ def config_check(file: Path, as_json: JsonOption = False) -> None:
 
 
 def _summary(tenant: configuration.Tenant) -> str:
-    """Who is in a tenant, and what it may have of each tier."""
+    """Returns members, share and quotas of a tenant as text."""
     expired = sum(token.expires is not None and token.expires <= datetime.now(UTC) for token in tenant.tokens)
     members = f"{len(tenant.uids)} users, {len(tenant.gids)} groups, {len(tenant.tokens)} tokens"
     parts = [members + (f" ({expired} expired)" if expired else ""), f"share {tenant.share:g}"]
     for tier, quota in tenant.quotas.items():
         if tier == "hbm" and quota == configuration.TierQuota():
-            continue  # most have no GPU
-        most = "all" if quota.limit is None else format_size(quota.limit)
-        parts.append(f"{tier} from {format_size(quota.floor)} to {most}")
+            continue  # without GPUs, this line would be noise
+        limit = "all" if quota.limit is None else format_size(quota.limit)
+        parts.append(f"{tier} from {format_size(quota.floor)} to {limit}")
     return ", ".join(parts)
 
 
 @config_app.command("example")
 def config_example() -> None:
-    """Print a commented configuration with every key at its default.
+    """Print a commented configuration file with every key at its default.
 
     Example: kvstore config example > kvstore.toml
     """
     typer.echo(configuration.example(), nl=False)
-
-
-def _checking(hidden: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=hidden,
-    )

@@ -1,4 +1,4 @@
-"""Commands about the eviction policy: which one decides, and another one."""
+"""Commands about the eviction policy: show it, change it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import typer
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, show
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import DaemonOptions
 from kvstore.cli.shared.tables import pairs
 from kvstore.core.policy import POLICIES, find
 
-app = typer.Typer(no_args_is_help=True, help="Show who leaves a tier first, change that.")
+app = Commands(no_args_is_help=True, help="Show or change the eviction policy.")
 
 
 @app.command("show")
-def show_policy(*, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
-    """Show the policy that a daemon evicts by, and those that there are.
+def show_policy(*, daemon: DaemonOptions) -> None:
+    """Show the active eviction policy and all built-in ones.
 
     Example: kvstore policy show
     """
-    with asking(socket) as client:
-        at_work = client.control("status")["policy"]
-    values = {"policy": at_work, "policies": list(POLICIES)}
-    show(values, as_json, lambda: pairs("policy", values))
+    with daemon.client() as client:
+        active = client.control("status")["policy"]
+    values = {"policy": active, "policies": list(POLICIES)}
+    daemon.show(values, lambda: pairs("policy", values))
 
 
 @app.command("set")
@@ -32,18 +33,18 @@ def set_policy(
     name: Annotated[
         str,
         typer.Argument(
-            help="Its name, or the module:Class that the file names.", autocompletion=completion.policies
+            help="Name of a built-in policy, or the module:Class in the configuration file.",
+            autocompletion=completion.policies,
         ),
     ],
     *,
     dry_run: DryRunOption = False,
-    socket: SocketOption = DEFAULT_SOCKET,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Evict by another policy from now on, and after later starts.
+    """Change the eviction policy, now and after restarts.
 
     Example: kvstore policy set arc
     """
     if ":" not in name:
         find(name)
-    change(socket, {"policy": {"eviction": name}}, dry_run, as_json)
+    change(daemon, {"policy": {"eviction": name}}, dry_run)

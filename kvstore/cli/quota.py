@@ -1,4 +1,4 @@
-"""Commands about quotas: who has what against floors and limits, and other ones."""
+"""Commands about quotas of tenants: show usage against floors and limits, change them."""
 
 from __future__ import annotations
 
@@ -11,69 +11,67 @@ from rich.table import Table
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, asking, named, pages, show
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import DaemonOptions, named, pages
 from kvstore.config import format_size, parse_size
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
-app = typer.Typer(no_args_is_help=True, help="Show quotas of tenants, change them.")
+app = Commands(no_args_is_help=True, help="Show or change quotas of tenants.")
 
 _NONE = "none"
 _BAR_COLUMNS = 16
 
 TenantArgument = Annotated[
-    str, typer.Argument(metavar="TENANT", help="Its name.", autocompletion=completion.tenants)
+    str, typer.Argument(metavar="TENANT", help="Name of the tenant.", autocompletion=completion.tenants)
 ]
 
 
-def _size(what: str) -> Any:
-    return typer.Option(metavar="SIZE", help=what)
+def _size(help_text: str) -> Any:
+    return typer.Option(metavar="SIZE", help=help_text)
 
 
 @app.command("list")
-def list_quotas(*, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
-    """Show what every tenant has of each tier, against its floor and its limit.
+def list_quotas(*, daemon: DaemonOptions) -> None:
+    """List the usage of every tenant in each tier, with its floor and limit.
 
     Example: kvstore quota list
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         tiers = client.control("status")["tiers"]
         tenants = list(pages(client, "tenants", "name"))
-    show({"tenants": tenants}, as_json, lambda: _table(tenants, tiers))
+    daemon.show({"tenants": tenants}, lambda: _table(tenants, tiers))
 
 
 @app.command("show")
-def show_quota(
-    tenant: TenantArgument, *, socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False
-) -> None:
-    """Show what one tenant has of each tier, against its floor and its limit.
+def show_quota(tenant: TenantArgument, *, daemon: DaemonOptions) -> None:
+    """Show the usage of one tenant in each tier, with its floor and limit.
 
     Example: kvstore quota show chat
     """
-    with asking(socket) as client:
+    with daemon.client() as client:
         tiers = client.control("status")["tiers"]
         found = client.control("tenant", name=tenant)
-    show(found, as_json, lambda: _table([found], tiers))
+    daemon.show(found, lambda: _table([found], tiers))
 
 
 @app.command("set")
 def set_quota(
     tenant: TenantArgument,
     *,
-    dram_limit: Annotated[str, _size("Most that it may have of DRAM; none: no limit.")] = "",
-    dram_floor: Annotated[str, _size("What is never taken from it.")] = "",
-    nvme_limit: Annotated[str, _size("The same of NVMe.")] = "",
-    nvme_floor: Annotated[str, _size("The same of NVMe.")] = "",
-    hbm_limit: Annotated[str, _size("The same of each GPU's pool.")] = "",
-    hbm_floor: Annotated[str, _size("The same of each GPU's pool.")] = "",
+    dram_limit: Annotated[str, _size("Hard limit in DRAM; none: no limit.")] = "",
+    dram_floor: Annotated[str, _size("Guaranteed bytes in DRAM.")] = "",
+    nvme_limit: Annotated[str, _size("Hard limit in NVMe.")] = "",
+    nvme_floor: Annotated[str, _size("Guaranteed bytes in NVMe.")] = "",
+    hbm_limit: Annotated[str, _size("Hard limit in each GPU's pool.")] = "",
+    hbm_floor: Annotated[str, _size("Guaranteed bytes in each GPU's pool.")] = "",
     share: Annotated[
-        float | None, typer.Option(help="Its weight where tenants compete for room or bandwidth.")
+        float | None, typer.Option(help="Weight when tenants compete for room or bandwidth.")
     ] = None,
     dry_run: DryRunOption = False,
-    socket: SocketOption = DEFAULT_SOCKET,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Change a tenant's quota, now and for later starts; what is over its new limit is evicted.
+    """Change a tenant's quota, now and after restarts. Blocks above a new limit are evicted.
 
     Example: kvstore quota set chat --dram-limit 64GiB --share 2 --dry-run
     """
@@ -85,20 +83,20 @@ def set_quota(
         "--hbm-limit": hbm_limit,
         "--hbm-floor": hbm_floor,
     }
-    change(socket, patch_of(tenant, sizes, share), dry_run, as_json)
+    change(daemon, patch_of(tenant, sizes, share), dry_run)
 
 
 def patch_of(tenant: str, sizes: dict[str, str], share: float | None) -> dict[str, Any]:
-    """The change of the configuration that is meant. Raises MisuseError for none, and for what is no size."""
-    asked: dict[str, Any] = {} if share is None else {"share": share}
+    """Returns the merge patch of these options. Raises MisuseError for invalid sizes or without options."""
+    changed: dict[str, Any] = {} if share is None else {"share": share}
     for option, text in sizes.items():
         if text:
             tier, name = option.removeprefix("--").split("-")
             size = None if text == _NONE else named(option, parse_size, text)
-            asked.setdefault(tier, {})[name] = size
-    if not asked:
-        raise MisuseError("nothing was asked to change", f"one of {', '.join(sizes)}, --share")
-    return {"tenants": {check_tenant(tenant): asked}}
+            changed.setdefault(tier, {})[name] = size
+    if not changed:
+        raise MisuseError("no option was given", f"give one of {', '.join(sizes)}, --share")
+    return {"tenants": {check_tenant(tenant): changed}}
 
 
 def _table(tenants: list[dict[str, Any]], tiers: list[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""Commands about tenants: a token for one, who has what, and the end of one."""
+"""Commands about tenants: make a token, list usage, delete blocks."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from rich.table import Table
 
 from kvstore import Client
 from kvstore.cli.shared import completion
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import DaemonOptions, JsonOption, YesOption, confirm, named, url_of
 from kvstore.config import format_size, parse_duration
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
-app = typer.Typer(no_args_is_help=True, help="Make a token, list tenants, delete one.")
+app = Commands(no_args_is_help=True, help="Make tokens, list tenants, delete a tenant's blocks.")
 
 _LONGEST_DAYS = 36500
+
+TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant.", autocompletion=completion.tenants)]
 
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Argument(help="The tenant.", autocompletion=completion.tenants)],
+    name: TenantArgument,
     *,
-    role: Annotated[Literal["read", "write", "admin"], typer.Option(help="What holders may do.")] = "write",
-    expires: Annotated[str, typer.Option(metavar="TIME", help="How long it holds: 90d, 12h.")] = "",
+    role: Annotated[Literal["read", "write", "admin"], typer.Option(help="Role of the holders.")] = "write",
+    expires: Annotated[
+        str, typer.Option(metavar="TIME", help="Lifetime of the token: 90d, 12h [default: unlimited].")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a token for a tenant and print it, once, with what to add to the configuration.
+    """Make a token for a tenant. Prints the token once, and the lines to add to the configuration.
 
     Example: kvstore tenant token team-a --role write --expires 90d
     """
     check_tenant(name)
-    made = new_token(secrets.token_bytes(32))
-    entry = {"hash": f"sha256:{hash_of(made).hex()}", "role": role}
+    secret = new_token(secrets.token_bytes(32))
+    entry = {"hash": f"sha256:{hash_of(secret).hex()}", "role": role}
     until = _until(expires)
     if as_json:
-        shown: dict[str, Any] = {"tenant": name, "token": made, **entry}
+        shown: dict[str, Any] = {"tenant": name, "token": secret, **entry}
         typer.echo(json.dumps(shown | {"expires": until or None}))
         return
-    # A name with a dot in it is one part of a key only in quotes.
+    # TOML needs quotes around a name with a dot.
     part = f'"{name}"' if "." in name else name
-    typer.echo(f"# {name}'s token, shown only now: clients pass it in KVSTORE_TOKEN", err=True)
-    typer.echo(made)
-    typer.echo("\n# add this to the configuration, then reload (SIGHUP):", err=True)
+    typer.echo(f"# token of {name}, not shown again; clients pass it in KVSTORE_TOKEN", err=True)
+    typer.echo(secret)
+    typer.echo("\n# add these lines to the configuration, then reload it (SIGHUP):", err=True)
     lines = [f"[[tenants.{part}.tokens]]", *(f'{key} = "{value}"' for key, value in entry.items())]
     typer.echo("\n".join([*lines, *([f"expires = {until}"] if until else [])]))
 
 
 def _until(expires: str) -> str:
-    """The moment so long from now, as TOML and JSON write it; "" for never."""
+    """Returns the time of expiry in ISO 8601, empty for never."""
     if not expires:
         return ""
-    try:
-        seconds = parse_duration(expires)
-    except MisuseError as error:
-        raise MisuseError(f"--expires: {error.message}", error.hint) from None
+    seconds = named("--expires", parse_duration, expires)
     if not 0 < seconds <= _LONGEST_DAYS * 86400:
-        raise MisuseError(f"--expires is {expires}", f"more than 0, and at most {_LONGEST_DAYS}d")
+        raise MisuseError(f"--expires is {expires}", f"more than 0, at most {_LONGEST_DAYS}d")
     return f"{datetime.now(UTC) + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%SZ}"
 
 
 @app.command("list")
-def list_tenants(socket: SocketOption = DEFAULT_SOCKET, as_json: JsonOption = False) -> None:
-    """Show what each tenant has of every tier, and what it may have. Members see their own tenant.
+def list_tenants(daemon: DaemonOptions) -> None:
+    """List the usage and quotas of every tenant in each tier. Members see only their own tenant.
 
     Example: kvstore tenant list --socket /run/kvstore/kvstore.sock
     """
-    with Client(url_of(socket)) as client:
+    with Client(url_of(daemon.socket)) as client:
         tenants = list(client.status().get("tenants", ()))
-    if as_json:
+    if daemon.as_json:
         typer.echo(json.dumps({"tenants": tenants}))
         return
     table = Table("tenant", "share", "tier", "used", "floor", "limit", box=box.SIMPLE_HEAD)
@@ -94,20 +96,17 @@ def _size(nbytes: int | None) -> str:
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Argument(help="The tenant.", autocompletion=completion.tenants)],
+    name: TenantArgument,
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: JsonOption = False,
+    yes: YesOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Delete all that a tenant has stored, on every tier. Its members and tokens stay in the configuration.
+    """Delete all blocks of a tenant on every tier. Its members and tokens stay in the configuration.
 
     Example: kvstore tenant delete team-a --yes
     """
     check_tenant(name)
-    if not yes:
-        raise MisuseError(f"this deletes all blocks of tenant {name}", "add --yes if that is what you want")
-    with Client(url_of(socket)) as client:
+    confirm(yes, f"this deletes all blocks of tenant {name}")
+    with Client(url_of(daemon.socket)) as client:
         deleted = client.delete_tenant(name)
-    summary = {"tenant": name, "deleted_blocks": deleted}
-    typer.echo(json.dumps(summary) if as_json else f"{name}: {deleted} blocks deleted")
+    daemon.show({"tenant": name, "deleted_blocks": deleted}, lambda: f"{name}: {deleted} blocks deleted")

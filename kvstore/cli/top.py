@@ -1,4 +1,4 @@
-"""The command that shows what a daemon does, from one moment to the next."""
+"""The command that watches a daemon: rates and latencies between two samples."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rich.live import Live
 from rich.table import Table
 
 from kvstore import Client
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, named, url_of
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import DaemonOptions, named, url_of
 from kvstore.cli.shared.tables import tier_table
 from kvstore.config import format_size, parse_duration
 from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import MisuseError
 
-app = typer.Typer()
+app = Commands()
 
 _SHOWN_CALLS = ("lookup", "acquire", "reserve", "commit", "prefetch")
 _SHOWN_TENANTS = 8
@@ -32,55 +33,54 @@ _DEADLINE_S = 5.0
 
 @app.command()
 def top(
-    socket: SocketOption = DEFAULT_SOCKET,
     *,
-    every: Annotated[str, typer.Option(metavar="TIME", help="How often to look.")] = "1s",
-    count: Annotated[int, typer.Option(min=0, help="How often in all; 0: until Ctrl-C.")] = 0,
-    as_json: JsonOption = False,
+    every: Annotated[str, typer.Option(metavar="TIME", help="Time between samples.")] = "1s",
+    count: Annotated[int, typer.Option(min=0, help="Number of samples; 0: until Ctrl-C.")] = 0,
+    daemon: DaemonOptions,
 ) -> None:
-    """Watch a running daemon: tiers, hits, calls and tenants, since the look before. For operators.
+    """Watch a running daemon: tiers, hits, calls and tenants, since the previous sample. For operators.
 
-    Hits are of prompts, each counted once: blocks found, and blocks delivered, of those requested. With
-    --json, an object a line.
+    Hit ratios are blocks found and blocks delivered, divided by blocks requested; each block of a prompt is
+    counted once. With --json, prints one object per line.
 
     Example: kvstore top --every 5s
     """
     every_s = named("--every", parse_duration, every)
     if not 0.1 <= every_s <= 3600:
         raise MisuseError(f"--every is {every}", "0.1s to 1h")
-    looks = range(count) if count else itertools.count()
-    with Client(url_of(socket), deadline_s=_DEADLINE_S) as client:
-        before = look_at(client)
-        if as_json or not sys.stdout.isatty():
-            for _ in looks:
+    samples = range(count) if count else itertools.count()
+    with Client(url_of(daemon.socket), deadline_s=_DEADLINE_S) as client:
+        before = sample(client)
+        if daemon.as_json or not sys.stdout.isatty():
+            for _ in samples:
                 time.sleep(every_s)
-                now = look_at(client)
-                seen = between(before, now)
-                typer.echo(json.dumps(seen) if as_json else _as_text(_drawn(seen)))
+                now = sample(client)
+                rates = between(before, now)
+                typer.echo(json.dumps(rates) if daemon.as_json else _as_text(_rendered(rates)))
                 before = now
             return
-        with Live(_drawn(between(before, before)), console=Console(), screen=True) as live:
-            for _ in looks:
+        with Live(_rendered(between(before, before)), console=Console(), screen=True) as live:
+            for _ in samples:
                 time.sleep(every_s)
-                now = look_at(client)
-                live.update(_drawn(between(before, now)))
+                now = sample(client)
+                live.update(_rendered(between(before, now)))
                 before = now
 
 
-def look_at(client: Client) -> dict[str, Any]:
-    """All that a daemon says of itself, and when. Raises DeniedError, UnavailableError."""
+def sample(client: Client) -> dict[str, Any]:
+    """Returns the daemon's status and counters with the time. Raises DeniedError, UnavailableError."""
     return {"at": time.monotonic(), **client.control("status"), **client.control("figures")}
 
 
 def between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What happened from one look to the next, a second, and how things are at the later one.
+    """Returns rates per second between two samples, and the state at the later one.
 
-    Raises KeyError if one of them is none. After a restart of the daemon all counts begin anew.
+    Raises KeyError for malformed samples. If the daemon has restarted, all rates are 0.
     """
     if before["instance"] != now["instance"]:
         before = {**now, "at": before["at"], "calls": [], "hits": [], "decisions": [], "devices": []}
     seconds = max(now["at"] - before["at"], 1e-9)
-    prompts = _more(before["hits"], now["hits"], ("tenant", "what", "tier"), "blocks", "bytes")
+    prompts = _increments(before["hits"], now["hits"], ("tenant", "what", "tier"), "blocks", "bytes")
     return {
         "seconds": seconds,
         "uptime_s": now["uptime_s"],
@@ -97,16 +97,16 @@ def between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
         "tenants": _tenants(now, prompts, seconds),
         "decisions": [
             {"what": row["what"], "tier": row["tier"], "blocks_per_s": row["blocks"] / seconds}
-            for row in _more(before["decisions"], now["decisions"], ("what", "tier"), "blocks")
+            for row in _increments(before["decisions"], now["decisions"], ("what", "tier"), "blocks")
             if row["blocks"]
         ],
     }
 
 
-def _more(
+def _increments(
     before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]], by: tuple[str, ...], *sums: str
 ) -> list[dict[str, Any]]:
-    """Rows of now, with how much more their sums are than those of before."""
+    """Returns the rows of `now` with their sums reduced by those of `before`."""
     known = {tuple(row[name] for name in by): row for row in before}
     return [
         {**row, **{name: row[name] - known.get(tuple(row[k] for k in by), {}).get(name, 0) for name in sums}}
@@ -123,8 +123,8 @@ def _tier(
 ) -> dict[str, Any]:
     name = tier["name"]
 
-    def written(look: Mapping[str, Any]) -> int:
-        return sum(d["admission"]["written_bytes"] for d in look["devices"] if d["tier"] == name)
+    def written(sampled: Mapping[str, Any]) -> int:
+        return sum(d["admission"]["written_bytes"] for d in sampled["devices"] if d["tier"] == name)
 
     mine = [row for row in prompts if row["tier"] == name]
     return {
@@ -143,7 +143,7 @@ def _sum(prompts: Iterable[Mapping[str, Any]], what: str, unit: str = "blocks") 
 
 
 def _ratios(prompts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of the blocks that were requested, how many were found, and how many delivered; None if none was."""
+    """Returns found and delivered blocks divided by requested blocks; None if no block was requested."""
     requested = _sum(prompts, REQUESTED)
     return {
         name: _sum(prompts, what) / requested if requested else None
@@ -152,10 +152,10 @@ def _ratios(prompts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _calls(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """Calls a second, and how long they took: upper bounds, as buckets tell them."""
+    """Returns calls per second and latency quantiles, as upper bounds of histogram buckets."""
     counts: dict[str, list[int]] = {}
-    for sign, look in ((1, now), (-1, before)):
-        for row in look["calls"]:
+    for sign, sampled in ((1, now), (-1, before)):
+        for row in sampled["calls"]:
             sums = counts.setdefault(row["call"], [0] * len(row["counts"]))
             counts[row["call"]] = [have + sign * n for have, n in zip(sums, row["counts"], strict=True)]
     bounds = [*now["bounds_s"], float("inf")]
@@ -192,29 +192,29 @@ def _tenants(now: Mapping[str, Any], prompts: list[dict[str, Any]], seconds: flo
     return sorted(rows, key=lambda row: (-row["asked_blocks_per_s"], -row["used_bytes"]))
 
 
-# -- for people
+# -- text
 
 
-def _drawn(seen: Mapping[str, Any]) -> Group:
-    ratio = "nothing asked for"
+def _rendered(seen: Mapping[str, Any]) -> Group:
+    ratio = "no requests"
     if seen["hit_ratio"] is not None:
         ratio = f"{_percent(seen['hit_ratio'])} found, {_percent(seen['delivered_ratio'])} delivered"
     line = (
         f"kvstore, up {seen['uptime_s']:.0f} s: {seen['blocks']} blocks, {seen['connections']} clients, "
-        f"{seen['queued_requests']} requests waiting; {ratio}, {seen['missed_blocks_per_s']:.0f} missed/s"
+        f"{seen['queued_requests']} queued requests; {ratio}, {seen['missed_blocks_per_s']:.0f} missed/s"
     )
-    calls = Table("call", "a second", "half within", "99 of 100 within", box=box.SIMPLE_HEAD)
+    calls = Table("call", "calls/s", "p50", "p99", box=box.SIMPLE_HEAD)
     for call in seen["calls"]:
         calls.add_row(call["call"], f"{call['per_s']:.0f}", _time(call["p50_s"]), _time(call["p99_s"]))
-    tenants = Table("tenant", "has", "asked for, blocks/s", "found", "delivered", box=box.SIMPLE_HEAD)
+    tenants = Table("tenant", "used", "requested blocks/s", "found", "delivered", box=box.SIMPLE_HEAD)
     for tenant in seen["tenants"][:_SHOWN_TENANTS]:
         ratios = _percent(tenant["hit_ratio"]), _percent(tenant["delivered_ratio"])
         asked = f"{tenant['asked_blocks_per_s']:.0f}"
         tenants.add_row(tenant["tenant"] or "(others)", format_size(tenant["used_bytes"]), asked, *ratios)
-    decided = Table("decided", "tier", "blocks/s", box=box.SIMPLE_HEAD)
+    decisions = Table("decision", "tier", "blocks/s", box=box.SIMPLE_HEAD)
     for row in seen["decisions"]:
-        decided.add_row(row["what"], row["tier"] or "all", f"{row['blocks_per_s']:.0f}")
-    return Group(line, *seen["problems"], tier_table(list(seen["tiers"])), calls, tenants, decided)
+        decisions.add_row(row["what"], row["tier"] or "all", f"{row['blocks_per_s']:.0f}")
+    return Group(line, *seen["problems"], tier_table(list(seen["tiers"])), calls, tenants, decisions)
 
 
 def _percent(ratio: float | None) -> str:

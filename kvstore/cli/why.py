@@ -1,4 +1,4 @@
-"""The command that says what is known of blocks: where they are, what keeps them, why they went."""
+"""The command that explains blocks: their copies, pins and latest decisions."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from rich.table import Table
 
 from kvstore import Client
 from kvstore.cli.shared import completion
+from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.keys import keys_of
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.shared.options import DaemonOptions, url_of
 from kvstore.cli.shared.tables import cell, plain
 
-app = typer.Typer()
+app = Commands()
 
 
 @app.command()
 def why(
-    what: Annotated[str, typer.Argument(metavar="KEY|FILE", help="A key in hex, or a file of keys.")],
+    what: Annotated[
+        str, typer.Argument(metavar="KEY|FILE", help="A key in hex, or a file with one key per line.")
+    ],
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
     tenant: Annotated[
-        str, typer.Option(help="Only this tenant's namespaces.", autocompletion=completion.tenants)
+        str, typer.Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
     ] = "",
     model: Annotated[str, typer.Option(help="Only namespaces of this model.")] = "",
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Show where a block is, what keeps it, and when and why it was last evicted, refused or dropped.
+    """Explain blocks: copies, pins, and when and why a block was last evicted, refused or dropped.
 
-    Exit codes: 0 something is known of it, 1 nothing is, 2 an error.
+    Exit codes: 0 the daemon knows a key, 1 it knows none, 2 an error.
 
     Example: kvstore why 3f7a0c... --socket /run/kvstore/kvstore.sock
     """
     keys = keys_of(what)
-    with Client(url_of(socket), deadline_s=10.0) as client:
-        known = [_shown(block) for block in client.explain(keys, tenant, model)]
-    if as_json:
+    with Client(url_of(daemon.socket), deadline_s=10.0) as client:
+        known = [_in_hex(block) for block in client.explain(keys, tenant, model)]
+    if daemon.as_json:
         typer.echo(json.dumps({"keys": len(keys), "blocks": known}))
     elif len(keys) == 1:
         for block in known:
@@ -47,19 +49,19 @@ def why(
     elif known:
         Console().print(_many(known))
     if not known:
-        if not as_json:
-            typer.echo("nothing is known of it" if len(keys) == 1 else "nothing is known of them", err=True)
+        if not daemon.as_json:
+            typer.echo("unknown key" if len(keys) == 1 else "unknown keys", err=True)
         raise typer.Exit(1)
 
 
-def _shown(block: dict[str, Any]) -> dict[str, Any]:
-    """The same with keys as text."""
+def _in_hex(block: dict[str, Any]) -> dict[str, Any]:
+    """Returns the block with its keys in hex."""
     keys = {name: block[name].hex() for name in ("key", "parent") if name in block}
     return block | keys
 
 
 def _one(block: dict[str, Any]) -> Table:
-    """All that is known of a block."""
+    """Returns a table about one block."""
     table = Table("block", "", box=box.SIMPLE_HEAD)
     for name in ("key", "tenant", "model", "revision", "shard", "state"):
         if block[name]:
@@ -77,24 +79,25 @@ def _one(block: dict[str, Any]) -> Table:
         table.add_row("parent", parent)
         table.add_row("children", str(block["children"]))
         table.add_row("moving", ", ".join(block["moving"]) or "no")
-        table.add_row("pinned", _for(block["pinned_s"]))
-        table.add_row("expires", "never" if block["expires_s"] is None else f"in {_for(block['expires_s'])}")
+        table.add_row("pinned", _duration(block["pinned_s"]))
+        expires = "never" if block["expires_s"] is None else f"in {_duration(block['expires_s'])}"
+        table.add_row("expires", expires)
     if block.get("uses"):
-        table.add_row("use", f"{block['class']}; last {_for(block['last_used_s'])} ago")
+        table.add_row("use", f"{block['class']}; last {_duration(block['last_used_s'])} ago")
     for decision in block["decisions"]:
         table.add_row(*_decision(decision))
     return table
 
 
 def _decision(decision: dict[str, Any]) -> tuple[str, str]:
-    parts = [f"{_for(decision['ago_s'])} ago" + (f" ({decision['tier']})" if decision["tier"] else "")]
+    parts = [f"{_duration(decision['ago_s'])} ago" + (f" ({decision['tier']})" if decision["tier"] else "")]
     if decision["score"] is not None:
         parts.append(f"{decision['score']:.3g} uses/s expected")
     return decision["what"], ", ".join([*parts, *filter(None, [decision["class"]])])
 
 
 def _many(blocks: list[dict[str, Any]]) -> Table:
-    """A line a block."""
+    """Returns a table with one row per block."""
     table = Table(
         "key", "tenant", "model", "state", "where", "children", "pinned", "last", box=box.SIMPLE_HEAD
     )
@@ -108,5 +111,5 @@ def _many(blocks: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _for(seconds: float | None) -> str:
+def _duration(seconds: float | None) -> str:
     return "no" if seconds is None else cell("time_s", float(seconds))

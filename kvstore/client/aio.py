@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Awaiting, Call, Connect, Exchange, Fetch, Flow, Work
+from kvstore.client.calls.call import Awaiting, Call, Exchange, Fetch, Flow, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
 from kvstore.client.calls.scope import Scope
 from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
@@ -51,7 +52,7 @@ class AsyncConnection(BaseConnection):
         return self
 
     def _reach(self, path: str) -> bool:
-        """Connects; False while the daemon's queue of connections is full, which no poll tells the end of."""
+        """Connects; False while the daemon's queue of connections is full, for which there is no event."""
         try:
             self._sock.connect(path)
         except BlockingIOError:
@@ -92,13 +93,14 @@ class AsyncConnection(BaseConnection):
             self._loop.remove_reader(self._sock.fileno())
 
     def close(self) -> None:
-        """Closes the connection. To be called in its loop."""
-        if self._watched:
+        """Closes this process's end. Call it in the loop of the connection."""
+        # A forked process shares the parent's epoll set, which must keep watching.
+        if self._watched and os.getpid() == self.pid:
             self._unwatch()
         super().close()
 
     def _send(self, frame: bytes) -> None:
-        """Sends a frame behind what waits, as the daemon reads: its answer can't come before that."""
+        """Sends a frame behind those that wait. Returns at once: the answer comes only after all are sent."""
         self._outbox.add(frame)
         self._flush()
 
@@ -109,7 +111,7 @@ class AsyncConnection(BaseConnection):
         try:
             self._loop.call_soon_threadsafe(self._add_writer)
         except RuntimeError:
-            # The loop is closed: nobody is left who could send.
+            # The loop is closed and sends no more.
             self._give_up()
 
     def _add_writer(self) -> None:
@@ -186,13 +188,13 @@ class AsyncClient(BaseClient, Awaiting):
             return end.value
 
     async def _reply(self, exchange: Exchange, step: Any) -> Any:
+        if not isinstance(step, Step):
+            return await exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return await _in_thread(step.call)
-        if isinstance(step, Connect):
-            return await AsyncConnection(self._token, self._maps).connect(self.path, exchange.ends_s)
         if isinstance(step, Fetch):
             return await exchange.connection.fetch(step.message, exchange.ends_s)
-        return await exchange.connection.call(step, exchange.ends_s)
+        return await AsyncConnection(self._token, self._maps).connect(self.path, exchange.ends_s)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

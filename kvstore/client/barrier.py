@@ -1,6 +1,6 @@
-"""What stands between a connector's hooks and its engine: a hook that fails is a miss, never an exception.
+"""An exception barrier between the hooks of a connector and its engine: a hook that fails counts as a miss.
 
-Not covered: what the miss is. The hook's own code says so, behind its `with` block.
+Not covered: the value of the miss, which the hook returns behind its `with` block.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 
 class ExceptionBarrier:
-    """Counts failures by hook in `failures`; logs one a minute at most, and how many came since the last.
+    """Counts failures per hook in `failures`. Logs at most one per minute, with the number since the last.
 
-        with guard("lookup"):
+        with barrier("lookup"):
             return ns.lookup(keys)
         return 0
 
@@ -36,7 +36,7 @@ class ExceptionBarrier:
 
     @contextmanager
     def __call__(self, hook: str) -> Iterator[None]:
-        """Swallows what the block raises (not KeyboardInterrupt and its like, which are no failures)."""
+        """Suppresses exceptions of the block, except those like KeyboardInterrupt, which are no failures."""
         try:
             yield
         except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvstore.client.calls.call import Call, Connect, Exchange, Flow, returns
@@ -95,52 +96,34 @@ class BaseClient(ClientCalls):
         return Exchange(0.0, self._resume, self._give_back)
 
     def _flow(self, exchange: Exchange, call: Call[R]) -> Flow[R]:
-        """All of a call. A call with a miss raises only MisuseError, unless strict."""
+        """All of a call: on an idle connection, or else, or if that has ended, on a new one.
+
+        A call with a miss raises only MisuseError, unless strict.
+        """
         deadline_s = self.deadline_s if call.deadline_s is None else check_deadline(call.deadline_s)
         exchange.ends_s = time.monotonic() + deadline_s
         try:
-            return (yield from self._attempts(exchange, call))
-        except (UnavailableError, DeniedError, TierError) as error:
-            if call.miss is None:
-                raise
-            return self._missed(error, call.miss())
-
-    def _missed(self, error: KVStoreError, miss: R) -> R:
-        if self.strict:
-            raise error
-        if isinstance(miss, PutResult):
-            miss.why = miss.why or error.message
-        return miss
-
-    def _attempts(self, exchange: Exchange, call: Call[R]) -> Flow[R]:
-        """Makes a call on an idle connection, or else, or if that has ended, on a new one."""
-        connection = self._borrow()
-        if connection is not None:
-            try:
-                return (yield from self._attempt(exchange, connection, call))
-            except (ConnectionError, RemoteProtocolError):
-                # A daemon that restarted or reloaded its tenants has closed idle connections: no miss yet.
-                pass
-        try:
+            connection = self._borrow()
+            if connection is not None:
+                try:
+                    return (yield from self._attempt(exchange, connection, call))
+                except (ConnectionError, RemoteProtocolError):
+                    # A daemon that restarts or reloads its tenants closes idle connections: no miss yet.
+                    pass
             self._backoff.check()
-            connection = yield Connect()
-            return (yield from self._attempt(exchange, connection, call))
+            return (yield from self._attempt(exchange, (yield Connect()), call))
         except (OSError, RemoteProtocolError) as error:
-            raise self._gone(error) from error
+            return self._missed(self._gone(error), call.miss)
+        except (UnavailableError, DeniedError, TierError) as error:
+            return self._missed(error, call.miss)
 
     def _attempt(self, exchange: Exchange, connection: BaseConnection, call: Call[R]) -> Flow[R]:
-        exchange.connection = connection
+        exchange.use(connection)
         try:
             result = yield from call.flow(exchange)
         except (MisuseError, DeniedError, TierError):
             self._give_back(connection)
             raise
-        except (ConnectionError, RemoteProtocolError):
-            connection.close()
-            raise
-        except OSError as error:
-            connection.close()
-            raise self._gone(error) from error
         except BaseException:
             connection.close()
             raise
@@ -149,11 +132,23 @@ class BaseClient(ClientCalls):
         self._backoff.succeeded()
         return result
 
+    def _missed(self, error: KVStoreError, miss: Callable[[], R] | None) -> R:
+        """The miss of a call that failed. Raises the error if there is none, or if strict."""
+        if miss is None or self.strict:
+            raise error
+        result = miss()
+        if isinstance(result, PutResult):
+            result.why = result.why or error.message
+        return result
+
     def _gone(self, error: Exception) -> UnavailableError:
         self._backoff.failed(error)
         if isinstance(error, RemoteProtocolError):
-            return UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
-        return UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
+            gone = UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
+        else:
+            gone = UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
+        gone.__cause__ = error
+        return gone
 
     def _resume(self, exchange: Exchange, flow: Flow[Any], lost: Any) -> Any:
         """Drives a later flow of a call that has kept its connection."""
@@ -165,7 +160,7 @@ class BaseClient(ClientCalls):
             return (yield from flow)
         except (OSError, RemoteProtocolError, DeniedError) as error:
             exchange.connection.close()
-            return self._missed(UnavailableError(str(error)), lost)
+            return self._missed(UnavailableError(str(error)), lambda: lost)
         finally:
             exchange.finish()
 

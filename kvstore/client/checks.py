@@ -1,14 +1,14 @@
-"""What callers may pass: urls, deadlines, blocks and buffers. Misuse raises here, before anything is sent."""
+"""Checks of arguments: urls, deadlines, names, blocks and buffers. MisuseError comes before any message."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvstore.client.gpu import is_on_device, no_lease_on, no_reservation_on
-from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, as_bytes
+from kvstore.client.gpu import is_on_device
+from kvstore.client.leases import Buffer, as_bytes
 from kvstore.cuda.array_interop import wrap
 from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device import Gpu, resolve, why_not
@@ -33,7 +33,7 @@ def socket_path(url: str | None) -> str:
 
 
 def check_parent(parent: Key | None) -> None:
-    """Raises MisuseError for a parent that can be no key."""
+    """Raises MisuseError unless `parent` is a key or None."""
     if parent is not None:
         check_keys([parent])
 
@@ -46,7 +46,7 @@ def check_deadline(deadline_s: float) -> float:
 
 
 def with_wait(deadline_s: float, wait_s: float) -> float:
-    """The deadline of a call that may wait so long besides. Raises MisuseError unless 0 <= wait_s < a day."""
+    """`deadline_s` plus `wait_s`, below a day. Raises MisuseError unless 0 <= wait_s < a day."""
     if not 0 <= wait_s < 86400:
         raise MisuseError(f"wait_s is {wait_s!r}", "seconds, 0 or more and less than a day")
     return min(check_deadline(deadline_s) + wait_s, 86399.0)
@@ -60,7 +60,7 @@ def check_ttl(ttl_s: float) -> float:
 
 
 def check_keep(ttl_s: float) -> float:
-    """How long a namespace's blocks live. Raises MisuseError unless it is 0 (for ever) or so many seconds."""
+    """The TTL of a namespace's blocks. Raises MisuseError unless it is 0 (as configured) or more seconds."""
     if not 0 <= ttl_s < math.inf:
         raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, or 0 for what the daemon is configured to")
     return float(ttl_s)
@@ -79,7 +79,7 @@ def check_token(token: str) -> str:
 
 
 def check_readers(tenants: Sequence[str]) -> list[str]:
-    """The names of tenants. Raises MisuseError for names that can't be, and for one instead of a list."""
+    """The names of tenants. Raises MisuseError for invalid names, and for a name instead of a list."""
     if isinstance(tenants, str):
         raise MisuseError(f"tenants is {tenants!r:.80}", f"a list of names: [{tenants!r:.80}]")
     return [check_tenant(name) for name in tenants]
@@ -92,9 +92,9 @@ def check_names(model: str, revision: str) -> None:
 
 
 def check_hint(next_use_s: float | None, closed: bool, priority: int) -> tuple[bool, float, bool, int]:
-    """A hint as it is sent. Raises MisuseError for a time that is none, or a priority there is not."""
+    """A hint as it is sent. Raises MisuseError for an invalid time, flag or priority."""
     if next_use_s is not None and not (_is_number(next_use_s) and 0 <= next_use_s < math.inf):
-        raise MisuseError(f"next_use_s is {next_use_s!r:.80}", "seconds from now, or None if nobody knows")
+        raise MisuseError(f"next_use_s is {next_use_s!r:.80}", "seconds from now, or None if unknown")
     if not isinstance(closed, bool):
         raise MisuseError(f"closed is {closed!r:.80}", "True or False")
     if not _is_number(priority) or priority not in (-1, 0, 1):
@@ -107,28 +107,28 @@ def _is_number(value: object) -> bool:
 
 
 def check_speed(recompute_tokens_per_s: float | None) -> float:
-    """The speed itself, 0 for None. Raises MisuseError unless it is a positive number of tokens a second."""
+    """The speed itself, 0 for None. Raises MisuseError unless it is a positive number of tokens/s."""
     if recompute_tokens_per_s is None:
         return 0.0
     if not 0 < recompute_tokens_per_s < math.inf:
         raise MisuseError(
-            f"recompute_tokens_per_s is {recompute_tokens_per_s!r}", "tokens a second, more than 0, or None"
+            f"recompute_tokens_per_s is {recompute_tokens_per_s!r}", "tokens/s, more than 0, or None"
         )
     return float(recompute_tokens_per_s)
 
 
 def recompute_s(layout: Layout, tokens_per_s: float) -> float:
-    """What computing one block anew takes, in seconds; 0 if nobody knows."""
+    """Seconds to recompute one block; 0 if the speed or the size of a block is unknown."""
     return layout.block_tokens / tokens_per_s if tokens_per_s else 0.0
 
 
 def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple[list[Any], Gpu | None]:
-    """One flat view a key, and the GPU that all are on. MisuseError when their number or size do not fit."""
+    """One flat view per key, and the GPU that all are on. Raises MisuseError for a wrong number or size."""
     if hasattr(blocks, "ndim") or is_on_device(blocks):
         whole = _flat(blocks, "blocks", len(keys) * block_bytes)
         views = [whole[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
     elif len(blocks) != len(keys):
-        raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block a key")
+        raise MisuseError(f"{len(blocks)} blocks for {len(keys)} keys", "one block per key")
     else:
         views = [_flat(block, f"block {i}", block_bytes) for i, block in enumerate(blocks)]
     gpus = {view.gpu if isinstance(view, DeviceBuffer) else None for view in views}
@@ -138,7 +138,7 @@ def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple
 
 
 def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> tuple[Any, Gpu | None]:
-    """`out` as flat writable bytes with room for all keys, and the GPU it is on. MisuseError otherwise."""
+    """`out` as flat writable bytes, and its GPU. Raises MisuseError unless it has the size of all blocks."""
     flat = _flat(out, "out", len(keys) * block_bytes, writable=True)
     return flat, flat.gpu if isinstance(flat, DeviceBuffer) else None
 
@@ -153,35 +153,21 @@ def _flat(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> mem
 
 
 def check_token_ids(tokens: Any, keys: Sequence[Key], layout: Layout) -> bytes:
-    """Token ids of blocks as they are sent, empty for None. MisuseError unless they are all of them."""
+    """Token ids of blocks as they are sent, empty for None. Raises MisuseError unless all are given."""
     if tokens is None:
         return b""
     raw = as_tokens(tokens)
     need = len(keys) * layout.block_tokens
     if len(raw) != 4 * need or not layout.block_tokens:
         why = f"{len(raw) // 4} tokens for {len(keys)} keys"
-        raise MisuseError(why, f"{layout.block_tokens} a key (Layout.block_tokens), {need} in all")
+        raise MisuseError(why, f"{layout.block_tokens} per key (Layout.block_tokens), {need} in all")
     return raw
 
 
 def check_device(device: int | str | None) -> Gpu | None:
-    """The GPU that is meant. MisuseError if there is none, or CUDA can't be used here."""
+    """The GPU of this index or UUID. Raises MisuseError if it is missing or CUDA does not work here."""
     if device is None:
         return None
     if reason := why_not():
         raise MisuseError(f"device {device!r}: {reason}", "leave device out for blocks in host memory")
     return Gpu.open(resolve(device))
-
-
-def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:
-    """What a miss gets."""
-    return Lease.on_nothing(block_bytes) if gpu is None else no_lease_on(gpu, block_bytes)
-
-
-def no_reservation(
-    block_bytes: int, lost: PutResult, commit: Callable[[bytes], Any], gpu: Gpu | None
-) -> Reservation:
-    """What a refusal gets."""
-    if gpu is None:
-        return Reservation.on_nothing(block_bytes, lost, commit)
-    return no_reservation_on(gpu, block_bytes, lost, commit)

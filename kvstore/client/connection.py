@@ -27,7 +27,7 @@ _LATE = 3
 
 
 class Backoff:
-    """When to try again, after so many failures."""
+    """Delays reconnection after failures, from 50 ms to 2 s."""
 
     def __init__(self) -> None:
         self._delay_s = _BACK_OFF_S
@@ -36,14 +36,14 @@ class Backoff:
         self._refused = False
 
     def check(self) -> None:
-        """Raises UnavailableError while it is too early."""
+        """Raises UnavailableError until the delay is over."""
         if time.monotonic() < self._until:
             raise UnavailableError("the daemon is away", "waiting before the next attempt")
 
     def failed(self, error: Exception) -> None:
-        """One more failure. A call that was late may have been in a hurry: only several in a row count.
+        """Counts a failure. A single late call may have had a short deadline: only several in a row count.
 
-        A daemon that refuses this client will do so again: that is logged, once until it is there again.
+        A daemon that refuses this client will refuse it again: logs that once, until a call succeeds.
         """
         if isinstance(error, RemoteProtocolError) and not self._refused:
             self._refused = True
@@ -56,16 +56,16 @@ class Backoff:
         self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
 
     def succeeded(self) -> None:
-        """The daemon is there."""
+        """Resets the delay."""
         self._delay_s, self._until, self._late = _BACK_OFF_S, 0.0, 0
         self._refused = False
 
 
 class BaseConnection:
-    """What blocking and asynchronous connections share: the socket, what is sent over it, and its end.
+    """The part that blocking and asyncio connections share: the socket, posts, and the end.
 
-    `post` never waits. What the socket does not take stays in the session's outbox and goes out before the
-    next request, or as soon as the daemon reads again: `_watch` sees to that.
+    `post` never waits. Bytes that the socket does not take stay in the outbox. They are sent before the next
+    request, or by `_watch` as soon as the daemon reads again.
     """
 
     def __init__(self, token: str, maps: Maps, flags: int = 0) -> None:
@@ -89,9 +89,9 @@ class BaseConnection:
         raise NotImplementedError
 
     def post(self, message: Any) -> None:
-        """Sends a message that needs no answer, at once or as soon as the daemon reads; from any thread.
+        """Sends a message that has no answer, at once or as soon as the daemon reads; from any thread.
 
-        Does nothing in another process, or if the connection has ended.
+        Does nothing in a forked process, or if the connection has ended.
         """
         if self.closed or os.getpid() != self.pid:
             return
@@ -114,15 +114,15 @@ class BaseConnection:
     def close(self) -> None:
         """Closes this process's end."""
         self.closed = True
-        # A post of another thread must not reach a descriptor that is somebody else's by then.
+        # Another thread must not post to the descriptor after the kernel has reused it.
         with self._sending:
             self._sock.close()
         self._outbox.clear()
 
     def _check_usable(self) -> None:
-        """Raises ConnectionError if the connection has ended here, or is another process's.
+        """Raises ConnectionError if the connection was closed here, or is another process's.
 
-        After a fork it is the parent's: two processes must not read from it.
+        A fork leaves the connection to the parent: two processes must not read from it.
         """
         if os.getpid() != self.pid:
             raise ConnectionAbortedError("the connection belongs to another process")
@@ -141,8 +141,8 @@ class BaseConnection:
         return descriptor
 
     def _flush(self) -> None:
-        """Sends what waits as far as the socket takes it at once, and has the rest watched."""
-        # Without the lock there is nothing to do: its holder looks at the outbox again after it.
+        """Sends waiting frames as far as the socket takes them at once; `_watch` sends the rest."""
+        # The holder of the lock looks at the outbox again after releasing it.
         while self._outbox and self._sending.acquire(blocking=False):
             try:
                 if not self._push():
@@ -152,7 +152,7 @@ class BaseConnection:
                 self._sending.release()
 
     def _push(self) -> bool:
-        """Sends without waiting, under the lock; False if something is left."""
+        """Sends without waiting, under the lock; False if frames are left."""
         try:
             while (head := self._outbox.head()) is not None:
                 self._outbox.sent(self._sock.send(head, socket.MSG_DONTWAIT))
@@ -163,7 +163,7 @@ class BaseConnection:
         return True
 
     def _watch(self) -> None:
-        """Sees to it that what is left goes out when the daemon reads again. Called under the lock."""
+        """Arranges that waiting frames are sent when the daemon reads again. Called under the lock."""
         raise NotImplementedError
 
     def _is_late(self) -> bool:
@@ -173,6 +173,6 @@ class BaseConnection:
         """Ends the connection, from any thread: the daemon ends its leases then."""
         self.closed = True
         self._outbox.clear()
-        # The descriptor is closed by the one who uses it.
+        # Only `close` closes the descriptor: another thread may be using it.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -23,70 +23,70 @@ _log = logging.getLogger(__name__)
 
 
 class MappedExtent:
-    """A mapped extent and where its slots are, worked out once for each slot size it was cut to."""
+    """A mapped extent. Computes the place of its slots once per slot size."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self.pinned = False
-        self._cuts: dict[int, tuple[int, memoryview]] = {}
+        self._tables: dict[int, tuple[int, memoryview]] = {}
 
-    def _cut(self, slot_bytes: int) -> tuple[int, memoryview]:
-        cut = self._cuts.get(slot_bytes)
-        if cut is None:
+    def _table(self, slot_bytes: int) -> tuple[int, memoryview]:
+        known = self._tables.get(slot_bytes)
+        if known is None:
             geometry = Geometry(self.mapping.nbytes, slot_bytes, table=True)
             table = self.mapping.view[LABEL_BYTES:][: geometry.slots * HEADER_BYTES].cast("Q")
-            cut = self._cuts[slot_bytes] = (geometry.payload_offset, table)
-        return cut
+            known = self._tables[slot_bytes] = (geometry.payload_offset, table)
+        return known
 
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> memoryview:
-        """The first `nbytes` of a slot's payload."""
-        start = self._cut(slot_bytes)[0] + index * slot_bytes
+        """The first `nbytes` bytes of a slot's payload."""
+        start = self._table(slot_bytes)[0] + index * slot_bytes
         return self.mapping.view[start : start + nbytes]
 
     def version(self, slot_bytes: int, index: int) -> int:
-        """The version in a slot's header: one aligned 8-byte load, which never tears."""
-        return self._cut(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
+        """The version in a slot's header, by one aligned 8-byte load, which is atomic."""
+        return self._table(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
 
     def pin(self, gpu: Gpu) -> None:
-        """Has CUDA know the extent, once: copies between it and GPUs are fast then."""
+        """Registers the extent with CUDA, once: this makes copies between it and GPUs fast."""
         if not self.pinned:
             self.pinned = True
             view = self.mapping.view
             if gpu.register(view, readonly=view.readonly):
-                # Ends before the memory is unmapped, which the finalizer's own view keeps.
+                # Unregisters before the memory is unmapped: the finalizer keeps a view of it.
                 weakref.finalize(self, quietly, gpu.unregister, view).atexit = False
 
 
 class DeviceExtent:
-    """An extent in a GPU's memory, mapped until nobody looks at it any more."""
+    """An extent in a GPU's memory, mapped until its last view is gone."""
 
     def __init__(self, gpu: Gpu, handle: bytes, nbytes: int) -> None:
-        """Opens it. CudaError where CUDA IPC does not work."""
+        """Maps the extent. Raises CudaError where CUDA IPC does not work."""
         whole = gpu.open_export(handle, nbytes)
         self._memory = _Export(whole)
         weakref.finalize(self._memory, quietly, gpu.close_export, whole).atexit = False
 
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> DeviceBuffer:
-        """The first `nbytes` of a slot's payload."""
+        """The first `nbytes` bytes of a slot's payload."""
         start, whole = index * slot_bytes, self._memory.whole
         return DeviceBuffer(whole.address + start, nbytes, whole.gpu, self._memory)
 
     def version(self, slot_bytes: int, index: int) -> int:
-        """There are no headers: who reads from here verifies what it has read."""
+        """Extents in GPU memory have no headers: readers verify checksums instead."""
         raise NotImplementedError
 
 
 class _Export:
-    """What views of an extent keep, and with it the extent."""
+    """Keeps an extent mapped: every view of the extent refers to it."""
 
     def __init__(self, whole: DeviceBuffer) -> None:
         self.whole = whole
 
 
-def quietly(call: Callable[[Any], None], what: Any) -> None:
-    """What is given back to a GPU that is lost is gone anyway."""
+def quietly(call: Callable[[Any], None], memory: Any) -> None:
+    """Gives memory back to its GPU; logs an error, since a lost GPU has released it already."""
     try:
-        call(what)
+        call(memory)
     except CudaError as error:
         _log.debug("%s", error)
 
@@ -100,7 +100,7 @@ class Maps:
         self._without_pool: set[str] = set()
 
     def of(self, instance: bytes) -> Maps:
-        """What is mapped of that run, shared by all connections to it, whoever connects to the next one."""
+        """The maps of that run of the daemon. All connections to the run share them."""
         if instance != self.instance:
             self.instance, self._mapped, self._without_pool = instance, {}, set()
         maps = Maps()
@@ -112,7 +112,7 @@ class Maps:
         return self._mapped.get((extent, writable))
 
     def add(self, extent: int, writable: bool, fd: int, nbytes: int) -> MappedExtent:
-        """Maps a received descriptor and closes it."""
+        """Maps a received descriptor, then closes the descriptor."""
         try:
             mapped = MappedExtent(Mapping(fd, nbytes, writable))
         finally:
@@ -121,15 +121,15 @@ class Maps:
         return mapped
 
     def keep(self, extent: int, mapped: DeviceExtent) -> None:
-        """One in a GPU's memory, which is mapped for reading and writing alike."""
+        """Adds an extent in a GPU's memory. One mapping serves reads and writes."""
         self._mapped[extent, False] = self._mapped[extent, True] = mapped
 
     def pool_of(self, gpu: Gpu | None) -> str:
-        """The GPU whose pool a request may ask for; empty if there is none that can be mapped."""
+        """The UUID of the GPU whose pool a request may use; "" if the pool cannot be mapped."""
         return "" if gpu is None or gpu.uuid in self._without_pool else gpu.uuid
 
     def leave_pool(self, gpu: Gpu | None, error: KVStoreError) -> bool:
-        """A pool can't be mapped: from now on blocks come from DRAM. False if they did already."""
+        """Stops using the pool of a GPU that cannot be mapped. False if that was done before."""
         if gpu is None or gpu.uuid in self._without_pool:
             return False
         self._without_pool.add(gpu.uuid)

@@ -1,7 +1,8 @@
-"""What a client holds in the daemon: a `Lease` on blocks to read, a `Reservation` of slots to fill.
+"""A `Lease` on blocks to read, and a `Reservation` of slots to fill, both in memory that the daemon owns.
 
-Both end with the `with` block, with `release`/`commit`/`abort`, or with the connection. Views of a lease
-are read-only and the kernel sees to it; after the release their bytes may change.
+Both end with the `with` block, with `release`/`commit`/`abort`, or with the connection. Views of a lease are
+read-only, which the kernel enforces; their bytes may change after the release. Not covered: blocks in a GPU's
+memory, see `gpu`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ Buffer = Any
 
 
 class Slots:
-    """Slots of mapped extents that a lease or a room speaks of.
-
-    `records` has one `SLOT_RECORD` a slot, read field by field when somebody looks.
-    """
+    """The slots of a lease or a reservation, in mapped extents. `records` has one `SLOT_RECORD` per slot."""
 
     def __init__(self, extents: dict[int, Any], records: bytes, slot_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -37,76 +35,77 @@ class Slots:
         self._wide = memoryview(records).cast("Q")
         self._slot_bytes = slot_bytes
 
+    @classmethod
+    def none(cls, block_bytes: int) -> Slots:
+        """No slots: those of a miss."""
+        return cls({}, b"", 0, block_bytes)
+
     def __len__(self) -> int:
         return len(self._wide) // 3
 
     def checksum(self, i: int) -> int:
-        """What the payload of slot i must hash to."""
+        """The checksum that the payload of slot i must have."""
         return self._wide[3 * i + 1]
 
     @property
     def tiers(self) -> bytes:
-        """Where each block was found, a byte each."""
+        """The tier where each block was found, one byte per block."""
         return np.frombuffer(self.records, SLOT_RECORD)["tier"].astype(np.uint8).tobytes()
 
     def view(self, i: int) -> Any:
-        """The payload of slot i, `block_bytes` long: a memoryview, of a slot in HBM a DeviceBuffer."""
+        """The `block_bytes` bytes of slot i: a memoryview, or a DeviceBuffer for a slot in HBM."""
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
         return extent.payload(self._slot_bytes, place & 0xFFFFFFFF, self.block_bytes)
 
     def pin(self, gpu: Gpu) -> None:
-        """Has CUDA know the extents, which are in DRAM."""
+        """Registers the extents, which are in DRAM, with CUDA."""
         for extent in self._extents.values():
             extent.pin(gpu)
 
     def is_current(self, i: int) -> bool:
-        """Whether slot i still carries the version that was granted."""
+        """Whether slot i still has the version that was granted."""
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
-        told: int = extent.version(self._slot_bytes, place & 0xFFFFFFFF)
-        return told == self._wide[3 * i + 2] & 0xFFFFFFFF
+        version: int = extent.version(self._slot_bytes, place & 0xFFFFFFFF)
+        return version == self._wide[3 * i + 2] & 0xFFFFFFFF
 
 
-def as_bytes(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> memoryview:
-    """A flat view of a buffer of exactly `nbytes`. Raises MisuseError otherwise."""
-    [flat] = _parts([buffer], what, nbytes, writable)
+def as_bytes(buffer: Buffer, name: str, nbytes: int, writable: bool = False) -> memoryview:
+    """A flat view of a buffer of exactly `nbytes`. Raises MisuseError, which has `name`, otherwise."""
+    [flat] = _parts([buffer], name, nbytes, writable)
     return flat
 
 
-def _parts(buffers: Sequence[Buffer], what: str, nbytes: int, writable: bool = False) -> list[memoryview]:
-    """Flat views of buffers of `nbytes` together. Raises MisuseError otherwise."""
-    flats = [_flat(buffer, what) for buffer in buffers]
+def _parts(buffers: Sequence[Buffer], name: str, nbytes: int, writable: bool = False) -> list[memoryview]:
+    """Flat views of buffers of `nbytes` in all. Raises MisuseError otherwise."""
+    flats = [_flat(buffer, name) for buffer in buffers]
     total = sum(flat.nbytes for flat in flats)
     if total != nbytes:
-        raise MisuseError(f"{what} has {total} bytes instead of {nbytes}", "see Layout.block_bytes")
+        raise MisuseError(f"{name} has {total} bytes instead of {nbytes}", "see Layout.block_bytes")
     if writable and any(flat.readonly for flat in flats):
-        raise MisuseError(f"{what} is read-only")
+        raise MisuseError(f"{name} is read-only")
     return flats
 
 
-def _flat(buffer: Buffer, what: str) -> memoryview:
+def _flat(buffer: Buffer, name: str) -> memoryview:
     try:
         view = memoryview(buffer)
         return view if view.format == "B" and view.ndim == 1 else view.cast("B")
     except TypeError as error:
-        raise MisuseError(f"{what}: {error}", "pass a C-contiguous buffer") from None
+        raise MisuseError(f"{name}: {error}", "pass a C-contiguous buffer") from None
 
 
-def _no_slots(block_bytes: int) -> Slots:
-    return Slots({}, b"", 0, block_bytes)
-
-
-def _nothing(*_: Any) -> None:
-    """The end of a hold on nothing."""
+def nothing(*_: Any) -> None:
+    """Ends an empty lease or reservation."""
 
 
 def _never() -> bool:
     return False
 
 
-class _Held:
-    """What leases and rooms share: views, and an end that happens once."""
+class _Grant:
+    """Slots that the daemon has granted, with an end that happens once: a lease or a reservation."""
 
     def __init__(self, slots: Slots, end: Callable[[], None]) -> None:
         self._slots = slots
@@ -123,7 +122,7 @@ class _Held:
 
     def _check_open(self) -> None:
         if self._end is None:
-            raise MisuseError("the lease or room has ended", "use it inside its `with` block")
+            raise MisuseError("the lease or reservation has ended", "use it inside its `with` block")
 
     def _range(self, i: int, offset: int, nbytes: int) -> memoryview:
         self._check_open()
@@ -136,8 +135,8 @@ class _Held:
         return part
 
 
-class Lease(_Held):
-    """The leading blocks of an acquire; `len` says how many."""
+class Lease(_Grant):
+    """The leading blocks of an acquire; `len` is their number."""
 
     def __init__(
         self,
@@ -154,20 +153,20 @@ class Lease(_Held):
         self._lost: Callable[[], bool] = _never
 
     @classmethod
-    def on_nothing(cls, block_bytes: int) -> Lease:
-        """What a miss gets."""
-        return cls(_no_slots(block_bytes), (), b"", _nothing, _nothing)
+    def empty(cls, block_bytes: int) -> Self:
+        """The lease of a miss."""
+        return cls(Slots.none(block_bytes), (), b"", nothing, nothing)
 
     def held_over(self, lost: Callable[[], bool]) -> Self:
-        """Says how to find out whether the lease's connection has ended."""
+        """Sets `lost`, which tells whether the lease's connection has ended; the lease itself."""
         self._lost = lost
         return self
 
     @property
     def ended(self) -> bool:
-        """Whether the lease is over: it was released, or its connection has ended.
+        """Whether the lease was released or its connection has ended.
 
-        Readers of `blocks` look at it when they have read: if it is true, they may have read other bytes.
+        Check it after reading `blocks`: if it is true, the bytes may have been other ones.
         """
         return self._end is None or self._lost()
 
@@ -178,12 +177,12 @@ class Lease(_Held):
 
     @property
     def tiers(self) -> bytes:
-        """Where each block was found: one byte a block, a `Tier`."""
+        """The tier where each block was found: one byte per block, a `Tier`."""
         return self._slots.tiers
 
     @property
     def blocks(self) -> list[memoryview]:
-        """Zero-copy read-only views, one a block. Unverified: call `verify` where that matters.
+        """Read-only views, one per block, without a copy. Not verified: call `verify` where that matters.
 
         Raises UnavailableError if the connection of the lease has ended. See also `ended`.
         """
@@ -191,18 +190,18 @@ class Lease(_Held):
         return [self._slots.view(i) for i in range(len(self))]
 
     def verify(self) -> int:
-        """How many leading blocks match their checksums, 0 if the connection of the lease has ended.
+        """Returns how many leading blocks match their checksums, 0 if the lease's connection has ended.
 
-        A bad one is reported to the daemon.
+        Reports the first corrupt block to the daemon.
         """
         good = self._verified(lambda i, seed: arena.checksum(self._slots.view(i), seed))
         return 0 if self._lost() else good
 
     def copy_into(self, out: Buffer, verify: bool = True) -> int:
-        """Copies the blocks into `out`, block after block; returns how many leading ones are good.
+        """Copies the blocks into `out`, one after another; returns how many leading ones are good.
 
-        `out` is a writable C-contiguous buffer of at least len * block_bytes bytes. What lies in it behind
-        the good blocks is undefined.
+        `out` is a writable C-contiguous buffer of at least len * block_bytes bytes. Its bytes behind the
+        good blocks are undefined.
         """
         size = self._slots.block_bytes
         try:
@@ -227,8 +226,8 @@ class Lease(_Held):
     def scatter(self, i: int, parts: Sequence[Buffer]) -> bool:
         """Copies block i into `parts`, writable C-contiguous buffers that it fills one after another.
 
-        Whether these were the right bytes: if not, the block is reported to the daemon and what lies in the
-        parts is undefined.
+        Returns whether the bytes match their checksum. If not, the block is reported to the daemon and the
+        bytes of the parts are undefined.
         """
         targets = _parts(
             parts, f"block {i}", self._range(i, 0, self._slots.block_bytes).nbytes, writable=True
@@ -236,23 +235,23 @@ class Lease(_Held):
         return self._is_good(i, lambda i, seed: arena.scatter(targets, self._slots.view(i), seed))
 
     def scatter_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> int:
-        """`scatter` for the blocks from `first` on, a list of parts each; how many leading ones were good."""
-        for at, those in enumerate(parts):
-            if not self.scatter(first + at, those):
+        """Scatters the blocks from `first` on, one list of parts each; how many leading ones are good."""
+        for at, each in enumerate(parts):
+            if not self.scatter(first + at, each):
                 return at
         return len(parts)
 
     def read(self, i: int, out: Buffer, offset: int = 0) -> None:
-        """Copies a byte range of block i, from `offset`, into all of `out`. Unverified.
+        """Fills `out` with bytes of block i from `offset` on. Not verified.
 
-        Raises UnavailableError if the connection of the lease has ended: then `out` is undefined.
+        Raises UnavailableError if the connection of the lease has ended; `out` is undefined then.
         """
         target = memoryview(out).cast("B")
         arena.copy(target, self._range(i, offset, target.nbytes))
         self._check_held()
 
     def release(self) -> None:
-        """Gives the slots back; may be called again."""
+        """Ends the lease. Does nothing if it has ended."""
         self._finish()
 
     def _check_held(self) -> None:
@@ -261,7 +260,7 @@ class Lease(_Held):
             raise UnavailableError("the connection of the lease has ended", "acquire the blocks again")
 
     def _verified(self, digest: Callable[[int, int], int]) -> int:
-        """Counts leading blocks whose digest is right and whose slot was theirs until after it."""
+        """Counts leading blocks that are good, see `_is_good`."""
         self._check_open()
         for i in range(len(self)):
             if not self._is_good(i, digest):
@@ -269,7 +268,7 @@ class Lease(_Held):
         return len(self)
 
     def _is_good(self, i: int, digest: Callable[[int, int], int]) -> bool:
-        """Whether block i has the right digest, and its slot was its own until after it was taken."""
+        """Whether the digest of block i matches, and its slot still held the block after it was taken."""
         seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
         if digest(i, seed) != self._slots.checksum(i):
             self._suspect(self._keys[i])
@@ -285,7 +284,7 @@ class Lease(_Held):
 
 @dataclass(slots=True)
 class PutResult:
-    """How many blocks were stored now, were there (or being written) already, were refused, and why."""
+    """How many blocks were stored, were present (or being written) already, were refused, and why."""
 
     stored: int = 0
     present: int = 0
@@ -293,8 +292,8 @@ class PutResult:
     why: str = ""
 
 
-class Reservation(_Held):
-    """Slots to fill. `wanted` has the positions (in the keys asked for) of those blocks."""
+class Reservation(_Grant):
+    """Slots to fill. `wanted` has the positions of their keys among the keys of the call."""
 
     def __init__(
         self,
@@ -314,46 +313,47 @@ class Reservation(_Held):
         self._keys = keys
         self._namespace = namespace
         self._commit = commit
-        self._checksums: dict[int, int] = {}
+        self._checksums = memoryview(bytearray(8 * len(slots))).cast("Q")
+        self._has_checksum = bytearray(len(slots))
         self._written: dict[int, tuple[int, xxh3_64]] = {}
 
     @classmethod
-    def on_nothing(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Reservation:
-        """What a refusal gets."""
-        return cls(_no_slots(block_bytes), (), b"", [], result, 0, _nothing, commit)
+    def empty(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Self:
+        """The reservation of a refusal."""
+        return cls(Slots.none(block_bytes), (), b"", [], result, 0, nothing, commit)
 
     @property
     def blocks(self) -> list[memoryview]:
-        """Writable views, one a wanted block. Whoever writes through them leaves checksums to `commit`."""
+        """Writable views, one per wanted block. `commit` computes the checksums of blocks written here."""
         self._check_open()
-        self._checksums.clear()
+        self._has_checksum[:] = bytes(len(self))
         self._written.clear()
         return [self._slots.view(i) for i in range(len(self))]
 
     def fill(self, i: int, block: Buffer) -> None:
-        """Copies a whole block into slot i and takes its checksum on the way."""
+        """Copies a whole block into slot i and computes its checksum on the way."""
         source = as_bytes(block, f"block {self.wanted[i]}", self._slots.block_bytes)
-        self._checksums[i] = arena.gather(self._range(i, 0, source.nbytes), [source], self._seed(i))
+        self._set_checksum(i, arena.gather(self._range(i, 0, source.nbytes), [source], self._seed(i)))
 
     def gather(self, i: int, parts: Sequence[Buffer]) -> None:
-        """`fill` from C-contiguous buffers that make the block one after another."""
+        """Copies C-contiguous buffers, one after another, into slot i: a whole block."""
         sources = _parts(parts, f"block {self.wanted[i]}", self._slots.block_bytes)
         target = self._range(i, 0, self._slots.block_bytes)
-        self._checksums[i] = arena.gather(target, sources, self._seed(i))
+        self._set_checksum(i, arena.gather(target, sources, self._seed(i)))
 
     def gather_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> None:
-        """`gather` for the slots from `first` on, a list of parts each."""
-        for at, those in enumerate(parts):
-            self.gather(first + at, those)
+        """Gathers into the slots from `first` on, one list of parts each."""
+        for at, each in enumerate(parts):
+            self.gather(first + at, each)
 
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
-        """Copies `part` into slot i at byte `offset`, layer by layer for instance.
+        """Copies `part` into slot i at byte `offset`, for instance layer by layer.
 
-        Best in order: then the checksum is that of the parts, else that of the slot at `commit`.
+        Writes in order of offset compute the checksum on the way; else `commit` reads the slot for it.
         """
         source = memoryview(part).cast("B")
         target = self._range(i, offset, source.nbytes)
-        self._checksums.pop(i, None)
+        self._has_checksum[i] = 0
         start = (0, xxh3_64(seed=self._seed(i)))
         written, digest = self._written.pop(i, start) if offset else start
         if written != offset:
@@ -363,24 +363,28 @@ class Reservation(_Held):
         if offset + source.nbytes < self._slots.block_bytes:
             self._written[i] = offset + source.nbytes, digest
         else:
-            self._checksums[i] = digest.intdigest()
+            self._set_checksum(i, digest.intdigest())
 
     def checksums(self) -> bytes:
-        """Checksums of all slots as u64; those not taken while writing are taken now."""
-        for i in range(len(self)):
-            if i not in self._checksums:
-                self._checksums[i] = arena.checksum(self._slots.view(i), self._seed(i))
-        return np.array([self._checksums[i] for i in range(len(self))], "<u8").tobytes()
+        """The checksums of all slots as u64. Computes those that no write has computed."""
+        for i, known in enumerate(self._has_checksum):
+            if not known:
+                self._set_checksum(i, arena.checksum(self._slots.view(i), self._seed(i)))
+        return self._checksums.tobytes()
 
     def commit(self) -> Any:
-        """Makes all blocks readable at once and ends the room: the PutResult (awaitable if the client is)."""
+        """Makes all blocks readable at once and ends the reservation; the PutResult (asyncio: awaited)."""
         self._check_open()
         self._end = None
         return self._commit(self.checksums())
 
     def abort(self) -> None:
-        """Gives the slots up; may be called again."""
+        """Ends the reservation without storing blocks. Does nothing if it has ended."""
         self._finish()
+
+    def _set_checksum(self, i: int, checksum: int) -> None:
+        self._checksums[i] = checksum
+        self._has_checksum[i] = 1
 
     def _seed(self, i: int) -> int:
         return arena.seed(self._namespace, self._keys[self.wanted[i]], self._slots.block_bytes)

@@ -1,9 +1,11 @@
-"""Which requests ask for the same prompt: a prompt counts once in the daemon's hit ratio.
+"""Which requests belong to the same prompt: the daemon's hit ratio counts each prompt once.
 
-An engine looks a prompt up, perhaps often, then acquires what was found, perhaps in parts, and stores the
-rest. All of that is one question. The client tells it by the keys, since it alone sees them all: requests of
-one prompt go over several connections, and a long look-up does not send every key. Callers that know better,
-such as connectors whose processes share the work, say it with `prompt`.
+An engine looks a prompt up, perhaps often, then acquires the blocks found, perhaps in parts, and stores the
+rest. These requests belong to one prompt. Only the client can tell so by the keys: the requests go over
+several connections, and a long lookup does not send every key. Callers that know better, such as connectors
+with several processes, pass `prompt`.
+
+Not covered: the hit ratio, which the daemon computes.
 """
 
 from __future__ import annotations
@@ -20,78 +22,79 @@ from kvstore.types import Key
 from kvstore.wire.messages import MAX_PROMPT_BLOCKS
 
 POLL_S = 1.0
-"""A look-up of the same keys, by the same thread or task, so soon after the last one is a poll."""
+"""A lookup of the same keys by the same thread or task within this time after the last one is a poll."""
 POLLED_S = 60.0
-"""A prompt is polled for so long; after that it counts as another one."""
+"""Polls within this time after the first lookup belong to one prompt; later ones to another."""
 _OPEN = 64
 _OPEN_KEYS = 1 << 17
 
 
-class Question:
-    """The questions for one prompt: `keys` from its start, of which the first `found` are known to be stored.
+class PromptRequests:
+    """The requests for one prompt. `keys`: the keys of the prompt from its start on.
 
-    `at` leading blocks were delivered.
+    `found`: how many leading keys are known to be stored. `delivered`: how many leading blocks were granted.
+    Positions count from the first key of the current call.
     """
 
-    def __init__(self, keys: Sequence[Key], asks: int, namespace: object = None) -> None:
+    def __init__(self, keys: Sequence[Key], blocks: int, namespace: object = None) -> None:
         self.keys = keys
         self.namespace = namespace
-        self.asker = _asker()
+        self.caller = _caller()
         self.found = 0
-        self.at = 0
+        self.delivered = 0
         self.looked_up = False
-        self.began_s = self.asked_s = time.monotonic()
-        self._asks = min(asks, MAX_PROMPT_BLOCKS)
+        self.began_s = self.polled_s = time.monotonic()
+        self._new_blocks = min(blocks, MAX_PROMPT_BLOCKS)
         self._base = 0
 
     @classmethod
-    def answered(cls, keys: Sequence[Key], prompt: int) -> Question:
-        """One whose caller says that it opens a prompt of so many blocks; 0: none, and nothing new is found.
+    def declared(cls, keys: Sequence[Key], blocks: int) -> PromptRequests:
+        """A prompt of `blocks` blocks as its caller declares it; 0: this is not the first request for it.
 
-        Raises MisuseError for what can be no number of blocks.
+        Raises MisuseError if `blocks` is out of range.
         """
-        if not 0 <= prompt <= MAX_PROMPT_BLOCKS:
-            raise MisuseError(f"prompt is {prompt!r}", f"0 to {MAX_PROMPT_BLOCKS} blocks, or None")
-        question = cls(keys, prompt)
-        question.found = 0 if prompt else len(keys)
-        return question
+        if not 0 <= blocks <= MAX_PROMPT_BLOCKS:
+            raise MisuseError(f"prompt is {blocks!r}", f"0 to {MAX_PROMPT_BLOCKS} blocks, or None")
+        requests = cls(keys, blocks)
+        requests.found = 0 if blocks else len(keys)
+        return requests
 
     @property
-    def asks(self) -> int:
-        """Blocks of the prompt, as long as no answer to its first question has come; then 0."""
-        return self._asks
+    def new_blocks(self) -> int:
+        """Blocks of the prompt until the daemon has answered the first request; then 0."""
+        return self._new_blocks
 
     def known(self, at: int = 0) -> int:
-        """How many of the keys from `at` on were counted as found; `at` counts from where the call began."""
+        """How many keys from position `at` on the daemon has counted as found."""
         return max(0, self.found - self._base - at)
 
-    def hear(self, at: int, stored: int) -> None:
-        """An answer says that from `at` on so many blocks are stored."""
-        self._asks = 0
+    def note_answer(self, at: int, stored: int) -> None:
+        """Notes an answer: `stored` blocks from position `at` on are stored."""
+        self._new_blocks = 0
         self.found = max(self.found, self._base + at + stored if stored else 0)
 
+    def note_delivery(self, at: int, granted: int) -> None:
+        """Notes that `granted` blocks from position `at` on were granted."""
+        self.delivered = self._base + at + granted
+
     def restart(self) -> None:
-        """Positions count from the start of the prompt on."""
+        """Counts positions from the start of the prompt."""
         self._base = 0
 
-    def deliver(self, at: int, granted: int) -> None:
-        """An answer grants so many blocks from `at` on."""
-        self.at = self._base + at + granted
-
-    def begin(self, keys: Sequence[Key], search: bool) -> bool:
-        """Whether these keys are a part of the prompt; then positions count from their start on."""
-        base = self.place(keys[0], search)
+    def continues(self, keys: Sequence[Key], search: bool) -> bool:
+        """Whether a call for these keys belongs to the prompt; if so, positions count from its first key."""
+        base = self.position(keys[0], search)
         end = base + len(keys)
         if base < 0 or end > len(self.keys) or self.keys[end - 1] != keys[-1]:
             return False
-        if self.at and not base:
-            return False  # whoever begins again asks for another prompt
+        if self.delivered and not base:
+            return False  # A second delivery from the start is another prompt.
         self._base = base
         return True
 
-    def place(self, key: Key, search: bool) -> int:
-        """Where a key is in the prompt, -1 if it is not; without `search` only where one is likely."""
-        for place in (self.at, self.found):
+    def position(self, key: Key, search: bool) -> int:
+        """The position of a key in the prompt, or -1. Without `search`, only likely positions are tried."""
+        for place in (self.delivered, self.found):
             if place < len(self.keys) and self.keys[place] == key:
                 return place
         if search:
@@ -101,94 +104,95 @@ class Question:
 
     @property
     def is_polled(self) -> bool:
-        """Whether the same keys asked now are the same prompt."""
+        """Whether a request for the same keys now belongs to this prompt."""
         now = time.monotonic()
-        return not self.at and now - self.asked_s <= POLL_S and now - self.began_s <= POLLED_S
+        return not self.delivered and now - self.polled_s <= POLL_S and now - self.began_s <= POLLED_S
 
 
 class Prompts:
-    """The prompts that one client has asked for lately and not finished with."""
+    """The open prompts of one client: requested lately, and neither delivered nor stored yet."""
 
     def __init__(self) -> None:
-        # Changed by single operations only, so that threads need no lock: what gets lost is one count.
-        self._open: list[Question] = []
+        # Threads need no lock: each change is one operation, and a lost one costs one count.
+        self._open: list[PromptRequests] = []
 
-    def looking(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> Question:
-        """The question that a look-up of these keys belongs to."""
+    def of_lookup(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> PromptRequests:
+        """The prompt that a lookup of these keys belongs to."""
         if prompt is not None:
-            return Question.answered(keys, prompt)
-        question = next(
-            (q for q in self._mine(namespace, _asker()) if q.is_polled and _same(q.keys, keys)), None
+            return PromptRequests.declared(keys, prompt)
+        requests = next(
+            (p for p in self._own(namespace, _caller()) if p.is_polled and _same(p.keys, keys)), None
         )
-        if question is None:
-            question = self._new(namespace, keys)
-        question.asked_s, question.looked_up = time.monotonic(), True
-        question.restart()
-        return question
+        if requests is None:
+            requests = self._new(namespace, keys)
+        requests.polled_s, requests.looked_up = time.monotonic(), True
+        requests.restart()
+        return requests
 
-    def taking(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> Question:
-        """The question that an acquire of these keys belongs to."""
+    def of_acquire(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> PromptRequests:
+        """The prompt that an acquire of these keys belongs to."""
         if prompt is not None:
-            return Question.answered(keys, prompt)
+            return PromptRequests.declared(keys, prompt)
         if not keys:
-            return Question(keys, 0)
-        for question, search in self._likely(namespace):
-            # One without a look-up before is a question too, and may be a poll.
-            if (question.looked_up or question.at or question.is_polled) and question.begin(keys, search):
-                question.asked_s = time.monotonic()
-                return question
+            return PromptRequests(keys, 0)
+        for requests, search in self._candidates(namespace):
+            # An acquire without a lookup opens a prompt too, and may be a poll.
+            begun = requests.looked_up or requests.delivered or requests.is_polled
+            if begun and requests.continues(keys, search):
+                requests.polled_s = time.monotonic()
+                return requests
         return self._new(namespace, keys)
 
-    def taken(self, question: Question) -> None:
-        """An acquire has ended: the prompt is over if all that was found has been delivered."""
-        if question.at and question.at >= question.found:
-            self._close(question)
+    def end_acquire(self, requests: PromptRequests) -> None:
+        """Closes the prompt if all blocks found are delivered."""
+        if requests.delivered and requests.delivered >= requests.found:
+            self._close(requests)
 
-    def storing(self, namespace: object, keys: Sequence[Key]) -> None:
-        """These keys are being stored: whoever asked for them has computed them."""
+    def end_by_store(self, namespace: object, keys: Sequence[Key]) -> None:
+        """Closes the prompt whose keys are being stored: its blocks have been computed."""
         if not keys or not self._open:
             return
-        for question, search in self._likely(namespace):
-            if question.place(keys[0], search) >= 0:
-                self._close(question)
+        for requests, search in self._candidates(namespace):
+            if requests.position(keys[0], search) >= 0:
+                self._close(requests)
                 return
 
-    def _mine(self, namespace: object, asker: object) -> list[Question]:
-        """A caller's open questions in a namespace, the latest first."""
-        return [q for q in reversed(self._open) if q.asker == asker and q.namespace == namespace]
+    def _own(self, namespace: object, caller: object) -> list[PromptRequests]:
+        """The open prompts of a caller in a namespace, the latest first."""
+        return [p for p in reversed(self._open) if p.caller == caller and p.namespace == namespace]
 
-    def _likely(self, namespace: object) -> list[tuple[Question, bool]]:
-        """Open questions that a request may belong to, the likeliest first; whether to search their keys."""
-        asker = _asker()
-        mine = self._mine(namespace, asker)
-        others = [q for q in reversed(self._open) if q.asker != asker and q.namespace == namespace]
-        return [*((q, False) for q in (*mine, *others)), *((q, True) for q in mine)]
+    def _candidates(self, namespace: object) -> list[tuple[PromptRequests, bool]]:
+        """The prompts that a request may belong to, the likeliest first; whether to search their keys."""
+        caller = _caller()
+        own = self._own(namespace, caller)
+        others = [p for p in reversed(self._open) if p.caller != caller and p.namespace == namespace]
+        return [*((p, False) for p in (*own, *others)), *((p, True) for p in own)]
 
-    def _new(self, namespace: object, keys: Sequence[Key]) -> Question:
-        question = Question(keys, len(keys), namespace)
-        for same in [q for q in self._mine(namespace, question.asker) if _same(q.keys, keys)]:
+    def _new(self, namespace: object, keys: Sequence[Key]) -> PromptRequests:
+        requests = PromptRequests(keys, len(keys), namespace)
+        for same in [p for p in self._own(namespace, requests.caller) if _same(p.keys, keys)]:
             self._close(same)
-        self._open.append(question)
+        self._open.append(requests)
         while len(self._open) > _OPEN or (
-            len(self._open) > 1 and sum(len(q.keys) for q in self._open) > _OPEN_KEYS
+            len(self._open) > 1 and sum(len(p.keys) for p in self._open) > _OPEN_KEYS
         ):
             self._close(self._open[0])
-        return question
+        return requests
 
-    def _close(self, question: Question) -> None:
+    def _close(self, requests: PromptRequests) -> None:
         with contextlib.suppress(ValueError):
-            self._open.remove(question)
+            self._open.remove(requests)
 
 
 def _same(some: Sequence[Key], others: Sequence[Key]) -> bool:
-    """Whether two chains are the same: keys of a chain depend on all keys before them."""
+    """Whether two chains are equal: the keys of a chain depend on all keys before them."""
     if len(some) != len(others):
         return False
     return not some or (some[0] == others[0] and some[-1] == others[-1])
 
 
-def _asker() -> object:
-    """The running task or thread. A reference, since numbers of those that have ended are given again."""
+def _caller() -> object:
+    """The running task or thread, as a reference: their ids are reused after they end."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

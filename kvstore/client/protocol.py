@@ -20,29 +20,28 @@ _log = logging.getLogger(__name__)
 
 
 _Name = tuple[int, str, float]
-"""A namespace as callers name it: its layout's id, its owner, its TTL (s)."""
+"""A namespace as callers name it: the id of its layout, its owner, its TTL (s)."""
 
 _Opened = tuple[int, bytes, Layout]
-"""Its number on the connection, its fingerprint, and the layout, so that its id stays its own."""
-
+"""An open namespace: its number on the connection, its fingerprint, its layout (its id stays unique)."""
 
 POST_WAIT_S = 5.0
-"""Longest that a post waits for the daemon to read it."""
+"""Longest time that a post waits for the daemon to read it."""
 
 POST_BYTES = 256 << 10
 """Most bytes of posts that wait on one connection."""
 
 
 class Outbox:
-    """Frames on their way to the daemon: they leave in order, each whole before the next one begins.
+    """Frames to be sent to the daemon, in order, each whole before the next one begins.
 
-    A *post* is a message without an answer. Posts may wait `POST_WAIT_S` and take `POST_BYTES` together;
-    beyond that the connection has to be closed, which makes the daemon end its leases. Thread-safe, except
-    that one thread at a time may be between `head` and `sent`.
+    A *post* is a message without an answer. Posts may wait for `POST_WAIT_S` and take `POST_BYTES` in all;
+    beyond that the connection must be closed, which makes the daemon end its leases. Thread-safe, except
+    that only one thread at a time may be between `head` and `sent`.
     """
 
     def __init__(self) -> None:
-        # Reentrant: a lease may be released by a finalizer that runs while its thread is in here.
+        # Reentrant: a finalizer that releases a lease may run while its thread holds the lock.
         self._lock = threading.RLock()
         self._frames: deque[tuple[memoryview, float | None]] = deque()
         self._post_bytes = 0
@@ -51,23 +50,23 @@ class Outbox:
         return bool(self._frames)
 
     def add(self, frame: bytes) -> None:
-        """A request's frame, behind what waits."""
+        """Appends the frame of a request."""
         self._frames.append((memoryview(frame), None))
 
     def post(self, frame: bytes, now_s: float) -> bool:
-        """A post's frame, behind what waits. False if that is too much."""
+        """Appends the frame of a post. False if waiting posts exceed `POST_BYTES`."""
         with self._lock:
             self._post_bytes += len(frame)
             self._frames.append((memoryview(frame), now_s))
             return self._post_bytes <= POST_BYTES
 
     def head(self) -> memoryview | None:
-        """The bytes to send next, None if nothing waits."""
+        """The bytes to send next, None if no frame waits."""
         with self._lock:
             return self._frames[0][0] if self._frames else None
 
     def sent(self, nbytes: int) -> None:
-        """The first `nbytes` of the head are sent."""
+        """Removes the first `nbytes` bytes of the head: they are sent."""
         with self._lock:
             if not self._frames:
                 return
@@ -79,19 +78,22 @@ class Outbox:
                 self._frames.popleft()
 
     def waited_s(self, now_s: float) -> float:
-        """How long the oldest post has been waiting; 0 if none is."""
+        """Seconds that the oldest post has waited; 0 if none waits."""
         with self._lock:
             return next((now_s - posted_s for _, posted_s in self._frames if posted_s is not None), 0.0)
 
     def clear(self) -> None:
-        """Forgets all that waits: the connection has ended."""
+        """Drops all frames: the connection has ended."""
         with self._lock:
             self._frames.clear()
             self._post_bytes = 0
 
 
 class ProtocolState:
-    """What one connection knows. `send` and `receive` turn messages to bytes and back."""
+    """The state of one connection. `send` and `receive` convert messages to bytes and back.
+
+    `leases`: numbers of the leases that the connection holds.
+    """
 
     def __init__(self, token: str, maps: Maps) -> None:
         self.maps = maps
@@ -107,12 +109,12 @@ class ProtocolState:
         self._last_id = 0
 
     def namespace(self, name: _Name) -> _Opened | None:
-        """What the daemon said when this namespace was opened; None if it is to be opened."""
+        """The open namespace of this name; None if it must be opened first."""
         known = self._namespaces.pop(name, None)
         return None if known is None else self.opened(name, known)
 
     def opened(self, name: _Name, known: _Opened) -> _Opened:
-        """Remembers that; fewer than the daemon does, so that no number is used that it has forgotten."""
+        """Keeps an open namespace. Keeps fewer than the daemon, so every number here is valid there."""
         self._namespaces[name] = known
         if len(self._namespaces) > m.NAMESPACES // 2:
             del self._namespaces[next(iter(self._namespaces))]
@@ -123,7 +125,7 @@ class ProtocolState:
         return pack(m.Hello(m.MAGIC, m.OLDEST, self._token, (m.VERSION,)))
 
     def welcome(self, message: Any) -> None:
-        """Takes in the answer to hello. Raises RemoteProtocolError if the two cannot talk."""
+        """Takes the answer to hello. Raises RemoteProtocolError if there is no common version."""
         if not isinstance(message, m.Welcome):
             raise RemoteProtocolError(f"the daemon greets with {type(message).__name__}")
         if not m.OLDEST <= message.version <= m.VERSION:
@@ -139,14 +141,14 @@ class ProtocolState:
         self.maps = self.maps.of(message.instance)
 
     def send(self, message: Any) -> bytes:
-        """The bytes of a message; a request gets its id here."""
+        """The bytes of a message. Gives a request its id."""
         if hasattr(message, "id"):
             self._last_id += 1
             message.id = self._last_id
         return pack(message, self.frame_bytes, self.version)
 
     def post(self, message: Any) -> bytes:
-        """The bytes of a message that needs no answer."""
+        """The bytes of a message that has no answer."""
         return pack(message, self.frame_bytes, self.version)
 
     def receive(self, data: bytes) -> Any:
@@ -161,6 +163,6 @@ class ProtocolState:
             if isinstance(message, m.Failure):
                 raise RemoteProtocolError(message.why, message.hint)
             if isinstance(message, m.Denied):
-                # A namespace may have been taken back, or be there again: the next call opens it anew.
+                # A namespace may have been unpublished or deleted: the next call opens it again.
                 self._namespaces.clear()
         return message

@@ -15,7 +15,7 @@ import time
 from typing import Any, TypeVar
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Blocking, Call, Connect, Exchange, Fetch, Flow, Work
+from kvstore.client.calls.call import Blocking, Call, Exchange, Fetch, Flow, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
 from kvstore.client.calls.scope import Scope
 from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
@@ -68,7 +68,7 @@ class Connection(BaseConnection):
             raise
 
     def _send(self, frame: bytes, ends_s: float) -> None:
-        """Sends what waits, then a frame, until the deadline."""
+        """Sends waiting frames, then this one, until the deadline."""
         self._set_timeout(ends_s)
         self._outbox.add(frame)
         with self._sending:
@@ -92,7 +92,7 @@ class Connection(BaseConnection):
             self._give_up()
 
     def _deliver(self, descriptor: int) -> None:
-        """Sends what waits whenever the daemon reads. Runs in a thread that ends with the last post."""
+        """Sends waiting frames whenever the daemon reads. Runs in a thread that ends with the last one."""
         writable = select.poll()
         writable.register(descriptor, select.POLLOUT)
         while True:
@@ -117,8 +117,8 @@ class Connection(BaseConnection):
         left = ends_s - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
-        # A blocking socket with a kernel timeout costs one system call a message; Python's own two more.
-        # Setting it costs one too, so a timeout that is nearly right is left alone.
+        # A message costs one system call with a timeout of the kernel, three with Python's. Setting the
+        # timeout costs one more, so a timeout that is nearly right stays.
         if not 0.9 * left <= self._timeout_s <= 1.05 * left:
             self._timeout_s = left
             value = struct.pack("ll", int(left), int(left % 1 * 1e6) or 1)
@@ -167,13 +167,13 @@ class Client(BaseClient, Blocking):
             return end.value
 
     def _reply(self, exchange: Exchange, step: Any) -> Any:
+        if not isinstance(step, Step):
+            return exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return step.call()
-        if isinstance(step, Connect):
-            return self._connect(exchange.ends_s)
         if isinstance(step, Fetch):
             return exchange.connection.fetch(step.message, exchange.ends_s)
-        return exchange.connection.call(step, exchange.ends_s)
+        return self._connect(exchange.ends_s)
 
     def _connect(self, ends_s: float) -> Connection:
         return Connection(self.path, self._token, self._maps, ends_s)

@@ -1,4 +1,7 @@
-"""A recording of what a daemon is asked for: started, read bit by bit, on a connection of its own."""
+"""Records the requests that a daemon gets, over a connection of its own.
+
+Not covered: the ring of requests in the daemon, and what `kvstore lab` makes of a trace.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ _MUCH_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: s since the recording began, tokens of a block (0: unknown), hashes of its keys."""
+class RecordedRequest:
+    """One request: seconds since the recording began, tokens per block (0: unknown), hashes of its keys."""
 
     time_s: float
     block_tokens: int
@@ -34,9 +37,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What was asked for since the part before. `dropped` requests found no room, of all so far."""
+    """The requests since the last part. `dropped`: requests lost so far because the buffer was full.
 
-    requests: list[Asked]
+    `passed_s`: seconds since the recording began.
+    """
+
+    requests: list[RecordedRequest]
     dropped: int
     passed_s: float
 
@@ -44,10 +50,10 @@ class Part:
 async def record(
     url: str, seconds: float, max_bytes: int, token: str | None = None
 ) -> AsyncGenerator[Part, None]:
-    """Parts of a recording of so many seconds, for which the daemon keeps at most `max_bytes` at a time.
+    """Yields the parts of a recording of `seconds` seconds. The daemon buffers at most `max_bytes` bytes.
 
-    The first part is empty, and comes as soon as the daemon records. Whoever stops iterating ends it. Raises
-    DeniedError if the daemon refuses, UnavailableError if it is away.
+    The first part is empty and comes as soon as the daemon records. Closing the generator ends the recording.
+    Raises DeniedError if the daemon refuses, UnavailableError if it is away.
     """
     path = socket_path(url)
     connection = AsyncConnection(
@@ -61,9 +67,9 @@ async def record(
         while not ended:
             answer = await _call(connection, m.RecordRead(0))
             ended = answer.ended
-            asked = list(_requests(answer.requests))
-            yield Part(asked, answer.dropped, time.monotonic() - began)
-            # The daemon gives little at a time: where there was much there may be more.
+            requests = list(_requests(answer.requests))
+            yield Part(requests, answer.dropped, time.monotonic() - began)
+            # An answer has few requests: after a long one, more may wait.
             await asyncio.sleep(_READ_EVERY_S if len(answer.requests) < _MUCH_BYTES else 0)
     except RemoteProtocolError as error:
         raise UnavailableError(f"the daemon at {path} refuses: {error.message}", error.hint) from None
@@ -73,14 +79,14 @@ async def record(
         connection.close()
 
 
-def trace_line(asked: Asked, block_tokens: int) -> bytes:
-    """A request as a line of a trace that `kvstore lab` reads."""
+def trace_line(request: RecordedRequest, block_tokens: int) -> bytes:
+    """A request as a line of a trace file for `kvstore lab`."""
     row = {
-        "timestamp": round(1000 * asked.time_s, 3),
-        "input_length": block_tokens * len(asked.hashes),
+        "timestamp": round(1000 * request.time_s, 3),
+        "input_length": block_tokens * len(request.hashes),
         "output_length": 0,
         "block_tokens": block_tokens,
-        "hash_ids": asked.hashes,
+        "hash_ids": request.hashes,
     }
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
@@ -92,10 +98,10 @@ async def _call(connection: AsyncConnection, message: Any) -> Any:
     return answer
 
 
-def _requests(data: bytes) -> Iterator[Asked]:
+def _requests(data: bytes) -> Iterator[RecordedRequest]:
     at = 0
     while at < len(data):
         time_s, block_tokens, n = m.REQUEST_RECORD.unpack_from(data, at)
         at += m.REQUEST_RECORD.size
-        yield Asked(time_s, block_tokens, np.frombuffer(data, "<u8", n, at).tolist())
+        yield RecordedRequest(time_s, block_tokens, np.frombuffer(data, "<u8", n, at).tolist())
         at += 8 * n

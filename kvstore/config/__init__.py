@@ -1,4 +1,10 @@
-"""The one configuration: `file` reads it, with `patches`; `sections` and `tenants` say what may be in it."""
+"""The configuration: one TOML file, validated once into frozen sections.
+
+Lives here: `file` (reading and comparing), `patches` (changes at run time), `sections`, `tenants` and `admin`
+(keys and their checks), `units` (sizes and durations), `example` (the commented default file).
+
+Import from this package, not from its modules. It may import `types` and `errors` only.
+"""
 
 from kvstore.config.admin import HOLDER_PATTERN, Admin, AdminToken, parse_listen
 from kvstore.config.example import example

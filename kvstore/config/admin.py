@@ -1,4 +1,4 @@
-"""The REST interface as configured: where it listens, and who may use it."""
+"""The `[admin]` section: sockets, rate and tokens of the REST interface."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from kvstore.config.sections import Section, SocketPath, as_path
+from kvstore.config.sections import LIVE, Section, SocketPath, as_path
 from kvstore.config.tenants import Secret
 from kvstore.errors import MisuseError
 
 HOLDER_PATTERN = r"^[A-Za-z0-9_.@-]{1,64}$"
-"""What the holder of a token may be called."""
+"""Matches names of token holders."""
 
 _LISTEN_HINT = "an address and a port: 127.0.0.1:9400, or [::1]:9400"
 
@@ -25,22 +25,22 @@ def _address(text: str) -> str:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Address and port of `address:port`. Raises MisuseError for what is not one."""
+    """Returns address and port of `address:port`. Raises MisuseError if the text is not of this form."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        raise MisuseError(f"{text!r:.80} is no address to listen on", _LISTEN_HINT) from None
+        raise MisuseError(f"{text!r:.80} is not an address to listen on", _LISTEN_HINT) from None
     if not (colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise MisuseError(f"{text!r:.80} has no port", _LISTEN_HINT)
     return host, int(port)
 
 
 class AdminToken(Secret):
-    """Who may use the interface: `view` sees everything, `operate` changes things too.
+    """A token of the REST interface. Role `view` may read everything, `operate` may also change it.
 
-    `name` is what the audit log calls its holder.
+    `name` identifies the holder in the audit log.
     """
 
     name: Annotated[str, Field(pattern=HOLDER_PATTERN)]
@@ -48,10 +48,11 @@ class AdminToken(Secret):
 
 
 class Admin(Section):
-    """The process that serves REST (`kvstore admin`): its Unix socket, and a port if it is to have one.
+    """The REST interface (`kvstore admin`): its Unix socket, and optionally a TCP port (`listen`).
 
-    `audit_log`: where changes are written down; None: to the process's own log.
-    On the socket, root and the daemon's own user need no token; everybody else does, everywhere.
+    `audit_log` is the file that records changes; None: the log of the process. `requests_per_s` limits the
+    request rate per caller.
+    On the socket, root and the daemon's own user need no token. All other callers need one.
     """
 
     socket: SocketPath = Path("/run/kvstore/admin.sock")
@@ -60,22 +61,22 @@ class Admin(Section):
     certificate: Annotated[Path, BeforeValidator(as_path)] | None = None
     key: Annotated[Path, BeforeValidator(as_path)] | None = None
     audit_log: Annotated[Path, BeforeValidator(as_path)] | None = None
-    requests_per_s: Annotated[int, Field(ge=1, le=100_000)] = 50
-    tokens: Annotated[tuple[AdminToken, ...], Field(strict=False)] = ()
+    requests_per_s: Annotated[int, Field(ge=1, le=100_000), LIVE] = 50
+    tokens: Annotated[tuple[AdminToken, ...], Field(strict=False), LIVE] = ()
 
     @model_validator(mode="after")
     def _safe(self) -> Admin:
         if (self.certificate is None) != (self.key is None):
-            raise MisuseError("certificate and key go together", "set both, or neither")
+            raise MisuseError("certificate and key belong together", "set both or neither")
         if self.listen and self.certificate is None:
             host, _ = parse_listen(self.listen)
             if not ipaddress.ip_address(host).is_loopback:
                 raise MisuseError(
-                    f"listen is {self.listen}, where tokens would be read by others",
+                    f"listen is {self.listen}: tokens would cross the network unencrypted",
                     "set certificate and key, or listen on 127.0.0.1",
                 )
         for kind in ("name", "hash"):
             values = [getattr(token, kind) for token in self.tokens]
             if len(set(values)) < len(values):
-                raise MisuseError(f"two tokens have the same {kind}", "each needs its own")
+                raise MisuseError(f"two tokens have the same {kind}", "each token needs its own")
         return self

@@ -1,6 +1,6 @@
-"""The one configuration: frozen, read from one TOML file, validated once.
+"""Reads the configuration from one TOML file, validates it once, and explains errors by key.
 
-Not covered: whether a folder exists or a socket can be bound. The daemon finds that out when it starts.
+Not covered: whether folders exist or sockets can be bound. The daemon checks these when it starts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from kvstore.config.admin import Admin
 from kvstore.config.patches import Values, difference, merged, read_changes
 from kvstore.config.sections import (
+    LIVE,
     Daemon,
     Dram,
     Events,
@@ -34,16 +35,17 @@ from kvstore.config.sections import (
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
 
-_SOME = "NAME"
-"""Stands for a tenant's or device's name in keys."""
+_NAME = "NAME"
+"""Stands for the name of a tenant or device in keys."""
 
 _EVERY_KEY = "`kvstore config example` shows every key"
 
 _BY_NAME = ("tenants", "nvme.devices")
+"""Tables whose keys are names."""
 
 
 class Config(Section):
-    """Everything that can be configured. Immutable; made by `load` or `parse`."""
+    """All sections. Immutable; made by `load`, `parse` or `Source.config`."""
 
     daemon: Daemon = Daemon()
     dram: Dram = Dram()
@@ -56,7 +58,7 @@ class Config(Section):
     limits: Limits = Limits()
     encryption: Encryption = Encryption()
     admin: Admin = Admin()
-    tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096)] = {}
+    tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096), LIVE] = {}
 
     @model_validator(mode="after")
     def _tenants_fit(self) -> Config:
@@ -67,70 +69,48 @@ class Config(Section):
         return self
 
 
-_CHANGEABLE = {
-    "daemon.stop_timeout",
-    "daemon.log_level",
-    "dram.limit",
-    "hbm.limit",
-    "network.admission",
-    "network.admission_threshold",
-    "network.hedge_after",
-    "network.timeout",
-    "nvme.admission",
-    "nvme.admission_threshold",
-    "nvme.limit",
-    "nvme.prefetch_blocks",
-    "nvme.write_budget",
-    "nvme.write_policy",
-    "policy.eviction",
-    "scrub.rate",
-    "limits.connections",
-    "limits.leases_per_connection",
-    "limits.namespaces",
-    "limits.namespaces_per_tenant",
-    "limits.queued_requests",
-    "admin.requests_per_s",
-    "admin.tokens",
-}
-"""What a running daemon takes over when it reads its configuration again, besides all of its tenants."""
-
-_CHANGEABLE_OF_DEVICES = ("limit", "write_budget")
-
-
 def changes(old: Config, new: Config, admin: bool = False) -> tuple[list[str], list[str]]:
-    """Which settings differ: those that can change at run time, as `key = value`, and those that cannot.
+    """Returns the settings that differ: those that change at run time, as `key = value`, and the other keys.
 
-    What serves REST is another process: its own part counts if `admin`.
+    Keys of `[admin]` count only if `admin`, because another process uses them.
     """
     before, after = old.model_dump(), new.model_dump()
-    changed = _come_and_gone("tenants", before, after)
-    changed += _come_and_gone("nvme.devices", before["nvme"], after["nvme"])
-    flat, will_be = _flat(before), _flat(after)
-    differ = [key for key in will_be if will_be[key] != flat[key] and (admin or not key.startswith("admin."))]
-    fixed = [key for key in differ if not _can_change(key)]
-    changed += [_line(key, will_be[key]) for key in differ if key not in fixed]
+    changed = _added_and_removed("tenants", before, after)
+    changed += _added_and_removed("nvme.devices", before["nvme"], after["nvme"])
+    old_values, new_values = _flat(before), _flat(after)
+    differ = [key for key, value in new_values.items() if value != old_values[key]]
+    differ = [key for key in differ if admin or not key.startswith("admin.")]
+    fixed = [key for key in differ if not _is_live(key)]
+    changed += [_line(key, new_values[key]) for key in differ if key not in fixed]
     return changed, fixed
 
 
-def _come_and_gone(key: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What has come by name to a table, and what has gone; leaves those in both that are in both."""
-    name = key.rpartition(".")[2]
-    before, after = old[name], new[name]
-    changed = [f"{key}.{one} is new" for one in after if one not in before]
-    changed += [f"{key}.{one} is gone" for one in before if one not in after]
+def _added_and_removed(key: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Returns a line per name added to or removed from a table. Leaves only common names in both tables."""
+    table = key.rpartition(".")[2]
+    before, after = old[table], new[table]
+    changed = [f"{key}.{name} is new" for name in after if name not in before]
+    changed += [f"{key}.{name} is gone" for name in before if name not in after]
     both = sorted(set(before) & set(after))
-    old[name], new[name] = {one: before[one] for one in both}, {one: after[one] for one in both}
+    old[table], new[table] = {name: before[name] for name in both}, {name: after[name] for name in both}
     return changed
 
 
-def _can_change(key: str) -> bool:
-    if key.startswith("nvme.devices."):
-        return key.rpartition(".")[2] in _CHANGEABLE_OF_DEVICES
-    return key in _CHANGEABLE or key.startswith("tenants.")
+def _is_live(key: str) -> bool:
+    """Returns whether the key, or a table around it, is marked `LIVE`."""
+    model: type[BaseModel] = Config
+    for part in key.split("."):
+        field = model.model_fields.get(part)
+        if field is None:
+            continue  # the name of a device
+        if LIVE in field.metadata:
+            return True
+        model = _model_in(field.annotation) or model
+    return False
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted keys."""
+    """Returns nested tables as one table of dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -143,7 +123,10 @@ def _line(key: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a configuration is from: what its file has, and changes since (a merge patch), kept in a file."""
+    """The values of a configuration file, and a merge patch of changes since it was read.
+
+    `kept_in` is the file that persists the patch; None: nothing does.
+    """
 
     name: str = "config"
     values: Values = by_default(default_factory=dict)
@@ -152,24 +135,24 @@ class Source:
 
     @property
     def effective(self) -> Values:
-        """What holds."""
+        """The file's values with the changes applied."""
         return merged(self.values, self.changes)
 
     @property
     def file_policy(self) -> str:
-        """The eviction policy that the file names; "" if it names none."""
+        """The eviction policy in the file; empty if the file has none."""
         return str(self.values.get("policy", {}).get("eviction", ""))
 
     def changed(self, effective: Values) -> Source:
-        """The same file with such changes that this is what holds."""
+        """Returns a source of the same file whose changes make `effective` the effective values."""
         return replace(self, changes=difference(self.values, effective))
 
     def config(self) -> Config:
-        """What holds, as a configuration. Raises ConfigError for what can't be."""
+        """Returns the validated effective configuration. Raises ConfigError for the first invalid key."""
         try:
             return Config.model_validate(self.effective)
         except ValidationError as e:
-            # What is missing may have been misspelt, and then that is what to say.
+            # A missing key may be misspelled: the unknown key is the better message.
             error = min(e.errors(), key=lambda error: error["type"] == "missing")
             name = f"{self.name} with {self.kept_in or 'its changes'}" if self.changes else self.name
             raise _explain(name, error) from None
@@ -178,28 +161,28 @@ class Source:
 
 
 def parse(text: str, source: str = "config") -> Config:
-    """The configuration written in `text` (TOML). Raises ConfigError that starts with `source`."""
+    """Returns the configuration in a TOML text. Raises ConfigError, which names it by `source`."""
     return _source(text, source).config()
 
 
 def _source(text: str, name: str) -> Source:
     try:
         return Source(name, tomllib.loads(text))
-    except ValueError as e:  # TOML that can't be parsed, or a number of too many digits
+    except ValueError as e:  # invalid TOML, or a number with too many digits
         raise ConfigError(f"{name} is not TOML: {e}") from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply", _EVERY_KEY) from None
 
 
 def load(path: Path | None) -> Config:
-    """The configuration in the file at `path`, with the changes that are kept beside it; see read."""
+    """Returns the configuration of the file at `path` with its persisted changes; see `read`."""
     return read(path).config()
 
 
 def read(path: Path | None) -> Source:
-    """What the file at `path` has, and its changes; without one, nothing but defaults. Raises ConfigError.
+    """Returns the values of the file at `path` and its persisted changes; without a path, the defaults.
 
-    Not whether that makes a configuration: see Source.config.
+    Raises ConfigError. Does not validate the result, see `Source.config`.
     """
     if path is None:
         return Source()
@@ -220,11 +203,11 @@ def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[s
         inner, key = _model_in(field.annotation), prefix + name
         yield key
         if inner is not None:
-            yield from _known_keys(inner, f"{key}.{_SOME}." if key in _BY_NAME else f"{key}.")
+            yield from _known_keys(inner, f"{key}.{_NAME}." if key in _BY_NAME else f"{key}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, by itself, in a list or by name."""
+    """Returns the section that a field holds: directly, in a list or by name; None if it holds none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in typing.get_args(annotation) if (found := _model_in(part))), None)
@@ -239,8 +222,8 @@ def _explain(source: str, error: Mapping[str, Any]) -> ConfigError:
     if kind == "missing":
         return ConfigError(f"{named} is missing", _EVERY_KEY)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        table = f"{key}.{_SOME}" if kind == "dict_type" else key
-        return ConfigError(f"{named} is {_show(key, value)}", f"a table, written as [{table}]")
+        table = f"{key}.{_NAME}" if kind == "dict_type" else key
+        return ConfigError(f"{named} is {_show(key, value)}", f"it must be a table, written as [{table}]")
     cause: Any = error.get("ctx", {}).get("error")
     if isinstance(cause, MisuseError):
         return ConfigError(f"{named}: {cause.message}", cause.hint)
@@ -248,17 +231,18 @@ def _explain(source: str, error: Mapping[str, Any]) -> ConfigError:
 
 
 def _bare(part: object) -> str:
-    """A part of a key as TOML writes it: what is not plain is quoted."""
+    """Returns a part of a key as TOML writes it, quoted if necessary."""
     return str(part) if re.fullmatch(r"[\w-]+", str(part), re.ASCII) else f"{str(part)!r:.80}"
 
 
 def _nearest(place: list[Any]) -> str:
+    """Returns a hint for an unknown key: the known key most similar to it."""
     parts = [part for part in place if not isinstance(part, int)]
-    called = _SOME
+    given_name = _NAME
     for table in (named.split(".") for named in _BY_NAME):
         at = len(table)
         if parts[:at] == table and len(parts) > at:
-            called, parts = str(parts[at]), [*table, _SOME, *parts[at + 1 :]]
+            given_name, parts = str(parts[at]), [*table, _NAME, *parts[at + 1 :]]
     key = ".".join(map(str, parts))
     parent, _, name = key.rpartition(".")
     known = {dotted: dotted.rpartition(".")[2] for dotted in _known_keys()}
@@ -271,7 +255,7 @@ def _nearest(place: list[Any]) -> str:
     near.sort(key=lambda dotted: not dotted.startswith(f"{parts[0]}."))
     if not near:
         return _EVERY_KEY
-    return f"did you mean {near[0].replace(_SOME, _bare(called))}?"
+    return f"did you mean {near[0].replace(_NAME, _bare(given_name))}?"
 
 
 def _show(key: str, value: object) -> str:
@@ -281,5 +265,5 @@ def _show(key: str, value: object) -> str:
         shown = repr(value)
     except RecursionError:
         return "nested too deeply"
-    # A token that was put in the wrong place must not end up in a log.
+    # A token in the wrong place must not appear in a log.
     return f"{re.sub(r'kvs_[A-Za-z0-9_-]*', 'kvs_...', shown):.80}"

@@ -1,4 +1,7 @@
-"""Changes to a configuration as JSON merge patches (RFC 7396), and the file that keeps them."""
+"""JSON merge patches (RFC 7396) of the configuration, and the file that persists them.
+
+Not covered: whether a patched configuration is valid. `Source.config` validates it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from blake3 import blake3
 from kvstore.errors import ConfigError
 
 Values = dict[str, Any]
-"""Tables and values as TOML and JSON have them."""
+"""Tables and values of TOML or JSON."""
 
 
 def merged(values: Values, patch: Values) -> Values:
-    """`values` with a merge patch applied: what it names is replaced, table by table; None removes."""
+    """Returns `values` with a merge patch applied: tables are merged, other values replaced, None removes."""
     out = {name: value for name, value in values.items() if name not in patch}
     for name, value in patch.items():
         if isinstance(value, dict):
@@ -29,7 +32,7 @@ def merged(values: Values, patch: Values) -> Values:
 
 
 def difference(before: Values, after: Values) -> Values:
-    """The merge patch that makes `after` of `before`, and says no more than that."""
+    """Returns the smallest merge patch that turns `before` into `after`."""
     patch: Values = {name: None for name in before if name not in after}
     for name, value in after.items():
         old = before.get(name)
@@ -43,13 +46,13 @@ def difference(before: Values, after: Values) -> Values:
 
 
 def etag(value: object) -> str:
-    """Stands for a value as it is now."""
+    """Returns an ETag over a value."""
     return blake3(_json(value).encode()).hexdigest(8)
 
 
 def read_changes(path: Path) -> Values:
-    """The merge patch kept in a file; empty if there is none. Raises ConfigError."""
-    hint = "it holds what was changed while the daemon ran; move it away to go without"
+    """Returns the merge patch in a file, empty if the file does not exist. Raises ConfigError."""
+    hint = "it holds changes made while the daemon ran; move it away to drop them"
     try:
         changes = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -59,12 +62,12 @@ def read_changes(path: Path) -> Values:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", hint) from None
     if not isinstance(changes, dict):
-        raise ConfigError(f"{path} holds no table", hint)
+        raise ConfigError(f"{path} is not a JSON object", hint)
     return changes
 
 
 def keep_changes(path: Path, changes: Values) -> None:
-    """Writes a merge patch to a file, durably and whole. Raises ConfigError, and leaves what was there."""
+    """Writes a merge patch to a file, atomically and durably. Raises ConfigError and keeps the old file."""
     new = path.with_name(f"{path.name}.new")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -82,15 +85,15 @@ def keep_changes(path: Path, changes: Values) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON has it."""
+    """Returns the value with JSON types only: times become text, tuples lists."""
     return json.loads(_json(value))
 
 
 def _json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, default=_moment, sort_keys=True, ensure_ascii=False, indent=indent)
+    return json.dumps(value, default=_iso_time, sort_keys=True, ensure_ascii=False, indent=indent)
 
 
-def _moment(value: object) -> str:
-    """A moment as JSON has it: TOML's only values that JSON has not."""
+def _iso_time(value: object) -> str:
+    """Returns a time as text. Times are the only TOML values without a JSON type."""
     assert isinstance(value, datetime), value
     return f"{value.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}" if value.tzinfo else value.isoformat()

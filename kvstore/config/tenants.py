@@ -1,4 +1,4 @@
-"""Tenants as configured: who they are, what they may have, and what no two of them may share."""
+"""The `[tenants.NAME]` and `[encryption]` sections: members, tokens and quotas, and checks across tenants."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ TenantName = Annotated[str, AfterValidator(check_tenant)]
 
 
 def _hash(value: object) -> str:
-    # Never shown: somebody may have put the token itself here.
+    # The message omits the value, which may be the token itself.
     if not isinstance(value, str) or not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", value):
         raise MisuseError(
-            "this is not sha256: and 64 hexadecimal digits", "`kvstore tenant token NAME` prints both"
+            "this is not sha256: and 64 hexadecimal digits", "`kvstore tenant token NAME` prints such a hash"
         )
     return value.lower()
 
 
-def _moment(value: object) -> datetime:
+def _time(value: object) -> datetime:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            value = datetime.fromisoformat(value)  # as JSON has it
+            value = datetime.fromisoformat(value)  # JSON has no type for times
     if not isinstance(value, datetime) or value.tzinfo is None:
-        raise MisuseError(f"{value!s:.40} is no moment", "a date, a time and an offset: 2027-01-01T00:00:00Z")
+        raise MisuseError(
+            f"{value!s:.40} is not a time", "a date, a time and an offset: 2027-01-01T00:00:00Z"
+        )
     return value
 
 
 def _above_0(size: int) -> int:
     if not size:
-        raise MisuseError("0B a second is too little", "leave it out for no cap")
+        raise MisuseError("0B per second is too little", "omit the key for no cap")
     return size
 
 
@@ -50,10 +52,10 @@ _Numbers = Annotated[tuple[_Number, ...], Field(strict=False)]
 
 
 class Secret(Section):
-    """A token by its SHA-256, and until when it holds (None: for ever)."""
+    """A token's SHA-256 hash and expiry (None: it never expires)."""
 
     hash: Annotated[str, BeforeValidator(_hash)]
-    expires: Annotated[datetime, BeforeValidator(_moment)] | None = None
+    expires: Annotated[datetime, BeforeValidator(_time)] | None = None
 
     @property
     def digest(self) -> bytes:
@@ -62,18 +64,18 @@ class Secret(Section):
 
     @property
     def ends(self) -> float:
-        """From when on it does not hold, in Unix time (s)."""
+        """The expiry as Unix time in seconds; infinity if it never expires."""
         return math.inf if self.expires is None else self.expires.timestamp()
 
 
 class Token(Secret):
-    """A token of a tenant, and what its holders may do."""
+    """A token of a tenant, and the role of its holders."""
 
     role: Role = "write"
 
 
 class TierQuota(Section):
-    """A tenant's part of a tier, in bytes: `floor` is never taken from it, `limit` it never exceeds."""
+    """A tenant's quota in a tier, in bytes: `floor` is guaranteed, `limit` is never exceeded."""
 
     floor: Size = 0
     limit: Size | None = None
@@ -89,7 +91,10 @@ class TierQuota(Section):
 
 
 class Tenant(Section):
-    """One tenant: its members, its part of every tier, of bandwidth (bytes/s) and of requests (1/s)."""
+    """A tenant: its members, its quotas per tier, and its caps on bandwidth (bytes/s) and requests (1/s).
+
+    `ttl` is the lifetime of blocks in seconds, `pin` the bytes that it may pin, `share` its weight.
+    """
 
     uids: _Numbers = ()
     gids: _Numbers = ()
@@ -107,18 +112,18 @@ class Tenant(Section):
 
     @property
     def quotas(self) -> dict[str, TierQuota]:
-        """Its part of every tier, by the tier's name; of HBM, of each GPU's pool."""
+        """Quotas by tier name. The quota of `hbm` applies to each GPU's pool."""
         return {"dram": self.dram, "nvme": self.nvme, "hbm": self.hbm}
 
 
 class Encryption(Section):
-    """Where the key of encrypted tenants is; without a file, the systemd credential `kvstore-key`."""
+    """The master key of encrypted tenants; by default the systemd credential `kvstore-key`."""
 
     key_file: Annotated[Path, BeforeValidator(as_path)] | None = None
 
 
 def check_apart(tenants: Mapping[str, Tenant]) -> None:
-    """Raises MisuseError if a peer could be two tenants."""
+    """Raises MisuseError if two tenants share a uid, gid or token."""
     for kind in ("uid", "gid", "token"):
         owners: dict[object, str] = {}
         for name, tenant in tenants.items():
@@ -126,7 +131,7 @@ def check_apart(tenants: Mapping[str, Tenant]) -> None:
                 if member in owners:
                     raise MisuseError(
                         f"{kind} {member} is given twice: to tenants.{owners[member]} and to tenants.{name}",
-                        "a peer is one tenant: take it out of one of the two places",
+                        "a peer belongs to one tenant: remove it from the other one",
                     )
                 owners[member] = name
 
@@ -138,7 +143,7 @@ def _members(tenant: Tenant, kind: str) -> Iterable[object]:
 
 
 def check_floors(tenants: Mapping[str, Tenant], tier: str, limit_bytes: int) -> None:
-    """Raises MisuseError if the floors of a tier can't all be kept."""
+    """Raises MisuseError if the floors of all tenants exceed a tier's limit."""
     total = sum(tenant.quotas[tier].floor for tenant in tenants.values())
     if total > limit_bytes:
         raise MisuseError(

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, and back."""
+"""Parses and formats sizes and durations such as `512MiB` and `250ms`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DURATION_HINT = "a number of seconds, or one with a unit: 0.5, 250ms, 5s, 2m, 3
 
 
 def parse_size(text: object) -> int:
-    """Bytes meant by `4096`, `"512MiB"` or `"100GB"`. Units in any case; raises MisuseError for the rest."""
+    """Returns the bytes of `4096`, `"512MiB"` or `"100GB"`, units in any case. Raises MisuseError."""
     size = -1
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
@@ -32,21 +32,21 @@ def parse_size(text: object) -> int:
 
 
 def parse_write_budget(text: object, limit: int) -> int:
-    """Bytes a day meant by a size, or by `"0.5x"`: so many times a device of `limit` bytes; 0: no bound.
+    """Returns the bytes per day of a size, or of a multiple of `limit` bytes such as `"0.5x"`; 0: no budget.
 
-    Raises MisuseError for anything else.
+    Raises MisuseError otherwise.
     """
     if isinstance(text, str) and (m := re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*x\s*", text)):
         return int(float(m[1]) * limit)
     try:
         return parse_size(text)
     except MisuseError:
-        hint = 'bytes a day such as "500GiB", or times the limit such as "1x"'
+        hint = 'bytes per day such as "500GiB", or a multiple of the limit such as "1x"'
         raise MisuseError(f"{text!r:.80} is not a write budget", hint) from None
 
 
 def parse_duration(text: object) -> float:
-    """Seconds meant by `0.5`, `"250ms"`, `"5s"` or `"2m"`. Raises MisuseError for anything else."""
+    """Returns the seconds of `0.5`, `"250ms"`, `"5s"` or `"2m"`. Raises MisuseError otherwise."""
     seconds = -1.0
     if isinstance(text, int | float) and not isinstance(text, bool):
         seconds = float(text)
@@ -59,9 +59,9 @@ def parse_duration(text: object) -> float:
 
 
 def format_size(n: float) -> str:
-    """`n` bytes for people, in binary units with at most one decimal: `512B`, `1.5KiB`, `8GiB`."""
+    """Returns `n` bytes as text in binary units with at most one decimal: `512B`, `1.5KiB`, `8GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # 1023.95 and above would round to "1024": that is the next unit's 1.
+        # Values from 1023.95 would round to "1024", which is 1 of the next unit.
         if abs(n) < 1023.95:
             return f"{n:.1f}".removesuffix(".0") + unit
         n /= 1024
@@ -69,7 +69,7 @@ def format_size(n: float) -> str:
 
 
 def at_least(minimum: int) -> AfterValidator:
-    """Refuses sizes below `minimum` bytes."""
+    """Returns a validator that raises MisuseError for sizes below `minimum` bytes."""
 
     def check(size: int) -> int:
         if size < minimum:
@@ -80,6 +80,6 @@ def at_least(minimum: int) -> AfterValidator:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
-"""Bytes, written as an integer or as text with a unit."""
+"""A number of bytes, written as an integer or as text with a unit."""
 Duration = Annotated[float, BeforeValidator(parse_duration)]
-"""Seconds, written as a number or as text with a unit."""
+"""A number of seconds, written as a number or as text with a unit."""

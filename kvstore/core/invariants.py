@@ -16,46 +16,48 @@ if TYPE_CHECKING:
     from kvstore.core.requests.leases import LeaseTable
 
 
-def check(ledger: LeaseTable) -> None:
+def check(leases: LeaseTable) -> None:
     """Raises AssertionError naming the invariant that does not hold."""
-    r = ledger.residency
+    r = leases.residency
     _check_rows(r)
     for tier in range(len(r.tiers)):
-        _check_tier(ledger, tier)
-        _check_tenants(ledger, tier)
-    reserved = np.concatenate([x.rows[x.alive] for x in ledger.reservations.values()] or [np.empty(0, int)])
+        _check_tier(leases, tier)
+        _check_tenants(leases, tier)
+    reserved = np.concatenate([x.rows[x.alive] for x in leases.reservations.values()] or [np.empty(0, int)])
     state = r.blocks.state
     assert sorted(reserved.tolist()) == np.flatnonzero(state == RESERVED).tolist(), (
         "reserved without a writer"
     )
-    answered = set(ledger.waiting) & set(ledger.stalled)
+    answered = set(leases.waiting) & set(leases.stalled)
     assert not answered, "a request waits twice"
-    for row, requests in ledger.wanted_by.items():
+    for row, requests in leases.wanted_by.items():
         for request in requests:
-            assert row in ledger.waiting[request].missing, "a waiter is told of a row it does not want"
-    _check_copies(ledger)
+            assert row in leases.waiting[request].missing, "a waiter is told of a row it does not want"
+    _check_copies(leases)
     lent: Counter[tuple[int, int]] = Counter()
-    for lease in ledger.leases.values():
+    for lease in leases.leases.values():
         lent[lease.tenant, lease.reader] += lease.lent_bytes
-    assert +lent == ledger.lent, "what others' leases hold is miscounted"
+    assert +lent == leases.lent, "what others' leases hold is miscounted"
 
 
-def _check_copies(ledger: LeaseTable) -> None:
-    r, marks = ledger.residency, np.zeros(ledger.residency.blocks.capacity, np.uint8)
+def _check_copies(leases: LeaseTable) -> None:
+    r, marks = leases.residency, np.zeros(leases.residency.blocks.capacity, np.uint8)
     coming: Counter[tuple[int, int]] = Counter()
-    for t in ledger.copies.under_way.values():
+    for t in leases.copies.under_way.values():
         rows, slots = t.rows[t.alive], t.source_slots[t.alive]
         assert (r.tiers[t.source].extents.owner[slots] == rows).all(), "a copy of what is not there any more"
         assert not (marks[rows] & t.marks).any(), "two copies share a mark"
         marks[rows] |= t.marks
         coming.update((t.target, row) for row in rows.tolist())
     assert max(coming.values(), default=1) == 1, "two copies of a block into one tier"
-    assert (r.blocks.moving & ~np.uint8(DEMOTE) == marks & ~np.uint8(DEMOTE)).all(), "a row is marked wrongly"
-    assert (marks[(r.blocks.moving & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
-    for request, waiter in ledger.waiting.items():
+    assert (r.blocks.copy_marks & ~np.uint8(DEMOTE) == marks & ~np.uint8(DEMOTE)).all(), (
+        "a row is marked wrongly"
+    )
+    assert (marks[(r.blocks.copy_marks & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
+    for request, waiter in leases.waiting.items():
         for row in waiter.missing:
             assert (waiter.event.at, row) in coming, "a waiter waits for what is not on its way"
-            assert request in ledger.wanted_by[row], "a waiter is not told of a row it wants"
+            assert request in leases.wanted_by[row], "a waiter is not told of a row it wants"
 
 
 def _check_rows(r: Residency) -> None:
@@ -75,15 +77,15 @@ def _check_rows(r: Residency) -> None:
     assert (count[used] == b.children[used]).all(), "children miscounted"
     holes = used[b.state[used] == HOLE]
     childless = holes[b.children[holes] == 0]
-    assert np.isin(childless, list(r.childless)).all(), "a hole without children"
+    assert np.isin(childless, list(r.chains.childless)).all(), "a hole without children"
     for namespace in np.unique(b.namespace[used]).tolist():
         n = int((b.namespace[holes] == namespace).sum())
-        assert r.holes[namespace] == n, "holes miscounted"
-    assert set(r.pins) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
+        assert r.chains.holes[namespace] == n, "holes miscounted"
+    assert set(r.pins.ends) == set(np.flatnonzero(b.pinned).tolist()), "pins miscounted"
 
 
-def _check_tier(ledger: LeaseTable, tier: int) -> None:
-    r = ledger.residency
+def _check_tier(leases: LeaseTable, tier: int) -> None:
+    r = leases.residency
     extents, slot = r.tiers[tier].extents, r.blocks.slot[tier]
     assert extents.limit_bytes <= extents.bound_bytes, "a bound below the limit"
     assert extents.total * extents.extent_bytes <= extents.bound_bytes, "more extents than the limit allows"
@@ -95,7 +97,7 @@ def _check_tier(ledger: LeaseTable, tier: int) -> None:
     assert (extents.owner[slot[rows]] == rows).all(), "a slot does not know its owner"
     assert int((extents.owner >= 0).sum()) == len(rows), "a slot is owned by a row that is elsewhere"
     refs = np.zeros(len(extents.refs), np.int64)
-    for slots in _references(ledger, tier):
+    for slots in _references(leases, tier):
         np.add.at(refs, slots, 1)
     for retired in extents.retired:
         refs[retired] += 1
@@ -110,13 +112,13 @@ def _check_tier(ledger: LeaseTable, tier: int) -> None:
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((extents.owner[numbers] >= 0).sum())
         assert known == owned, "the policy knows other blocks than the tier holds"
-    for era in r.tiers[tier].eras:
-        era.segments.check()
+    for generation in r.tiers[tier].generations:
+        generation.segments.check()
 
 
-def _check_tenants(ledger: LeaseTable, tier: int) -> None:
-    extents = ledger.residency.tiers[tier].extents
-    holdings, shrinking = extents.holdings, ledger.eviction.shrinking
+def _check_tenants(leases: LeaseTable, tier: int) -> None:
+    extents = leases.residency.tiers[tier].extents
+    holdings, shrinking = extents.holdings, leases.eviction.shrinking
     n = len(holdings.extents)
     held, fitted, used = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     for pool, members in extents.classes.items():
@@ -140,25 +142,25 @@ def _check_tenants(ledger: LeaseTable, tier: int) -> None:
     everything = len(extents.ready) + len(extents.renewing)
     spread = int(held.sum()) + len(extents.unassigned) + sum(t < 0 for t in extents.renewing.values())
     assert everything == spread, "extents got lost between tenants"
-    for space in ledger.spaces.values():
-        if not space.moved:
-            rows = np.flatnonzero(ledger.residency.blocks.namespace == space.number)
-            rows = rows[ledger.residency.blocks.state[rows] != FREE]
-            slots = ledger.residency.blocks.slot[tier, rows]
+    for space in leases.namespaces.values():
+        if not space.relocated:
+            rows = np.flatnonzero(leases.residency.blocks.namespace == space.number)
+            rows = rows[leases.residency.blocks.state[rows] != FREE]
+            slots = leases.residency.blocks.slot[tier, rows]
             slots = slots[slots >= 0]
             assert extents.are_of(space.pools[tier], slots).all(), "a block is in another tenant's extent"
 
 
-def _references(ledger: LeaseTable, tier: int) -> list[Slots]:
+def _references(leases: LeaseTable, tier: int) -> list[Slots]:
     """All slots of a tier that somebody refers to, once a reference."""
     out = []
-    for transfer in ledger.copies.under_way.values():
+    for transfer in leases.copies.under_way.values():
         if transfer.source == tier:
             out.append(transfer.source_slots)
         if transfer.target == tier:
             out.append(transfer.target_slots)
-    everything = np.arange(len(ledger.residency.tiers[tier].extents.refs))
-    out += [everything[x.slots] for x in ledger.leases.values() if x.at == tier]
-    out += [x.slots for x in ledger.reservations.values() if x.at == tier]
-    out += [x.slots[x.slots >= 0] for x in ledger.waiting.values() if x.event.at == tier]
-    return out + [p.slots for p in ledger.probes.values() if p.tier == tier]
+    everything = np.arange(len(leases.residency.tiers[tier].extents.refs))
+    out += [everything[x.slots] for x in leases.leases.values() if x.at == tier]
+    out += [x.slots for x in leases.reservations.values() if x.at == tier]
+    out += [x.slots[x.slots >= 0] for x in leases.waiting.values() if x.event.at == tier]
+    return out + [p.slots for p in leases.probes.values() if p.tier == tier]

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks.residency import PolicyGeneration, Residency
+from kvstore.core.blocks.residency import Residency
+from kvstore.core.blocks.topology import PolicyGeneration
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.policy import Policy, find
 from kvstore.core.policy.migrating import MigratingPolicy
@@ -51,29 +52,29 @@ class PolicyMigration:
         """Starts a migration. Raises MisuseError, and changes nothing, if there is no such policy."""
         if name == self.wanted:
             return
-        eras = self._eras(name)
+        generations = self._generations(name)
         self.wanted = name
         if not self._under_way:
-            self._begin(eras, now)
+            self._begin(generations, now)
 
-    def _eras(self, name: str) -> list[PolicyGeneration]:
+    def _generations(self, name: str) -> list[PolicyGeneration]:
         """Returns a new policy generation for each tier. Makes one policy as a test."""
         make = find(name)
-        eras = [self._r.new_era(make) for _ in self._r.tiers]
+        generations = [self._r.topology.new_generation(make) for _ in self._r.tiers]
         try:
-            made = self._r.make_policy(0, _NOBODY, eras[0])
+            made = self._r.topology.make_policy(0, _NOBODY, generations[0])
         except Exception as error:
             raise MisuseError(f"eviction policy {name!r} cannot be made: {error}", _WANTED) from error
         lacking = [part for part in _PARTS if not hasattr(made, part)]
         if lacking:
             raise MisuseError(f"eviction policy {name!r} has no {', '.join(lacking)}", _WANTED)
-        return eras
+        return generations
 
-    def _begin(self, eras: list[PolicyGeneration], now: float) -> None:
+    def _begin(self, generations: list[PolicyGeneration], now: float) -> None:
         r = self._r
         self.name, self._under_way = self.wanted, True
-        for state, era in zip(r.tiers, eras, strict=True):
-            state.before, state.era = state.era, era
+        for state, generation in zip(r.tiers, generations, strict=True):
+            state.old_generation, state.generation = state.generation, generation
         self._pools = [(tier, pool) for tier, state in enumerate(r.tiers) for pool in state.policies]
         self._marks = [zeros(r.blocks.capacity, np.uint32) for _ in r.tiers]
         self._next_step = now
@@ -82,7 +83,7 @@ class PolicyMigration:
         """When there is something to go on with."""
         return self._next_step
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on with a switch."""
         if now < self._next_step:
             return
@@ -101,7 +102,7 @@ class PolicyMigration:
         state = self._r.tiers[tier]
         policy = state.policies[pool]
         if not isinstance(policy, MigratingPolicy):
-            new = self._r.make_policy(tier, pool, state.era)
+            new = self._r.topology.make_policy(tier, pool, state.generation)
             # The mark is unique to this pool within the migration.
             policy = state.policies[pool] = MigratingPolicy(policy, new, self._marks[tier], len(self._pools))
         moved = policy.go_on(n, now)
@@ -113,7 +114,7 @@ class PolicyMigration:
     def _end(self, now: float) -> None:
         """Drops the old policies. Starts the next migration if another policy is wanted by now."""
         for state in self._r.tiers:
-            state.before = None
+            state.old_generation = None
         self._marks, self._under_way, self._next_step = [], False, math.inf
         if self.wanted != self.name:
-            self._begin(self._eras(self.wanted), now)
+            self._begin(self._generations(self.wanted), now)

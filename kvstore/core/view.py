@@ -11,24 +11,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.residency import TierState
+from kvstore.core.blocks.topology import TierState
+from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import UNLIMITED, SlotPool
 from kvstore.core.insight.decision_log import Decisions
-from kvstore.core.requests.leases import Limits
+from kvstore.core.policy_migration import PolicyMigration
+from kvstore.core.requests.leases import LeaseTable, Limits
 from kvstore.core.reuse.reuse import ReuseState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.copy_queue import Transfer
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.types import Tier
-
-if TYPE_CHECKING:
-    from kvstore.core.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +226,9 @@ class TierView:
         state = self._state
         return TierPolicy(
             pools=len(state.policies),
-            known_blocks=sum(era.segments.known_rows for era in state.eras),
-            state_bytes=sum(era.segments.ram_bytes() for era in state.eras),
-            weighs=bool(getattr(state.era.make, "weighs", False)),
+            known_blocks=sum(generation.segments.known_rows for generation in state.generations),
+            state_bytes=sum(generation.segments.ram_bytes() for generation in state.generations),
+            weighs=bool(getattr(state.generation.make, "weighs", False)),
         )
 
     def holding(self, tenant: int) -> Holding:
@@ -273,9 +271,12 @@ class TierView:
 class View:
     """The state of one placement core."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._residency = placement.residency
+    def __init__(self, leases: LeaseTable, policy_migration: PolicyMigration, hotplug: Hotplug) -> None:
+        self._leases = leases
+        self._residency = leases.residency
+        self._copies = leases.copies
+        self._policy_migration = policy_migration
+        self._hotplug = hotplug
         self._tiers: list[TierView] = []
 
     # -- blocks
@@ -283,7 +284,7 @@ class View:
     def stored(self, namespace: int, keys: Keys) -> int:
         """Returns how many leading keys can be read on this node. Does not count as a use of the blocks."""
         r = self._residency
-        return len(r.prefix(namespace, keys)) if namespace in r.spaces else 0
+        return len(r.prefix(namespace, keys)) if namespace in r.namespaces else 0
 
     def in_memory(self, namespace: int, keys: Keys, tier: int) -> bool:
         """Returns whether all keys are known to be in this memory tier. False may also mean unknown."""
@@ -308,35 +309,35 @@ class View:
     @property
     def memory(self) -> Sequence[int]:
         """The numbers of memory tiers: DRAM first, then pools of GPU memory."""
-        return self._residency.memory
+        return self._residency.topology.memory
 
     @property
     def addable_devices(self) -> int:
         """How many devices can still be added at run time."""
-        return self._placement.joining.room
+        return self._hotplug.room
 
     # -- tenants and requests
 
     @property
     def limits(self) -> Limits:
         """What one client or one call may ask for."""
-        return self._placement.limits
+        return self._leases.limits
 
     def lent_by(self, tenant: int) -> dict[int, int]:
         """Returns bytes of a tenant's blocks that other tenants hold by leases, by reader."""
-        return self._placement.ledger.lent_by(tenant)
+        return self._leases.lent_by(tenant)
 
     # -- transfers
 
     @property
     def unfinished_copies(self) -> int:
         """Copies under way, and batches of blocks that wait to be written to a lower tier."""
-        transfers = self._placement.transfers
-        return len(self._placement.copies.under_way) + sum(map(len, transfers.backlog.values()))
+        transfers = self._leases.transfers
+        return len(self._copies.under_way) + sum(map(len, transfers.backlog.values()))
 
     def transfers(self, after: int, limit: int) -> list[TransferStatus]:
         """Returns copies with numbers above `after`, the oldest `limit`."""
-        under_way = self._placement.copies.under_way
+        under_way = self._copies.under_way
         # Numbers ascend in the order in which copies were queued.
         numbers = islice((number for number in under_way if number > after), limit)
         return [_transfer(number, under_way[number]) for number in numbers]
@@ -345,13 +346,13 @@ class View:
 
     def totals(self) -> Totals:
         """Returns the sizes of the core's tables."""
-        r, leases = self._residency, self._placement.ledger
+        r, leases = self._residency, self._leases
         return Totals(
             blocks=r.blocks.used,
             leases=len(leases.leases),
             reservations=len(leases.reservations),
-            copies_under_way=len(self._placement.copies.under_way),
-            pinned_bytes=sum(r.pinned_bytes.values()),
+            copies_under_way=len(self._copies.under_way),
+            pinned_bytes=sum(r.pins.pinned_bytes.values()),
             ram_bytes=r.ram_bytes(),
         )
 
@@ -367,8 +368,8 @@ class View:
 
     def policy(self) -> PolicyStatus:
         """Returns the eviction policy in use, and the progress of a change of policy."""
-        switch = self._placement.switch
-        return PolicyStatus(switch.name, switch.wanted, switch.pools_left)
+        migration = self._policy_migration
+        return PolicyStatus(migration.name, migration.wanted, migration.pools_left)
 
     def reuse_state(self, now: float) -> ReuseState:
         """Returns the reuse statistics, for the next process. Costs a pass over all blocks."""

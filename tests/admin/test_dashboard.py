@@ -270,7 +270,7 @@ def shown(driver: webdriver.Chrome) -> None:
 
 
 def test_who_has_no_token_that_holds_is_told_why_and_sees_nothing(page: webdriver.Chrome) -> None:
-    for token, why in (("kvs_wrong", "unknown"), (EXPIRED, "expired"), ("ключ", "is no token")):
+    for token, why in (("kvs_wrong", "Unknown token"), (EXPIRED, "expired"), ("ключ", "is no token")):
         sign_in(page, token)
         eventually(lambda why=why: why in text(page, "#why"))
         page.find_element(By.ID, "token").clear()

@@ -271,10 +271,10 @@ def test_who_asks_too_often_is_told_so_and_others_are_not() -> None:
     ("lines", "why"),
     [
         ('listen = "0.0.0.0:9400"', "set certificate and key, or listen on 127.0.0.1"),
-        ('listen = "localhost:9400"', "'localhost:9400' is no address to listen on"),
+        ('listen = "localhost:9400"', "'localhost:9400' is not an address to listen on"),
         ('listen = "127.0.0.1:http"', "'127.0.0.1:http' has no port"),
         ('listen = "127.0.0.1:65536"', "has no port"),
-        ('certificate = "/etc/tls.crt"', "certificate and key go together"),
+        ('certificate = "/etc/tls.crt"', "certificate and key belong together"),
         ("requests_per_s = 0", "admin.requests_per_s"),
         ('[[admin.tokens]]\nname = "a b"\nhash = "sha256:' + "0" * 64 + '"', "admin.tokens.0.name"),
         ('[[admin.tokens]]\nname = "a"\nhash = "secret"', "this is not sha256:"),

@@ -55,9 +55,9 @@ def test_people_are_told_what_comes_of_a_quota(daemon: LocalDaemon) -> None:
     tried = cli("quota", "set", "default", "--dram-limit", "2MiB", "--dry-run", *socket).stdout
     assert "would be: tenants.default is new" in tried
     assert " of default would be evicted from dram" in tried
-    assert "until the daemon ends" not in tried
+    assert "ends with the daemon" not in tried
     done = cli("quota", "set", "chat", "--dram-floor", "4MiB", *socket).stdout
     assert "is now: tenants.chat.dram.floor = 4194304" in done
-    assert "4MiB of dram is now chat's, when it needs them" in done
-    assert "until the daemon ends" in done
+    assert "4MiB of dram is now reserved for chat" in done
+    assert "ends with the daemon" in done
     assert cli("quota", "set", "chat", "--dram-floor", "4MiB", *socket).stdout == "nothing changes\n"

@@ -151,10 +151,10 @@ def _in_process(args: list[str]) -> tuple[int, str]:
         (("blocks", "invalidate", ABSENT, "00"), "add --yes"),
         (("blocks", "prefetch", ABSENT, "xyz"), "is neither a key nor a file (keys are"),
         (("blocks", "prefetch", ABSENT, "00", "0000"), "keys of 1 and of 2 bytes in one call"),
-        (("pin", "add", ABSENT, "00", "--for", "2d"), "--for is 2d (more than 0, and at most 1d)"),
+        (("pin", "add", ABSENT, "00", "--for", "2d"), "--for is 2d (more than 0, at most 1d)"),
         (("pin", "add", ABSENT, "00", "--for", "soon"), "--for: 'soon' is not a duration"),
         (("quota", "show", "nobody"), "there is no tenant 'nobody'"),
-        (("quota", "set", "default"), "nothing was asked to change (one of --dram-limit"),
+        (("quota", "set", "default"), "no option was given (give one of --dram-limit"),
         (("quota", "set", "default", "--dram-limit", "much"), "--dram-limit: 'much' is not a size"),
         (("tier", "show", "tape"), "there is no tier 'tape' (there are dram, nvme)"),
         (("device", "show", "tape"), "there is no device 'tape' (there are dram, nvme)"),
@@ -242,7 +242,7 @@ def test_blocks_are_shown_brought_up_and_forgotten(daemon: LocalDaemon, client: 
     assert (block["key"], block["state"]) == (first, "live")
     assert told(daemon, "blocks", "prefetch", id, first)["blocks"] == 1
     last = keys[1].hex()
-    assert run(daemon, "blocks", "invalidate", id, last, "--yes").stdout == "1 of 1 blocks forgotten\n"
+    assert run(daemon, "blocks", "invalidate", id, last, "--yes").stdout == "1 of 1 blocks invalidated\n"
     assert ns.lookup(keys) == 1
 
 

@@ -128,14 +128,14 @@ def test_it_goes_on_with_the_next_daemon() -> None:
         first = json.loads(process.stdout.readline())
         assert (first["what"], first["detail"]) == ("started", f"pid {daemon.pid}")
         daemon.stop()
-        assert process.stderr.readline() == "the daemon does not answer, waiting for it\n"
+        assert process.stderr.readline() == "the daemon does not answer: waiting for it\n"
         daemon.start()
         second = json.loads(process.stdout.readline())
         assert (second["what"], second["detail"]) == ("started", f"pid {daemon.pid}")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0
-        assert errors.splitlines()[-1] == "the daemon has been started anew"
+        assert errors.splitlines()[-1] == "the daemon has restarted"
 
 
 def test_how_many_were_missed_is_said(
@@ -150,6 +150,6 @@ def test_how_many_were_missed_is_said(
 
     monkeypatch.setattr(module, "_EVERY_S", 0.0)
     client: Any = SimpleNamespace(control=control)
-    events = module._told(client, module.Wanted("", (), 0.0), None, follow=True)
+    events = module._events(client, module.Filter("", (), 0.0), None, follow=True)
     assert next(events)["number"] == 5
     assert capsys.readouterr().err == "3 events were overwritten before they were read\n"

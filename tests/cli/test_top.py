@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.cli.top import between, look_at
+from kvstore.cli.top import between, sample
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.daemons import SMALL, WITH_NVME, cli, got, names, new_layout, payloads
@@ -123,4 +123,4 @@ def test_tenants_cannot_watch_others() -> None:
         Member(daemon, VICTIM) as member,
         pytest.raises(DeniedError, match="only operators"),
     ):
-        look_at(member)
+        sample(member)

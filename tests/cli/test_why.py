@@ -123,7 +123,7 @@ def test_what_is_not_known_at_all_is_exit_code_one(daemon: LocalDaemon) -> None:
     absent = names(1, "absent")[0].hex()
     assert why(daemon, absent) == (1, {"keys": 1, "blocks": []})
     done = cli("why", absent, "--socket", str(daemon.socket))
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "nothing is known of it\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "unknown key\n")
 
 
 @pytest.mark.parametrize(

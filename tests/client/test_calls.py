@@ -49,7 +49,7 @@ def protocol_of(batch_keys: int = 16) -> ProtocolState:
 
 def exchange_on(protocol: ProtocolState | None = None) -> Exchange:
     exchange = Exchange(time.monotonic() + 10, lambda *_: None, lambda _: None)
-    exchange.connection = Recorded(protocol or protocol_of())  # type: ignore[assignment]
+    exchange.use(Recorded(protocol or protocol_of()))  # type: ignore[arg-type]
     return exchange
 
 

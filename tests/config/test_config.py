@@ -217,7 +217,7 @@ def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:
         ("[tenants.a]\nshare = -1.5", "tenants.a.share is -1.5", "greater than 0"),
         ("[tenants.a]\nshare = nan", "tenants.a.share is nan", "finite"),
         ("[tenants.a]\nttl = 0", "tenants.a.ttl is 0", "greater than 0"),
-        ("[tenants.a]\nbandwidth = 0", "tenants.a.bandwidth: 0B a second", "no cap"),
+        ("[tenants.a]\nbandwidth = 0", "tenants.a.bandwidth: 0B per second", "no cap"),
         ("[tenants.a]\nrequests = 0", "tenants.a.requests is 0", "greater than or equal to 1"),
         ("[tenants.a.dram]\nfloor = '2MiB'\nlimit = '1MiB'", "tenants.a.dram: a floor of 2MiB", "lower"),
         (

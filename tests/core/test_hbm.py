@@ -854,7 +854,7 @@ def test_forgetting_a_tenant_takes_its_leases_and_rooms_in_a_pool() -> None:
     assert request in w.answers
     assert w.used(gpu, 1) == 0
     assert 1 not in w.whose.values()
-    assert len(w.p.ledger.leases) == 1, "the other one's lease goes on"
+    assert len(w.p.leases.leases) == 1, "the other one's lease goes on"
     w.settle()
 
 
@@ -905,7 +905,7 @@ def test_another_policy_takes_over_in_a_pool_too(name: str) -> None:
     w.send(ev.SetPolicy(name))
     w.put(0, 1, chain("d"), at=one)
     w.pass_time(1)
-    assert w.p.switch.pools_left == 0
+    assert w.p.policy_migration.pools_left == 0
     assert {type(p).__name__.lower() for t in w.p.residency.tiers for p in t.policies.values()} == {name}
     for i in range(3, 8):
         w.put(0, 1, chain(f"c{i}-"), at=two)
@@ -943,5 +943,5 @@ def test_a_deadline_passes_for_who_waits_at_a_pool() -> None:
     assert not answer(w, request).lease
     w.finish_all()
     assert w.used(gpu) == 4 * ALIGN
-    assert math.isinf(w.p.copies.wakes_at(w.now))
+    assert math.isinf(w.p.copies.wakes_at())
     w.settle()

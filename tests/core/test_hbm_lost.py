@@ -62,10 +62,10 @@ def test_a_lost_block_with_children_elsewhere_is_a_hole_that_a_put_fills() -> No
     w.put(0, 1, keys[:2], at=gpu)
     w.put(0, 1, keys[2:], keys[1])
     w.lose(gpu)
-    assert w.p.residency.holes[1] == 2
+    assert w.p.residency.chains.holes[1] == 2
     assert w.lookup(1, keys) == 0
     assert w.put(0, 1, keys[:2]) == 2
-    assert w.p.residency.holes[1] == 0
+    assert w.p.residency.chains.holes[1] == 0
     assert w.get(1, keys) == values(keys)
     w.settle()
 
@@ -146,7 +146,7 @@ def test_after_a_loss_the_node_is_as_one_without_the_pool() -> None:
     w.finish_all()
     w.lose(gpu)
     w.pass_time(60)
-    assert not w.p.residency.out_of_reach
+    assert not w.p.residency.topology.out_of_reach
     found = w.ask(ev.Lookup(0, 1, joined(keys)))
     assert isinstance(found, ac.Found)
     assert (found.value, found.gaps) == (4, False)

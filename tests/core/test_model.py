@@ -384,14 +384,14 @@ class Faulty(Machine):
         if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
             self.w.send(ev.SetDevice(tier, state))
 
-    @precondition(lambda self: self.w.p.residency.lasting and self.w.p.joining.room > 0)
+    @precondition(lambda self: self.w.p.residency.topology.persistent and self.w.p.hotplug.room > 0)
     @rule(extents=st.integers(1, 3))
     def device_comes(self, extents: int) -> None:
         self.w.add(extents)
 
     @rule(tier=st.integers(1, 5))
     def device_goes(self, tier: int) -> None:
-        first = self.w.p.residency.lasting[:1]
+        first = self.w.p.residency.topology.persistent[:1]
         if tier < len(self.w.p.residency.tiers) and tier not in first and not self.w.leaves(tier):
             self.w.leave(tier)
 
@@ -497,7 +497,7 @@ class Peaceful(Machine):
     def get(self, chain: tuple[int, list[bytes]], place: int) -> None:
         namespace, keys = chain
         n = self.prefix(namespace, keys)
-        if n and not self.leases and not self.rooms and not self.asked and not self.w.p.residency.pins:
+        if n and not self.leases and not self.rooms and not self.asked and not self.w.p.residency.pins.ends:
             self.w.finish_all()
             want = [self.stored[namespace, key] for key in keys[:n]]
             got = self.w.get(namespace, keys[:n], at=self.at(place))

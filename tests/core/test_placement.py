@@ -166,7 +166,7 @@ def test_a_reservation_with_nothing_to_write_is_no_lease() -> None:
     w.put(0, 1, [b"a"])
     room = room_of(w.reserve(0, 1, [b"a"]))
     assert room.lease == 0
-    assert not w.p.ledger.reservations
+    assert not w.p.leases.reservations
 
 
 def test_a_key_twice_in_one_reservation_is_refused() -> None:
@@ -236,9 +236,9 @@ def test_a_lease_ends_only_by_its_owner() -> None:
     keys = full_of(w, 4)
     grant = grant_of(w.acquire(0, 1, keys[:1]))
     w.send(ev.Release(1, grant.lease))
-    assert w.p.ledger.leases
+    assert w.p.leases.leases
     w.send(ev.Release(0, grant.lease))
-    assert not w.p.ledger.leases
+    assert not w.p.leases.leases
     w.send(ev.Release(0, grant.lease))
 
 
@@ -457,13 +457,13 @@ def test_pins_end_when_they_were_said_to_in_steps_that_others_hardly_notice() ->
     for i, key in enumerate(keys):
         w.ask(ev.Pin(0, 1, joined([key]), w.now + 1 + i / 1000))
     r = w.p.residency
-    pinned = len(r.pins)
+    pinned = len(r.pins.ends)
     assert pinned > 1
     ticks = w.pass_time(0.9)
-    assert len(r.pins) == pinned
+    assert len(r.pins.ends) == pinned
     ticks = w.pass_time(0.3)
-    assert not r.pins
-    assert not r.pinned_bytes[0]
+    assert not r.pins.ends
+    assert not r.pins.pinned_bytes[0]
     assert ticks <= 3
     assert w.p.next_wakeup() is None
 
@@ -950,7 +950,7 @@ def test_a_parent_lost_while_room_is_made_for_its_child_leaves_no_hole() -> None
     assert w.put(0, 3, [b"x"]) == 1
     w.reserve(0, 1, [b"b"], b"a")
     w.settle()
-    assert not w.p.residency.holes[1]
+    assert not w.p.residency.chains.holes[1]
 
 
 def test_nothing_can_be_hung_on_a_hole() -> None:
@@ -1005,10 +1005,10 @@ def test_a_lost_client_frees_everything_at_once() -> None:
     w.acquire(0, 1, keys[:1])
     w.reserve(0, 1, [b"n2", b"n3", b"n4"], wait=5.0)
     w.send(ev.ClientLost(0))
-    assert not w.p.ledger.leases
-    assert not w.p.ledger.reservations
-    assert not w.p.ledger.waiting
-    assert not w.p.ledger.stalled
+    assert not w.p.leases.leases
+    assert not w.p.leases.reservations
+    assert not w.p.leases.waiting
+    assert not w.p.leases.stalled
     assert w.lookup(1, [b"n1"]) == 0
     assert w.put(1, 1, [b"w", b"x", b"y"]) == 3
 
@@ -1125,11 +1125,11 @@ def test_a_chain_that_arrives_in_another_order_is_told_to_the_policy_once_and_pa
     r = w.p.residency
     rows = r.index.find(1, joined(keys))
     for some in (rows[::-1], rows[[2, 0, 1, 3]], rows[[3, 1]]):
-        assert r.with_ancestors(some).tolist() == rows.tolist()
-        r.refresh(some, r.spaces[1])
+        assert r.chains.with_ancestors(some).tolist() == rows.tolist()
+        r.refresh(some, r.namespaces[1])
         r.settle()
-        for tier, pool in enumerate(r.spaces[1].pools):
-            assert r.policy(tier, pool).coldest(9, w.now).tolist() == rows[::-1].tolist()
+        for tier, pool in enumerate(r.namespaces[1].pools):
+            assert r.topology.policy(tier, pool).coldest(9, w.now).tolist() == rows[::-1].tolist()
 
 
 def test_what_is_coldest_and_held_for_ever_hides_nothing() -> None:

@@ -191,7 +191,11 @@ def test_every_pool_of_every_tier_changes_and_all_stays_where_it_is(new: str) ->
     w.pass_time(1)
     kinds = {type(p) for state in w.p.residency.tiers for p in state.policies.values()}
     assert kinds == {POLICIES[new]}
-    assert (w.p.switch.name, w.p.switch.pools_left, w.p.switch.wakes_at()) == (new, 0, float("inf"))
+    assert (w.p.policy_migration.name, w.p.policy_migration.pools_left, w.p.policy_migration.wakes_at()) == (
+        new,
+        0,
+        float("inf"),
+    )
     for namespace, name in ((1, "a"), (1, "b"), (2, "a")):
         assert w.get(namespace, keys(name)) == [payload(namespace, key) for key in keys(name)]
     w.settle()
@@ -202,9 +206,9 @@ def test_the_last_wish_counts() -> None:
     w.put(0, 1, keys("a"))
     for name in ("arc", "sieve", "lru", "hazard", "lfuda"):
         w.send(ev.SetPolicy(name))
-    assert w.p.switch.name == "arc"
+    assert w.p.policy_migration.name == "arc"
     w.pass_time(1)
-    assert w.p.switch.name == w.p.switch.wanted == "lfuda"
+    assert w.p.policy_migration.name == w.p.policy_migration.wanted == "lfuda"
     assert {type(p) for p in w.p.residency.tiers[0].policies.values()} == {POLICIES["lfuda"]}
 
 
@@ -229,8 +233,8 @@ def test_what_is_no_policy_changes_nothing(name: str, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
         w.send(ev.SetPolicy(name))
     assert [dict(state.policies) for state in w.p.residency.tiers] == before
-    assert (w.p.switch.name, w.p.switch.wanted) == ("lru", "lru")
-    assert all(state.before is None for state in w.p.residency.tiers)
+    assert (w.p.policy_migration.name, w.p.policy_migration.wanted) == ("lru", "lru")
+    assert all(state.old_generation is None for state in w.p.residency.tiers)
 
 
 def test_the_old_policies_memory_is_given_back() -> None:
@@ -242,8 +246,8 @@ def test_the_old_policies_memory_is_given_back() -> None:
     [policy] = tier.policies.values()
     old: list[weakref.ref] = [
         weakref.ref(policy),
-        weakref.ref(tier.era.segments),
-        weakref.ref(tier.era.ghosts),
+        weakref.ref(tier.generation.segments),
+        weakref.ref(tier.generation.ghosts),
     ]
     del policy
     w.send(ev.SetPolicy("lru"))
@@ -260,10 +264,10 @@ def test_a_step_moves_no_more_than_so_many() -> None:
     for i in range(6):
         w.put(0, 1, keys(f"{i}-", 100))
     [pool] = w.p.residency.tiers[0].policies
-    w.p.switch.rows_at_once = 64
+    w.p.policy_migration.rows_at_once = 64
     w.send(ev.SetPolicy("hazard"))
     left = [600]
-    while w.p.switch.pools_left:
+    while w.p.policy_migration.pools_left:
         w.now = max(w.now, w.p.next_wakeup() or 0.0)
         w.send(ev.Tick())
         policy: Policy = w.p.residency.tiers[0].policies[pool]

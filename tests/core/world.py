@@ -153,8 +153,8 @@ class World:
             write_policy=self._write_policy,
             limits=self._limits,
         )
-        self.p.switch.rows_at_once = 3
-        self.p.residency.telling = True
+        self.p.policy_migration.rows_at_once = 3
+        self.p.residency.outbox.telling = True
         self.told: set[tuple[int, int, bytes]] = set()
         self._events = 0
         self.copies: dict[int, ac.Copy] = {}
@@ -380,7 +380,7 @@ class World:
 
     def _check_mapping(self, event: ev.Event, answer: ac.Grant | ac.Reserved) -> None:
         """Whoever is told of a slot may map its extent: the namespace's tenant, or readers of its domain."""
-        space, tier = self.p.residency.spaces[event.namespace], self.tier_of(answer)
+        space, tier = self.p.residency.namespaces[event.namespace], self.tier_of(answer)
         assert tier not in self.lost, "a slot of a device that is lost"
         for _, extent, _ in self.places(tier, answer.where):
             tenant, domain = self._owner(tier, extent)
@@ -579,15 +579,15 @@ class World:
         self.send(ev.Tick())
         self.pass_time(20)
         p = self.p
-        assert not p.ledger.leases
-        assert not p.ledger.reservations
-        assert not p.ledger.waiting
-        assert not p.ledger.stalled
-        assert not p.ledger.probes
-        assert not p.residency.pins
+        assert not p.leases.leases
+        assert not p.leases.reservations
+        assert not p.leases.waiting
+        assert not p.leases.stalled
+        assert not p.leases.probes
+        assert not p.residency.pins.ends
         assert not p.copies.under_way
         assert not p.copies.writing.total()
-        assert not p.residency.blocks.moving.any()
+        assert not p.residency.blocks.copy_marks.any()
         for state in p.residency.tiers:
             held = set(np.flatnonzero(state.extents.refs).tolist())
             assert held <= state.extents.retired, "a slot is held by nobody"

@@ -230,7 +230,7 @@ def test_capacities() -> None:
     ("args", "says"),
     [
         (["replay", "--policies", "lru,nru"], "no eviction policy 'nru' (one of lru"),
-        (["replay", "--capacities", "5%,,6%"], "--capacities: '5%,,6%' has an empty entry"),
+        (["replay", "--capacities", "5%,,6%"], "--capacities: '5%,,6%' has an empty item"),
         (["replay", "--capacities", "5000"], "5000 may mean blocks or bytes"),
         (["replay", "--block-bytes", "big"], "--block-bytes: 'big' is not a size"),
         (["replay", "--block-bytes", "0"], "block_bytes is 0"),
@@ -242,13 +242,13 @@ def test_capacities() -> None:
         (["replay", "--users", "4"], "--users, --gap-cap, --shared and --seed are for conversations"),
         (["replay", "--gap-cap", "soon"], "--gap-cap: 'soon' is not a duration"),
         (["replay", "--plot", "a.pdf"], "a name that ends in .png or .svg"),
-        (["size"], "either --hit or --budget"),
-        (["size", "--hit", "30%", "--budget", "5"], "either --hit or --budget"),
+        (["size"], "one of --hit and --budget is required"),
+        (["size", "--hit", "30%", "--budget", "5"], "one of --hit and --budget is required"),
         (["size", "--hit", "30"], "--hit: '30' is not a hit ratio"),
         (["size", "--hit", "101%"], "--hit: '101%' is not a hit ratio"),
-        (["size", "--hit", "30%", "--dram-cost", "3"], "--dram-cost and --nvme-cost are for --budget"),
+        (["size", "--hit", "30%", "--dram-cost", "3"], "--dram-cost and --nvme-cost belong to --budget"),
         (["size", "--hit", "30%", "--nvme", "12"], "--nvme: 12 may mean blocks or bytes"),
-        (["size", "--budget", "5", "--nvme", "5%"], "--nvme is for --hit"),
+        (["size", "--budget", "5", "--nvme", "5%"], "--nvme belongs to --hit"),
         (["size", "--budget", "5", "--dram-cost", "3"], "--budget needs prices"),
         (["size", "--budget", "5", "--dram-cost", "0", "--nvme-cost", "1"], "a GiB of dram costs 0"),
     ],
@@ -263,7 +263,7 @@ def test_bad_lines_are_counted(trace: Path, tmp_path: Path) -> None:
     assert "line 151 is not JSON" in refused("replay", trace)
     report = json_of("replay", trace, "--skip-bad", "--capacities", "5%")
     assert report["trace"]["skipped_lines"] == 1 + 149, "what was before the last good line goes back in time"
-    assert "150 bad lines left out" in run("replay", trace, "--skip-bad", "--capacities", "5%").stdout
+    assert "150 bad lines skipped" in run("replay", trace, "--skip-bad", "--capacities", "5%").stdout
     empty = write(tmp_path / "empty", [])
     assert "holds no requests" in refused("replay", empty)
     assert "holds no requests" in refused("replay", write(empty, [conversation()]))

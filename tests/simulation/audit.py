@@ -152,7 +152,7 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
 def _pool_is_sound(life: Life, pool: SimPool, corrupted: bool) -> None:
     """Blocks in GPU memory have the bytes that were committed; there is no more of it than allowed."""
     r, spaces = life.daemon.placement.residency, life.daemon.namespaces
-    [tier] = r.memory[1:]
+    [tier] = r.topology.memory[1:]
     extents = r.tiers[tier].extents
     assert len(pool.memory) * pool.extent_bytes <= extents.bound_bytes, "more GPU memory than allowed"
     owned = np.flatnonzero(extents.owner >= 0)
@@ -288,7 +288,7 @@ def _limits_are_divided(life: Life) -> None:
     """What a tenant may have of all devices together is no more than its limit."""
     quotas, authenticator = life.daemon.quotas, life.daemon.authenticator
     r = life.daemon.placement.residency
-    tiers = [r.tiers[tier] for tier in r.lasting if not r.tiers[tier].leaving]
+    tiers = [r.tiers[tier] for tier in r.topology.persistent if not r.tiers[tier].leaving]
     for name, tenant in life.daemon.config().tenants.items():
         limit, number = tenant.nvme.limit, authenticator.number(name)
         # One that is being deleted has nothing in memory, from where it could get there.
@@ -300,17 +300,17 @@ def _limits_are_divided(life: Life) -> None:
 def nothing_is_held(life: Life) -> None:
     """Everybody has left and all is quiet: nobody holds anything, nobody waits."""
     p: Any = life.daemon.placement
-    assert not p.ledger.leases, "leases are left"
-    assert not p.ledger.reservations, "reservations are left"
-    assert not p.ledger.waiting, "waiters are left"
-    assert not p.ledger.stalled, "stalled requests are left"
-    assert not p.ledger.wanted_by, "rows are wanted by nobody"
-    assert not p.ledger.probes, "probes are left"
-    assert not any(p.ledger.held.values()), "holds are left"
-    assert not any(p.ledger.writers.values()), "writers are left"
+    assert not p.leases.leases, "leases are left"
+    assert not p.leases.reservations, "reservations are left"
+    assert not p.leases.waiting, "waiters are left"
+    assert not p.leases.stalled, "stalled requests are left"
+    assert not p.leases.wanted_by, "rows are wanted by nobody"
+    assert not p.leases.probes, "probes are left"
+    assert not any(p.leases.held.values()), "holds are left"
+    assert not any(p.leases.writers.values()), "writers are left"
     assert not p.copies.under_way, "copies are left"
     assert not p.copies.writing.total(), "writes are left"
-    assert not p.residency.blocks.moving.any(), "blocks are on the move"
+    assert not p.residency.blocks.copy_marks.any(), "blocks are on the move"
     assert not life.daemon.core.pending, "somebody was never answered"
     assert not life.server.table.connections, "connections are left"
     for state in p.residency.tiers:

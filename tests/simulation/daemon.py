@@ -203,7 +203,7 @@ class Life:
             # Nobody takes what is offered; who counts as shared must be right all the same.
             self.daemon.core.handle(ev.SetSharing(Rule("twice")))
         # So that much happens while one policy follows another.
-        self.daemon.placement.switch.rows_at_once = 4
+        self.daemon.placement.policy_migration.rows_at_once = 4
         self.tenants_forgotten = 0
         handle = self.daemon.placement.handle
 

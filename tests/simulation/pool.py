@@ -278,8 +278,8 @@ def _same(device: Gpus | None) -> Gpus | None:
 
 
 def _no_lease(block_bytes: int, gpu: Any) -> Lease:
-    return Lease.on_nothing(block_bytes)
+    return Lease.empty(block_bytes)
 
 
 def _no_reservation(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
-    return Reservation.on_nothing(block_bytes, lost, commit)
+    return Reservation.empty(block_bytes, lost, commit)

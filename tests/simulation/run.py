@@ -271,7 +271,7 @@ class World:
             return True
         if self.life is not None:
             placement = self.life.daemon.placement
-            for number, held in placement.ledger.reservations.items():
+            for number, held in placement.leases.reservations.items():
                 if number_on_connection(number) == room.lease:
                     records = placement.residency.tiers[held.at].extents.record[held.slots]
                     if records.tobytes() == room._slots.records:

@@ -233,8 +233,8 @@ def early_reading(patch: Patch) -> None:
 
     def given(self: Writes, event: Any, *rest: Any) -> None:
         give_room(self, event, *rest)
-        for reservation in self._ledger.reservations.values():
-            self._r.stamp(0, reservation.rows, reservation.slots)
+        for reservation in self._leases.reservations.values():
+            self._r.write_headers(0, reservation.rows, reservation.slots)
 
     patch.setattr(Writes, "_give_room", given)
 
@@ -280,7 +280,7 @@ def taken_floors(patch: Patch) -> None:
 
 def blocks_for_ever(patch: Patch) -> None:
     """Nothing looks at the ends of blocks."""
-    patch.setattr(Deletion, "_end_some", lambda self, now: setattr(self._ledger, "next_end", math.inf))
+    patch.setattr(Deletion, "_end_some", lambda self, now: setattr(self._leases, "next_end", math.inf))
     patch.setattr(Blocks, "expired", lambda self, rows, now: np.zeros(len(rows), np.bool_))
 
 
@@ -318,7 +318,7 @@ def hasty_leave(patch: Patch) -> None:
     def remove(self: Hotplug, event: Any, now: float) -> None:
         state = self._r.tiers[event.tier]
         state.leaving = state.gone = True
-        self._r.out.append(DeviceRemoved(event.tier))
+        self._r.outbox.actions.append(DeviceRemoved(event.tier))
 
     patch.setattr(Hotplug, "remove", remove)
 

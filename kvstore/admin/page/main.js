@@ -130,7 +130,7 @@ function watch() {
 
 /** Why somebody is not let in. The interface's hint to a 401 is for programs. */
 function reason(error) {
-  const hint = error.status === 401 ? "admin.tokens in the configuration says which there are" : error.hint;
+  const hint = error.status === 401 ? "admin.tokens in the configuration lists the valid tokens" : error.hint;
   return `${error.message[0].toUpperCase()}${error.message.slice(1)}: ${hint}.`;
 }
 

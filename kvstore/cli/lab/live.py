@@ -1,8 +1,7 @@
-"""Commands that drive a live daemon: the demo, and the replay of traces with real bytes."""
+"""Commands that drive a live daemon: the demo, and trace replay with real bytes."""
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,27 +9,23 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn, TextColumn
 
 from kvstore import Client
-from kvstore.cli.shared.options import (
-    DEFAULT_SOCKET,
-    JsonOption,
-    SocketOption,
-    named,
-    unwind_on_sigterm,
-    url_of,
-)
+from kvstore.cli.lab.options import TraceArgument, show
+from kvstore.cli.shared.commands import Commands
+from kvstore.cli.shared.options import DaemonOptions, named, unwind_on_sigterm, url_of
+from kvstore.cli.shared.progress import progress_bar
 from kvstore.cli.shared.tables import pairs
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
 
-app = typer.Typer()
+app = Commands()
 
 
 @app.command()
 def demo() -> None:
-    """Start a daemon, chat with it, kill it midway, and show what was served from where.
+    """Run a demo: start a daemon, replay chats, kill the daemon midway, and show hits by tier.
 
     Example: kvstore demo
     """
@@ -43,29 +38,33 @@ def demo() -> None:
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Chat requests or agent conversations, JSON lines or .zst.")],
+    trace: TraceArgument,
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
     serve: Annotated[bool, typer.Option("--serve", help="Start a daemon for this replay.")] = False,
-    requests: Annotated[int | None, typer.Option(help="Only the trace's first N requests.")] = None,
-    concurrency: Annotated[int, typer.Option(help="Workers that share one client.")] = 4,
-    speed: Annotated[float, typer.Option(help="1: the trace's clock, 2: twice as fast, 0: no waits.")] = 0,
+    requests: Annotated[
+        int | None, typer.Option(help="Replay only the first N requests of the trace.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Number of workers, which share one client.")] = 4,
+    speed: Annotated[
+        float, typer.Option(help="1: the trace's speed, 2: twice as fast, 0: without pauses.")
+    ] = 0,
     block_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Payload of a block.")] = "64KiB",
-    deadline: Annotated[str, typer.Option(metavar="TIME", help="Longest wait for one call.")] = "5s",
+    deadline: Annotated[str, typer.Option(metavar="TIME", help="Deadline of each call.")] = "5s",
     dram: Annotated[
         str, typer.Option(metavar="SIZE", help="With --serve: DRAM limit.", show_default="1GiB")
     ] = "",
     nvme: Annotated[
-        str, typer.Option(metavar="SIZE", help="With --serve: NVMe limit, 0 for none.", show_default="8GiB")
+        str,
+        typer.Option(metavar="SIZE", help="With --serve: NVMe limit; 0: no NVMe tier.", show_default="8GiB"),
     ] = "",
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --serve: NVMe folder, temporary without.")
+        Path | None, typer.Option(metavar="DIR", help="With --serve: NVMe folder [default: temporary].")
     ] = None,
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Drive a daemon with a recorded trace and compare every byte that it serves.
+    """Replay a recorded trace against a daemon and verify every byte that it serves.
 
-    Exit codes: 0 every byte was right, 1 some were not, 2 an error.
+    Exit codes: 0 all bytes are correct, 1 some are wrong, 2 an error.
 
     Example: kvstore replay trace.jsonl --serve --dram 512MiB --nvme 3GiB
     """
@@ -74,17 +73,19 @@ def replay(
     from kvstore.lab.traces import Trace  # noqa: PLC0415
 
     if not serve and (dram or nvme or data):
-        raise MisuseError("--dram, --nvme and --data are for a daemon of the replay's own", "add --serve")
+        raise MisuseError("--dram, --nvme and --data belong to --serve", "add --serve")
     options = lab.Options(requests, concurrency, speed, named("--block-bytes", parse_size, block_bytes))
     deadline_s = named("--deadline", parse_duration, deadline)
     reader = Trace(trace)
     with ExitStack() as stack:
-        url = url_of(socket)
+        url = url_of(daemon.socket)
         if serve:
             unwind_on_sigterm()
             url = stack.enter_context(LocalDaemon(_settings(dram, nvme, data))).url
         client = stack.enter_context(Client(url, deadline_s=deadline_s))
-        bar = stack.enter_context(_progress(hidden=as_json and not sys.stderr.isatty()))
+        hits = TextColumn("{task.fields[requests]} requests, {task.fields[hit]:.1f} % hits")
+        hidden = daemon.as_json and not sys.stderr.isatty()
+        bar = stack.enter_context(progress_bar(TaskProgressColumn(), hits, hidden=hidden))
         task = bar.add_task("replay", total=1.0, requests=0, hit=0.0)
 
         def progress(share: float, total: lab.Tally) -> None:
@@ -92,10 +93,8 @@ def replay(
             bar.update(task, completed=share, requests=total.requests, hit=hit)
 
         result = lab.replay(client, reader, options, progress)
-    if as_json:
-        typer.echo(json.dumps(result.to_map()))
-    else:
-        Console().print(pairs("replay", {"trace": trace.name, **result.to_map()}))
+    values = result.to_map()
+    show(values, daemon.as_json, lambda: pairs("replay", {"trace": trace.name, **values}))
     if result.wrong_blocks:
         raise typer.Exit(1)
 
@@ -110,19 +109,6 @@ def _settings(dram: str, nvme: str, data: Path | None) -> dict[str, dict[str, ob
         settings["nvme"]["path"] = data.absolute()
     if settings["nvme"].get("limit") == 0:
         if data:
-            raise MisuseError("--nvme 0 leaves out the tier that --data is for", "drop one of the two")
+            raise MisuseError("--nvme 0 and --data exclude each other", "omit one of them")
         del settings["nvme"]
     return settings
-
-
-def _progress(hidden: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[requests]} requests, {task.fields[hit]:.1f} % hits"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=hidden,
-    )

@@ -1,4 +1,4 @@
-"""The command that records what a running daemon is asked for."""
+"""The command that records requests of a running daemon as a trace."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
-from kvstore.cli.shared.options import DEFAULT_SOCKET, JsonOption, SocketOption, url_of
+from kvstore.cli.shared.options import DaemonOptions, named, url_of
+from kvstore.cli.shared.progress import progress_bar
 from kvstore.cli.shared.tables import pairs
 from kvstore.client.trace_recording import Part, trace_line
 from kvstore.client.trace_recording import record as parts_of
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import KVStoreError, MisuseError
 
-_T = TypeVar("_T")
-
 
 @dataclass(slots=True)
 class _Count:
-    """What came of a recording so far."""
+    """Totals of a recording so far."""
 
     requests: int = 0
     blocks: int = 0
@@ -36,27 +35,28 @@ class _Count:
 
 
 def record(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to; must not be there yet.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; must not exist.")],
     *,
-    socket: SocketOption = DEFAULT_SOCKET,
-    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="How long.")] = "60s",
+    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="Duration.")] = "60s",
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="Most that file, and daemon's memory, take.")
+        str,
+        typer.Option(
+            "--max-bytes", metavar="SIZE", help="Maximum size of the file and of the daemon's buffer."
+        ),
     ] = "64MiB",
-    as_json: JsonOption = False,
+    daemon: DaemonOptions,
 ) -> None:
-    """Record what a running daemon is asked for, as a trace that `replay` reads: hashed keys, no content.
+    """Record requests of a running daemon as a trace for `replay`: hashed keys, no content.
 
-    Keys are hashed under a secret that ends with the recording. For operators, one at a time. Meanwhile
-    look-ups of 512 keys or more ask for all of them, and not for every so many first.
+    Keys are hashed with a secret that is discarded at the end. For operators, one recording at a time. While
+    it runs, lookups of 512 keys or more send all keys instead of sampling them first.
 
     Example: kvstore trace record --out trace.jsonl --for 10m
     """
-    seconds, most = _option("--for", parse_duration, duration), _option("--max-bytes", parse_size, max_bytes)
+    seconds, most = named("--for", parse_duration, duration), named("--max-bytes", parse_size, max_bytes)
     count = _Count()
-    with _progress(hidden=as_json and not sys.stderr.isatty()) as bar:
+    totals = TextColumn("{task.fields[requests]} requests, {task.fields[dropped]} dropped")
+    with progress_bar(totals, hidden=daemon.as_json and not sys.stderr.isatty()) as bar:
         task = bar.add_task("record", total=seconds, requests=0, dropped=0)
 
         def progress(part: Part) -> None:
@@ -64,9 +64,9 @@ def record(
             bar.update(task, completed=done, requests=count.requests, dropped=count.dropped)
 
         try:
-            asyncio.run(_write(url_of(socket), out, seconds, most, count, progress))
+            asyncio.run(_write(url_of(daemon.socket), out, seconds, most, count, progress))
         except KeyboardInterrupt:
-            typer.echo("interrupted: the file has what came until then", err=True)
+            typer.echo("interrupted: the file has the requests up to now", err=True)
     shown = {
         "file": str(out),
         "requests": count.requests,
@@ -74,7 +74,7 @@ def record(
         "dropped_requests": count.dropped,
         "written_bytes": count.file_bytes,
     }
-    if as_json:
+    if daemon.as_json:
         typer.echo(json.dumps(shown))
     else:
         Console().print(pairs("record", shown))
@@ -83,50 +83,31 @@ def record(
 async def _write(
     url: str, out: Path, seconds: float, most: int, count: _Count, progress: Callable[[Part], None]
 ) -> None:
-    """Writes the lines of a recording as they come, up to `most` bytes. Raises MisuseError if it can't."""
-    import aiofiles  # noqa: PLC0415 - a daemon in an engine's environment does without
+    """Writes a recording's lines as they arrive, up to `most` bytes. Raises MisuseError, KVStoreError."""
+    import aiofiles  # noqa: PLC0415 - the other commands work without it
 
-    beyond = block_tokens = 0
+    oversized = block_tokens = 0
     async with aclosing(parts_of(url, seconds, most)) as parts:
-        # The daemon has agreed: a refusal leaves no file behind.
+        # Returns once the daemon has accepted: a refusal leaves no file behind.
         progress(await anext(parts))
         try:
             async with aiofiles.open(out, "xb") as file:
                 async for part in parts:
-                    for asked in part.requests:
-                        # A trace has one block size, and a layout may leave it out: then blocks are counted.
-                        block_tokens = block_tokens or asked.block_tokens or 1
-                        line = trace_line(asked, block_tokens)
+                    for request in part.requests:
+                        # A trace has one block size. Without one in the layout, a block counts as one token.
+                        block_tokens = block_tokens or request.block_tokens or 1
+                        line = trace_line(request, block_tokens)
                         if count.file_bytes + len(line) > most:
-                            beyond += 1
+                            oversized += 1
                             continue
                         await file.write(line)
                         count.requests += 1
-                        count.blocks += len(asked.hashes)
+                        count.blocks += len(request.hashes)
                         count.file_bytes += len(line)
                     await file.flush()
-                    count.dropped = part.dropped + beyond
+                    count.dropped = part.dropped + oversized
                     progress(part)
         except FileExistsError:
-            raise MisuseError(f"{out} is there already", "name another file") from None
+            raise MisuseError(f"{out} already exists", "name another file") from None
         except OSError as error:
             raise KVStoreError(f"cannot write {out}: {error.strerror}") from None
-
-
-def _option(name: str, parse: Callable[[object], _T], text: str) -> _T:
-    try:
-        return parse(text)
-    except MisuseError as error:
-        raise MisuseError(f"{name}: {error.message}", error.hint) from None
-
-
-def _progress(hidden: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[requests]} requests, {task.fields[dropped]} dropped"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=hidden,
-    )

@@ -1,4 +1,4 @@
-"""Reports of the lab as tables for people."""
+"""Renders reports of the lab as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def report_table(report: Report) -> Group:
-    """A row a capacity and policy, under what was replayed."""
+    """Returns a table with one row per capacity and policy, below a summary of the trace."""
     bounds = {bound.capacity: bound.hit_ratio for bound in report.bounds}
     two_tiers = any(len(p.blocks_by_tier) > 1 for p in report.points)
     many = len({p.policy for p in report.points}) > 1
@@ -43,20 +43,22 @@ def report_table(report: Report) -> Group:
         table.add_row(p.capacity if new else "", size if new else "", p.policy, *cells)
         last = p.capacity
     denied = sum(p.denied_blocks for p in report.points)
-    notes = ["hits and bound: of all input tokens"]
+    notes = ["hits and bound: share of all input tokens"]
     if two_tiers:
         notes.append(
-            "of NVMe: part of the hits; written: bytes to NVMe a byte served; drives/day: drive writes"
+            "of NVMe: share of the hits; written: NVMe bytes per byte served; drives/day: drive writes"
         )
     if denied:
-        notes.append(f"[yellow]{denied:,} blocks found no room: prompts are long for so little DRAM[/yellow]")
+        notes.append(
+            f"[yellow]{denied:,} blocks were denied: DRAM is too small for the longest prompts[/yellow]"
+        )
     return Group(*_head(report), table, *(f"[dim]{note}[/dim]" for note in notes))
 
 
 def sizing_table(found: Sizing) -> Group:
-    """The answer, what was searched, and everything that was tried."""
+    """Returns the answer, the searched range, and a table of everything tried."""
     limits = ", ".join(f"{tier}.limit = {format_size(n)}" for tier, n in found.limits_bytes.items())
-    cost = f", which cost {found.cost:,.2f}" if found.cost is not None else ""
+    cost = f" for {found.cost:,.2f}" if found.cost is not None else ""
     answer = (
         f"{found.answer.policy} serves {_percent(found.answer.hit_ratio)} of the tokens with {limits}{cost}"
     )
@@ -64,7 +66,7 @@ def sizing_table(found: Sizing) -> Group:
 
 
 def comparison_table(both: Comparison, a: str, b: str) -> Group:
-    """A row a pair, after what is not the same."""
+    """Returns a table with one row per pair of results, below the differing settings."""
     table = Table("policy", "capacity", box=box.SIMPLE_HEAD)
     for name in (escape(a), escape(b), "points"):
         table.add_column(name, justify="right")
@@ -84,7 +86,7 @@ def _head(report: Report) -> list[str]:
         f"at best {_percent(trace.best_hit_ratio)} of the tokens"
     ]
     if trace.skipped_lines:
-        lines.append(f"[yellow]{trace.skipped_lines} bad lines left out[/yellow]")
+        lines.append(f"[yellow]{trace.skipped_lines} bad lines skipped[/yellow]")
     return lines
 
 

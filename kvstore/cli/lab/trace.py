@@ -1,31 +1,29 @@
-"""Commands about traces: recording one, and what a file holds."""
+"""Commands about traces: record one, summarize one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from kvstore.cli.lab.options import SkipBadOption, TraceArgument
 from kvstore.cli.lab.record import record
+from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import JsonOption, show
 from kvstore.cli.shared.tables import pairs
 
-app = typer.Typer(no_args_is_help=True, help="Record traces, look at them.")
+app = Commands(no_args_is_help=True, help="Record and summarize traces.")
 
 app.command()(record)
 
 
 @app.command()
 def info(
-    file: Annotated[Path, typer.Argument(help="Chat requests or agent conversations, JSON lines or .zst.")],
+    file: TraceArgument,
     *,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out lines that are bad, and count them.")
-    ] = False,
+    skip_bad: SkipBadOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a trace holds: requests, blocks, how many of these are different, how long it took.
+    """Summarize a trace: requests, blocks, unique blocks, tokens, duration.
 
     Example: kvstore trace info trace.jsonl
     """
@@ -34,9 +32,9 @@ def info(
 
 
 def summary(file: Path, skip_bad: bool) -> dict[str, Any]:
-    """Sums over a trace. `duration_s` ends with the last request's start; of conversations, the longest's.
+    """Returns sums over a trace. `duration_s` is the latest start of a request in any of its sessions.
 
-    Raises KVStoreError for what cannot be read.
+    Raises KVStoreError for unreadable files.
     """
     from kvstore.lab.traces import Trace  # noqa: PLC0415
 

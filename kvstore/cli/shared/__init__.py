@@ -1,1 +1,4 @@
-"""Options, tables, keys and completions that several commands share."""
+"""What several commands share: options, tables, keys, completions, progress bars, configuration changes.
+
+May be imported from here: everything, by commands. Must not import any command.
+"""

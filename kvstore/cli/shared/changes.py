@@ -1,4 +1,4 @@
-"""Changes of the running configuration, and what came of them, for people."""
+"""Changes the running configuration and prints the consequences."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group
 
-from kvstore.cli.shared.options import CHANGING_S, asking, show
+from kvstore.cli.shared.options import CHANGE_DEADLINE_S, DaemonOptions
 from kvstore.config import format_size
 
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, and be evicted.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Only print the changes and what they would evict.")
+]
 
 
-def change(socket: str, patch: dict[str, Any], dry_run: bool, as_json: bool) -> None:
-    """Has a daemon merge a patch into its configuration, and prints what that did or would do."""
-    with asking(socket, CHANGING_S) as client:
+def change(daemon: DaemonOptions, patch: dict[str, Any], dry_run: bool) -> None:
+    """Applies a merge patch to the daemon's configuration, or tries it, and prints the consequences."""
+    with daemon.client(CHANGE_DEADLINE_S) as client:
         answer = client.control("change", patch=patch, dry_run=dry_run)
-    show({**answer, "dry_run": dry_run}, as_json, lambda: Group(*lines(answer, dry_run)))
+    daemon.show({**answer, "dry_run": dry_run}, lambda: Group(*lines(answer, dry_run)))
 
 
 def lines(answer: dict[str, Any], dry_run: bool) -> list[str]:
-    """What a daemon said to a change, a line each."""
-    would, will = ("would be", "would be") if dry_run else ("is now", "will be")
-    said = [f"{would}: {what}" for what in answer["changed"]] or ["nothing changes"]
+    """Returns the daemon's answer to a change as lines of text."""
+    verb, evicted_verb = ("would be", "would be") if dry_run else ("is now", "will be")
+    text = [f"{verb}: {what}" for what in answer["changed"]] or ["nothing changes"]
     for row in answer["consequences"]:
-        who, tier = row["tenant"], row["tier"]
+        tenant, tier = row["tenant"], row["tier"]
         if row["evicted_bytes"]:
-            said.append(f"{format_size(row['evicted_bytes'])} of {who} {will} evicted from {tier}")
+            text.append(f"{format_size(row['evicted_bytes'])} of {tenant} {evicted_verb} evicted from {tier}")
         if row["claimed_bytes"]:
-            said.append(f"{format_size(row['claimed_bytes'])} of {tier} {would} {who}'s, when it needs them")
+            size = format_size(row["claimed_bytes"])
+            text.append(f"{size} of {tier} {verb} reserved for {tenant}, taken from other tenants on demand")
     if answer["changed"] and not dry_run and not answer["kept"]:
-        said.append("until the daemon ends: daemon.changes names no file that keeps it")
-    return said
+        text.append("the change ends with the daemon: daemon.changes is not set")
+    return text

@@ -1,4 +1,4 @@
-"""What the shell may complete: names that a running daemon knows. Silent when it does not answer at once."""
+"""Shell completion of names that a running daemon knows. Returns nothing if the daemon answers too slowly."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _DEADLINE_S = 0.3
 
 
 def tenants(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of tenants."""
+    """Completes names of tenants."""
     return _known(ctx, incomplete, lambda c: (row["name"] for row in pages(c, "tenants", "name")))
 
 
 def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Ids of open namespaces."""
+    """Completes ids of open namespaces."""
     return _known(ctx, incomplete, lambda c: (row["id"] for row in pages(c, "namespaces", "number")))
 
 
 def tiers(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of tiers."""
+    """Completes names of tiers."""
     return _known(ctx, incomplete, lambda c: (row["name"] for row in c.control("status")["tiers"]))
 
 
 def policies(incomplete: str) -> list[str]:
-    """Names of eviction policies."""
+    """Completes names of built-in eviction policies."""
     return [name for name in POLICIES if name.startswith(incomplete)]
 
 
 def kinds(incomplete: str) -> list[str]:
-    """Names of events, the last of those between commas."""
+    """Completes the last name of a comma-separated list of event kinds."""
     *before, last = incomplete.split(",")
     return [",".join([*before, kind]) for kind in KINDS if kind.startswith(last)]
 

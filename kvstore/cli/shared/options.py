@@ -1,4 +1,4 @@
-"""What the commands share: how errors end them, and options that several take."""
+"""Options that several commands take, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,75 +23,89 @@ _T = TypeVar("_T")
 
 
 class Group(TyperGroup):
-    """Prints errors that kvstore raises on purpose in one line; all others are bugs and keep their trace."""
+    """Prints a KVStoreError in one line and exits with 2. Other exceptions are bugs and keep their trace."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KVStoreError as e:
-            said = "\n".join(map(printable, str(e).splitlines()))
-            typer.echo(f"error: {said}", err=True)
+            text = "\n".join(map(printable, str(e).splitlines()))
+            typer.echo(f"error: {text}", err=True)
             raise typer.Exit(2) from None
 
 
 SocketOption = Annotated[
     str,
-    typer.Option("--socket", envvar="KVSTORE_SOCKET", help="The daemon's socket, a path or a unix:// URL."),
+    typer.Option("--socket", envvar="KVSTORE_SOCKET", help="Socket of the daemon: a path or a unix:// URL."),
 ]
-ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file [default: none].")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Configuration file (TOML) [default: none].")
+]
+YesOption = Annotated[bool, typer.Option("--yes", help="Confirm the deletion.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-CHANGING_S = 60.0
-"""How long a change may take: emptying a namespace, say."""
+
+CHANGE_DEADLINE_S = 60.0
+"""Deadline of changes, such as the deletion of a namespace."""
 
 _PIPED_COLUMNS = 200
 DEFAULT_SOCKET = str(Config().daemon.socket)
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """`--socket` and `--json`: for commands that ask a daemon and print its answer."""
+
+    socket: SocketOption = DEFAULT_SOCKET
+    as_json: JsonOption = False
+
+    def client(self, deadline_s: float = 10.0) -> Client:
+        """Returns a client whose calls raise errors."""
+        return Client(url_of(self.socket), deadline_s=deadline_s, strict=True)
+
+    def show(self, values: Any, render: Callable[[], RenderableType]) -> None:
+        """Prints values as JSON with `--json`, otherwise as rendered."""
+        show(values, self.as_json, render)
+
+
 def url_of(socket: str) -> str:
-    """The URL of a socket that was given as one, or as a path."""
+    """Returns the URL of a socket given as a URL or a path."""
     return socket if "://" in socket else f"unix://{Path(socket).absolute()}"
 
 
 def named(option: str, parse: Callable[[str], _T], text: str) -> _T:
-    """What an option's text means; MisuseError names the option."""
+    """Parses the value of an option. Raises MisuseError that names the option."""
     try:
         return parse(text)
     except MisuseError as e:
         raise MisuseError(f"{option}: {e.message}", e.hint) from None
 
 
-def asking(socket: str, deadline_s: float = 10.0) -> Client:
-    """A client whose calls raise what is wrong."""
-    return Client(url_of(socket), deadline_s=deadline_s, strict=True)
-
-
-def pages(client: Client, call: str, by: str, **more: Any) -> Iterator[dict[str, Any]]:
-    """All rows of what a daemon tells a page at a time; `by` names the field that pages go by."""
-    page = client.control(call, **more)
+def pages(client: Client, call: str, by: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """Yields all rows of a paged operator command. `by` is the field that pages are ordered by."""
+    page = client.control(call, **arguments)
     yield from page[call]
     while page["more"]:
-        page = client.control(call, after=page[call][-1][by], **more)
+        page = client.control(call, after=page[call][-1][by], **arguments)
         yield from page[call]
 
 
 def confirm(yes: bool, what: str) -> None:
-    """Raises MisuseError, which says what would be done, without --yes."""
+    """Raises MisuseError that says what the command would do, unless `yes`."""
     if not yes:
-        raise MisuseError(what, "add --yes if that is what you want")
+        raise MisuseError(what, "add --yes to confirm")
 
 
-def show(values: Any, as_json: bool, drawn: Callable[[], RenderableType]) -> None:
-    """Prints values as JSON, or as they are drawn: into a pipe without colours, in long lines."""
+def show(values: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
+    """Prints values as JSON, or rendered. Output to a pipe has no colours and wide lines."""
     if as_json:
         typer.echo(json.dumps(values))
         return
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    Console(width=_PIPED_COLUMNS if piped else None).print(drawn())
+    Console(width=_PIPED_COLUMNS if piped else None).print(render())
 
 
 def unwind_on_sigterm() -> None:
-    """Ends by an exception, so that processes and folders of our own go too."""
+    """Makes SIGTERM raise SystemExit, so that child processes and temporary folders are removed."""
 
     def end(_number: int, _frame: object) -> None:
         sys.exit(128 + signal.SIGTERM)

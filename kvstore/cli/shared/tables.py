@@ -1,4 +1,4 @@
-"""Values as tables for people."""
+"""Renders values as tables. Field names determine units and number formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.errors import printable
 
 
 def tier_table(tiers: list[dict[str, Any]]) -> Table:
-    """A row a tier, with a bar of how full it is."""
+    """Returns a table with one row per tier and a bar of its usage."""
     columns = list(dict.fromkeys(key for tier in tiers for key in tier))
     table = Table("full", *map(words, columns), box=box.SIMPLE_HEAD)
     table.collapse_padding = True
@@ -26,7 +26,7 @@ def tier_table(tiers: list[dict[str, Any]]) -> Table:
 
 
 def pairs(title: str, values: dict[str, Any]) -> Table:
-    """A row a name, and its value."""
+    """Returns a table with one row per name."""
     table = Table(title, "value", box=box.SIMPLE_HEAD)
     for name, value in values.items():
         table.add_row(words(name), cell(name, value))
@@ -34,19 +34,19 @@ def pairs(title: str, values: dict[str, Any]) -> Table:
 
 
 def words(name: str) -> str:
-    """A name for people, without its unit."""
+    """Returns a field name as words, without its unit."""
     if name.endswith("_per_s"):
         return name.removesuffix("_per_s").replace("_", " ").replace("gib", "GiB") + "/s"
     return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
 def plain(text: str) -> str:
-    """Text that may be anybody's, as it can be shown: neither the terminal nor a table obeys it."""
+    """Returns untrusted text with terminal control characters and table markup escaped."""
     return escape(printable(text))
 
 
 def cell(name: str, value: Any) -> str:
-    """A value for people, by what its name says about its unit."""
+    """Returns a value as text, formatted by the unit in its name."""
     if isinstance(value, dict):
         return plain(", ".join(f"{key} {item}" for key, item in value.items())) or "none"
     if isinstance(value, list | tuple):

@@ -32,22 +32,28 @@ What a step raises is raised in the flow. The flow returns the result of the cal
 """
 
 
+class Step:
+    """Base of steps that are no request messages."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
-class Fetch:
+class Fetch(Step):
     """Send a request whose answer brings a descriptor; the result is (message, fd), fd -1 if none."""
 
     message: m.Map
 
 
 @dataclass(slots=True)
-class Work:
+class Work(Step):
     """Run `call`, which copies bytes and may take long: outside the event loop if there is one."""
 
     call: Callable[[], Any]
 
 
 @dataclass(slots=True)
-class Connect:
+class Connect(Step):
     """Open a connection to the daemon; the result is the connection."""
 
 
@@ -58,7 +64,7 @@ class Exchange:
     connection until `resume` has driven one more flow on it, or `finish` is called.
     """
 
-    __slots__ = ("_give_back", "_resume", "connection", "ends_s", "kept")
+    __slots__ = ("_give_back", "_resume", "connection", "ends_s", "kept", "protocol")
 
     def __init__(
         self,
@@ -67,15 +73,15 @@ class Exchange:
         give_back: Callable[[BaseConnection], None],
     ) -> None:
         self.connection: BaseConnection
+        self.protocol: ProtocolState
         self.ends_s = ends_s
         self.kept = False
         self._resume = resume
         self._give_back = give_back
 
-    @property
-    def protocol(self) -> ProtocolState:
-        """The state of the connection's protocol."""
-        return self.connection.protocol
+    def use(self, connection: BaseConnection) -> None:
+        """Makes the call on this connection."""
+        self.connection, self.protocol = connection, connection.protocol
 
     def left_s(self) -> float:
         """Seconds that the daemon may take: the rest of the deadline, less a margin for the way back."""

@@ -9,13 +9,13 @@ from typing import Any
 from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
 from kvstore.client.calls.chain import Chain
 from kvstore.client.calls.scope import Scope, Scoped, checked, map_slots, open_namespace, value_of
-from kvstore.client.checks import check_device, check_out, check_speed, no_lease, recompute_s, with_wait
-from kvstore.client.gpu import DeviceLease
+from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
+from kvstore.client.gpu import DeviceLease, no_lease
 from kvstore.client.leases import Buffer, Lease
-from kvstore.client.prompts import Question
+from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
-from kvstore.types import SLOT_RECORD, Key
+from kvstore.types import SLOT_RECORD, Key, check_keys
 from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
@@ -44,7 +44,7 @@ class ReadCalls(Scoped):
         that were looked up belong to the same prompt; `put` and `reserve` end it. Pass `prompt` where
         several processes make requests for one prompt.
         """
-        Chain(keys if len(keys) < SAMPLE_FROM else keys[:1])
+        check_keys(keys if len(keys) < SAMPLE_FROM else keys[:1])
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
 
@@ -121,27 +121,26 @@ def lookup(
     are missing, or if the time to load counts.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
-    question = scope.prompts.looking(scope.name, keys, prompt)
+    requests = scope.prompts.of_lookup(scope.name, keys, prompt)
 
     def message(some: Sequence[Key], known: int, step: int = 1) -> m.Lookup:
-        chain, left_s, asks = Chain(some), exchange.left_s(), question.asks
-        return m.Lookup(
-            0, namespace, chain.key_bytes, chain.joined, left_s, recompute_s, "", asks, known, step
-        )
+        joined, size = check_keys(some)
+        left_s, new_blocks = exchange.left_s(), requests.new_blocks
+        return m.Lookup(0, namespace, size, joined, left_s, recompute_s, "", new_blocks, known, step)
 
     def found_of(at: int, some: Sequence[Key]) -> Flow[int]:
-        answer = yield message(some, question.known(at))
-        _hear(question, at, answer)
+        answer = yield message(some, requests.known(at))
+        _note(requests, at, answer)
         return value_of(answer)
 
-    if not keys and question.asks:
+    if not keys and requests.new_blocks:
         return (yield from found_of(0, keys))
     batch = exchange.protocol.batch_keys
     step = int(len(keys) ** 0.5)
     if len(keys) >= SAMPLE_FROM and step + 2 < batch and not recompute_s:
-        answer = yield message(keys[step - 1 :: step], -(-question.known() // step), step)
+        answer = yield message(keys[step - 1 :: step], -(-requests.known() // step), step)
         start = value_of(answer) * step
-        question.hear(0, 0 if answer.gaps else start)
+        requests.note_answer(0, 0 if answer.gaps else start)
         if not answer.gaps:
             rest = keys[start : start + step - 1]
             return start + ((yield from found_of(start, rest)) if rest else 0)
@@ -165,9 +164,9 @@ def acquire(
     prompt: int | None = None,
 ) -> Flow[Lease]:
     """A lease on the longest prefix that is ready in time. See `lease`."""
-    question = scope.prompts.taking(scope.name, chain.keys, prompt)
-    taken = yield from lease(exchange, scope, chain, question, 0, recompute_s, gpu, wait_s)
-    scope.prompts.taken(question)
+    requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
+    taken = yield from lease(exchange, scope, chain, requests, 0, recompute_s, gpu, wait_s)
+    scope.prompts.end_acquire(requests)
     return taken
 
 
@@ -175,13 +174,13 @@ def lease(
     exchange: Exchange,
     scope: Scope,
     chain: Chain,
-    question: Question,
+    requests: PromptRequests,
     at: int,
     recompute_s: float = 0.0,
     gpu: Gpu | None = None,
     wait_s: float = 0.0,
 ) -> Flow[Lease]:
-    """A lease on the longest prefix that is ready in time; of the keys of `question`, from position `at` on.
+    """A lease on the longest prefix that is ready in time. `at`: its position in the call.
 
     Blocks that take longer to load than `recompute_s` each are left out; 0: none is. With `gpu` the lease is
     a `DeviceLease`. If not even the first block is stored, the daemon waits for it for up to `wait_s`.
@@ -189,17 +188,18 @@ def lease(
     chain, protocol = chain.part(0, exchange.protocol.batch_keys), exchange.protocol
     namespace, fingerprint = yield from open_namespace(exchange, scope)
     device = protocol.maps.pool_of(gpu)
-    left_s, asks, known = exchange.left_s(), question.asks, question.known(at)
+    left_s, new_blocks, known = exchange.left_s(), requests.new_blocks, requests.known(at)
     wait_s = min(wait_s, left_s)
     answer = yield m.Acquire(
-        0, namespace, chain.key_bytes, chain.joined, left_s, recompute_s, device, wait_s, asks, known
+        0, namespace, chain.key_bytes, chain.joined, left_s, recompute_s, device, wait_s, new_blocks, known
     )
-    _hear(question, at, answer)
+    _note(requests, at, answer)
     number, granted = checked(answer).lease, len(answer.slots) // SLOT_RECORD.itemsize
-    question.deliver(at, granted)
+    requests.note_delivery(at, granted)
+    if not number:
+        return no_lease(scope.layout.block_bytes, gpu)
+    protocol.leases.add(number)
     keys, corrupt = chain.keys, set[Key]()
-    if number:
-        protocol.leases.add(number)
 
     def end() -> None:
         protocol.leases.discard(number)
@@ -212,15 +212,13 @@ def lease(
         protocol.leases.discard(number)
         exchange.post(m.Release(number, unused=granted))
         if isinstance(error, DeniedError | TierError) and protocol.maps.leave_pool(gpu, error):
-            return (yield from lease(exchange, scope, chain, question, at, recompute_s, gpu, wait_s))
+            return (yield from lease(exchange, scope, chain, requests, at, recompute_s, gpu, wait_s))
         raise
 
     def suspect(key: Key) -> None:
         corrupt.add(key)
         exchange.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
 
-    if not number:
-        return no_lease(scope.layout.block_bytes, gpu)
     if gpu is None:
         made = Lease(slots, keys, fingerprint, end, suspect)
     else:
@@ -239,10 +237,10 @@ def get(
     prompt: int | None = None,
 ) -> Flow[int]:
     """Copies the longest prefix into `out`, bytes of the host or of `gpu`; the number of good blocks."""
-    question = scope.prompts.taking(scope.name, chain.keys, prompt)
-    good = yield from _copy(exchange, scope, chain, question, out, verify, recompute_s, gpu)
-    question.deliver(good, 0)
-    scope.prompts.taken(question)
+    requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
+    good = yield from _copy(exchange, scope, chain, requests, out, verify, recompute_s, gpu)
+    requests.note_delivery(good, 0)
+    scope.prompts.end_acquire(requests)
     return good
 
 
@@ -250,7 +248,7 @@ def _copy(
     exchange: Exchange,
     scope: Scope,
     chain: Chain,
-    question: Question,
+    requests: PromptRequests,
     out: Any,
     verify: bool,
     recompute_s: float,
@@ -266,7 +264,7 @@ def _copy(
     while at < len(chain):
         part = chain.part(at, batch)
         try:
-            held = yield from lease(exchange, scope, part, question, at, recompute_s, gpu)
+            held = yield from lease(exchange, scope, part, requests, at, recompute_s, gpu)
         except DeniedError:
             if not at:
                 raise
@@ -288,7 +286,7 @@ def _copy(
     return at
 
 
-def _hear(question: Question, at: int, answer: Any) -> None:
-    """Takes in what an answer says about a prompt. A busy daemon has not counted the request."""
+def _note(requests: PromptRequests, at: int, answer: Any) -> None:
+    """Notes an answer for its prompt. A busy daemon has not counted the request."""
     if not isinstance(answer, m.Busy):
-        question.hear(at, getattr(answer, "stored", 0))
+        requests.note_answer(at, getattr(answer, "stored", 0))

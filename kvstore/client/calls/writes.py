@@ -14,9 +14,8 @@ from kvstore.client.checks import (
     check_device,
     check_parent,
     check_token_ids,
-    no_reservation,
 )
-from kvstore.client.gpu import DeviceReservation
+from kvstore.client.gpu import DeviceReservation, no_reservation
 from kvstore.client.leases import Buffer, PutResult, Reservation
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
@@ -171,7 +170,7 @@ def reserve(
     beyond = max(0, len(chain) - protocol.reserve_keys)
     tokens = tokens[: 4 * scope.layout.block_tokens * protocol.reserve_keys]
     chain = chain.part(0, protocol.reserve_keys)
-    scope.prompts.storing(scope.name, chain.keys)
+    scope.prompts.end_by_store(scope.name, chain.keys)
     # Blocks are stored without token ids if these would not fit into a frame.
     tokens = tokens if len(tokens) <= protocol.frame_bytes // 2 else b""
     namespace, fingerprint = yield from open_namespace(exchange, scope)

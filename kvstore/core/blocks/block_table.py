@@ -54,7 +54,7 @@ class Blocks:
         self.key_bytes = self.whose["key_bytes"]
         self.state = zeros(capacity, np.uint8)
         self.pinned = zeros(capacity, np.bool_)
-        self.moving = zeros(capacity, np.uint8)
+        self.copy_marks = zeros(capacity, np.uint8)
         self.offered = zeros(capacity, np.bool_)
         self.parent = zeros(capacity, np.int32)
         self.children = zeros(capacity, np.int32)
@@ -117,7 +117,7 @@ class Blocks:
         """Makes rows FREE. They must be out of the index, out of every tier and without children."""
         self.state[rows] = FREE
         self.pinned[rows] = False
-        self.moving[rows] = 0
+        self.copy_marks[rows] = 0
         self.children[rows] = 0
         self.no_end(rows)
         np.subtract.at(self.rows_in, self.namespace[rows], 1)
@@ -170,7 +170,7 @@ class Blocks:
 
     def ram_bytes(self) -> int:
         """Bytes that the rows used so far take, columns and spare list."""
-        flat = (self.state, self.pinned, self.moving, self.offered)
+        flat = (self.state, self.pinned, self.copy_marks, self.offered)
         wide = (self.whose, self.parent, self.children, self.checksum)
         per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
         per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)

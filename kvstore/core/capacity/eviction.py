@@ -96,25 +96,25 @@ class Eviction:
 
     def weighs(self, tier: int, pool: SlotPool) -> bool:
         """Whether new blocks must be worth what goes for them: nothing is lost that can go down instead."""
-        return self._r.policy(tier, pool).weighs and not self._lower_tier_takes(tier, pool)
+        return self._r.topology.policy(tier, pool).weighs and not self._lower_tier_takes(tier, pool)
 
     def some_could_go(self, tier: int, pool: SlotPool) -> bool:
         """Whether a pool has blocks that nobody uses, as far as a look at the coldest ones tells."""
         r = self._r
-        return bool(r.idle(tier, r.policy(tier, pool).coldest(_SCAN_MIN, r.now)).any())
+        return bool(r.idle(tier, r.topology.policy(tier, pool).coldest(_SCAN_MIN, r.now)).any())
 
     def make_rows(self, n: int, tenant: int) -> None:
         """Drops blocks, from the lowest tier up, the tenant's own first, until n rows are free, if it can."""
         blocks = self._r.blocks
         if n <= blocks.capacity - blocks.used:
             return
-        if self._r.childless:
-            self._r.free_childless()
+        if self._r.chains.childless:
+            self._r.chains.free_childless()
         for own in (True, False):
-            for tier in (*reversed(self._r.lasting), *self._r.memory):
+            for tier in (*reversed(self._r.topology.persistent), *self._r.topology.memory):
                 pools = [p for p in self._r.tiers[tier].policies if (p.tenant == tenant) is own]
                 if not own:
-                    pools.sort(key=lambda p: -len(self._r.policy(tier, p)))
+                    pools.sort(key=lambda p: -len(self._r.topology.policy(tier, p)))
                 for pool in pools:
                     short = n - (blocks.capacity - blocks.used)
                     if short <= 0:
@@ -128,7 +128,7 @@ class Eviction:
     # -- one pool
 
     def _evict(self, tier: int, pool: SlotPool, n: int, below: float = math.inf) -> None:
-        r, policy = self._r, self._r.policy(tier, pool)
+        r, policy = self._r, self._r.topology.policy(tier, pool)
         budget, look = 4 * n + _SCAN_MIN, max(n, _SCAN_MIN)
         while n > 0 and budget > 0:
             rows = policy.coldest(min(look, budget), r.now, below)
@@ -136,7 +136,7 @@ class Eviction:
                 return
             idle = r.idle(tier, rows)
             busy = rows[~idle]
-            only = r.copies(rows, r.ending and tier in r.lasting) == 1
+            only = r.copies(rows, r.ending and tier in r.topology.persistent) == 1
             if not self._lower_tier_takes(tier, pool):
                 # Nothing can go down, so the order alone decides: a copy elsewhere is a warmer block's.
                 idle &= np.cumsum(idle) <= n
@@ -146,7 +146,7 @@ class Eviction:
             r.counters["evicted_copies"] += len(spare)
             n -= len(spare)
             writing = self._copies.written_from(tier, busy)[: max(n, 0)]
-            r.blocks.moving[writing] |= DEMOTE
+            r.blocks.copy_marks[writing] |= DEMOTE
             policy.defer(busy)
             n -= len(writing)
             last = rows[idle & only][: max(n, 0)]
@@ -171,7 +171,7 @@ class Eviction:
             self._r.decisions.record(DecisionKind.DROPPED, tier, rows[leaf], self._r.now, pool.tenant)
             self._r.give_up(tier, rows[leaf])
             n, rows = n + int(leaf.sum()), rows[~leaf]
-        self._r.policy(tier, pool).defer(rows, parents=not waits)
+        self._r.topology.policy(tier, pool).defer(rows, parents=not waits)
         return n
 
     def _drop_refused(self, tier: int, pool: SlotPool, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -180,8 +180,8 @@ class Eviction:
         What has children goes down with them: without it they would be lost too. But not beyond a budget.
         """
         gone = np.zeros(len(rows), np.bool_)
-        if len(rows) and self._r.below[tier]:
-            gate = self._r.gate(tier)
+        if len(rows) and self._r.topology.below[tier]:
+            gate = self._r.topology.gate(tier)
             admission = self._r.tiers[gate].admission
             refused = np.flatnonzero(~admission.admits(rows, pool.tenant, self._r.now))
             gone[refused if admission.spent else refused[self._leaf_first(rows[refused])]] = True
@@ -196,7 +196,7 @@ class Eviction:
             t.device.takes_writes
             and (t.growing or (t.extents.ready and t.extents.slots_in(pool.slot_bytes)))
             and t.extents.holdings.may_ever_use(pool.tenant, pool.slot_bytes)
-            for t in (self._r.tiers[n] for n in self._r.below[tier])
+            for t in (self._r.tiers[n] for n in self._r.topology.below[tier])
         )
 
     def _can_wait(self, pool: SlotPool, started: bool) -> bool:
@@ -220,13 +220,13 @@ class Eviction:
     def _demote(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Starts moving rows to a lower tier: they leave this one when written. False where none starts."""
         started = self.write_down(tier, rows)
-        self._r.blocks.moving[rows[started]] |= DEMOTE
+        self._r.blocks.copy_marks[rows[started]] |= DEMOTE
         return started
 
     def write_down(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Queues copies of rows to the next tier, the first rows first. False where the bounds allow none."""
         started = np.zeros(len(rows), np.bool_)
-        for target in self._r.takers(tier) if not self._r.tiers[tier].lost else ():
+        for target in self._r.topology.takers(tier) if not self._r.tiers[tier].lost else ():
             left = np.flatnonzero(~started)
             if not len(left):
                 break
@@ -235,14 +235,14 @@ class Eviction:
 
     def _write_to(self, tier: int, target: int, rows: Rows) -> npt.NDArray[np.bool_]:
         started, places = np.zeros(len(rows), np.bool_), np.arange(len(rows))
-        for space, some in self._r.by_space(rows):
+        for space, some in self._r.namespaces.split(rows):
             pool = space.pools[target]
             if len(some) < len(rows):
                 places = np.flatnonzero(self._r.blocks.namespace[rows] == space.number)
             free = self._copies.room_for_writes(tier, pool.tenant, _MORE_WRITES)
             room = self._copies.device(tier, target).room(pool.tenant, WRITE_BACK) // pool.slot_bytes
             most = min(room, free * write_chunk(pool.slot_bytes))
-            idle = np.flatnonzero(self._r.blocks.moving[some] == 0)[:most]
+            idle = np.flatnonzero(self._r.blocks.copy_marks[some] == 0)[:most]
             if not len(idle):
                 continue
             idle = idle[: self.make_room(target, pool, len(idle), patient=True)]
@@ -272,7 +272,7 @@ class Eviction:
 
     # -- steps
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on with what takes several steps."""
         if now < self._next_step:
             return
@@ -330,7 +330,7 @@ class Eviction:
         """Gives a pool an extent that is free (this one); whether there was one."""
         chosen = self._r.tiers[tier].extents.assign(pool, extent)
         if chosen is not None:
-            self._r.out.append(Format(tier, chosen, pool.slot_bytes, pool.domain))
+            self._r.outbox.actions.append(Format(tier, chosen, pool.slot_bytes, pool.domain))
         return chosen is not None
 
     def _take_over(self, tier: int, pool: SlotPool) -> None:
@@ -459,7 +459,7 @@ class Eviction:
             return
         self._r.tiers[tier].extents.renew(extent, tenant)
         self._r.counters["renewed_extents"] += 1
-        self._r.out.append(Renew(tier, extent))
+        self._r.outbox.actions.append(Renew(tier, extent))
 
     def renew(self, tier: int, extent: int) -> None:
         """An extent that is nobody's is made anew."""
@@ -469,4 +469,4 @@ class Eviction:
         """An extent that is nobody's goes for good."""
         self._r.tiers[tier].extents.remove(extent)
         self._r.counters["removed_extents"] += 1
-        self._r.out.append(Remove(tier, extent))
+        self._r.outbox.actions.append(Remove(tier, extent))

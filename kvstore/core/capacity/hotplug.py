@@ -50,7 +50,7 @@ class Hotplug:
         assert len(self._r.tiers) > 1
         self._coming.append(event.spec)
         self._next_step = now
-        self.at(now)
+        self.step(now)
 
     def remove(self, event: ev.RemoveDevice, now: float) -> None:
         state = self._r.tiers[event.tier]
@@ -59,7 +59,7 @@ class Hotplug:
         self._going.add(event.tier)
         self._resizing.set_limit(ev.SetLimit(event.tier, 0), now)
         self._next_step = now
-        self.at(now)
+        self.step(now)
 
     def lose(self, event: ev.LoseDevice, now: float) -> list[Arrived]:
         """Returns which blocks were on their way, and do not arrive because of it."""
@@ -67,14 +67,14 @@ class Hotplug:
         if state.lost or state.gone:
             return []
         state.device.state, state.lost, state.leaving = FENCED, True, True
-        self._r.losing.add(event.tier)
+        self._r.topology.losing.add(event.tier)
         self._next_row[event.tier] = 0
         gone = self._copies.lose(event.tier)
         self._next_step = now
-        self.at(now)
+        self.step(now)
         return gone
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on with those that come, and lets go of those that are empty."""
         if now < self._next_step:
             return
@@ -86,7 +86,7 @@ class Hotplug:
             if not self._r.tiers[tier].extents.total and not self._resizing.is_at_work(tier):
                 self._going.discard(tier)
                 self._r.tiers[tier].gone = True
-                self._r.out.append(DeviceRemoved(tier))
+                self._r.outbox.actions.append(DeviceRemoved(tier))
         at_once = bool(self._coming or self._next_row)
         self._next_step = now + (_NEXT_STEP_S if at_once else _NEXT_LOOK_S if self._going else math.inf)
 
@@ -106,13 +106,13 @@ class Hotplug:
         r.give_up(tier, rows)
         if last >= blocks.rows_touched:
             del self._next_row[tier]
-            r.losing.discard(tier)
+            r.topology.losing.discard(tier)
             self.remove(ev.RemoveDevice(tier), now)
         else:
             self._next_row[tier] = last
 
     def _join(self, spec: TierSpec) -> None:
-        tier = self._r.join(spec)
-        for space in self._r.spaces.values():
-            space.pools = (*space.pools, space.pools[self._r.lasting[0]])
-        self._r.out.append(DeviceAdded(tier))
+        tier = self._r.topology.join(spec)
+        for space in self._r.namespaces.values():
+            space.pools = (*space.pools, space.pools[self._r.topology.persistent[0]])
+        self._r.outbox.actions.append(DeviceAdded(tier))

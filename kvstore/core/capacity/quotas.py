@@ -43,30 +43,6 @@ class Quota:
 
 
 @dataclass(slots=True)
-class Namespace:
-    """A namespace: payloads of `block_bytes`, in one pool of each tier, serving one first.
-
-    `moved`: it has been in another domain, and blocks of it may still be there. `ttl_s` 0: no end for what
-    comes. `mortal`: blocks of it may have an end. `closed`: it is being forgotten, and nothing of it is
-    readable any more. `block_tokens` 0: nobody said how many a block has.
-    """
-
-    number: int
-    block_bytes: int
-    pools: tuple[SlotPool, ...]
-    ttl_s: float = 0.0
-    mortal: bool = False
-    moved: bool = False
-    closed: bool = False
-    block_tokens: int = 0
-
-    @property
-    def tenant(self) -> int:
-        """Whose it is."""
-        return self.pools[0].tenant
-
-
-@dataclass(slots=True)
 class Holdings:
     """What all tenants hold of one tier, a column each, by tenant number; extents and bytes.
 

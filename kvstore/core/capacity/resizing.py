@@ -37,7 +37,7 @@ class Resizing:
         self._shrinking.add(event.tier)
         self._next_step = now
         self.fill(event.tier)
-        self.at(now)
+        self.step(now)
 
     def fill(self, tier: int) -> None:
         """Asks for the extents that the limit allows and nobody makes."""
@@ -48,7 +48,7 @@ class Resizing:
             self._again.add(tier)
         else:
             state.growing = True
-            self._r.out.append(Make(tier, state.extents.lacking))
+            self._r.outbox.actions.append(Make(tier, state.extents.lacking))
 
     def ended(self, tier: int) -> None:
         """No more extents come: all are there, or there is no room for them."""
@@ -65,7 +65,7 @@ class Resizing:
         if wanted:
             self.fill(tier)
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: goes on where there is too much."""
         if now < self._next_step:
             return

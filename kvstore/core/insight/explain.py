@@ -25,18 +25,18 @@ _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
 
-def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
+def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
     """Answers with what is known; keys of which nothing is are left out."""
     spaces = event.namespaces
     if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
         why = f"{event.keys.n} keys in {len(spaces)} namespaces"
         hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
-        ledger.say(Deny(event.request, why, hint))
+        leases.say(Deny(event.request, why, hint))
         return
-    r = ledger.residency
+    r = leases.residency
     marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a namespace that is none any more are passed over: its number may be another's.
-    known = [n for n in spaces if n in r.spaces and not r.spaces[n].closed]
+    known = [n for n in spaces if n in r.namespaces and not r.namespaces[n].closed]
     rows = [r.index.find(n, event.keys).tolist() for n in known]
     blocks = []
     for i, mark in enumerate(marks):
@@ -48,12 +48,12 @@ def explain(ledger: LeaseTable, event: ev.Explain, now: float) -> None:
                 block |= _stored(r, row, now) if row >= 0 else {}
                 block["decisions"] = [_told(r, d, now) for d in decided]
                 blocks.append(block)
-    ledger.say(Explained(event.request, blocks))
+    leases.say(Explained(event.request, blocks))
 
 
 def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
     blocks = r.blocks
-    parent, moving, ends = int(blocks.parent[row]), int(blocks.moving[row]), float(blocks.expires[row])
+    parent, moving, ends = int(blocks.parent[row]), int(blocks.copy_marks[row]), float(blocks.expires[row])
     going = {PROMOTING: "up", WRITING: "down", DEMOTE: "leaves when it is down"}
     state = _STATES[int(blocks.state[row])]
     if 0 < ends <= now:
@@ -65,7 +65,7 @@ def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:
         "parent": blocks.key(parent) if parent >= 0 else b"",
         "parent_state": _STATES[int(blocks.state[parent])] if parent >= 0 else "",
         "children": int(blocks.children[row]),
-        "pinned_s": r.pins[row] - now if row in r.pins else None,
+        "pinned_s": r.pins.ends[row] - now if row in r.pins.ends else None,
         "expires_s": ends - now if ends > 0 else None,
         **_use(r, row, now),
     }

@@ -17,20 +17,20 @@ from kvstore.core.policy import Policy
 from kvstore.core.requests.leases import LeaseTable
 
 
-def hint(ledger: LeaseTable, event: ev.Hint, now: float) -> None:
+def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
     """Takes a hint in. Answers how many leading blocks it is about.
 
     Through the start of a chain others go too: what is said of one session is believed of its own blocks.
     """
-    space = ledger.space(event)
+    space = leases.space(event)
     if space is None:
         return
-    r = ledger.residency
+    r = leases.residency
     rows = r.prefix(event.namespace, event.keys)
-    ledger.say(Answer(event.request, len(rows)))
+    leases.say(Answer(event.request, len(rows)))
     if not len(rows):
         return
-    own = own_end(r, r.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)
+    own = own_end(r, r.chains.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)
     r.reuse.history.set_priority(rows if event.priority > 0 else own, event.priority > 0)
     if event.closed:
         r.reuse.hinted(own, space.tenant, None, now)
@@ -62,4 +62,4 @@ def _each(r: Residency, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
     for tier, state in enumerate(r.tiers):
         held = rows[r.blocks.slot[tier, rows] >= 0]
         for members, some in state.extents.by_class(r.blocks.slot[tier, held].astype(np.int64)):
-            yield r.policy(tier, members.pool), state.extents.owner[some].astype(np.int64)
+            yield r.topology.policy(tier, members.pool), state.extents.owner[some].astype(np.int64)

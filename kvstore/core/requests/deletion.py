@@ -14,7 +14,8 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Renew
 from kvstore.core.blocks.block_table import LIVE, RESERVED
-from kvstore.core.capacity.quotas import Namespace, Quota
+from kvstore.core.blocks.namespace import Namespace
+from kvstore.core.capacity.quotas import Quota
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable
@@ -47,9 +48,9 @@ class _Sweep:
 class Deletion:
     """TTLs, Forget, ForgetTenant."""
 
-    def __init__(self, ledger: LeaseTable, invalidation: Invalidation, reads: Reads) -> None:
-        self._ledger = ledger
-        self._r = ledger.residency
+    def __init__(self, leases: LeaseTable, invalidation: Invalidation, reads: Reads) -> None:
+        self._leases = leases
+        self._r = leases.residency
         self._invalidation = invalidation
         self._reads = reads
         self._sweeps: list[_Sweep] = []
@@ -58,33 +59,33 @@ class Deletion:
         self._next_look = 0.0
 
     def forget(self, event: ev.Forget, now: float) -> None:
-        spaces = tuple(self._r.spaces[n] for n in event.namespaces if n in self._r.spaces)
+        spaces = tuple(self._r.namespaces[n] for n in event.namespaces if n in self._r.namespaces)
         self._begin(_Sweep(event.request, spaces))
-        self.at(now)
+        self.step(now)
 
     def forget_tenant(self, event: ev.ForgetTenant, now: float) -> None:
-        spaces = tuple(s for s in self._r.spaces.values() if s.tenant == event.tenant)
+        spaces = tuple(s for s in self._r.namespaces.values() if s.tenant == event.tenant)
         sweep = _Sweep(event.request, spaces, event.tenant)
         for tier, state in enumerate(self._r.tiers):
             state.extents.holdings.set(event.tenant, Quota(limit=0))
             held = [e for c in state.extents.classes_of(event.tenant) for e in c.extents]
             sweep.extents.update((tier, e) for e in held + state.extents.promised.get(event.tenant, []))
-        for number, lease in list(self._ledger.leases.items()):
+        for number, lease in list(self._leases.leases.items()):
             slots = lease.slots
             first = slots.start if isinstance(slots, slice) else int(slots[0])
             if self._r.tiers[lease.at].extents.pool_of(first).tenant == event.tenant:
-                self._ledger.drop_lease(number)
+                self._leases.drop_lease(number)
         self._begin(sweep)
-        for number, reservation in list(self._ledger.reservations.items()):
+        for number, reservation in list(self._leases.reservations.items()):
             if reservation.pool.tenant == event.tenant:
-                self._r.tiers[reservation.at].extents.release(self._ledger.drop_reservation(number).slots)
-        self.at(now)
+                self._r.tiers[reservation.at].extents.release(self._leases.drop_reservation(number).slots)
+        self.step(now)
 
     def _begin(self, sweep: _Sweep) -> None:
         for space in sweep.spaces:
             space.closed = True
             self._reads.end(space)
-        for reservation in self._ledger.reservations.values():
+        for reservation in self._leases.reservations.values():
             if reservation.space.closed and reservation.alive.any():
                 lost = reservation.rows[reservation.alive]
                 reservation.alive[:] = False
@@ -92,7 +93,7 @@ class Deletion:
         self._sweeps.append(sweep)
         self._next_step = 0.0
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: blocks end, sweeps go on."""
         if self._looks_at() <= now:
             self._end_some(now)
@@ -109,12 +110,12 @@ class Deletion:
     # -- blocks whose time is over
 
     def _looks_at(self) -> float:
-        return self._next_look if self._row else max(self._next_look, self._ledger.next_end)
+        return self._next_look if self._row else max(self._next_look, self._leases.next_end)
 
     def _end_some(self, now: float) -> None:
         blocks, first = self._r.blocks, self._row
         if not first:
-            self._ledger.next_end = math.inf
+            self._leases.next_end = math.inf
         last = min(first + _ENDS_AT_ONCE, blocks.rows_touched)
         ends = blocks.expires[first:last]
         over = np.flatnonzero((ends > 0) & (ends <= now))
@@ -122,7 +123,7 @@ class Deletion:
             over = over[:_BLOCKS_AT_ONCE]
             last = first + int(over[-1]) + 1
         later = ends[: last - first]
-        self._ledger.end_at(float(later[later > now].min(initial=math.inf)))
+        self._leases.end_at(float(later[later > now].min(initial=math.inf)))
         self._r.counters["expired_blocks"] += self._invalidation.forget(first + over, DecisionKind.EXPIRED)
         done = last >= blocks.rows_touched
         self._row = 0 if done else last
@@ -134,7 +135,7 @@ class Deletion:
         """Takes one step of a sweep; whether that got it on."""
         blocks = self._r.blocks
         # A number may be another namespace's by now, if another sweep was first.
-        numbers = [s.number for s in sweep.spaces if self._r.spaces.get(s.number) is s]
+        numbers = [s.number for s in sweep.spaces if self._r.namespaces.get(s.number) is s]
         if sweep.row < blocks.rows_touched:
             last = min(sweep.row + _ROWS_AT_ONCE, blocks.rows_touched)
             state = blocks.state[sweep.row : last]
@@ -146,26 +147,26 @@ class Deletion:
             sweep.row = last
             if last < blocks.rows_touched:
                 return True
-        if np.isin(blocks.namespace[list(self._r.childless)], numbers).any():
+        if np.isin(blocks.namespace[list(self._r.chains.childless)], numbers).any():
             return False
-        if self._ledger.copies.concern(numbers):
+        if self._leases.copies.concern(numbers):
             return False
         if sweep.tenant >= 0 and not self._is_bare(sweep):
             return False
         for number in numbers:
-            del self._r.spaces[number]
-            self._r.holes.pop(number, None)
+            del self._r.namespaces[number]
+            self._r.chains.holes.pop(number, None)
         if sweep.tenant >= 0:
             self._r.reuse.forget(sweep.tenant)
         self._sweeps.remove(sweep)
         self._r.counters["forgotten_blocks"] += sweep.blocks
-        self._ledger.say(Answer(sweep.request, sweep.blocks))
+        self._leases.say(Answer(sweep.request, sweep.blocks))
         return True
 
     def _is_bare(self, sweep: _Sweep) -> bool:
         """Has some extents of a tenant renewed, as far as nobody uses them; whether all have been."""
         tenant, budget = sweep.tenant, _EXTENTS_AT_ONCE
-        eviction = self._ledger.eviction
+        eviction = self._leases.eviction
         for tier, state in enumerate(self._r.tiers):
             extents = state.extents
             for extent in [e for c in extents.classes_of(tenant) for e in c.extents]:
@@ -188,4 +189,4 @@ class Deletion:
 
     def _renew(self, tier: int, extent: int) -> None:
         self._r.tiers[tier].extents.renew(extent, -1)
-        self._r.out.append(Renew(tier, extent))
+        self._r.outbox.actions.append(Renew(tier, extent))

@@ -15,19 +15,19 @@ from kvstore.core.requests.reads import Reads
 class Invalidation:
     """Drops blocks from every tier. Leases keep their slots."""
 
-    def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
-        self._ledger = ledger
-        self._r = ledger.residency
-        self._copies = ledger.copies
+    def __init__(self, leases: LeaseTable, reads: Reads) -> None:
+        self._leases = leases
+        self._r = leases.residency
+        self._copies = leases.copies
         self._reads = reads
 
     def invalidate(self, event: ev.Invalidate, now: float) -> None:
-        if self._ledger.space(event) is None:
+        if self._leases.space(event) is None:
             return
         rows = np.unique(self._r.index.find(event.namespace, event.keys))
         n = self.forget(rows[rows >= 0], DecisionKind.INVALIDATED)
         self._r.counters["invalidated_blocks"] += n
-        self._ledger.say(Answer(event.request, n))
+        self._leases.say(Answer(event.request, n))
 
     def forget(self, rows: Rows, what: DecisionKind | None = None) -> int:
         """Makes misses of rows, whoever writes or awaits them; how many were readable.
@@ -37,7 +37,7 @@ class Invalidation:
         r = self._r
         state = r.blocks.state[rows]
         reserved = rows[state == RESERVED]
-        for reservation in self._ledger.reservations.values() if len(reserved) else ():
+        for reservation in self._leases.reservations.values() if len(reserved) else ():
             hit = np.isin(reservation.rows, reserved) & reservation.alive
             if hit.any():
                 reservation.alive[hit] = False

@@ -18,10 +18,11 @@ import numpy.typing as npt
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Deny, Stored
 from kvstore.core.blocks.block_table import Picked, Rows
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Slots
-from kvstore.core.capacity.quotas import Namespace, SlotPool
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.transfers.copy_queue import CopyQueue
 from kvstore.core.transfers.transfers import Transfers
 
@@ -185,7 +186,7 @@ class LeaseTable:
         self.eviction = eviction
         self.transfers = transfers
         self.limits = limits
-        self.spaces = residency.spaces
+        self.namespaces = residency.namespaces
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.writers: Counter[int] = Counter()
@@ -203,7 +204,7 @@ class LeaseTable:
 
     def say(self, action: Action) -> None:
         """One more action."""
-        self.residency.out.append(action)
+        self.residency.outbox.actions.append(action)
 
     def next_number(self) -> int:
         """A number that no probe had before."""
@@ -219,7 +220,7 @@ class LeaseTable:
 
     def space(self, event: Any) -> Namespace | None:
         """The event's namespace; None (and a Deny) if the request cannot be served."""
-        space = self.spaces.get(event.namespace)
+        space = self.namespaces.get(event.namespace)
         if space is None or space.closed:
             hint = "open the namespace on this connection first"
             self.say(Deny(event.request, f"unknown namespace {event.namespace}", hint))
@@ -314,7 +315,7 @@ class LeaseTable:
         """Whether to wait for slots of a tenant: not past the deadline, and not for nothing."""
         if event.deadline <= now:
             return False
-        moving = self.residency.copying[tenant] > 0 and not self.residency.out_of_reach
+        moving = self.residency.copying[tenant] > 0 and not self.residency.topology.out_of_reach
         growing = any(t.growing for t in self.residency.tiers)
         return moving or growing or self.eviction.under_way
 

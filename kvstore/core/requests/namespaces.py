@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Closed, Deny
-from kvstore.core.capacity.quotas import Namespace, SlotPool
+from kvstore.core.blocks.namespace import Namespace
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.publication import Publication
@@ -14,33 +15,33 @@ from kvstore.types import Tier, slot_bytes
 
 
 class NamespaceTable:
-    """OpenNamespace, over `Residency.spaces`, which has namespaces in the order in which they were opened."""
+    """Opens and closes the namespaces in `Residency.namespaces`."""
 
-    def __init__(self, ledger: LeaseTable, pins: Pins, publication: Publication) -> None:
-        self._ledger = ledger
-        self._r = ledger.residency
+    def __init__(self, leases: LeaseTable, pins: Pins, publication: Publication) -> None:
+        self._leases = leases
+        self._r = leases.residency
         self._pins = pins
         self._publication = publication
 
     def open(self, event: ev.OpenNamespace, now: float) -> None:
         """See OpenNamespace. Changes the TTL of a namespace that is open."""
-        known = self._r.spaces.get(event.namespace)
+        known = self._r.namespaces.get(event.namespace)
         top = self._r.tiers[0].extents
         if not top.geometry(slot_bytes(event.block_bytes)).slots:
             why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
-            self._ledger.say(Deny(event.request, why, "raise dram.limit"))
+            self._leases.say(Deny(event.request, why, "raise dram.limit"))
         elif known is not None and known.closed:
-            self._ledger.say(Deny(event.request, "this namespace is being forgotten", "open it again later"))
+            self._leases.say(Deny(event.request, "this namespace is being forgotten", "open it again later"))
         elif known is not None:
             known.ttl_s = event.ttl_s
-            known.mortal |= event.ttl_s > 0
+            known.has_ttl |= event.ttl_s > 0
             known.block_tokens = event.block_tokens
-            self._ledger.say(Answer(event.request, event.namespace))
+            self._leases.say(Answer(event.request, event.namespace))
         elif (full := self._full(event)) is not None:
-            self._ledger.say(Deny(event.request, *full))
+            self._leases.say(Deny(event.request, *full))
         else:
             self._add(event)
-            self._ledger.say(Answer(event.request, event.namespace))
+            self._leases.say(Answer(event.request, event.namespace))
 
     def _add(self, event: ev.OpenNamespace) -> None:
         r, number = self._r, event.namespace
@@ -51,14 +52,16 @@ class NamespaceTable:
         pools = tuple(of.get(state.spec.tier, lower) for state in r.tiers)
         ends = event.ttl_s > 0
         tokens = event.block_tokens
-        r.spaces[number] = Namespace(number, event.block_bytes, pools, event.ttl_s, ends, block_tokens=tokens)
+        r.namespaces[number] = Namespace(
+            number, event.block_bytes, pools, event.ttl_s, ends, block_tokens=tokens
+        )
         # Another namespace may have had this number.
-        r.recompute_s[number] = 0.0
+        r.topology.recompute_s[number] = 0.0
         r.decisions.disown(number)
 
     def _full(self, event: ev.OpenNamespace) -> tuple[str, str] | None:
         """Closes namespaces where a limit is reached; why there is no room for one more, and a hint."""
-        spaces, limits = self._r.spaces, self._ledger.limits
+        spaces, limits = self._r.namespaces, self._leases.limits
         if len(spaces) < min(limits.namespaces // 2, limits.namespaces_per_tenant):
             return None
         mine = [s for s in spaces.values() if s.pools[0].tenant == event.tenant and not s.closed]
@@ -86,11 +89,11 @@ class NamespaceTable:
 
     def _share(self, event: ev.OpenNamespace) -> int:
         """How many namespaces a tenant may have: half of what others do not use, all where it is alone."""
-        most = self._ledger.limits.namespaces
+        most = self._leases.limits.namespaces
         if len(self._pins.pin_bytes) < 2:
             return most
-        in_use = self._ledger.namespaces_in_use() | event.in_use
-        others = [s for s in self._r.spaces.values() if s.pools[0].tenant != event.tenant]
+        in_use = self._leases.namespaces_in_use() | event.in_use
+        others = [s for s in self._r.namespaces.values() if s.pools[0].tenant != event.tenant]
         used = sum(s.number in in_use or s.closed or not self._is_unused(s) for s in others)
         return max(1, (most - used + 1) // 2)
 
@@ -99,13 +102,13 @@ class NamespaceTable:
         excess = len(spaces) - limit + 1
         if excess <= 0 or not event.may_close:
             return excess <= 0
-        in_use = self._ledger.namespaces_in_use() | event.in_use
+        in_use = self._leases.namespaces_in_use() | event.in_use
         for space in spaces:
             if excess and space.number not in in_use and self._is_unused(space):
-                del self._r.spaces[space.number]
-                self._r.holes.pop(space.number, None)
-                self._ledger.writers.pop(space.number, None)
-                self._ledger.say(Closed(space.number))
+                del self._r.namespaces[space.number]
+                self._r.chains.holes.pop(space.number, None)
+                self._leases.writers.pop(space.number, None)
+                self._leases.say(Closed(space.number))
                 excess -= 1
         return not excess
 
@@ -113,4 +116,4 @@ class NamespaceTable:
         """Whether a namespace has no rows, is not published, and nothing of it is being copied or probed."""
         if self._r.blocks.rows_in[space.number] or space.pools[0].domain != space.tenant:
             return False
-        return self._publication.has_moved(space.number) and not self._ledger.copies.concern((space.number,))
+        return self._publication.is_settled(space.number) and not self._leases.copies.concern((space.number,))

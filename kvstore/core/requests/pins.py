@@ -16,33 +16,33 @@ from kvstore.types import Tier
 class Pins:
     """Pins and unpins blocks. `pin_bytes`: the most that a tenant may have pinned, by its number."""
 
-    def __init__(self, ledger: LeaseTable) -> None:
-        self._ledger = ledger
-        self._r = ledger.residency
+    def __init__(self, leases: LeaseTable) -> None:
+        self._leases = leases
+        self._r = leases.residency
         self.pin_bytes: dict[int, int] = {}
 
     def pin(self, event: ev.Pin, now: float) -> None:
-        space = self._ledger.space(event)
+        space = self._leases.space(event)
         if space is None:
             return
         r, pool = self._r, space.pools[0]
         # Half of what it may have of the smallest tier that must hold them stays free to move.
         most: defaultdict[Tier, int] = defaultdict(int)
         for state, part in zip(r.tiers, space.pools, strict=True):
-            if not state.gone and state.spec.tier >= Tier.DRAM:
+            if not state.gone and state.spec.tier is not Tier.HBM:
                 fits = state.extents.most_slots(part.slot_bytes) * pool.slot_bytes
                 most[state.spec.tier] += min(state.extents.holdings.most(pool.tenant), fits)
         bound = min(min(most.values()) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))
         rows = r.prefix(event.namespace, event.keys)
-        room = max(0, bound - r.pinned_bytes[pool.tenant]) // pool.slot_bytes
+        room = max(0, bound - r.pins.pinned_bytes[pool.tenant]) // pool.slot_bytes
         kept = np.cumsum(~r.blocks.pinned[rows]) <= room
         rows = rows if kept.all() else rows[: int(kept.argmin())]
-        r.pin(space, rows, event.until)
-        self._ledger.say(Answer(event.request, len(rows)))
+        r.pins.pin(space, rows, event.until)
+        self._leases.say(Answer(event.request, len(rows)))
 
     def unpin(self, event: ev.Unpin, now: float) -> None:
-        if self._ledger.space(event) is not None:
+        if self._leases.space(event) is not None:
             rows = self._r.prefix(event.namespace, event.keys)
             pinned = rows[self._r.blocks.pinned[rows]]
-            self._r.unpin(pinned)
-            self._ledger.say(Answer(event.request, len(pinned)))
+            self._r.pins.unpin(pinned)
+            self._leases.say(Answer(event.request, len(pinned)))

@@ -1,6 +1,9 @@
-"""Publication: the blocks of a namespace move to memory that its readers may map, and back.
+"""Publication: moves the blocks of a namespace to DRAM that its readers may map, or back.
 
-Routers are told of blocks here too.
+Each namespace moves in steps. A block that another tier holds too leaves DRAM; other blocks are copied to the
+pool of the new domain.
+
+Not covered: who may read a namespace. The daemon decides that.
 """
 
 from __future__ import annotations
@@ -11,14 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.core import events as ev
+from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.blocks.residency import DEMOTE, WRITING
-from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 
-_ROWS_AT_ONCE = 1 << 12  # looked through at a step, which the event loop waits for
+_ROWS_AT_ONCE = 1 << 12  # rows per step, which delay all other requests
 _BLOCKS_AT_ONCE = 512
 _GIVE_UP_AFTER_S = 10.0
 _NEXT_STEP_S = 0.001
@@ -26,8 +30,8 @@ _NEXT_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
-class _Move:
-    """A namespace whose blocks move to another domain: from `row` on, which is waited at `since` then."""
+class _Relocation:
+    """A namespace whose blocks move to another domain. Rows before `row` are done since `since` (s)."""
 
     space: Namespace
     since: float
@@ -35,72 +39,84 @@ class _Move:
 
 
 class Publication:
-    """Moves namespaces to other domains of tier 0, step by step."""
+    """Publish. As a job, moves namespaces to other domains of tier 0. `_requests`: namespaces by request."""
 
-    def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
-        self._r = ledger.residency
-        self._copies = ledger.copies
-        self._eviction = ledger.eviction
-        self._transfers = ledger.transfers
+    def __init__(self, leases: LeaseTable, reads: Reads) -> None:
+        self._leases = leases
+        self._r = leases.residency
+        self._copies = leases.copies
+        self._eviction = leases.eviction
+        self._transfers = leases.transfers
         self._reads = reads
-        self._moving: dict[int, _Move] = {}
+        self._relocations: dict[int, _Relocation] = {}
+        self._requests: dict[int, int] = {}
         self._next_step = math.inf
 
-    def tell(self, event: ev.Tell, now: float) -> None:
-        r = self._r
-        rows = r.index.find(event.namespace, event.keys)
-        rows = rows[rows >= 0]
-        for tier in range(len(r.tiers)):
-            r.tell(tier, rows[r.blocks.slot[tier, rows] >= 0], gained=True)
+    def publish(self, event: ev.Publish, now: float) -> None:
+        space = self._r.namespaces[event.namespace]
+        pool = space.pools[0]._replace(domain=event.domain)
+        if pool != space.pools[0]:
+            space.pools, space.relocated = (pool, *space.pools[1:]), True
+            self._relocate(space, now)
+            if not self.is_settled(space.number):
+                self._requests[event.request] = space.number
+                return
+        self._leases.say(Answer(event.request, 0))
 
-    def move(self, space: Namespace, now: float) -> None:
-        """What a namespace has in tier 0 goes to its new pool there, or away if another tier has it too.
+    def answer_settled(self) -> None:
+        """Answers the requests whose namespaces have moved."""
+        for request, namespace in list(self._requests.items()):
+            if self.is_settled(namespace):
+                del self._requests[request]
+                self._leases.say(Answer(request, 0))
 
-        Step by step. Readers of other tenants that wait are told that there is nothing: they may not look
-        where it is going, perhaps.
+    def is_settled(self, namespace: int) -> bool:
+        """Returns whether no block of a namespace is moving to another pool of tier 0."""
+        return namespace not in self._relocations and not self._copies.relocates(namespace)
+
+    def _relocate(self, space: Namespace, now: float) -> None:
+        """Starts to move a namespace.
+
+        Readers of other tenants that wait get a miss, because they may not map the new pool.
         """
         self._reads.arrived(self._copies.cancel_promotions(space.number))
         self._reads.end(space, but=space.tenant)
-        self._moving[space.number] = _Move(space, now)
+        self._relocations[space.number] = _Relocation(space, now)
         self._next_step = now
-        self.at(now)
+        self.step(now)
 
-    def at(self, now: float) -> None:
-        """It is `now`: goes on with what moves."""
+    def step(self, now: float) -> None:
+        """See Job."""
         if now < self._next_step:
             return
-        got_on = [self._move_some(move, now) for move in list(self._moving.values())]
-        later = now + (_NEXT_STEP_S if any(got_on) else _NEXT_LOOK_S)
-        self._next_step = later if self._moving else math.inf
+        progressed = [self._relocate_some(each, now) for each in list(self._relocations.values())]
+        later = now + (_NEXT_STEP_S if any(progressed) else _NEXT_LOOK_S)
+        self._next_step = later if self._relocations else math.inf
 
     def wakes_at(self) -> float:
-        """When there is something to go on with."""
+        """See Job."""
         return self._next_step
 
-    def has_moved(self, namespace: int) -> bool:
-        """Whether nothing of a namespace is on its way to another pool of tier 0."""
-        return namespace not in self._moving and not self._copies.relocates(namespace)
-
-    def _move_some(self, move: _Move, now: float) -> bool:
-        """Takes one step; whether that got it on."""
-        r, space, blocks = self._r, move.space, self._r.blocks
+    def _relocate_some(self, relocation: _Relocation, now: float) -> bool:
+        """Takes one step. Returns whether it made progress."""
+        r, space, blocks = self._r, relocation.space, self._r.blocks
         number, extents = space.number, r.tiers[0].extents
         if space.pools[0] not in extents.classes:
-            # Before anything is held that would have to leave for it.
+            # Before any slot is held: one of them might have to be evicted for this pool.
             self._eviction.make_room(0, space.pools[0], 1)
-        last = min(move.row + _ROWS_AT_ONCE, blocks.rows_touched)
-        here = slice(move.row, last)
+        last = min(relocation.row + _ROWS_AT_ONCE, blocks.rows_touched)
+        here = slice(relocation.row, last)
         mine = (blocks.namespace[here] == number) & (blocks.state[here] == LIVE) & (blocks.slot[0, here] >= 0)
-        rows = move.row + np.flatnonzero(mine)
+        rows = relocation.row + np.flatnonzero(mine)
         rows = rows[~extents.are_of(space.pools[0], blocks.slot[0, rows])]
         if len(rows) > _BLOCKS_AT_ONCE:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
-        # What is on its way down already leaves when it is there.
+        # Blocks that are being written to a lower tier leave DRAM afterwards.
         writing = self._copies.written_from(0, rows)
-        blocks.moving[writing] |= DEMOTE
-        # What a GPU has may be on its way down too.
-        waits = rows[((blocks.moving[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
-        rows = rows[blocks.moving[rows] == 0]
+        blocks.copy_marks[writing] |= DEMOTE
+        # Blocks that are being written from a GPU have to wait.
+        waits = rows[((blocks.copy_marks[rows] & WRITING) > 0) & ~np.isin(rows, writing)]
+        rows = rows[blocks.copy_marks[rows] == 0]
         twice = rows[r.copies(rows) > 1]
         self._reads.arrived(self._copies.cancel(twice, 0))
         r.decisions.record(DecisionKind.EVICTED, 0, twice, now)
@@ -108,9 +124,9 @@ class Publication:
         rows = rows[blocks.slot[0, rows] >= 0]
         n = self._transfers.relocate(space, rows)
         later = len(waits) > 0 or (n < len(rows) and self._eviction.under_way)
-        if later and now - move.since < _GIVE_UP_AFTER_S:
+        if later and now - relocation.since < _GIVE_UP_AFTER_S:
             return n > 0
-        move.row, move.since = last, now
+        relocation.row, relocation.since = last, now
         if last >= blocks.rows_touched or space.closed:
-            del self._moving[number]
+            del self._relocations[number]
         return True

@@ -12,8 +12,8 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.extents import Extents, Slots
-from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.hit_counters import spread
 from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
 from kvstore.core.transfers.copy_queue import Arrived
@@ -26,24 +26,24 @@ _SAMPLE = 8
 class Reads:
     """Lookup, acquire, release, prefetch, and those who wait."""
 
-    def __init__(self, ledger: LeaseTable, prefetch_blocks: int = 0) -> None:
+    def __init__(self, leases: LeaseTable, prefetch_blocks: int = 0) -> None:
         """`prefetch_blocks`: how many blocks behind those that are promoted come with them, at most."""
-        self._ledger = ledger
+        self._leases = leases
         self.prefetch_blocks = prefetch_blocks
-        self._r = ledger.residency
-        self._copies = ledger.copies
-        self._transfers = ledger.transfers
+        self._r = leases.residency
+        self._copies = leases.copies
+        self._transfers = leases.transfers
 
     def acquire(self, event: ev.Acquire, now: float) -> None:
-        space = self._ledger.space(event)
+        space = self._leases.space(event)
         if space is None:
             return None
         r = self._r
         if event.recompute_s:
-            r.recompute_s[event.namespace] = event.recompute_s
-        event.at = self._ledger.tier_for(event, space, event.tenant)
-        foreign = space.moved and event.tenant != space.tenant
-        run = None if foreign or space.mortal else r.resident_run(event.namespace, event.keys, event.at)
+            r.topology.recompute_s[event.namespace] = event.recompute_s
+        event.at = self._leases.tier_for(event, space, event.tenant)
+        foreign = space.relocated and event.tenant != space.tenant
+        run = None if foreign or space.has_ttl else r.resident_run(event.namespace, event.keys, event.at)
         if run is not None:
             rows, slots = run
             if not event.quiet:
@@ -55,7 +55,7 @@ class Reads:
     def _acquire_some(self, event: ev.Acquire, space: Namespace, now: float) -> None:
         """The long way: part of it is missing, in a lower tier, or scattered."""
         rows = self._readable(event, space)
-        if len(rows) and not (self._ledger.retried or event.quiet):
+        if len(rows) and not (self._leases.retried or event.quiet):
             self._r.touch(rows, space)
         return self._serve(event, space, rows, now)
 
@@ -71,28 +71,32 @@ class Reads:
         """The stored prefix, up to what lies where the asker may not look: blocks from before publication."""
         r = self._r
         rows = r.prefix(event.namespace, event.keys)
-        if space.moved and event.tenant != space.tenant:
+        if space.relocated and event.tenant != space.tenant:
             slots = r.blocks.slot[0, rows]
             seen = r.tiers[0].extents.are_of(space.pools[0], slots) | (slots < 0)
             rows = rows if seen.all() else rows[: int(seen.argmin())]
         return rows
 
     def lookup(self, event: ev.Lookup, now: float) -> None:
-        space = self._ledger.space(event)
+        space = self._leases.space(event)
         if space is None:
             return
         # While parents may be missing or being written, every key has to be looked at.
         r = self._r
-        gaps = r.holes[event.namespace] > 0 or self._ledger.writers[event.namespace] > 0 or r.out_of_reach
-        gaps = gaps or space.mortal or (space.moved and event.tenant != space.tenant)
+        gaps = (
+            r.chains.holes[event.namespace] > 0
+            or self._leases.writers[event.namespace] > 0
+            or r.topology.out_of_reach
+        )
+        gaps = gaps or space.has_ttl or (space.relocated and event.tenant != space.tenant)
         if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)
             stored = Stored(spread(self._sampled(event, found), found))
         else:
-            rows, at = self._readable(event, space), self._ledger.tier_for(event, space, event.tenant)
+            rows, at = self._readable(event, space), self._leases.tier_for(event, space, event.tenant)
             found = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s, at)
             stored = Stored(self._by_tier(rows, at), unworthy=len(rows) - found)
-        self._ledger.say(Found(event.request, found, gaps, stored))
+        self._leases.say(Found(event.request, found, gaps, stored))
 
     def _sampled(self, event: ev.Lookup, found: int) -> dict[int, int]:
         """Tiers of some of the `found` leading keys; of all where their rows are consecutive, as most are."""
@@ -140,9 +144,9 @@ class Reads:
                 event.at = 0
                 # Of what is not to come, some may have left while room was made.
                 return self._serve(event, space, self._readable(event, space), now)
-            if n < len(wanted) and self._ledger.room_is_coming(event, space.tenant, now):
+            if n < len(wanted) and self._leases.room_is_coming(event, space.tenant, now):
                 extents.release(slots[slots >= 0])
-                return self._ledger.stall(event, asker)
+                return self._leases.stall(event, asker)
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
         extents.release(beyond[beyond >= 0])
@@ -152,15 +156,15 @@ class Reads:
         waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
         if not waiter.missing or event.deadline <= now:
             return self.answer_waiter(waiter)
-        self._ledger.waiting[event.request] = waiter
+        self._leases.waiting[event.request] = waiter
         for row in waiter.missing:
-            self._ledger.wanted_by.setdefault(row, []).append(event.request)
-        self._ledger.remind(event)
+            self._leases.wanted_by.setdefault(row, []).append(event.request)
+        self._leases.remind(event)
         return None
 
     def arrived(self, arrived: Sequence[Arrived]) -> None:
         """Tells those who wait for promotions."""
-        if not self._ledger.wanted_by:
+        if not self._leases.wanted_by:
             return
         done: dict[int, None] = {}
         for each in arrived:
@@ -168,13 +172,13 @@ class Reads:
             for row, ok in some:
                 done.update(dict.fromkeys(self._tell(each.target, row, ok)))
         for request in done:
-            self.answer_waiter(self._ledger.waiting.pop(request))
+            self.answer_waiter(self._leases.waiting.pop(request))
 
     def _tell(self, tier: int, row: int, ok: bool) -> list[int]:
         """A row is in a tier, or will not get there; the requests that wait for nothing else any more."""
         done, others = [], []
-        for request in self._ledger.wanted_by.pop(row, ()):
-            waiter = self._ledger.waiting[request]
+        for request in self._leases.wanted_by.pop(row, ()):
+            waiter = self._leases.waiting[request]
             if waiter.event.at != tier:
                 # It waits for another copy, which is still on its way.
                 others.append(request)
@@ -187,17 +191,17 @@ class Reads:
             if not waiter.missing:
                 done.append(request)
         if others:
-            self._ledger.wanted_by[row] = others
+            self._leases.wanted_by[row] = others
         return done
 
     def take_back(self, tier: int, gone: Sequence[Arrived]) -> list[ev.Acquire]:
         """Requests that wait in a tier that is lost, or for rows that do not arrive: to be asked again."""
         of = [(each.target, set(each.bad.tolist())) for each in gone]
         out = []
-        for request, waiter in list(self._ledger.waiting.items()):
+        for request, waiter in list(self._leases.waiting.items()):
             at = waiter.event.at
             if at == tier or any(target == at and waiter.missing & rows for target, rows in of):
-                del self._ledger.waiting[request]
+                del self._leases.waiting[request]
                 self._forget_missing(waiter)
                 self._r.tiers[at].extents.release(waiter.slots[waiter.slots >= 0])
                 out.append(waiter.event)
@@ -206,9 +210,9 @@ class Reads:
     def _forget_missing(self, waiter: Waiter) -> None:
         """A waiter waits for nothing any more."""
         for row in waiter.missing:
-            others = [x for x in self._ledger.wanted_by.pop(row, ()) if x != waiter.event.request]
+            others = [x for x in self._leases.wanted_by.pop(row, ()) if x != waiter.event.request]
             if others:
-                self._ledger.wanted_by[row] = others
+                self._leases.wanted_by[row] = others
 
     def answer_waiter(self, waiter: Waiter) -> None:
         """Grants the leading blocks that are there, lets go of the rest."""
@@ -223,17 +227,17 @@ class Reads:
 
     def end(self, space: Namespace, but: int = -1) -> None:
         """Those who wait for blocks of a namespace, but for one tenant, are told now that there are none."""
-        for request, waiter in list(self._ledger.waiting.items()):
+        for request, waiter in list(self._leases.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
-                del self._ledger.waiting[request]
+                del self._leases.waiting[request]
                 self._r.tiers[waiter.event.at].extents.release(waiter.slots[waiter.slots >= 0])
                 waiter.slots, waiter.tiers = waiter.slots[:0], waiter.tiers[:0]
                 self.answer_waiter(waiter)
-        for event in self._ledger.stalled.of_namespace(space.number):
+        for event in self._leases.stalled.of_namespace(space.number):
             asker = event.tenant if isinstance(event, ev.Acquire) else space.tenant
             if asker != but:
-                self._ledger.stalled.pop(event.request)
-                self._ledger.say(Deny(event.request, f"namespace {space.number} is not there any more"))
+                self._leases.stalled.pop(event.request)
+                self._leases.say(Deny(event.request, f"namespace {space.number} is not there any more"))
 
     def _grant(
         self,
@@ -248,22 +252,22 @@ class Reads:
         r, at, foreign = self._r, event.at, event.tenant != space.tenant
         extents = r.tiers[at].extents
         if n and foreign:
-            lendable = self._ledger.lendable_bytes(space.tenant) // space.pools[at].slot_bytes
+            lendable = self._leases.lendable_bytes(space.tenant) // space.pools[at].slot_bytes
             if not lendable:
                 extents.release(slots)
-                return self._ledger.deny_loan(event.request)
+                return self._leases.deny_loan(event.request)
             if lendable < n:
                 slots, n = self._cut(extents, slots, lendable), lendable
                 tiers = None if tiers is None else tiers[:n]
-        lease = self._ledger.hold(event.client) if n else 0
+        lease = self._leases.hold(event.client) if n else 0
         if n and not lease:
             extents.release(slots)
-            return self._ledger.deny_hold(event.request)
+            return self._leases.deny_hold(event.request)
         if lease:
             made = Lease(event.client, space.tenant, slots, at, space.number, event.tenant)
-            self._ledger.leases[lease] = made
+            self._leases.leases[lease] = made
             if foreign:
-                self._ledger.lend(made, n * space.pools[at].slot_bytes)
+                self._leases.lend(made, n * space.pools[at].slot_bytes)
         slots_told = extents.record[slots].copy()
         if tiers is None:
             tiers = np.full(n, at, np.int16)
@@ -274,7 +278,7 @@ class Reads:
                 r.counters[f"hit_blocks_{r.tiers[i].spec.name}"] += hits
             r.counters["served_bytes"] += n * space.block_bytes
         stored = stored or Stored({at: n} if n else {})
-        self._ledger.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told, stored, tiers))
+        self._leases.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told, stored, tiers))
         return None
 
     def _cut(self, extents: Extents, slots: Picked, n: int) -> Picked:
@@ -285,20 +289,20 @@ class Reads:
         return slots[:n]
 
     def release(self, event: ev.Release, now: float) -> None:
-        lease = self._ledger.leases.get(event.lease)
+        lease = self._leases.leases.get(event.lease)
         if lease is not None and lease.client == event.client:
-            self._ledger.drop_lease(event.lease)
+            self._leases.drop_lease(event.lease)
 
     def prefetch(self, event: ev.Prefetch, now: float) -> None:
-        space = self._ledger.space(event)
+        space = self._leases.space(event)
         if space is None:
             return
         rows, at = (
             self._r.prefix(event.namespace, event.keys),
-            self._ledger.tier_for(event, space, event.tenant),
+            self._leases.tier_for(event, space, event.tenant),
         )
         _, dropped = self._bring(space, rows, event.tenant, at)
-        self._ledger.say(Answer(event.request, len(rows) - dropped))
+        self._leases.say(Answer(event.request, len(rows) - dropped))
 
     def _bring(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
         """Promotes those of a chain that only other tiers have, while there is room: (started, dropped)."""
@@ -325,6 +329,6 @@ class Reads:
         only = (blocks.parent[rows] == rows - 1) & (blocks.children[rows - 1] == 1)
         only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
         rows = rows if only.all() else rows[: int(only.argmin())]
-        if len(rows) and not r.out_of_reach:
+        if len(rows) and not r.topology.out_of_reach:
             started, _ = self._bring(space, rows, event.tenant, event.at)
             r.counters["ahead_blocks"] += started

@@ -14,15 +14,15 @@ from kvstore.core.requests.leases import LeaseTable
 _AT_ONCE = 1 << 16
 
 
-def restore(ledger: LeaseTable, event: ev.Restore, write_down: bool) -> None:
+def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     """Takes in what a tier holds: first all blocks, then who is whose child.
 
     `write_down`: what no lower tier has goes there.
     """
-    r = ledger.residency
+    r = leases.residency
     extents = r.tiers[event.tier].extents
     event = event.only(extents.has(event.extent, event.index))
-    event = event.only(_own(ledger, event))
+    event = event.only(_own(leases, event))
     group = event.namespace.astype(np.int64) << 8 | event.key_bytes
     taken = np.full(len(group), -1, np.int64)
     r.index.make_room(len(group))
@@ -37,25 +37,27 @@ def restore(ledger: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         r.blocks.slot[event.tier, rows] = slots
         versions = event.version[which].astype(np.int64)
         extents.claim(slots, rows, versions, event.checksum[which])
-        r.reuse.restored(rows, ledger.spaces[namespace].tenant, r.now)
+        r.reuse.restored(rows, leases.namespaces[namespace].tenant, r.now)
         # Parents stay ahead of their children: they were used no earlier.
         latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
         for members, some in extents.by_class(slots[latest_first]):
-            r.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
+            r.topology.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.
-            ledger.spaces[namespace].moved |= members.pool != ledger.spaces[namespace].pools[event.tier]
-        _end(ledger, namespace, rows, event.ends[which])
+            leases.namespaces[namespace].relocated |= (
+                members.pool != leases.namespaces[namespace].pools[event.tier]
+            )
+        _end(leases, namespace, rows, event.ends[which])
         if write_down:
-            ledger.transfers.queue_writes(rows)
+            leases.transfers.queue_writes(rows)
     for namespace in np.unique(event.namespace).tolist():
         _link(r, event, taken, namespace)
-    r.tell(event.tier, taken[taken >= 0], gained=True)
+    r.outbox.report(event.tier, taken[taken >= 0], gained=True)
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 
 
-def _own(ledger: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
+def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     """Which blocks lie in an extent of their namespace's tenant: others could have forged them there."""
-    extents, spaces = ledger.residency.tiers[event.tier].extents, ledger.spaces
+    extents, spaces = leases.residency.tiers[event.tier].extents, leases.namespaces
     numbers, at = np.unique(event.namespace, return_inverse=True)
     owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)
     held, where = np.unique(event.extent, return_inverse=True)
@@ -64,14 +66,14 @@ def _own(ledger: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     return own
 
 
-def _end(ledger: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
+def _end(leases: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
     """Has blocks that have an end, in core time, end then."""
     which = np.flatnonzero(ends < np.inf)
     if len(which):
         # Never 0, which is no end.
-        ledger.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
-        ledger.spaces[namespace].mortal = True
-        ledger.end_at(float(ends[which].min()))
+        leases.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
+        leases.namespaces[namespace].has_ttl = True
+        leases.end_at(float(ends[which].min()))
 
 
 def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
@@ -80,7 +82,7 @@ def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
         held = rows[r.blocks.slot[tier, rows] >= 0]
         if tier != event.tier and len(held):
             r.give_up(tier, held, vanish=False)
-            r.tell(tier, held, gained=False)
+            r.outbox.report(tier, held, gained=False)
 
 
 def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:
@@ -96,7 +98,7 @@ def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:
     for length in np.unique(event.parent_bytes[which[~near]]).tolist():
         some = ~near & (event.parent_bytes[which] == length)
         parents[some] = _adopt(r, namespace, _keys(event.parents, which[some], length))
-    r.link(taken[which[parents >= 0]], parents[parents >= 0])
+    r.chains.link(taken[which[parents >= 0]], parents[parents >= 0])
 
 
 def _words(column: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
@@ -110,7 +112,7 @@ def _keys(column: npt.NDArray[np.uint8], which: Rows, size: int) -> Keys:
 def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
     """LIVE rows for distinct blocks, new ones without a parent; -1 where there are no rows left."""
     rows = r.index.find(namespace, keys)
-    r.count_holes(rows[(rows >= 0) & (r.blocks.state[rows] == HOLE)], -1)
+    r.chains.count_holes(rows[(rows >= 0) & (r.blocks.state[rows] == HOLE)], -1)
     new = np.flatnonzero(rows < 0)
     taken = r.blocks.take(namespace, keys, new)
     r.index.add(taken, _AT_ONCE)
@@ -127,6 +129,6 @@ def _adopt(r: Residency, namespace: int, parents: Keys) -> Rows:
         distinct = {parents[i]: i for i in missing.tolist()}
         rows = r.blocks.take(namespace, parents, np.array(list(distinct.values())))
         r.index.add(rows)
-        r.keep_as_holes(rows)
+        r.chains.keep_as_holes(rows)
         found = r.index.find(namespace, parents)
     return found

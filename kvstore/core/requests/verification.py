@@ -20,29 +20,29 @@ _SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits fo
 class Verification:
     """Has copies probed, and quarantines those whose bytes are not what was stored."""
 
-    def __init__(self, ledger: LeaseTable, reads: Reads) -> None:
-        self._ledger = ledger
-        self._r = ledger.residency
-        self._copies = ledger.copies
+    def __init__(self, leases: LeaseTable, reads: Reads) -> None:
+        self._leases = leases
+        self._r = leases.residency
+        self._copies = leases.copies
         self._reads = reads
         self._scrubbed: defaultdict[int, int] = defaultdict(int)
 
     def suspect(self, event: ev.Suspect, now: float) -> None:
-        if self._ledger.space(event) is None:
+        if self._leases.space(event) is None:
             return
         r = self._r
         rows = r.index.find(event.namespace, event.keys)
         rows = np.unique(rows[rows >= 0])
         rows = rows[(r.blocks.state[rows] == LIVE) & (r.blocks.slot[event.at, rows] >= 0)]
-        if len(rows) and len(self._ledger.probes) < _PROBES and self._may_probe(event.at, rows):
+        if len(rows) and len(self._leases.probes) < _PROBES and self._may_probe(event.at, rows):
             self._probe(event.request, event.at, rows)
         elif event.request:
-            self._ledger.say(Answer(event.request, 0))
+            self._leases.say(Answer(event.request, 0))
 
     def scrub(self, event: ev.Scrub, now: float) -> None:
         r = self._r
         tier, blocks = r.tiers[event.tier], r.blocks
-        busy = any(p.tier == event.tier and not p.request for p in self._ledger.probes.values())
+        busy = any(p.tier == event.tier and not p.request for p in self._leases.probes.values())
         if not tier.device.readable or busy or not blocks.rows_touched:
             return
         first = self._scrubbed[event.tier]
@@ -76,17 +76,17 @@ class Verification:
         slots = r.blocks.slot[tier, rows].astype(np.int64)
         extents = r.tiers[tier].extents
         extents.hold(slots)
-        number = self._ledger.next_number()
-        self._ledger.probes[number] = PendingProbe(request, tier, rows, slots)
+        number = self._leases.next_number()
+        self._leases.probes[number] = PendingProbe(request, tier, rows, slots)
         pool = extents.pool_of(int(slots[0]))
-        probe = Probe(number, tier, pool.slot_bytes, r.identity(rows), r.where(tier, slots))
+        probe = Probe(number, tier, pool.slot_bytes, r.outbox.ids(rows), r.where(tier, slots))
         if tier:
             self._copies.probe(probe, pool.tenant)
         else:
-            self._ledger.say(probe)
+            self._leases.say(probe)
 
     def probe_done(self, event: ev.ProbeDone, now: float) -> None:
-        p = self._ledger.probes.pop(event.probe)
+        p = self._leases.probes.pop(event.probe)
         if p.tier:
             self._copies.probed(p.tier, event.probe)
         extents = self._r.tiers[p.tier].extents
@@ -94,4 +94,4 @@ class Verification:
         extents.release(p.slots)
         self._reads.arrived(self._copies.quarantine(p.tier, p.rows[bad]))
         if p.request:
-            self._ledger.say(Answer(p.request, int(bad.sum())))
+            self._leases.say(Answer(p.request, int(bad.sum())))

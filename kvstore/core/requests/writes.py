@@ -20,7 +20,7 @@ from kvstore.core.actions import (
     Reserved,
 )
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
-from kvstore.core.capacity.quotas import Namespace
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_on_connection
@@ -29,33 +29,33 @@ from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_o
 class Writes:
     """Reserve, commit, abort."""
 
-    def __init__(self, ledger: LeaseTable, invalidation: Invalidation, write_through: bool) -> None:
-        self._ledger = ledger
+    def __init__(self, leases: LeaseTable, invalidation: Invalidation, write_through: bool) -> None:
+        self._leases = leases
         self._invalidation = invalidation
-        self._r = ledger.residency
-        self._eviction = ledger.eviction
-        self._transfers = ledger.transfers
+        self._r = leases.residency
+        self._eviction = leases.eviction
+        self._transfers = leases.transfers
         self.write_through = write_through
 
     def reserve(self, event: ev.Reserve, now: float) -> None:
-        space = self._ledger.space(event)
+        space = self._leases.space(event)
         if space is None:
             return None
         r, keys = self._r, event.keys
-        if keys.n > self._ledger.limits.reserve_keys:
-            hint = f"at most {self._ledger.limits.reserve_keys} keys a reservation"
-            return self._ledger.say(Deny(event.request, f"{keys.n} keys in one reservation", hint))
+        if keys.n > self._leases.limits.reserve_keys:
+            hint = f"at most {self._leases.limits.reserve_keys} keys a reservation"
+            return self._leases.say(Deny(event.request, f"{keys.n} keys in one reservation", hint))
         if len({keys[i] for i in range(keys.n)}) != keys.n:
-            return self._ledger.say(
+            return self._leases.say(
                 Deny(event.request, "a key occurs twice in one call", "keys are one chain")
             )
-        if space.mortal:
+        if space.has_ttl:
             self._drop_expired(event, now)
         parent = -1
         if event.parent:
             parent = r.index.find_one(event.namespace, event.parent)
             if parent < 0 or r.blocks.state[parent] not in (LIVE, RESERVED):
-                return self._ledger.say(
+                return self._leases.say(
                     Deny(event.request, "the parent is not stored", "store the chain from its start")
                 )
         rows = r.index.find(event.namespace, keys)
@@ -64,10 +64,10 @@ class Writes:
         if len(present):
             r.touch(present, space)
         want = np.flatnonzero((state == FREE) | (state == HOLE))
-        if len(want) and not self._ledger.may_hold(event.client):
-            return self._ledger.deny_hold(event.request)
+        if len(want) and not self._leases.may_hold(event.client):
+            return self._leases.deny_hold(event.request)
         before = np.concatenate(([parent], rows))[:-1]
-        event.at = self._ledger.tier_for(event, space, space.tenant)
+        event.at = self._leases.tier_for(event, space, space.tenant)
         earn = self._earn(event, space, state, want, before, now)
         n = self._room_beside(event, space, len(want), rows, parent, earn)
         if n < len(want) and event.at:
@@ -75,8 +75,8 @@ class Writes:
             event.at = 0
             earn = self._earn(event, space, state, want, before, now)
             n = self._room_beside(event, space, len(want), rows, parent, earn)
-        if n < len(want) and self._ledger.room_is_coming(event, space.tenant, now):
-            self._ledger.stall(event, space.tenant)
+        if n < len(want) and self._leases.room_is_coming(event, space.tenant, now):
+            self._leases.stall(event, space.tenant)
         else:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
@@ -84,7 +84,7 @@ class Writes:
                 if self._eviction.some_could_go(event.at, space.pools[event.at]):
                     why = WORTH_LESS
             self._give_room(event, space, rows, state, want[:n], parent, why)
-        r.prune(np.unique(np.append(rows, parent)))
+        r.chains.prune(np.unique(np.append(rows, parent)))
         return None
 
     def _drop_expired(self, event: ev.Reserve, now: float) -> None:
@@ -170,10 +170,10 @@ class Writes:
             r.index.add(taken)
         filled = rows[want]
         holes = filled[r.blocks.state[filled] == HOLE]
-        r.holes[event.namespace] -= len(holes)
+        r.chains.holes[event.namespace] -= len(holes)
         r.blocks.state[filled] = RESERVED
         orphan = r.blocks.parent[filled] < 0
-        r.link(filled[orphan], np.concatenate(([parent], rows))[want[orphan]])
+        r.chains.link(filled[orphan], np.concatenate(([parent], rows))[want[orphan]])
         status = np.full(event.keys.n, DENIED, np.uint8)
         status[state == LIVE] = PRESENT
         status[state == RESERVED] = PENDING
@@ -185,15 +185,15 @@ class Writes:
         r.counters["present_blocks"] += int((status == PRESENT).sum())
         lease, slots = 0, NONE
         if len(want):
-            lease = self._ledger.hold(event.client)
+            lease = self._leases.hold(event.client)
             slots = r.tiers[at].extents.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
-            self._ledger.reservations[lease] = Reservation(
+            self._leases.reservations[lease] = Reservation(
                 event.client, space, at, pool, filled, slots, alive, event.loading
             )
-            self._ledger.writers[event.namespace] += 1
+            self._leases.writers[event.namespace] += 1
         where = r.tiers[at].extents.record[slots]
-        self._ledger.say(
+        self._leases.say(
             Reserved(event.request, lease, pool.slot_bytes, where, status, why if denied else "")
         )
 
@@ -202,11 +202,11 @@ class Writes:
         if reservation is None:
             hint = "commit once, on the connection that reserved"
             why = f"no reservation {number_on_connection(event.lease)}"
-            return self._ledger.say(Deny(event.request, why, hint))
+            return self._leases.say(Deny(event.request, why, hint))
         n = len(reservation.rows)
         if len(event.checksums) != n or len(event.written) != n:
             self._give_up(reservation, np.ones(n, np.bool_), now)
-            return self._ledger.say(Deny(event.request, f"{len(event.checksums)} checksums for {n} blocks"))
+            return self._leases.say(Deny(event.request, f"{len(event.checksums)} checksums for {n} blocks"))
         r, at = self._r, reservation.at
         ok = event.written & reservation.alive & (not r.tiers[at].lost)
         rows, slots = reservation.rows[ok], reservation.slots[ok]
@@ -215,31 +215,31 @@ class Writes:
         space = reservation.space
         if space.ttl_s and len(rows):
             r.blocks.expires[rows] = now + space.ttl_s
-            self._ledger.end_at(now + space.ttl_s)
+            self._leases.end_at(now + space.ttl_s)
         r.reuse.stored(rows, space.tenant, now)
         r.place(at, rows, slots)
         r.tiers[at].extents.release(slots)
         if len(rows):
             if r.tiers[at].spec.table:
-                r.stamp(at, rows, slots)
+                r.write_headers(at, rows, slots)
             if reservation.loading:
                 r.blocks.offered[rows] = True
             elif at == 0:
-                r.offer(rows, space)
+                r.outbox.offer(rows, space)
             if self.write_through:
                 self._transfers.queue_writes(rows)
             if reservation.pool != space.pools[at]:
                 self._transfers.relocate(space, rows)
         r.counters["stored_blocks"] += len(rows)
-        self._ledger.say(Answer(event.request, len(rows)))
+        self._leases.say(Answer(event.request, len(rows)))
         self._give_up(reservation, ~ok, now)
         return None
 
     def _take_reservation(self, client: int, lease: int) -> Reservation | None:
-        reservation = self._ledger.reservations.get(lease)
+        reservation = self._leases.reservations.get(lease)
         if reservation is None or reservation.client != client:
             return None
-        return self._ledger.drop_reservation(lease)
+        return self._leases.drop_reservation(lease)
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
         """These blocks of a reservation will not be written."""

@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from kvstore.core.actions import BlockIds, Copy, Drop, Probe
 from kvstore.core.blocks.block_table import Rows
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.capacity.extents import Slots
-from kvstore.core.capacity.quotas import Namespace, SlotPool
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.transfers.devices import DEMAND, SCRUB, WRITE_BACK, DeviceQueue
@@ -59,7 +60,7 @@ class Transfer:
 
     @property
     def marks(self) -> int:
-        """The bits of `Blocks.moving` that the copy sets: two copies of a row never share one."""
+        """The bits of `Blocks.copy_marks` that the copy sets: two copies of a row never share one."""
         return (WRITING | DEMOTE if self.writing else 0) | (PROMOTING if self.target == 0 else 0)
 
 
@@ -94,7 +95,7 @@ class CopyQueue:
     def device(self, source: int, target: int) -> DeviceQueue:
         """The device in whose queue a copy waits: that of the lower tier. Copies never wait for DRAM."""
         between = [t for t in (self._r.tiers[source], self._r.tiers[target]) if t.spec.tier != Tier.DRAM]
-        return max(between, key=lambda t: t.spec.tier).device
+        return max(between, key=lambda t: t.spec.tier.rank).device
 
     def room(self, space: Namespace, source: Rows, asker: int, kind: int, target: int) -> int:
         """How many rows, from the first, the asker may queue. `source` has the tier of each row."""
@@ -111,7 +112,7 @@ class CopyQueue:
 
         `more` raises the bound.
         """
-        free = _WRITES_IN_FLIGHT * max(1, len(self._r.takers(tier))) - self._writes + more
+        free = _WRITES_IN_FLIGHT * max(1, len(self._r.topology.takers(tier))) - self._writes + more
         return max(free, 1 - self.writing[tenant], 0)
 
     # -- what is queued
@@ -119,7 +120,7 @@ class CopyQueue:
     def coming(self, target: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which rows are being copied into a memory tier."""
         if target == 0:
-            return (self._r.blocks.moving[rows] & PROMOTING) > 0
+            return (self._r.blocks.copy_marks[rows] & PROMOTING) > 0
         coming = np.zeros(len(rows), np.bool_)
         for t in self.under_way.values() if self._lifting else ():
             if t.target == target:
@@ -128,8 +129,8 @@ class CopyQueue:
 
     def written_from(self, tier: int, rows: Rows) -> Rows:
         """Those of the rows that are being written from this tier to a lower one."""
-        rows = rows[(self._r.blocks.moving[rows] & WRITING) > 0]
-        if len(rows) and len(self._r.memory) > 1:
+        rows = rows[(self._r.blocks.copy_marks[rows] & WRITING) > 0]
+        if len(rows) and len(self._r.topology.memory) > 1:
             mine = [t.rows[t.alive] for t in self.under_way.values() if t.writing and t.source == tier]
             rows = rows[np.isin(rows, np.concatenate([rows[:0], *mine]))]
         return rows
@@ -138,15 +139,15 @@ class CopyQueue:
         """How many blocks of a pool leave the tier when their write to a lower tier ends."""
         if not self.writing[pool.tenant]:
             return 0
-        moving = self._r.blocks.moving
+        marks = self._r.blocks.copy_marks
         mine = [t for t in self.under_way.values() if t.writing and t.source == tier and t.pool == pool]
-        return sum(int(np.count_nonzero(moving[t.rows[t.alive]] & DEMOTE)) for t in mine)
+        return sum(int(np.count_nonzero(marks[t.rows[t.alive]] & DEMOTE)) for t in mine)
 
     def relocates(self, namespace: int) -> bool:
         """Whether blocks of a namespace are being copied within tier 0, or are being demoted from it."""
-        moving = self._r.blocks.moving
+        marks = self._r.blocks.copy_marks
         return any(
-            t.source == t.target or (t.source == 0 and bool((moving[t.rows[t.alive]] & DEMOTE).any()))
+            t.source == t.target or (t.source == 0 and bool((marks[t.rows[t.alive]] & DEMOTE).any()))
             for t in self.under_way.values()
             if t.namespace == namespace
         )
@@ -191,11 +192,11 @@ class CopyQueue:
                 part,
                 source_slots,
                 to,
-                r.identity(part),
+                r.outbox.ids(part),
                 np.ones(len(part), np.bool_),
             )
             self.under_way[self._last] = transfer
-            r.blocks.moving[part] |= transfer.marks & ~DEMOTE
+            r.blocks.copy_marks[part] |= transfer.marks & ~DEMOTE
             r.copying[pool.tenant] += 1
             if writing:
                 r.tiers[target].admission.wrote(transfer.nbytes, r.now)
@@ -228,7 +229,7 @@ class CopyQueue:
             for number, _, _ in state.device.next(self._r.now):
                 self._queued -= 1
                 if number in self._probes:
-                    self._r.out.append(self._probes[number][0])
+                    self._r.outbox.actions.append(self._probes[number][0])
                 else:
                     self._start(number)
 
@@ -241,7 +242,7 @@ class CopyQueue:
                 self.finish(CopyDone(number, np.zeros(0, np.uint8)))
                 return
         ends = r.blocks.expires[t.rows]
-        r.out.append(
+        r.outbox.actions.append(
             Copy(
                 number,
                 t.source,
@@ -287,7 +288,7 @@ class CopyQueue:
 
         The copies do not arrive and leave no record. Returns the cancelled ones.
         """
-        if not len(rows) or not (self._lifting or self._r.blocks.moving[rows].any()):
+        if not len(rows) or not (self._lifting or self._r.blocks.copy_marks[rows].any()):
             return []
         concerned = set(np.unique(self._r.blocks.namespace[rows]).tolist())
         over = [
@@ -313,10 +314,10 @@ class CopyQueue:
         if not gone.any():
             return None
         rows = t.rows[gone]
-        self._r.blocks.moving[rows] &= 0xFF & ~t.marks
-        if t.target in self._r.lasting and t.started:
+        self._r.blocks.copy_marks[rows] &= 0xFF & ~t.marks
+        if t.target in self._r.topology.persistent and t.started:
             where = self._r.where(t.target, t.target_slots[gone])
-            self._r.out.append(Drop(t.target, t.identity.only(gone), where))
+            self._r.outbox.actions.append(Drop(t.target, t.identity.only(gone), where))
         t.alive = t.alive & ~gone
         return Arrived(t.target, rows[:0], rows)
 
@@ -334,8 +335,8 @@ class CopyQueue:
             self._lifting -= t.target != 0
         arrived = t.alive & (event.results == OK)
         good, slots = t.rows[arrived], t.target_slots[arrived]
-        demoted = good[(blocks.moving[good] & DEMOTE) > 0] if t.writing else good[:0]
-        blocks.moving[t.rows[t.alive]] &= 0xFF & ~t.marks
+        demoted = good[(blocks.copy_marks[good] & DEMOTE) > 0] if t.writing else good[:0]
+        blocks.copy_marks[t.rows[t.alive]] &= 0xFF & ~t.marks
         gone: list[Arrived] = []
         if t.source == t.target:
             gone += self.cancel(good, t.source)
@@ -344,7 +345,7 @@ class CopyQueue:
         r.tiers[t.target].extents.release(t.target_slots)
         r.tiers[t.source].extents.release(t.source_slots)
         if r.tiers[t.target].spec.table and len(good):
-            r.stamp(t.target, good, slots)
+            r.write_headers(t.target, good, slots)
         r.counters["written_blocks" if t.writing else "promoted_blocks"] += len(good)
         r.counters["written_bytes" if t.writing else "promoted_bytes"] += len(good) * t.pool.slot_bytes
         if t.source != t.target:
@@ -395,15 +396,15 @@ class CopyQueue:
 
     # -- time
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """Fences the devices that have made no progress for too long."""
         for state in self._r.tiers[1:]:
-            if state.device.at(now):
+            if state.device.step(now):
                 self._r.counters["tier_fenced"] += 1
 
-    def wakes_at(self, now: float) -> float:
-        """When the passing of time alone changes a device, in the clock of `now`."""
-        devices = (t.device.wakes_at(now) for t in self._r.tiers[1:])
+    def wakes_at(self) -> float:
+        """When the passing of time alone changes a device."""
+        devices = (t.device.wakes_at(self._r.now) for t in self._r.tiers[1:])
         return min(self._next_step, min(devices, default=math.inf))
 
 

@@ -72,7 +72,7 @@ class Breaker:
         self.failures, self.opened_until = 0, now + _OPEN_FOR_S
         return True
 
-    def at(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """It is `now`: after its time, the next copy is tried, and a failure counts as many."""
         if self.opened_until and self.opened_until <= now:
             self.opened_until, self.failures = 0.0, _FAILURES_TO_OPEN - 1
@@ -227,10 +227,10 @@ class DeviceQueue:
             wake = min(wake, breaker.opened_until or math.inf)
         return wake
 
-    def at(self, now: float) -> bool:
+    def step(self, now: float) -> bool:
         """It is `now`; whether the device is fenced because of that."""
-        self.writes.at(now)
-        self.reads.at(now)
+        self.writes.step(now)
+        self.reads.step(now)
         if now < self.fences_at():
             return False
         self.fenced = True

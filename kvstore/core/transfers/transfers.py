@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.blocks.residency import Residency
 from kvstore.core.capacity.eviction import Eviction
-from kvstore.core.capacity.quotas import Namespace
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
 from kvstore.core.transfers.devices import DEMAND
@@ -75,7 +75,7 @@ class Transfers:
     def source(self, rows: Rows, at: int) -> Rows:
         """From where each of these rows would come into a tier of memory: what can be read, memory first."""
         r = self._r
-        order = np.array([i for i in (*r.memory, *r.lasting) if i != at])
+        order = np.array([i for i in (*r.topology.memory, *r.topology.persistent) if i != at])
         there = r.blocks.slot[:, rows][order] >= 0
         there[[i != 0 and not r.tiers[i].device.readable for i in order.tolist()]] = False
         source: Rows = order[np.argmax(there, axis=0)]
@@ -83,8 +83,8 @@ class Transfers:
 
     def queue_writes(self, rows: Rows) -> None:
         """Rows that a lasting tier should hold too, as soon as there is time."""
-        if self._r.lasting:
-            for space, some in self._r.by_space(rows):
+        if self._r.topology.persistent:
+            for space, some in self._r.namespaces.split(rows):
                 self.backlog.setdefault(space.tenant, deque()).append(some)
 
     def pump(self) -> None:
@@ -102,33 +102,35 @@ class Transfers:
         """Starts one write of those of one tenant; False if none can start for now."""
         r, blocks, tiers = self._r, self._r.blocks, self._r.tiers
         rows = waiting.popleft()
-        rows = rows[(blocks.state[rows] == LIVE) & (blocks.moving[rows] == 0) & r.alone_in_memory(rows)]
+        rows = rows[(blocks.state[rows] == LIVE) & (blocks.copy_marks[rows] == 0) & r.alone_in_memory(rows)]
         if not len(rows):
             return True
         # Since it was queued, a row may have been given to a block of another namespace.
-        (space, alike), *others = r.by_space(rows)
+        (space, alike), *others = r.namespaces.split(rows)
         waiting.extendleft(some for _, some in others)
-        n = write_chunk(space.pools[r.lasting[0]].slot_bytes)
+        n = write_chunk(space.pools[r.topology.persistent[0]].slot_bytes)
         if len(alike) > n:
             waiting.appendleft(alike[n:])
         some = self._worth_writing(space, alike[:n])
         rest = some[~self._write_from_memory(some)]
         if not len(rest):
             return True
-        takers = r.takers(0)
+        takers = r.topology.takers(0)
         growing = any(tiers[t].growing for t in takers)
         if takers and (growing or self._r.copying[space.tenant] or self._eviction.under_way):
             waiting.appendleft(rest)
             return False
         r.counters["unwritten_blocks"] += len(rest)
-        r.decisions.record(DecisionKind.UNWRITTEN, r.lasting[0], rest, r.now)
+        r.decisions.record(DecisionKind.UNWRITTEN, r.topology.persistent[0], rest, r.now)
         return True
 
     def _write_from_memory(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Queues writes of rows that only memory tiers have. False where the bounds allow none."""
         started = np.zeros(len(rows), np.bool_)
-        for tier in self._r.memory:
-            here = np.flatnonzero((self._r.blocks.slot[tier, rows] >= 0) & (self._r.blocks.moving[rows] == 0))
+        for tier in self._r.topology.memory:
+            here = np.flatnonzero(
+                (self._r.blocks.slot[tier, rows] >= 0) & (self._r.blocks.copy_marks[rows] == 0)
+            )
             if len(here):
                 started[here] = self._eviction.write_down(tier, rows[here])
         return started
@@ -136,7 +138,7 @@ class Transfers:
     def _worth_writing(self, space: Namespace, rows: Rows) -> Rows:
         """Those of a chain's rows that the next tier takes, and all above them."""
         r = self._r
-        tier = r.gate(0)
+        tier = r.topology.gate(0)
         admitted = np.flatnonzero(r.tiers[tier].admission.admits(rows, space.tenant, r.now))
         n = int(admitted[-1]) + 1 if len(admitted) else 0
         r.counters["refused_blocks"] += len(rows) - n

@@ -1,4 +1,8 @@
-"""Systems beyond this node that hold blocks for many nodes, behind one seam (`base.Backend`)."""
+"""Backends of the network tier: systems that hold blocks for many nodes, behind one protocol (`base`).
+
+Each backend is a package with `backend.open_url`. This package may import `tiers` and the floors below it,
+and never `daemon`. `daemon.network` uses it.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,10 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """What a backend is opened with.
+    """Settings of a backend.
 
-    `limit_bytes` is for those that keep to one themselves (0: no limit); `password` of `user` where the
-    system has such; `threads`: calls that will be made at once. `credentials`: see `config.Network`.
+    `limit_bytes`: for backends that enforce a limit themselves, 0: no limit. `user`, `password`: the login,
+    if the system has one. `threads`: concurrent calls. `credentials`: see `config.Network`.
     """
 
     url: str
@@ -42,14 +46,14 @@ class BackendSettings:
 
 
 def open_backend(settings: BackendSettings) -> Backend:
-    """The backend of a URL; nothing is asked of the system yet.
+    """Returns the backend of a URL. Does not connect yet.
 
-    Raises ConfigError for a URL that can't be one, or where a package is missing.
+    Raises ConfigError for an invalid URL or a missing package.
     """
     scheme = urlsplit(settings.url).scheme
     if scheme not in _MODULES:
         raise ConfigError(
-            f"network.url: {settings.url!r:.120} names no system that is known",
+            f"network.url: {settings.url!r:.120} names no known system",
             f"one of {', '.join(f'{known}://' for known in _MODULES)}",
         )
     module = importlib.import_module(f"kvstore.tiers.network.{_MODULES[scheme]}.backend")
@@ -58,7 +62,7 @@ def open_backend(settings: BackendSettings) -> Backend:
 
 
 def open_network(config: Network) -> tuple[Backend | None, list[str]]:
-    """The configured backend, and why there is none: blocks are served without it."""
+    """Returns the configured backend, and the problems if it cannot be opened."""
     if config.url is None:
         return None, []
     try:

@@ -1,7 +1,7 @@
-"""The seam between the daemon and systems that hold blocks for many nodes.
+"""The protocol between the daemon and systems that hold blocks for many nodes.
 
-What they hold is not ours alone: others write and delete there, and it may be cut, swapped or foreign. So an
-object is what its header and its checksum prove (`objects`), and anything else is a miss.
+Other parties write and delete there, so an object may be cut, swapped or foreign. An object counts only if
+its header and checksum prove it (`objects`). All others are misses.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MOST_CHARS = 400
 
 
 class NetworkError(TierError):
-    """A backend as a whole can't be used now. `fatal`: not before somebody changes something.
+    """A backend as a whole cannot be used. `fatal`: until its configuration or the system is changed.
 
-    `message` may have what another machine says: it is cut, and what a terminal obeys in it is escaped.
+    `message` may quote another machine. It is cut to 400 characters, and control characters are escaped.
     """
 
     def __init__(self, message: str, hint: str = "", fatal: bool = False) -> None:
@@ -28,23 +28,23 @@ class NetworkError(TierError):
 
 
 class Outcome(IntEnum):
-    """How one object of a call ended."""
+    """The result for one object of a call."""
 
     OK = 0
-    """Done; what was read is what was put under its name."""
+    """Done. A read object is verified."""
     MISSING = 1
-    """There is none."""
+    """There is no such object."""
     TORN = 2
-    """There is something, and not what its name says: foreign, cut short, altered, another's."""
+    """The object is corrupt: foreign, cut short, altered, or another object."""
     FULL = 3
-    """The backend has no room for it, or lets nothing be written."""
+    """The backend has no space, or does not allow writes."""
     FAILED = 4
     """The backend did not answer in time, or answered with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Whose bytes an object has: the namespace's fingerprint (16 bytes) and a key."""
+    """The name of a block: its namespace's fingerprint (16 bytes) and its key."""
 
     namespace: bytes
     key: bytes
@@ -52,11 +52,11 @@ class Name:
 
 @dataclass(slots=True)
 class Object:
-    """One block to be read or written, and the memory that it is read into or written from.
+    """One block to read or write, and its memory.
 
-    `memory` begins at a multiple of `ALIGN`, is as long as one, and has `length` bytes of payload at its
-    head; a read may leave anything behind these. `checksum` (of the payload, as in `arena`) and the key of
-    the `parent` (none: a root) are given for a write, and filled in by a read that ends with OK.
+    `memory` starts at a multiple of `ALIGN`, and its size is a multiple of it. It begins with `length` bytes
+    of payload. A read may overwrite the rest. A write takes the payload's `checksum` (see `arena`) and the
+    key of the `parent` (empty: a root). A read that ends with OK sets both.
     """
 
     name: Name
@@ -68,8 +68,7 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object that a backend has under one of our names: bytes with its header, and how long it has been
-    there (s, by the backend's own clock)."""
+    """An object in a list: its size with header (bytes), and its age (s) by the backend's clock."""
 
     name: Name
     nbytes: int
@@ -77,36 +76,36 @@ class Listed:
 
 
 class Backend(Protocol):
-    """Objects by name, in some system. Calls block, and any number of threads may make them at once.
+    """Objects by name in one system. Calls block. Any number of threads may call concurrently.
 
-    All end by `ends` (`time.monotonic`, s), some 50 ms later at worst, whatever the system does: what is not
-    known by then is FAILED, and no memory is touched once a call has returned. They answer in the order
-    they were asked, and raise nothing but NetworkError, where the system as a whole refuses (`fatal`: wrong
-    credentials, no such bucket) or nothing at all came from it.
+    A call ends by `ends` (`time.monotonic`, s), at most 50 ms later, whatever the system does. Objects
+    without a result by then are FAILED. No memory is touched after a call. Results are in the order of the
+    arguments. Calls raise only NetworkError: if the system as a whole refuses (`fatal`: wrong credentials, no
+    such bucket) or does not answer at all.
     """
 
     kind: str
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """Which objects there seem to be: OK, MISSING or FAILED. Reads no payload, so proves nothing."""
+        """Checks which objects exist: OK, MISSING or FAILED. Reads and verifies no payload."""
 
     def read(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
-        """Reads payloads into memory, and verifies them there. Unless OK, memory may have anything."""
+        """Reads payloads into memory and verifies them. Memory is undefined unless the outcome is OK."""
 
     def write(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
-        """Puts objects, each as a whole or not at all. One that is there already stays, or is replaced.
+        """Writes objects, each atomically. An existing object is kept or replaced.
 
-        The checksum given is the payload's: the caller has verified it.
+        The caller has verified the payload's checksum.
         """
 
     def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """Takes objects away; OK also where there was none."""
+        """Deletes objects. OK also for missing objects."""
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """What there is of a namespace, or of all of them, in no order. What is foreign is left out."""
+        """Yields the objects of a namespace, or of all, in no order. Skips foreign objects."""
 
     def health(self, ends: float) -> None:
-        """Writes, reads and deletes something small. Raises NetworkError that says what is wrong."""
+        """Writes, reads and deletes a small object. Raises NetworkError with the problem."""
 
     def close(self) -> None:
-        """Lets go of connections; calls under way end soon, with FAILED. Closing twice does nothing."""
+        """Closes connections. Calls under way end soon, with FAILED. Closing twice does nothing."""

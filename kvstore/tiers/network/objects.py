@@ -1,4 +1,4 @@
-"""What an object is in every backend: its path, and a header before its payload.
+"""The format of objects in every backend: a path, and a header before the payload.
 
 ```
 0      8        12       16           32           33             34   40       104        168
@@ -6,8 +6,8 @@
 168        176         184     192                        256
 ├ checksum ─ stored_at f64 ─ check u64 of all before ─ 0 ─┤ payload
 ```
-`checksum` is that of slots: xxh3 (64 bit) of the payload, seeded with namespace, key and length (`arena`). A
-version of the format is in every path too, so that another one never finds these.
+`checksum` is the same as in slots: xxh3 (64 bits) of the payload, seeded with namespace, key and length
+(`arena`). Every path has the version of the format, so that other versions never find these objects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.types import MAX_KEY_BYTES
 
 HEADER_BYTES = 256
 ROOT = "kvstore-1"
-"""What every path begins with, behind the configured prefix: the version of names and headers."""
+"""The first part of every path, after the configured prefix: the version of names and headers."""
 
 _MAGIC = b"KVOBJECT"
 _FORMAT = 1
@@ -36,7 +36,7 @@ _PATH = re.compile(rf"{ROOT}/([0-9a-f]{{32}})/([0-9a-f]{{2}})/([0-9a-f]{{2,{2 * 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an object says of itself. `stored_at`: Unix time (s) of whoever wrote it, for people."""
+    """A parsed header. `stored_at`: Unix time (s) by the writer's clock, for information only."""
 
     name: Name
     parent: bytes
@@ -46,20 +46,20 @@ class Header:
 
 
 def folder(namespace: bytes) -> str:
-    """Where a namespace's objects are."""
+    """Returns the folder of a namespace's objects."""
     return f"{ROOT}/{namespace.hex()}"
 
 
 def path(name: Name) -> str:
-    """An object's path: folder of the namespace, one of 256 by a hash of the key, the key in hexadecimal.
+    """Returns an object's path: the namespace's folder, one of 256 by a hash of the key, the key in hex.
 
-    All in lower case, so nothing collides where case does not count; 180 characters at most.
+    Paths are in lower case, so they do not collide on case-insensitive systems. At most 180 characters.
     """
     return f"{folder(name.namespace)}/{xxh3_64_hexdigest(name.key)[:2]}/{name.key.hex()}"
 
 
 def name_of(path: str) -> Name | None:
-    """Whose path that is; None if it is none of ours."""
+    """Returns the name of a path, None if the path is foreign."""
     found = _PATH.fullmatch(path)
     if found is None or len(found[3]) % 2:
         return None
@@ -68,7 +68,7 @@ def name_of(path: str) -> Name | None:
 
 
 def header(thing: Object) -> bytes:
-    """The header of an object that is to be written."""
+    """Returns the header of an object to write."""
     name = thing.name
     fields = _FIELDS.pack(
         _MAGIC,
@@ -86,7 +86,7 @@ def header(thing: Object) -> bytes:
 
 
 def parse(raw: Bytes) -> Header | None:
-    """What a header says; None for what is none, whole or altered."""
+    """Parses a header. Returns None if it is cut, altered or foreign."""
     if len(raw) < _FIELDS.size + _CHECK.size:
         return None
     fields = bytes(raw[: _FIELDS.size])
@@ -100,12 +100,12 @@ def parse(raw: Bytes) -> Header | None:
 
 
 def matches(found: Header | None, thing: Object) -> bool:
-    """Whether a header is of the object that was asked for."""
+    """Returns whether a header belongs to the requested object."""
     return found is not None and found.name == thing.name and found.length == thing.length
 
 
 def settle(thing: Object, raw: Bytes) -> Outcome:
-    """Verifies an object whose payload is in memory by now, by its header; fills in what that says."""
+    """Verifies an object in memory by its header, and sets its checksum and parent."""
     found = parse(raw)
     if found is None or not matches(found, thing):
         return Outcome.TORN

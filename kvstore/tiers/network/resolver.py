@@ -1,4 +1,4 @@
-"""Where a server is: addresses, and names looked up on a thread, since that may hang."""
+"""Addresses of servers, and host names resolved on a thread, because that may hang."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 KEPT_S = 60.0
-"""For so long an answer of the resolver is good; longer, where it has no other."""
+"""Results are cached for this time, and longer if the host cannot be resolved again."""
 
-Place: TypeAlias = "tuple[socket.AddressFamily, str | tuple[str | int | bytes, ...]]"
-"""A family of addresses and one of it, as sockets take it."""
+SocketAddress: TypeAlias = "tuple[socket.AddressFamily, str | tuple[str | int | bytes, ...]]"
+"""An address family and an address, as sockets take it."""
 
 
 class NoAnswer(Exception):
-    """The time is up, or the backend is closed."""
+    """There is no answer by the deadline, or the backend is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,58 +33,59 @@ class Address:
 
 
 class Resolver:
-    """Places of addresses. One look-up a host at a time, on a thread that nobody waits for too long."""
+    """Resolves addresses, with one thread per address at a time. Callers wait until their deadline."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._known: dict[Address, tuple[float, list[Place]]] = {}
+        self._known: dict[Address, tuple[float, list[SocketAddress]]] = {}
         self._errors: dict[Address, OSError] = {}
-        self._asking: set[Address] = set()
+        self._resolving: set[Address] = set()
 
-    def places(self, address: Address, ends: float) -> list[Place]:
-        """Where to connect to, best first: at once if that was known before, which is looked up again then.
+    def resolve(self, address: Address, ends: float) -> list[SocketAddress]:
+        """Returns the socket addresses to connect to, best first.
 
-        Raises OSError, or NoAnswer by `ends`.
+        Returns a cached result at once, and starts to refresh an old one. Raises OSError, and NoAnswer at
+        `ends`.
         """
         if not address.port:
             return [(socket.AF_UNIX, address.host)]
-        if place := _numeric(address):
-            return [place]
+        if resolved := _numeric(address):
+            return [resolved]
         with self._changed:
-            until, places = self._known.get(address, (0.0, []))
-            if time.monotonic() >= until and address not in self._asking:
-                self._asking.add(address)
+            until, found = self._known.get(address, (0.0, []))
+            if time.monotonic() >= until and address not in self._resolving:
+                self._resolving.add(address)
                 threading.Thread(
-                    target=self._ask, args=(address,), name="kvstore-look-up", daemon=True
+                    target=self._resolve, args=(address,), name="kvstore-resolve", daemon=True
                 ).start()
-            if places:
-                return places
+            if found:
+                return found
             left_s = max(0.0, ends - time.monotonic())
-            if not self._changed.wait_for(lambda: address not in self._asking, left_s):
-                raise NoAnswer(f"looking up {address.host} takes too long")
+            if not self._changed.wait_for(lambda: address not in self._resolving, left_s):
+                raise NoAnswer(f"resolving {address.host} takes too long")
             if address in self._known:
                 return self._known[address][1]
-            raise OSError(f"looking up {address.host}: {self._errors[address]}")
+            raise OSError(f"cannot resolve {address.host}: {self._errors[address]}")
 
-    def _ask(self, address: Address) -> None:
-        places: list[Place] = []
-        error = OSError("it has no address")
+    def _resolve(self, address: Address) -> None:
+        addresses: list[SocketAddress] = []
+        error = OSError("the host has no address")
         try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            places = [(entry[0], entry[4]) for entry in found]
+            entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            addresses = [(entry[0], entry[4]) for entry in entries]
         except OSError as failed:
             error = failed
         except UnicodeError as failed:
             error = OSError(str(failed))
         with self._changed:
-            self._asking.discard(address)
+            self._resolving.discard(address)
             self._errors[address] = error
-            if places:
-                self._known[address] = time.monotonic() + KEPT_S, places
+            if addresses:
+                self._known[address] = time.monotonic() + KEPT_S, addresses
             self._changed.notify_all()
 
 
-def _numeric(address: Address) -> Place | None:
+def _numeric(address: Address) -> SocketAddress | None:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, address.host)

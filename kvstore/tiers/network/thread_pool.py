@@ -1,4 +1,4 @@
-"""Threads for calls that may take long, a few of them, none of which keeps the process from ending."""
+"""A pool of daemon threads for calls that may take long. They do not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class ThreadPool:
-    """Up to `count` threads, started as they are needed. Jobs start in the order they came."""
+    """Up to `count` threads, started when needed. Jobs start in order."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name = name
@@ -23,7 +23,7 @@ class ThreadPool:
         self._closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Has a job done; none after `close`. Any thread may call."""
+        """Queues a job. Does nothing after `close`. Any thread may call."""
         with self._lock:
             if self._closed:
                 return
@@ -36,11 +36,11 @@ class ThreadPool:
 
     @property
     def busy(self) -> int:
-        """Jobs that wait or are at work."""
+        """Jobs that wait or run."""
         return self._busy
 
     def close(self) -> None:
-        """No more jobs; threads end with what was submitted. Waits for nothing."""
+        """Accepts no more jobs. Threads end after the submitted jobs. Does not wait."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -53,6 +53,6 @@ class ThreadPool:
                 job()
             except Exception:
                 _log.exception("a job of %s failed", self._name)
-            del job  # the next wait may be long, and must not keep memory alive
+            del job  # so that the next wait does not keep memory alive
             with self._lock:
                 self._busy -= 1

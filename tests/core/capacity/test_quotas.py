@@ -633,7 +633,7 @@ def test_a_block_stored_again_lives_anew() -> None:
 
 def expired(w: World) -> float:
     """Has the next end of a block pass, without anybody having been told so far."""
-    w.now = float(w.p.ledger.next_end)
+    w.now = float(w.p.leases.next_end)
     return w.now
 
 
@@ -779,7 +779,7 @@ def test_the_next_end_is_known_while_rows_are_used_again() -> None:
         w.put(0, 11, [b"k"], salt=i)
         w.invalidate(11, [b"k"])
         w.pass_time(0.02)
-    assert w.p.ledger.next_end <= w.now + 1.0
+    assert w.p.leases.next_end <= w.now + 1.0
 
 
 # -- forgetting
@@ -834,7 +834,7 @@ def test_a_writer_of_a_forgotten_namespace_stores_nothing() -> None:
     assert w.commit(0, room, sums) == 0
     w.pass_time(1)
     assert w.used() == 0
-    assert A not in w.p.residency.spaces
+    assert A not in w.p.residency.namespaces
 
 
 def test_forgotten_twice_is_forgotten() -> None:
@@ -855,7 +855,7 @@ def test_an_old_forget_leaves_what_comes_after_it_alone() -> None:
     w.put(0, A, [b"a"])
     w.send(ev.Forget(0, (A,)))
     w.send(ev.Forget(0, (A,)))
-    while A in w.p.residency.spaces:
+    while A in w.p.residency.namespaces:
         w.finish_all()
         w.now = w.p.next_wakeup() or w.now
         w.send(ev.Tick())
@@ -874,7 +874,7 @@ def test_much_is_forgotten_in_steps() -> None:
         assert w.put(0, 11, keys[at : at + 100], keys[at - 1] if at else b"") == 100
     w.send(ev.Forget(99, (11,)))
     most = len(drops(w.actions))
-    while 11 in w.p.residency.spaces:
+    while 11 in w.p.residency.namespaces:
         w.now = w.p.next_wakeup() or math.inf
         w.send(ev.Tick())
         most = max(most, len(drops(w.actions)))
@@ -954,9 +954,9 @@ def test_pinned_bytes_are_counted_by_tenant() -> None:
     w.invalidate(A, [b"b"])
     assert pin(A, [b"a"], 10.0) == 1
     w.pass_time(15)
-    assert len(w.p.residency.pins) == 4
+    assert len(w.p.residency.pins.ends) == 4
     w.pass_time(10)
-    assert not w.p.residency.pins
+    assert not w.p.residency.pins.ends
     assert pin(11, [b"x"], 100.0) == 1
 
 
@@ -979,9 +979,9 @@ def test_a_pin_set_again_ends_later() -> None:
     w.ask(ev.Pin(0, A, joined([b"a"]), 50.0))
     w.ask(ev.Pin(0, A, joined([b"a"]), 20.0))
     w.pass_time(30)
-    assert w.p.residency.pins
+    assert w.p.residency.pins.ends
     w.pass_time(30)
-    assert not w.p.residency.pins
+    assert not w.p.residency.pins.ends
 
 
 # -- is it worth it
@@ -1116,7 +1116,7 @@ def test_a_fenced_device_starts_nothing() -> None:
     [(_, kind, nbytes)] = d.next(0.0)
     d.queue.put(1, DEMAND, 100, 2)
     list(d.next(0.0))
-    assert d.at(5.0)
+    assert d.step(5.0)
     d.queue.put(1, DEMAND, 100, 3)
     assert not list(d.next(5.0))
     d.ended(6.0, kind, nbytes, nbytes)
@@ -1210,7 +1210,7 @@ def test_who_has_nothing_below_keeps_no_backlog() -> None:
 
 def test_stalled_requests_of_tenants_take_turns() -> None:
     w = world((A,), (B,), dram=1, nvme=4, limits=Limits(leases_per_client=64))
-    stalled = w.p.ledger.stalled
+    stalled = w.p.leases.stalled
     for i in range(20):
         stalled.add(A, ev.Reserve(100 + i, 0, A, joined([b"a%d" % i]), b"", 1e9))
     stalled.add(B, ev.Reserve(200, 0, B, joined([b"b"]), b"", 1e9))
@@ -1244,7 +1244,7 @@ def test_reminders_do_not_pile_up() -> None:
     assert w.reserve(0, A, [b"x"], wait=500.0) is None
     for _ in range(200):
         w.send(ev.Abort(5, 999))
-    assert len(w.p.ledger.deadlines) < 10
+    assert len(w.p.leases.deadlines) < 10
     w.settle()
 
 

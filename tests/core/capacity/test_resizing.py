@@ -51,7 +51,7 @@ def test_beyond_a_new_limit_nothing_is_given_out_and_what_is_nobodys_goes_first(
     for i in range(4):
         w.put(0, 1, chain(f"d{i}-"))
         w.finish_all()
-        assert len(extents(w, tier).classes[w.p.residency.spaces[1].pools[tier]].extents) == 1
+        assert len(extents(w, tier).classes[w.p.residency.namespaces[1].pools[tier]].extents) == 1
     w.pass_time(1)
     assert extents(w, tier).capacity_bytes == extents(w, tier).limit_bytes == extents(w, tier).bound_bytes
     w.settle()
@@ -82,7 +82,7 @@ def test_what_is_leased_or_pinned_is_waited_for_and_then_goes() -> None:
         assert isinstance(lease, ac.Grant)
         assert w.read(1, chain(f"c{i}-"), lease) == [payload(1, key) for key in chain(f"c{i}-")]
     w.ask(ev.Pin(0, 1, joined(chain("c2-")[:2]), w.now + 100))
-    assert len(w.p.residency.pins) == 2
+    assert len(w.p.residency.pins.ends) == 2
     for lease in leases:
         assert isinstance(lease, ac.Grant)
         w.send(ev.Release(1, lease.lease))

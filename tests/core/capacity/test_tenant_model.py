@@ -88,7 +88,7 @@ class Tenants(Faulty):
         mine = [n for n, owner in OWNER.items() if owner == tenant]
         self.w.ask(ev.ForgetTenant(0, tenant))
         request = self.w.last_request
-        self.leases = [x for x in self.leases if x.lease in self.w.p.ledger.leases]
+        self.leases = [x for x in self.leases if x.lease in self.w.p.leases.leases]
         self.rooms = [x for x in self.rooms if x.namespace not in mine]
         self.gone(mine)
         self.reopen(mine, request)

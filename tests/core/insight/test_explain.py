@@ -203,7 +203,7 @@ def test_what_the_device_does_not_take_was_not_written_down() -> None:
     w = world(dram=2, nvme=1, nvme_slots=1)
     w.put(0, 1, [b"a"])
     w.finish_all()
-    w.p.residency.pin(w.p.residency.spaces[1], np.array([0]), w.now + 99.0)
+    w.p.residency.pins.pin(w.p.residency.namespaces[1], np.array([0]), w.now + 99.0)
     w.put(0, 1, [b"b"])
     w.finish_all()
     assert decided(w, b"b") == [("unwritten", "nvme")]

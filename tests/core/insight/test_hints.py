@@ -156,9 +156,9 @@ def below(prefetch_blocks: int, slots: int = 96, branch: int | None = None) -> W
     r = w.p.residency
     rows = np.flatnonzero((r.blocks.slot[0] >= 0) & (r.blocks.state > 0))
     r.give_up(0, rows)
-    for action in r.out:
+    for action in r.outbox.actions:
         w._run(action)
-    r.out.clear()
+    r.outbox.actions.clear()
     assert (r.blocks.slot[0, rows] < 0).all()
     return w
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks import residency
+from kvstore.core.blocks import chains
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Placement
 from kvstore.core.transfers.devices import TierSpec
@@ -65,7 +65,7 @@ class Node:
 
     @property
     def holes(self) -> int:
-        return self.p.residency.holes[1]
+        return self.p.residency.chains.holes[1]
 
     def prefix(self) -> int:
         return self.p.view.stored(1, self.keys)
@@ -123,7 +123,7 @@ def test_a_lost_pool_is_forgotten_in_steps_that_do_not_grow_with_the_chain() -> 
     node.send(ev.Commit(1, 1, node.room.lease, np.zeros(1, np.uint64), np.ones(1, np.bool_)))
     assert (node.p.residency.blocks.slot[2, : node.n] >= 0).all()
     calls = [calls_of(lambda: node.send(ev.LoseDevice(2)))]
-    while node.p.residency.losing:
+    while node.p.residency.topology.losing:
         before = node.holes
         node.now += 1.0
         calls.append(calls_of(lambda: node.send(ev.Tick())))
@@ -158,13 +158,13 @@ def test_holes_that_are_about_to_leave_can_be_filled() -> None:
     node.put()
     node.invalidate(0, node.n - 1)
     node.invalidate(node.n - 1, node.n)
-    assert node.p.residency.childless
+    assert node.p.residency.chains.childless
     node.put()
     assert node.prefix() == node.n
     node.p.check()
     node.now += 1.0
     node.send(ev.Tick())
-    assert not node.p.residency.childless
+    assert not node.p.residency.chains.childless
     assert node.prefix() == node.n
     assert node.p.residency.blocks.used == node.n
     node.p.check()
@@ -195,7 +195,7 @@ def test_a_root_with_children_gets_a_parent_if_the_way_up_can_be_seen_in_one_ste
     w.put(0, 1, [b"r", b"s"])
     w.invalidate(1, [b"r"])
     if not enough:
-        monkeypatch.setattr(residency, "_MOST_RUNS", -1)
+        monkeypatch.setattr(chains, "_MOST_RUNS", -1)
     assert w.put(0, 1, [b"r"], b"b") == 1
     assert w.p.view.parents(1, joined([b"r"])) == [b"b" if enough else b""]
     chain = [b"a", b"b", b"r", b"s"]
@@ -210,6 +210,6 @@ def test_a_chain_is_no_ancestor_of_itself_by_way_of_a_new_block() -> None:
     w.invalidate(1, [b"a"])
     assert w.put(0, 1, [b"x", b"a"], b"b") == 2
     rows = w.p.residency.index.find_one(1, b"a"), w.p.residency.index.find_one(1, b"b")
-    assert w.p.residency.with_ancestors(np.array(rows[1:])).tolist() == list(rows)
+    assert w.p.residency.chains.with_ancestors(np.array(rows[1:])).tolist() == list(rows)
     assert w.get(1, [b"a", b"b"]) == [payload(1, b"a"), payload(1, b"b")]
     w.settle()

@@ -64,7 +64,7 @@ def test_what_is_not_read_yet_is_not_told() -> None:
 def test_nothing_is_told_unless_somebody_wants_to_know() -> None:
     world = World()
     world.open(1)
-    world.p.residency.telling = False
+    world.p.residency.outbox.telling = False
     actions = world.p.handle(ev.Reserve(9, 1, 1, joined([A]), b"", world.now), world.now)
     [room] = [action for action in actions if isinstance(action, ac.Reserved)]
     sums = world.fill(1, [A], room)

@@ -78,14 +78,14 @@ def test_a_scrub_that_waits_for_a_fenced_device_is_over() -> None:
     w = world()
     device(w).bytes_moving[3], device(w).moving = 1 << 40, 1
     w.send(ev.Scrub(1, 4096))
-    assert w.p.ledger.probes
+    assert w.p.leases.probes
     device(w).bytes_moving[3], device(w).moving = 0, 0
     w.send(ev.SetDevice(1, FENCED))
-    assert not w.p.ledger.probes
+    assert not w.p.leases.probes
     assert not w.probes
     assert not w.p.view.counters["quarantined_blocks"]
     w.send(ev.Scrub(1, 4096))
-    assert not w.p.ledger.probes
+    assert not w.p.leases.probes
     w.settle()
 
 

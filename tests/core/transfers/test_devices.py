@@ -202,10 +202,10 @@ def test_a_device_comes_while_a_tenant_is_being_deleted() -> None:
 
 def test_no_more_devices_come_than_there_are_columns() -> None:
     w = world(1, dram=1)
-    for _ in range(w.p.joining.room):
+    for _ in range(w.p.hotplug.room):
         w.add(1)
         w.move_extents()
-    assert w.p.joining.room == 0
+    assert w.p.hotplug.room == 0
     with pytest.raises(AssertionError):
         w.send(ev.AddDevice(w._device(1)))
     put(w, "a")
@@ -227,6 +227,6 @@ def test_a_chain_over_two_devices_is_loaded_by_both_at_a_time() -> None:
         state.device._bandwidth = state.device._best = float(ALIGN)  # one block a second each
         state.device._measured_at = w.now
     ends = w.now + 2.5
-    assert transfers.worth(r.spaces[1], rows, 0, ends, 0.0) == 4
+    assert transfers.worth(r.namespaces[1], rows, 0, ends, 0.0) == 4
     r.tiers[2].device._bandwidth = r.tiers[2].device._best = ALIGN / 2
-    assert transfers.worth(r.spaces[1], rows, 0, ends, 0.0) == 3
+    assert transfers.worth(r.namespaces[1], rows, 0, ends, 0.0) == 3

@@ -217,7 +217,7 @@ def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: LocalDae
         ("absent", "No such file", "mount the device"),
         ("a file", "Not a directory", "mount the device"),
         ("full", "there is 'photos'", "must be empty"),
-        ("nvme", "is given twice", "leave one of them out"),
+        ("nvme", "is given twice", "remove one of the two"),
     ],
 )
 def test_what_is_no_device_is_refused_and_changes_nothing(

@@ -79,7 +79,7 @@ def test_changes_are_read_with_the_file_that_names_where_they_are(tmp_path: Path
     ("text", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "holds no table"),
+        ("[]", "is not a JSON object"),
         ('{"dram": {"limit": "none"}}', "dram.limit: 'none' is not a size"),
         ('{"nothing": 1}', "unknown key nothing = 1"),
         ("\udcff", "is not JSON"),

@@ -140,7 +140,7 @@ def test_a_file_that_is_there_stays_as_it_is(daemon: LocalDaemon, tmp_path: Path
     out.write_text("mine")
     done = cli("lab", "record", "--out", str(out), "--for", "1s", "--socket", str(daemon.socket))
     assert (done.returncode, out.read_text()) == (2, "mine")
-    assert "is there already" in done.stderr
+    assert "already exists" in done.stderr
 
 
 @pytest.mark.parametrize(

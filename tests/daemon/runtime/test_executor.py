@@ -97,7 +97,7 @@ class Node:
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
         placement = self.daemon.placement
-        await self.until(lambda: not (placement.copies.under_way or placement.ledger.probes))
+        await self.until(lambda: not (placement.copies.under_way or placement.leases.probes))
         placement.check()
 
 
@@ -205,7 +205,7 @@ def test_one_that_cannot_be_answered_does_not_keep_the_others(tmp_path: Path) ->
         # Both wait for one copy, whose end answers both.
         node.daemon.core.ask(bad, 0, node.acquiring())
         node.daemon.core.ask(good, 0, node.acquiring())
-        assert len(node.daemon.placement.ledger.waiting) == 2
+        assert len(node.daemon.placement.leases.waiting) == 2
         assert len((await asyncio.wait_for(good.answered, 10)).slots) == len(KEYS)
         assert (await asyncio.wait_for(bad.answered, 10)).why == "internal error"
         await node.quiet()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.tiers.network import resolver as dial
+from kvstore.tiers.network import resolver as resolver_module
 from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver
 from tests.tiers.network.contract import ends
 
@@ -26,17 +26,17 @@ def test_a_resolver_that_hangs_holds_up_only_who_is_not_known(monkeypatch: pytes
     def knows(*_: Any, **__: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 6379))]
 
-    monkeypatch.setattr(dial, "KEPT_S", 0.0)
+    monkeypatch.setattr(resolver_module, "KEPT_S", 0.0)
     monkeypatch.setattr(socket, "getaddrinfo", knows)
     resolver = Resolver()
     expected = [(socket.AF_INET, ("127.0.0.1", 6379))]
-    assert resolver.places(HERE, ends()) == expected
+    assert resolver.resolve(HERE, ends()) == expected
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
     began = time.monotonic()
-    assert resolver.places(HERE, ends()) == resolver.places(HERE, ends()) == expected
+    assert resolver.resolve(HERE, ends()) == resolver.resolve(HERE, ends()) == expected
     assert time.monotonic() - began < 5
     with pytest.raises(NoAnswer, match="another takes too long"):
-        resolver.places(Address("another", 1), ends(0.1))
+        resolver.resolve(Address("another", 1), ends(0.1))
     released.set()
 
 
@@ -45,5 +45,5 @@ def test_who_is_unknown_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(OSError, match=r"looking up a-host.*no such name"):
-        Resolver().places(HERE, ends())
+    with pytest.raises(OSError, match=r"cannot resolve a-host.*no such name"):
+        Resolver().resolve(HERE, ends())

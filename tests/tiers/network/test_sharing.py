@@ -24,9 +24,9 @@ from kvstore.tiers.network.filesystem.byte_grants import (
     ByteGrants,
     ManagerFile,
     MemberFile,
-    lease_of,
-    report_of,
-    to_note,
+    encode,
+    parse_lease,
+    parse_report,
 )
 from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths
 from tests.tiers.network.contract import SPACE, block, ends, wanted
@@ -310,7 +310,7 @@ class TestCounting:
     def say(self, tree: SafePaths, name: str, report: MemberFile) -> None:
         folder = tree.folder / "kvstore-1" / "nodes" / name
         folder.mkdir(exist_ok=True)
-        (folder / "report").write_bytes(to_note(report))
+        (folder / "report").write_bytes(encode(report))
 
     def beat(self, tree: SafePaths, made: capacity_manager.CapacityManager) -> ManagerFile:
         with tree.at(CONTROL) as at:
@@ -416,22 +416,22 @@ class TestAccount:
     def test_what_is_granted_is_written_once(self) -> None:
         account = ByteGrants("a", counted=True)
         assert not account.take(1)
-        account.hear(1, 100)
+        account.update(1, 100)
         assert account.take(60)
         assert not account.take(60)
         assert account.report(1, True) == MemberFile(1, 1, 0, True)
         account.settle(60)
         assert account.report(2, True) == MemberFile(2, 1, 60, True)
-        account.hear(1, 120)
+        account.update(1, 120)
         assert account.left == 60
         assert account.report(3, False) == MemberFile(3, 1, 120, False)
         assert not account.take(1)
 
     def test_what_flies_counts_under_the_next(self) -> None:
         account = ByteGrants("a", counted=True)
-        account.hear(1, 100)
+        account.update(1, 100)
         assert account.take(60)
-        account.hear(2, 0)
+        account.update(2, 0)
         assert account.left == 0
         assert account.report(1, True) == MemberFile(1, 2, -60, True)
         account.settle(60)
@@ -439,9 +439,9 @@ class TestAccount:
 
     def test_notes(self) -> None:
         report, lease = MemberFile(1, 2, -3, True), ManagerFile(4, 5, True, {"a": 6})
-        assert report_of(to_note(report)) == report
-        assert lease_of(to_note(lease)).grants == {"a": 6}
-        assert lease_of(to_note(lease)).full
-        for raw in (b"", b"[1]", b"\xff", b'{"beat": 1}', to_note(report)[:-3]):
-            assert report_of(raw) is None
-            assert lease_of(raw).grants == {}
+        assert parse_report(encode(report)) == report
+        assert parse_lease(encode(lease)).grants == {"a": 6}
+        assert parse_lease(encode(lease)).full
+        for raw in (b"", b"[1]", b"\xff", b'{"beat": 1}', encode(report)[:-3]):
+            assert parse_report(raw) is None
+            assert parse_lease(raw).grants == {}

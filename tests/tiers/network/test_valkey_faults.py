@@ -210,7 +210,7 @@ def test_nobody_listens() -> None:
             lambda: list(backend.list(None, ends())),
             lambda: backend.health(ends()),
         ):
-            with pytest.raises(NetworkError, match="can't be connected to") as caught:
+            with pytest.raises(NetworkError, match="cannot connect to") as caught:
                 call()
             assert not caught.value.fatal
     with opened("unix:///nowhere/at/all") as backend, pytest.raises(NetworkError):

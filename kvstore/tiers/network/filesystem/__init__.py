@@ -1,1 +1,1 @@
-"""A folder of a filesystem that many nodes mount."""
+"""The filesystem backend: blocks as files in a folder that many nodes mount."""

@@ -2,12 +2,12 @@
 
 ```
 FOLDER/kvstore-1/NAMESPACE/7f/KEY    a block: a page that begins with its header, whole pages of payload
-                 nodes/HOST-PID-ID/  a daemon's temporaries and report (`member`)
-                 nodes/lease-...     who keeps the folder under its limit (`janitor`)
+                 nodes/HOST-PID-ID/  a daemon's temporary files and its report (`membership`)
+                 nodes/lease-...     the lease of the daemon that keeps the limit (`capacity_manager`)
 ```
-A block is written under another name and renamed, so nobody sees half of one. Nothing is synced to disks:
-this is a cache, and what a power cut leaves torn does not verify. System calls that hang hold threads of the
-pool and memory of its own, never a caller or its slots (`pool`).
+A block is written under a temporary name and then renamed, so no reader sees half of it. Files are not
+synced: this is a cache, and a block that a power cut leaves torn fails its verification. A system call that
+hangs blocks a thread of the pool and that thread's memory, never a caller or its slots (`call_pool`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from kvstore.tiers.network import BackendSettings
 
 HEAD_BYTES = ALIGN
-"""What a file has before its payload, so that direct I/O reaches both."""
+"""Bytes before the payload in a file. One page, so that direct I/O can read both."""
 
 TOUCH_AFTER_S = 3600.0
-"""A block that is used gets a new time if its last one is older: who deletes goes by that."""
+"""A use of a block renews the file's time if it is older. Eviction goes by this time."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _HINTS = {
-    errno.ENOSPC: "make room there, or set network.limit",
-    errno.EDQUOT: "its quota is used up: raise it, or set network.limit",
-    errno.EROFS: "it is mounted read-only; blocks that are there are read all the same",
+    errno.ENOSPC: "free space there, or set network.limit",
+    errno.EDQUOT: "the quota is used up: raise it, or set network.limit",
+    errno.EROFS: "the folder is mounted read-only: its blocks are still read",
     errno.EACCES: "let the daemon's user write there",
     errno.EPERM: "let the daemon's user write there",
-    errno.ESTALE: "its server has forgotten the folder: mount it again",
+    errno.ESTALE: "the mount is stale: mount the folder again",
 }
 _FOREIGN = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
@@ -61,29 +61,30 @@ R = TypeVar("R")
 
 
 def open_url(settings: BackendSettings) -> Filesystem:
-    """The folder of a URL such as file:///mnt/lustre/kvstore. ConfigError if it names none."""
+    """Returns the backend of a URL such as file:///mnt/lustre/kvstore. Raises ConfigError for others."""
     url = urlsplit(settings.url)
     folder = Path(unquote(url.path))
     if url.netloc not in ("", "localhost") or not folder.is_absolute() or folder == Path("/"):
         raise ConfigError(
-            f"network.url: {settings.url!r:.120} names no folder", "three slashes: file:///mnt/lustre/kvstore"
+            f"network.url: {settings.url!r:.120} names no folder",
+            "write three slashes: file:///mnt/lustre/kvstore",
         )
     return Filesystem(folder, settings.limit_bytes, settings.threads)
 
 
 class Filesystem:
-    """A `Backend` of files. With `limit_bytes`, all daemons of a folder are to be given the same."""
+    """A `Backend` of files. All daemons of a folder must have the same `limit_bytes` (0: no limit)."""
 
     kind = "filesystem"
 
     def __init__(self, folder: Path, limit_bytes: int = 0, threads: int = 8) -> None:
-        """Starts the threads; looks at nothing yet."""
-        self._tree = SafePaths(folder)
+        """Starts the threads. Does not access the folder yet."""
+        self._paths = SafePaths(folder)
         self._direct = True
         self._engine = best_engine(threads)
         self._pool = CallPool("kvstore-files", threads)
-        self._member = Membership(self._tree, limit_bytes)
-        self._numbers = itertools.count()
+        self._membership = Membership(self._paths, limit_bytes)
+        self._temporary_numbers = itertools.count()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
         """See `Backend.probe`."""
@@ -94,8 +95,8 @@ class Filesystem:
         return self._pool.run([partial(self._read, thing) for thing in objects], ends, Outcome.FAILED)
 
     def write(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.write`. One that is there already, with the right size, stays."""
-        self._member.ready(ends)
+        """See `Backend.write`. An existing file of the right size stays."""
+        self._membership.ready(ends)
         return self._pool.run([partial(self._write, thing) for thing in objects], ends, Outcome.FAILED)
 
     def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
@@ -103,30 +104,31 @@ class Filesystem:
         return self._pool.run([partial(self._delete, name) for name in names], ends, Outcome.FAILED)
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """See `Backend.list`. NetworkError if the time is up before its end."""
-        now = self._ask(self._tree.now, ends)
-        for space in [objects.folder(namespace)] if namespace else self._folders(objects.ROOT, ends):
-            for folder in self._folders(space, ends):
-                for name, found in self._ask(partial(self._blocks, folder), ends):
+        """See `Backend.list`. Raises NetworkError if the list does not end by `ends`."""
+        now = self._call(self._paths.now, ends)
+        tops = [objects.folder(namespace)] if namespace else self._folders(objects.ROOT, ends)
+        for top in tops:
+            for folder in self._folders(top, ends):
+                for name, found in self._call(partial(self._blocks, folder), ends):
                     yield Listed(name, found.st_size, now - found.st_mtime)
 
     def health(self, ends: float) -> None:
         """See `Backend.health`."""
-        self._ask(self._check, ends)
+        self._call(self._check, ends)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._member.close()
+        self._membership.close()
         self._pool.close()
-        # It waits for what is under way, which may hang.
+        # Closing the engine waits for I/O under way, which may hang.
         Thread(target=self._engine.close, name="kvstore-files-close", daemon=True).start()
 
     # -- one object, on a thread of the pool
 
-    def _probe(self, name: Name, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
+    def _probe(self, name: Name, call: Call[Outcome], scratch: ScratchBuffer) -> Outcome:
         folder, file = os.path.split(objects.path(name))
         try:
-            with self._tree.at(folder) as at:
+            with self._paths.at(folder) as at:
                 found = os.stat(file, dir_fd=at, follow_symlinks=False)
         except FileNotFoundError:
             return Outcome.MISSING
@@ -134,10 +136,10 @@ class Filesystem:
             return Outcome.MISSING if error.errno in _FOREIGN else Outcome.FAILED
         return Outcome.OK if is_file(found) else Outcome.MISSING
 
-    def _read(self, thing: Object, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
-        raw = room.take(HEAD_BYTES + slot_bytes(thing.length))
+    def _read(self, thing: Object, call: Call[Outcome], scratch: ScratchBuffer) -> Outcome:
+        raw = scratch.take(HEAD_BYTES + slot_bytes(thing.length))
         try:
-            if not self._directly(partial(self._load, thing.name, raw)):
+            if not self._with_direct_io(partial(self._load, thing.name, raw)):
                 return Outcome.TORN
         except FileNotFoundError:
             return Outcome.MISSING
@@ -151,30 +153,30 @@ class Filesystem:
                 thing.checksum, thing.parent = got.checksum, got.parent
         return outcome
 
-    def _write(self, thing: Object, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
-        raw = room.take(HEAD_BYTES + slot_bytes(thing.length))
+    def _write(self, thing: Object, call: Call[Outcome], scratch: ScratchBuffer) -> Outcome:
+        raw = scratch.take(HEAD_BYTES + slot_bytes(thing.length))
         try:
             if self._is_there(thing.name, len(raw)):
                 return Outcome.OK
         except OSError:
             return Outcome.FAILED
-        account = self._member.take(len(raw))
-        if account is None:
+        grants = self._membership.take(len(raw))
+        if grants is None:
             return Outcome.FULL
         try:
             with call.touching():
                 _pack(thing, raw)
-            self._directly(partial(self._store, thing.name, raw, account, call))
+            self._with_direct_io(partial(self._store, thing.name, raw, grants, call))
         except OSError as error:
             return Outcome.FULL if error.errno in _FULL else Outcome.FAILED
         finally:
-            account.settle(len(raw))
+            grants.settle(len(raw))
         return Outcome.OK
 
-    def _delete(self, name: Name, call: Call[Outcome], room: ScratchBuffer) -> Outcome:
+    def _delete(self, name: Name, call: Call[Outcome], scratch: ScratchBuffer) -> Outcome:
         folder, file = os.path.split(objects.path(name))
         try:
-            with self._tree.at(folder) as at:
+            with self._paths.at(folder) as at:
                 os.unlink(file, dir_fd=at)
         except FileNotFoundError:
             return Outcome.OK
@@ -185,10 +187,10 @@ class Filesystem:
     # -- files
 
     def _load(self, name: Name, raw: memoryview) -> bool:
-        """Fills memory with a file of that size; False if there is something else."""
+        """Reads a file into memory. Returns False if it is not a regular file of this size."""
         folder, file = os.path.split(objects.path(name))
-        with self._tree.at(folder) as at:
-            fd = self._open(file, os.O_RDONLY | os.O_NONBLOCK, at)  # of a FIFO, opening waits for a writer
+        with self._paths.at(folder) as at:
+            fd = self._open(file, os.O_RDONLY | os.O_NONBLOCK, at)  # opening a FIFO would wait for a writer
             try:
                 found = os.fstat(fd)
                 if not is_file(found) or found.st_size != len(raw):
@@ -199,19 +201,19 @@ class Filesystem:
                 self._close(fd)
         return True
 
-    def _store(self, name: Name, raw: memoryview, account: ByteGrants, call: Call[Outcome]) -> None:
-        """Writes a file under a temporary name, and has it there under its own as a whole."""
+    def _store(self, name: Name, raw: memoryview, grants: ByteGrants, call: Call[Outcome]) -> None:
+        """Writes a file under a temporary name and renames it."""
         folder, file = os.path.split(objects.path(name))
-        temporary = str(next(self._numbers))
-        with self._tree.at(account.folder, make=not account.counted) as here:
+        temporary = str(next(self._temporary_numbers))
+        with self._paths.at(grants.folder, make=not grants.counted) as here:
             try:
                 fd = self._open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, here)
                 try:
                     self._move(BlockIO(fd, 0, raw, write=True))
                 finally:
-                    self._close(fd)  # NFS tells only now of a full disk
+                    self._close(fd)  # NFS reports a full disk only now
                 call.check()
-                with self._tree.at(folder, make=True) as there:
+                with self._paths.at(folder, make=True) as there:
                     os.rename(temporary, file, src_dir_fd=here, dst_dir_fd=there)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -219,10 +221,10 @@ class Filesystem:
                 raise
 
     def _is_there(self, name: Name, nbytes: int) -> bool:
-        """Whether a file of that size is under a name; that counts as a use of it."""
+        """Returns whether a block has a file of this size. This counts as a use of the block."""
         folder, file = os.path.split(objects.path(name))
         try:
-            with self._tree.at(folder) as at:
+            with self._paths.at(folder) as at:
                 found = os.stat(file, dir_fd=at, follow_symlinks=False)
                 if is_file(found) and found.st_size == nbytes:
                     self._touch(file, found, at)
@@ -232,13 +234,13 @@ class Filesystem:
         return False
 
     def _touch(self, file: int | str, found: os.stat_result, at: int | None = None) -> None:
-        if self._tree.now() - found.st_mtime > TOUCH_AFTER_S:
-            # Of a file system that is read only, or a file that is gone by now.
+        if self._paths.now() - found.st_mtime > TOUCH_AFTER_S:
+            # The filesystem may be read-only, or the file deleted.
             with contextlib.suppress(OSError):
                 os.utime(file, dir_fd=at)
 
-    def _directly(self, work: Callable[[], R]) -> R:
-        """Does something with direct I/O, or without where the file system refuses that."""
+    def _with_direct_io(self, work: Callable[[], R]) -> R:
+        """Runs work with direct I/O, and without it on filesystems that refuse it."""
         direct = self._direct
         try:
             return work()
@@ -269,43 +271,43 @@ class Filesystem:
     # -- the folder
 
     def _check(self) -> bool:
-        name = f"health-{self._member.id}"
-        with self._tree.at(CONTROL, make=True) as at:
+        name = f"health-{self._membership.id}"
+        with self._paths.at(CONTROL, make=True) as at:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=at)
             try:
                 said = str(time.time()).encode()
                 os.pwrite(fd, said, 0)
                 if os.pread(fd, len(said) + 1, 0) != said:
-                    raise OSError(errno.EIO, "what was written is not what was read")
+                    raise OSError(errno.EIO, "the bytes read differ from the bytes written")
             finally:
                 os.close(fd)
                 os.unlink(name, dir_fd=at)
         return True
 
     def _blocks(self, folder: str) -> Sequence[tuple[Name, os.stat_result]]:
-        return [*blocks(self._tree, folder)]
+        return [*blocks(self._paths, folder)]
 
     def _folders(self, path: str, ends: float) -> Iterator[str]:
-        yield from self._ask(lambda: [f"{path}/{entry.name}" for entry in self._tree.entries(path)], ends)
+        yield from self._call(lambda: [f"{path}/{entry.name}" for entry in self._paths.entries(path)], ends)
 
-    def _ask(self, what: Callable[[], R], ends: float) -> R:
-        """What a call answers on a thread of the pool. NetworkError if it does not in time, or fails."""
+    def _call(self, what: Callable[[], R], ends: float) -> R:
+        """Runs a function on a thread of the pool. Raises NetworkError if it fails or is late."""
 
-        def job(call: Call[R | None], room: ScratchBuffer) -> R:
+        def job(call: Call[R | None], scratch: ScratchBuffer) -> R:
             try:
                 return what()
             except OSError as error:
-                hint = _HINTS.get(error.errno or 0, "see what this node's kernel logged")
-                raise refused(f"{self._tree.folder} can't be used", error, hint) from None
+                hint = _HINTS.get(error.errno or 0, "see this node's kernel log")
+                raise refused(f"{self._paths.folder} cannot be used", error, hint) from None
 
         [answer] = self._pool.run([job], ends, None)
         if answer is None:
-            raise NetworkError(f"{self._tree.folder} did not answer in time", "is its server away?")
+            raise NetworkError(f"{self._paths.folder} did not answer in time", "is its server reachable?")
         return answer
 
 
 def _pack(thing: Object, raw: memoryview) -> None:
-    """A file's bytes. What pads them is zeros: a thread's memory has other blocks' bytes."""
+    """Fills `raw` with a file's bytes. Padding is zeroed: a thread's memory has bytes of other blocks."""
     end = HEAD_BYTES + thing.length
     raw[: objects.HEADER_BYTES] = objects.header(thing)
     raw[objects.HEADER_BYTES : HEAD_BYTES] = bytes(HEAD_BYTES - objects.HEADER_BYTES)

@@ -1,8 +1,9 @@
-"""What a daemon may still write to a folder that several share, and what it tells the others of that.
+"""Byte grants: how much a daemon may still write to a shared folder, and the files that tell it.
 
-The janitor grants bytes, each of which is written once at most. `granted` is the sum of all grants of one
-janitor; `left` are those not yet begun, `flying` those whose write is not settled, and the others are *used*.
-Under the next janitor (*generation*) all begins at 0, but what flies still counts, until it has settled.
+The capacity manager grants bytes. Each granted byte is written at most once. `granted` is the sum of all
+grants of one manager. Of these bytes, `left` are not yet begun, `in_flight` belong to writes that have not
+ended, and the rest is *used*. With the next manager (*generation*) all counts restart at 0. Bytes in flight
+still count until their writes end.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from typing import Any
 
 from kvstore.tiers.network.filesystem.safe_paths import CONTROL
 
-MAX_NOTE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFile:
-    """A daemon's file for the janitor. `used` is below 0 while writes of an earlier generation fly."""
+    """A daemon's report to the manager.
+
+    `used` (bytes) is negative while writes of an earlier generation are in flight. `wants`: the daemon has
+    something to write.
+    """
 
     beat: int
     generation: int
@@ -29,7 +34,11 @@ class MemberFile:
 
 @dataclass(frozen=True, slots=True)
 class ManagerFile:
-    """The janitor's file: at most how many bytes there are, whether that is all, sums of grants by daemon."""
+    """The manager's lease file.
+
+    `nbytes`: upper bound of the bytes in the folder. `full`: the limit is reached. `grants`: the sum of
+    granted bytes by daemon.
+    """
 
     beat: int
     nbytes: int = 0
@@ -37,39 +46,39 @@ class ManagerFile:
     grants: dict[str, int] = field(default_factory=dict)
 
 
-def to_note(said: MemberFile | ManagerFile) -> bytes:
-    """A file's bytes."""
-    return json.dumps(asdict(said)).encode()
+def encode(content: MemberFile | ManagerFile) -> bytes:
+    """Returns a file's bytes."""
+    return json.dumps(asdict(content)).encode()
 
 
-def report_of(raw: bytes) -> MemberFile | None:
-    """A report, None if that is none."""
-    said = _fields(raw)
-    values = said.get("beat"), said.get("generation"), said.get("used"), said.get("wants")
+def parse_report(raw: bytes) -> MemberFile | None:
+    """Returns a report, None if the bytes are not a valid one."""
+    fields = _fields(raw)
+    values = fields.get("beat"), fields.get("generation"), fields.get("used"), fields.get("wants")
     return MemberFile(*values) if all(isinstance(value, int) for value in values) else None  # type: ignore[arg-type]
 
 
-def lease_of(raw: bytes) -> ManagerFile:
-    """A lease; of anything else, one that grants nothing."""
-    said = _fields(raw)
-    grants = said.get("grants")
+def parse_lease(raw: bytes) -> ManagerFile:
+    """Returns `full` and the grants of a lease. Bytes that are not a valid lease grant nothing."""
+    fields = _fields(raw)
+    grants = fields.get("grants")
     if not isinstance(grants, dict) or not all(isinstance(value, int) for value in grants.values()):
         grants = {}
-    return ManagerFile(0, 0, said.get("full") is True, grants)
+    return ManagerFile(0, 0, fields.get("full") is True, grants)
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(raw)
+        fields = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 class ByteGrants:
-    """A daemon under the name that it has in the folder: a new name gets a new account.
+    """The grants of one member name. A daemon that joins again has a new name and new grants.
 
-    Not `counted`: there is no limit, and all may be written.
+    Without `counted` the folder has no limit, and every write is allowed. Any thread may call.
     """
 
     def __init__(self, name: str, counted: bool) -> None:
@@ -79,26 +88,26 @@ class ByteGrants:
         self.generation = 0
         self.left = 0
         self._granted = 0
-        self._flying = 0
+        self._in_flight = 0
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Whether so many bytes may be written now; then `settle` must follow."""
+        """Takes bytes for a write. Returns False if too few are left. After True, `settle` must follow."""
         with self._lock:
             if self.counted and self.left < nbytes:
                 return False
             if self.counted:
                 self.left -= nbytes
-            self._flying += nbytes
+            self._in_flight += nbytes
             return True
 
     def settle(self, nbytes: int) -> None:
-        """Such a write has ended, well or not, and nothing more will come of it."""
+        """Ends a write, successful or not. It must not change the folder afterwards."""
         with self._lock:
-            self._flying -= nbytes
+            self._in_flight -= nbytes
 
-    def hear(self, generation: int, granted: int) -> None:
-        """What the janitor says."""
+    def update(self, generation: int, granted: int) -> None:
+        """Applies what the manager's lease says."""
         with self._lock:
             if generation != self.generation:
                 self.generation, self._granted, self.left = generation, 0, 0
@@ -107,8 +116,8 @@ class ByteGrants:
             self.left += more
 
     def report(self, beat: int, wants: bool) -> MemberFile:
-        """What to tell the janitor. Who wants nothing gives back what is left."""
+        """Returns the report to the manager. Without `wants`, gives back the bytes that are left."""
         with self._lock:
             if not wants:
                 self.left = 0
-            return MemberFile(beat, self.generation, self._granted - self.left - self._flying, wants)
+            return MemberFile(beat, self.generation, self._granted - self.left - self._in_flight, wants)

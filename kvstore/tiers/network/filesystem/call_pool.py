@@ -1,8 +1,8 @@
-"""Threads for calls that may hang, and callers that never do.
+"""A thread pool for calls that may hang. Their callers never hang.
 
-A caller waits until its time is up and goes. A thread that comes back late finds that out before it touches
-anything of the caller's: it works in memory of its own, and gets at the caller's through `Call.touching`
-alone. What waits belongs to callers that wait, so nothing piles up behind threads that hang.
+A caller waits until its deadline. A thread works in memory of its own and accesses the caller's memory only
+within `Call.touching`, which fails once the caller has gone. A job that has not started is dropped with its
+caller, so no jobs pile up behind threads that hang.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ T = TypeVar("T")
 
 
 class CallAbandoned(Exception):
-    """The caller has gone: nothing of it may be touched any more."""
+    """The caller has gone. Its memory must not be touched."""
 
 
 class ScratchBuffer:
-    """Memory of one thread, for one block at a time: page-aligned, as large as the largest so far."""
+    """One thread's page-aligned memory for one block at a time. Grows to the largest block."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
-        """So many bytes, with anything in them, until the next call."""
+        """Returns memory with undefined contents, valid until the next call."""
         if len(self._memory) < nbytes:
             self._memory = memoryview(mmap.mmap(-1, nbytes))
         return self._memory[:nbytes]
 
 
 class Call(Generic[T]):
-    """Jobs that one caller waits for. `results` are what was known when it stopped waiting."""
+    """The jobs that one caller waits for. `results` has `late` for jobs that have not ended in time."""
 
     def __init__(self, jobs: Sequence[Job[T]], late: T) -> None:
         self.results = [late] * len(jobs)
@@ -55,9 +55,9 @@ class Call(Generic[T]):
 
     @contextlib.contextmanager
     def touching(self) -> Iterator[None]:
-        """While the caller's memory is read or written: it waits that long, so that must be short.
+        """Allows access to the caller's memory. The caller waits for it, so it must be short.
 
-        Raises Over if it has gone.
+        Raises CallAbandoned if the caller has gone.
         """
         with self._changed:
             if self._over:
@@ -71,21 +71,21 @@ class Call(Generic[T]):
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises Over if the caller has gone."""
+        """Raises CallAbandoned if the caller has gone."""
         if self._over:
             raise CallAbandoned
 
     def take(self) -> tuple[int, bool]:
-        """The next job to do, and whether there are more behind it."""
+        """Returns the index of the next job, and whether there are more."""
         self._next += 1
         return self._next - 1, self._next < len(self._jobs)
 
-    def do(self, index: int, room: ScratchBuffer) -> None:
-        """Does one job, on a thread of the pool."""
+    def do(self, index: int, scratch: ScratchBuffer) -> None:
+        """Runs one job on a thread of the pool."""
         if self._over:
             return
         try:
-            result = self._jobs[index](self, room)
+            result = self._jobs[index](self, scratch)
         except CallAbandoned:
             return
         except NetworkError as error:
@@ -101,14 +101,14 @@ class Call(Generic[T]):
                 self._changed.notify_all()
 
     def end(self, error: NetworkError | None = None) -> None:
-        """Sends the caller away."""
+        """Ends the wait of the caller, which raises `error` if given."""
         with self._changed:
             if not self._over:
                 self._over, self.error = True, error
                 self._changed.notify_all()
 
     def wait(self, ends: float) -> None:
-        """Returns when all is done, or the time is up; then nobody touches the caller's memory."""
+        """Waits for all jobs until `ends`. No thread touches the caller's memory afterwards."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._left, max(0.0, ends - time.monotonic()))
             self._over = True
@@ -119,7 +119,7 @@ Job: TypeAlias = Callable[[Call[T], ScratchBuffer], T]
 
 
 class CallPool:
-    """So many threads, which take one job of each call in turn. They don't keep the process from ending."""
+    """Daemon threads, which take one job of each call in turn."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._changed = threading.Condition()
@@ -130,7 +130,10 @@ class CallPool:
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True).start()
 
     def run(self, jobs: Sequence[Job[T]], ends: float, late: T) -> list[T]:
-        """What each job answers, `late` for those that did not by `ends` or failed. Raises NetworkError."""
+        """Returns each job's result, `late` for jobs that failed or did not end by `ends`.
+
+        Raises the NetworkError that a job raises.
+        """
         call = Call(jobs, late)
         if not jobs or time.monotonic() >= ends or not self._begin(call):
             return call.results
@@ -144,7 +147,7 @@ class CallPool:
         return call.results
 
     def close(self) -> None:
-        """Ends all calls now, and the threads when they are done with what they are at."""
+        """Ends all calls now. Each thread ends after its current job."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -167,7 +170,7 @@ class CallPool:
                 self._waiting.remove(call)
 
     def _work(self) -> None:
-        room = ScratchBuffer()
+        scratch = ScratchBuffer()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -177,5 +180,5 @@ class CallPool:
                 index, more = call.take()
                 if more:
                     self._waiting.append(call)
-            call.do(index, room)
-            del call  # the next wait may be long, and must not keep the caller's memory alive
+            call.do(index, scratch)
+            del call  # so that the next wait does not keep the caller's memory alive

@@ -1,12 +1,13 @@
-"""Keeps a shared folder under its limit: grants bytes to daemons, counts what there is, deletes the oldest.
+"""The capacity manager of a shared folder: counts bytes, grants bytes to daemons, deletes old blocks.
 
-One daemon is janitor. Another takes over by a lease of a higher *generation*, and waits until each daemon
-has either answered under it or lost its folder; so none goes on with what an earlier janitor granted. Then
+One daemon is the manager. Another daemon takes over with a lease of a higher *generation*. It then waits
+until each member has either reported under that generation or lost its folder. So no member writes with
+grants of an earlier manager. From then on this holds at every moment:
 
-    bytes there  <=  counted + granted to each, less what it had used when the count began - deleted since
+    bytes in the folder  <=  counted + sum over members (granted - used when the count began) - deleted since
 
-holds at every moment: what was used by then was in place before the count, and whatever comes later was
-granted. Grants are given only as long as the right side stays under the limit.
+Bytes that were used when the count began are in the count, and all later bytes were granted. The manager
+grants bytes only while the right side is below the limit.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvstore.tiers.network.base import Name, NetworkError
-from kvstore.tiers.network.filesystem.byte_grants import MAX_NOTE_BYTES, ManagerFile, MemberFile, report_of
+from kvstore.tiers.network.filesystem.byte_grants import MAX_FILE_BYTES, ManagerFile, MemberFile, parse_report
 from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths, blocks
 from kvstore.tiers.network.objects import ROOT, path
 
 _log = logging.getLogger(__name__)
 
 LEASE_S = 6.0
-"""Whoever is silent for so long is no janitor any more, or no member."""
+"""A manager or member whose file has not changed for this time loses its role."""
 
 RECOUNT_EVERY_S = 300.0
 LEFTOVER_S = 3600.0
@@ -39,14 +40,14 @@ _LEFTOVER = re.compile(r"(clock|health)-.+")
 
 
 class StallTimer:
-    """How long (s) something stays the same, by this host's clock since it was first seen so."""
+    """Measures how long a value stays the same, by this host's monotonic clock."""
 
     def __init__(self) -> None:
         self._seen: object = None
         self._since = 0.0
 
     def unchanged_s(self, seen: object) -> float:
-        """What it looks like now."""
+        """Takes the current value. Returns for how long (s) it has been seen unchanged."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
@@ -55,9 +56,10 @@ class StallTimer:
 
 @dataclass
 class _Count:
-    """What a walk through the folder found. `base`: what members had used before it began.
+    """One count of the folder's bytes.
 
-    `lost`: what those that are gone since may have put there meanwhile.
+    `base`: bytes that each member had used before the count began. `lost`: bytes that members that have left
+    since may have added.
     """
 
     base: dict[str, int] = field(default_factory=dict)
@@ -66,34 +68,37 @@ class _Count:
 
 
 class CapacityManager:
-    """One generation of the manager. One thread calls. OSError and NetworkError as in `SafePaths`."""
+    """One generation of the manager. Not thread-safe. Raises OSError and NetworkError like `SafePaths`."""
 
-    def __init__(self, tree: SafePaths, limit_bytes: int, generation: int) -> None:
+    def __init__(self, paths: SafePaths, limit_bytes: int, generation: int) -> None:
         self.generation = generation
-        self._tree = tree
+        self._paths = paths
         self._limit_bytes = limit_bytes
-        self._watches: dict[str, StallTimer] = {}
+        self._stall_timers: dict[str, StallTimer] = {}
         self._reports: dict[str, MemberFile] = {}
         self._grants: dict[str, int] = {}
-        self._counts: list[_Count] = []  # the one in force, if there is one; while one is made, that too
+        self._counts: list[_Count] = []  # the valid one, if any, and the one in progress
         self._counted = False
         self._counted_at = 0.0
         self._work = self._rounds()
 
     def beat(self, at: int, names: list[str], beat: int) -> ManagerFile:
-        """Hears all members, and answers what to tell them. `at`, `names`: the control folder's."""
+        """Reads all reports, removes silent members and returns the next lease.
+
+        `at` is a descriptor of the control folder, `names` its entries.
+        """
         members = {name for name in names if _MEMBER.fullmatch(name)}
         for name in members:
-            raw = read_note(at, f"{name}/report")
-            silent_s = self._watches.setdefault(name, StallTimer()).unchanged_s(raw)
-            report = report_of(raw)
+            raw = read_small(at, f"{name}/report")
+            silent_s = self._stall_timers.setdefault(name, StallTimer()).unchanged_s(raw)
+            report = parse_report(raw)
             if report is not None and report.generation == self.generation:
                 self._reports[name] = report
                 self._grants.setdefault(name, 0)
-            if silent_s > LEASE_S and remove_member(self._tree, at, name):
-                _log.info("%s: %s was silent and is out", self._tree.folder, name)
+            if silent_s > LEASE_S and remove_member(self._paths, at, name):
+                _log.info("%s: member %s was silent for too long and is removed", self._paths.folder, name)
                 self._forget(name)
-        for name in set(self._watches) - members:
+        for name in set(self._stall_timers) - members:
             self._forget(name)
         for name in names:
             if re.fullmatch(r"lease-\d{12}", name) and name < f"lease-{self.generation:012d}":
@@ -106,11 +111,11 @@ class CapacityManager:
         return ManagerFile(beat, bound, full, dict(self._grants))
 
     def bound(self) -> int:
-        """At most how many bytes there are, with all that was granted; 0 before the first count."""
+        """Returns an upper bound of the folder's bytes, with all grants. 0 before the first count."""
         return self._bound(self._counts[0]) if self._counted else 0
 
     def step(self) -> bool:
-        """Does a little of what takes long; False if nothing is to be done now."""
+        """Counts or evicts for about 3 ms. Returns False if there is nothing to do now."""
         ends = time.monotonic() + _STEP_S
         try:
             while busy := next(self._work):
@@ -118,8 +123,8 @@ class CapacityManager:
                     break
             return busy
         except (OSError, NetworkError) as error:
-            # A count that is not whole is none.
-            _log.warning("%s can't be counted: %s", self._tree.folder, error)
+            # An incomplete count is not an upper bound.
+            _log.warning("the bytes in %s cannot be counted: %s", self._paths.folder, error)
             self._counts = self._counts[:1] if self._counted else []
             self._counted_at = time.monotonic()
             self._work = self._rounds()
@@ -143,9 +148,10 @@ class CapacityManager:
             yield from self._evict(count, ages)
 
     def _evict(self, count: _Count, ages: Counter[int]) -> Iterator[bool]:
-        """Deletes what was used least lately, until a tenth of the limit can be granted.
+        """Deletes the least recently used blocks until a tenth of the limit is free.
 
-        By what is likely there. The bound has twice what was written during the count: the next one tells.
+        Goes by the likely number of bytes. The upper bound would delete too much: it has bytes that were
+        written during the count twice.
         """
         surplus = count.nbytes - self._limit_bytes * 9 // 10
         surplus += sum(self._grants[name] - report.used for name, report in self._reports.items())
@@ -162,12 +168,12 @@ class CapacityManager:
                     return
 
     def _walk(self) -> Iterator[tuple[Name, os.stat_result] | None]:
-        """All blocks, and None every now and then in between."""
+        """Yields all blocks, and None now and then so that the caller can pause."""
         seen = 0
-        for space in self._tree.entries(ROOT):
-            for folder in self._tree.entries(f"{ROOT}/{space.name}"):
+        for namespace in self._paths.entries(ROOT):
+            for folder in self._paths.entries(f"{ROOT}/{namespace.name}"):
                 yield None
-                for block in blocks(self._tree, f"{ROOT}/{space.name}/{folder.name}"):
+                for block in blocks(self._paths, f"{ROOT}/{namespace.name}/{folder.name}"):
                     seen += 1
                     if seen % _STEP_FILES == 0:
                         yield None
@@ -176,15 +182,15 @@ class CapacityManager:
     def _delete(self, name: Name) -> bool:
         folder, file = os.path.split(path(name))
         try:
-            with self._tree.at(folder) as at:
+            with self._paths.at(folder) as at:
                 os.unlink(file, dir_fd=at)
         except FileNotFoundError:
             return False
         return True
 
     def _due(self) -> bool:
-        """Whether to count now: not before each member has heard who is janitor."""
-        if not self._watches or any(name not in self._reports for name in self._watches):
+        """Returns whether to count now. The first count waits for a report of each member."""
+        if not self._stall_timers or any(name not in self._reports for name in self._stall_timers):
             return False
         if not self._counted_at or time.monotonic() - self._counted_at > RECOUNT_EVERY_S:
             return True
@@ -194,75 +200,75 @@ class CapacityManager:
         used = count.lost + sum(
             report.used - count.base.get(name, 0) for name, report in self._reports.items()
         )
-        room = self._limit_bytes - self._bound(count)
-        return room < self._limit_bytes // 20 and used >= self._limit_bytes // 50
+        free = self._limit_bytes - self._bound(count)
+        return free < self._limit_bytes // 20 and used >= self._limit_bytes // 50
 
     def _bound(self, count: _Count) -> int:
-        granted = sum(given - count.base.get(name, 0) for name, given in self._grants.items())
+        granted = sum(grant - count.base.get(name, 0) for name, grant in self._grants.items())
         return count.nbytes + count.lost + granted
 
     def _grant(self) -> None:
-        """Those that write share a twentieth of the limit, which is filled up as they use it."""
-        asking = [name for name, report in self._reports.items() if report.wants]
-        room = max(0, self._limit_bytes - self.bound())
-        for name in asking:
-            share = min(room, self._limit_bytes // 20) // len(asking)
+        """Tops up the grants of writing members: together they have up to a twentieth of the limit left."""
+        writers = [name for name, report in self._reports.items() if report.wants]
+        free = max(0, self._limit_bytes - self.bound())
+        for name in writers:
+            share = min(free, self._limit_bytes // 20) // len(writers)
             has = self._grants[name] - self._reports[name].used
             self._grants[name] += max(0, share - has)
 
     def _forget(self, name: str) -> None:
-        """A member is gone. What it may have put there is known with the next count."""
-        self._watches.pop(name, None)
+        """Forgets a member that has left. The next count includes what it has written."""
+        self._stall_timers.pop(name, None)
         self._reports.pop(name, None)
-        given = self._grants.pop(name, 0)
+        granted = self._grants.pop(name, 0)
         for count in self._counts:
-            count.lost += given - count.base.pop(name, 0)
+            count.lost += granted - count.base.pop(name, 0)
 
 
-def remove_member(tree: SafePaths, at: int, name: str) -> bool:
-    """Takes a daemon's folder away, and with it all that it could still rename into place."""
-    for _ in range(3):  # it may be at work in there
+def remove_member(paths: SafePaths, at: int, name: str) -> bool:
+    """Removes a member's folder, with all files that it could still rename into place. Returns success."""
+    for _ in range(3):  # the member may still create files
         with contextlib.suppress(OSError):
-            with tree.at(f"{CONTROL}/{name}") as folder:
-                for entry in tree.entries(f"{CONTROL}/{name}"):
+            with paths.at(f"{CONTROL}/{name}") as folder:
+                for entry in paths.entries(f"{CONTROL}/{name}"):
                     os.unlink(entry.name, dir_fd=folder)
             os.rmdir(name, dir_fd=at)
             return True
     return False
 
 
-def sweep(tree: SafePaths) -> None:
-    """Removes what was left behind `LEFTOVER_S` ago, by the file system's clock."""
-    if not any(True for _ in tree.entries(CONTROL)):
+def sweep(paths: SafePaths) -> None:
+    """Removes leftovers of crashed daemons that are older than `LEFTOVER_S` by the filesystem's clock."""
+    if not any(True for _ in paths.entries(CONTROL)):
         return
-    before = tree.now() - LEFTOVER_S
-    with tree.at(CONTROL) as at:
-        for entry in tree.entries(CONTROL):
+    before = paths.now() - LEFTOVER_S
+    with paths.at(CONTROL) as at:
+        for entry in paths.entries(CONTROL):
             with contextlib.suppress(OSError):
                 old = entry.stat(follow_symlinks=False).st_mtime < before
                 if _MEMBER.fullmatch(entry.name):
-                    _sweep_member(tree, at, entry.name, before, old)
+                    _sweep_member(paths, at, entry.name, before, old)
                 elif _LEFTOVER.fullmatch(entry.name) and old:
                     os.unlink(entry.name, dir_fd=at)
 
 
-def _sweep_member(tree: SafePaths, at: int, name: str, before: float, old: bool) -> None:
-    with tree.at(f"{CONTROL}/{name}") as folder:
-        for entry in tree.entries(f"{CONTROL}/{name}"):
+def _sweep_member(paths: SafePaths, at: int, name: str, before: float, old: bool) -> None:
+    with paths.at(f"{CONTROL}/{name}") as folder:
+        for entry in paths.entries(f"{CONTROL}/{name}"):
             if entry.stat(follow_symlinks=False).st_mtime < before:
                 os.unlink(entry.name, dir_fd=folder)
     if old:
         os.rmdir(name, dir_fd=at)
 
 
-def read_note(at: int, name: str) -> bytes:
-    """A small file's bytes; none if there is no such file."""
+def read_small(at: int, name: str) -> bytes:
+    """Returns a small file's bytes, empty if there is no such file."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     except (FileNotFoundError, NotADirectoryError):
         return b""
     try:
-        return os.read(fd, MAX_NOTE_BYTES)
+        return os.read(fd, MAX_FILE_BYTES)
     finally:
         os.close(fd)
 
@@ -272,7 +278,7 @@ def _minute(found: os.stat_result) -> int:
 
 
 def _last_minute(ages: Counter[int], surplus: int) -> int:
-    """Up to which minute all has to go for so many bytes."""
+    """Returns the newest minute to delete so that `surplus` bytes are deleted."""
     for minute in sorted(ages):
         surplus -= ages[minute]
         if surplus <= 0:

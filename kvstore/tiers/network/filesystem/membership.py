@@ -1,9 +1,9 @@
-"""A daemon among those that share a folder: it reports, hears what it may write, and is janitor if none is.
+"""Membership of a daemon in a shared folder: reports, grants, and election of the capacity manager.
 
-Each has a folder of its own for its temporaries and its report. Whoever is silent for `LEASE_S` loses it.
-What is gone can't be renamed into place, so nothing comes of it, even if its daemon only slept; that one
-joins again, under another name. Silence is a file that stays the same while this host's clock runs on: hosts'
-clocks are never compared.
+Each member has a folder for its temporary files and its report. A member that is silent for `LEASE_S` loses
+its folder. Its temporary files are gone then, so none of its writes can still be renamed into place, even if
+the daemon was only suspended. Such a daemon joins again under another name. A member is silent if its report
+does not change while the observer's clock advances. Clocks of hosts are never compared.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvstore.tiers.network.filesystem.byte_grants import (
     ByteGrants,
     ManagerFile,
     MemberFile,
-    lease_of,
-    to_note,
+    encode,
+    parse_lease,
 )
 from kvstore.tiers.network.filesystem.capacity_manager import (
     LEASE_S,
     CapacityManager,
     StallTimer,
-    read_note,
+    read_small,
     remove_member,
     sweep,
 )
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 IDLE_S = 10.0
-"""Who has written nothing for so long gives back what it may write."""
+"""A member that has written nothing for this time gives back its grants."""
 
 SWEEP_EVERY_S = 3600.0
 _READY_BEATS = 3
@@ -48,138 +48,138 @@ _LAST_GENERATION = 10**12 - 1
 
 
 class Membership:
-    """This daemon in the folder of a `SafePaths`. Without a limit it only removes leftovers."""
+    """This daemon's membership. Without a limit it only removes leftovers of crashed daemons."""
 
-    def __init__(self, tree: SafePaths, limit_bytes: int) -> None:
+    def __init__(self, paths: SafePaths, limit_bytes: int) -> None:
         """Starts its thread."""
         self.id = _new_name()
-        self._tree = tree
+        self._paths = paths
         self._limit_bytes = limit_bytes
-        self._account = ByteGrants(self.id, bool(limit_bytes))
+        self._grants = ByteGrants(self.id, bool(limit_bytes))
         self._joined = False
-        self._janitor: CapacityManager | None = None
-        self._watch = StallTimer()
+        self._manager: CapacityManager | None = None
+        self._lease_stall = StallTimer()
         self._beats = 0
         self._full = False
         self._wanted_at = time.monotonic()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvstore-member", daemon=True)
         self._thread.start()
 
     def ready(self, ends: float) -> None:
-        """Returns when something may be written, or it is known that nothing may, or a few beats later."""
+        """Waits until there is a grant or the folder is known to be full, three beats (3 s) at most."""
         if not self._limit_bytes:
             return
-        with self._news:
+        with self._changed:
             now = self._wanted_at = time.monotonic()
-            self._news.wait_for(
-                lambda: self._account.left or self._full or self._stop.is_set(),
+            self._changed.wait_for(
+                lambda: self._grants.left or self._full or self._stop.is_set(),
                 min(ends - now, _READY_BEATS * BEAT_S),
             )
 
     def take(self, nbytes: int) -> ByteGrants | None:
-        """The account that so many bytes were taken from, None if they may not be written now."""
-        account = self._account
-        return account if account.take(nbytes) else None
+        """Takes bytes for a write. Returns the grants to settle, None if the write is not allowed now."""
+        grants = self._grants
+        return grants if grants.take(nbytes) else None
 
     def close(self) -> None:
-        """Leaves, in a second at most. What is under way can't be renamed into place any more."""
+        """Leaves the folder, within 1 s. Writes under way fail, because their temporary files are gone."""
         self._stop.set()
-        with self._news:
-            self._news.notify_all()
+        with self._changed:
+            self._changed.notify_all()
         self._thread.join(1.0)
 
     def _work(self) -> None:
-        swept = -SWEEP_EVERY_S
-        said = ""
+        swept_at = -SWEEP_EVERY_S
+        last_error = ""
         while not self._stop.is_set():
-            beaten = time.monotonic()
+            began = time.monotonic()
             try:
-                if beaten - swept >= SWEEP_EVERY_S:
-                    swept = beaten
-                    sweep(self._tree)
+                if began - swept_at >= SWEEP_EVERY_S:
+                    swept_at = began
+                    sweep(self._paths)
                 if self._limit_bytes:
                     self._beat()
-                said = ""
+                last_error = ""
             except (OSError, NetworkError) as error:
-                if str(error) != said:
-                    said = str(error)
-                    _log.warning("%s: %s", self._tree.folder, said)
+                if str(error) != last_error:
+                    last_error = str(error)
+                    _log.warning("%s: %s", self._paths.folder, last_error)
             except Exception:
-                _log.exception("the limit of %s", self._tree.folder)
-            with self._news:
-                self._news.notify_all()
-            self._pass_time(beaten + BEAT_S)
-        with contextlib.suppress(OSError, NetworkError), self._tree.at(CONTROL) as at:
-            remove_member(self._tree, at, self._account.name)
+                _log.exception("the membership in %s failed", self._paths.folder)
+            with self._changed:
+                self._changed.notify_all()
+            self._manage_until(began + BEAT_S)
+        with contextlib.suppress(OSError, NetworkError), self._paths.at(CONTROL) as at:
+            remove_member(self._paths, at, self._grants.name)
 
-    def _pass_time(self, until: float) -> None:
-        """Does the janitor's work meanwhile, if it is this one's."""
+    def _manage_until(self, until: float) -> None:
+        """Waits until a time. Does the manager's work meanwhile if this daemon is the manager."""
         while (left := until - time.monotonic()) > 0:
-            busy = self._janitor is not None and self._janitor.step()
+            busy = self._manager is not None and self._manager.step()
             if self._stop.wait(min(left, 0.01) if busy else left):
                 return
 
     def _beat(self) -> None:
         self._beats += 1
-        with self._tree.at(CONTROL, make=True) as at:
+        with self._paths.at(CONTROL, make=True) as at:
             self._join(at)
-            # Only then: a janitor that did not see this member yet has made its lease before.
-            entries = [*self._tree.entries(CONTROL)]
+            # Read the leases after joining: a manager that has not seen this member made its lease before.
+            entries = [*self._paths.entries(CONTROL)]
             names = [entry.name for entry in entries]
             leases = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
             generation = max(
                 (int(found[1]) for name in leases if (found := _LEASE.fullmatch(name))), default=0
             )
-            raw = read_note(at, _lease_name(generation))
-            silent = self._watch.unchanged_s((generation, raw)) > LEASE_S
+            raw = read_small(at, _lease_name(generation))
+            silent = self._lease_stall.unchanged_s((generation, raw)) > LEASE_S
             if silent and generation >= _LAST_GENERATION:
-                # None can follow it, so nobody made it: without it, the highest of the others counts.
+                # No lease can follow this one, so no daemon made it. Without it the next highest is valid.
                 os.unlink(_lease_name(generation), dir_fd=at)
                 return
             if not generation or silent:
                 generation, raw = self._take_over(at, generation + 1), b""
-            lease = lease_of(raw)
-            self._account.hear(generation, lease.grants.get(self._account.name, 0))
+            lease = parse_lease(raw)
+            self._grants.update(generation, lease.grants.get(self._grants.name, 0))
             self._full = lease.full
             wants = time.monotonic() - self._wanted_at < IDLE_S
-            self._say(at, self._account.report(self._beats, wants), f"{self._account.name}/report")
-            if self._janitor is not None and self._janitor.generation != generation:
-                self._janitor = None
-            if self._janitor is not None:
-                lease = self._janitor.beat(at, names, self._beats)
-                self._say(at, lease, _lease_name(generation))
+            self._write_file(at, self._grants.report(self._beats, wants), f"{self._grants.name}/report")
+            if self._manager is not None and self._manager.generation != generation:
+                self._manager = None
+            if self._manager is not None:
+                lease = self._manager.beat(at, names, self._beats)
+                self._write_file(at, lease, _lease_name(generation))
 
     def _join(self, at: int) -> None:
-        """Makes this one's folder, under a new name if it was taken away."""
+        """Makes this member's folder, under a new name if the folder was removed."""
         if self._joined:
             try:
-                os.stat(self._account.name, dir_fd=at, follow_symlinks=False)
+                os.stat(self._grants.name, dir_fd=at, follow_symlinks=False)
                 return
             except FileNotFoundError:
-                _log.warning("%s: this daemon was silent for too long, and joins again", self._tree.folder)
-                self._account = ByteGrants(_new_name(), True)
-                self._janitor = None
-        os.mkdir(self._account.name, 0o700, dir_fd=at)
+                _log.warning("%s: this daemon was silent for too long and joins again", self._paths.folder)
+                self._grants = ByteGrants(_new_name(), True)
+                self._manager = None
+        os.mkdir(self._grants.name, 0o700, dir_fd=at)
         self._joined = True
 
     def _take_over(self, at: int, generation: int) -> int:
-        """Makes this one janitor, unless another was first: a lease is made once."""
+        """Makes this daemon the manager, unless another daemon creates the lease file first."""
         try:
             os.close(os.open(_lease_name(generation), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=at))
         except FileExistsError:
             return generation
-        _log.info("%s: this daemon keeps the limit now", self._tree.folder)
-        self._janitor = CapacityManager(self._tree, self._limit_bytes, generation)
+        _log.info("%s: this daemon is the capacity manager now", self._paths.folder)
+        self._manager = CapacityManager(self._paths, self._limit_bytes, generation)
         return generation
 
-    def _say(self, at: int, said: MemberFile | ManagerFile, name: str) -> None:
-        """Writes a file as a whole, by way of this one's folder: without that, it may say nothing."""
-        draft = f"{self._account.name}/draft"
+    def _write_file(self, at: int, content: MemberFile | ManagerFile, name: str) -> None:
+        """Writes a file atomically. A member whose folder was removed cannot write any."""
+        draft = f"{self._grants.name}/draft"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=at)
         try:
-            os.write(fd, to_note(said))
+            os.write(fd, encode(content))
         finally:
             os.close(fd)
         os.rename(draft, name, src_dir_fd=at, dst_dir_fd=at)

@@ -1,7 +1,7 @@
-"""A folder that many nodes mount, and the way to what is in it: no name leads out of it.
+"""Safe paths below a shared folder: no path leads out of the folder.
 
-Paths are walked part by part, and a symbolic link is never followed. The folder itself may be behind one. It
-is opened anew each time, so a file system that comes back is used again.
+Paths are opened part by part without following symbolic links. Only the folder itself may be behind one. Each
+call opens the folder again, so a filesystem that was away is used again when it is back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.tiers.network.base import Name, NetworkError
 from kvstore.tiers.network.objects import ROOT, name_of
 
 CONTROL = f"{ROOT}/nodes"
-"""Where daemons have what is not an object: temporaries, reports, leases."""
+"""The folder for all files but objects: temporary files, reports, leases."""
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -27,20 +27,20 @@ _CLOCK_HOLDS_S = 600.0
 
 
 class SafePaths:
-    """The folder of one URL. Any thread may call; all calls take as long as the file system does.
+    """The folder of one URL. Any thread may call. Calls block as long as the filesystem does.
 
-    They raise OSError, and NetworkError if it is the folder itself that can't be reached.
+    They raise OSError, and NetworkError if the folder itself cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Looks at nothing yet."""
+        """Does not access the folder yet."""
         self.folder = folder
-        self._seen = False
-        self._clock: tuple[float, float] | None = None  # what it says beyond monotonic time, and until when
+        self._existed = False
+        self._clock: tuple[float, float] | None = None  # offset to the monotonic clock (s), valid until
 
     @contextlib.contextmanager
     def at(self, path: str = "", make: bool = False) -> Iterator[int]:
-        """A descriptor of a folder in here, for names below it. `make`: what lacks is made."""
+        """Opens a descriptor of a folder below this one. `make` creates missing folders."""
         fd = self._open()
         try:
             for part in path.split("/") if path else ():
@@ -52,7 +52,7 @@ class SafePaths:
             os.close(fd)
 
     def entries(self, path: str = "") -> Iterator[os.DirEntry[str]]:
-        """What is in a folder in here, in no order; nothing if there is no such folder."""
+        """Yields the entries of a folder in no order, none if there is no such folder."""
         with contextlib.ExitStack() as opened:
             try:
                 fd = os.open(".", _LIST, dir_fd=opened.enter_context(self.at(path)))
@@ -62,9 +62,9 @@ class SafePaths:
             yield from opened.enter_context(os.scandir(fd))
 
     def now(self) -> float:
-        """The time (s since 1970) by the clock that the files' times are of; this host's if none can be made.
+        """Returns the filesystem's Unix time (s), measured with a new file; this host's if that fails.
 
-        Hosts' clocks may be hours apart, so theirs are never compared.
+        Clocks of hosts may be hours apart. File times are therefore compared with this clock only.
         """
         if self._clock is None or time.monotonic() > self._clock[1]:
             try:
@@ -85,32 +85,32 @@ class SafePaths:
                 os.unlink(name, dir_fd=folder)
 
     def _open(self) -> int:
-        seen = self._seen  # by then: another thread may be making it
+        existed = self._existed  # read first: another thread may create the folder meanwhile
         try:
             try:
                 fd = os.open(self.folder, _FOLDER)
             except FileNotFoundError:
-                # Only at first: under a mount that went away, blocks would fill this node's own disk.
-                if seen:
+                # Never create it again: without the mount, blocks would fill this node's own disk.
+                if existed:
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.folder, 0o700)
                 fd = os.open(self.folder, _FOLDER)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENOTCONN):
-                hint = f"is {self.folder if seen else self.folder.parent} mounted?"
-                raise refused(f"no folder {self.folder}", error, hint) from None
+                hint = f"is {self.folder if existed else self.folder.parent} mounted?"
+                raise refused(f"there is no folder {self.folder}", error, hint) from None
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP):
-                hint = "name a folder that the daemon's user may write"
-                raise refused(f"can't use {self.folder}", error, hint, fatal=True) from None
+                hint = "name a folder in which the daemon's user may write"
+                raise refused(f"{self.folder} cannot be used", error, hint, fatal=True) from None
             raise
-        self._seen = True
+        self._existed = True
         return fd
 
 
-def blocks(tree: SafePaths, folder: str) -> Iterator[tuple[Name, os.stat_result]]:
-    """The files in one of the 256 folders of a namespace that have names of blocks, and only these."""
-    for entry in tree.entries(folder):
+def blocks(paths: SafePaths, folder: str) -> Iterator[tuple[Name, os.stat_result]]:
+    """Yields the blocks in one of a namespace's 256 folders. Skips files with other names."""
+    for entry in paths.entries(folder):
         name = name_of(f"{folder}/{entry.name}")
         if name is not None and entry.is_file(follow_symlinks=False):
             try:
@@ -121,13 +121,13 @@ def blocks(tree: SafePaths, folder: str) -> Iterator[tuple[Name, os.stat_result]
 
 
 def refused(what: str, error: OSError, hint: str = "", fatal: bool = False) -> NetworkError:
-    """What is said of a system that as a whole refuses, with the error's name."""
+    """Returns the NetworkError for an OSError of the folder as a whole, with the error's name."""
     name = errno.errorcode.get(error.errno or 0, "an error")
     return NetworkError(f"{what}: {name}, {error.strerror or error}", hint, fatal)
 
 
 def is_file(found: os.stat_result) -> bool:
-    """Whether that is a regular file: no link, folder, FIFO."""
+    """Returns whether this is a regular file: no link, folder or FIFO."""
     return stat.S_ISREG(found.st_mode)
 
 

@@ -1,1 +1,1 @@
-"""A Mooncake store."""
+"""The Mooncake backend."""

@@ -1,7 +1,7 @@
-"""Blocks in a Mooncake store: memory that nodes lend each other, and a master that knows where what is.
+"""The backend for Mooncake stores: memory that nodes contribute, and a master that locates objects.
 
-Mooncake evicts by itself, and forgets what was in the memory of a node that has gone. It can't be asked what
-it holds, nor for how long. A value is an object's header and payload, its key the object's path (`objects`).
+Mooncake evicts objects, and loses those in the memory of a node that leaves. It cannot list objects or their
+ages. A value is an object's header and payload, its key the object's path (`objects`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore.tiers.network.mooncake.subprocess_pool import SubprocessPool, Worke
 from kvstore.tiers.network.objects import HEADER_BYTES
 from kvstore.types import ALIGN
 
-# What Mooncake answers is an ErrorCode of its mooncake-store/include/types.h where it is below 0.
-_NO_ROOM = -200  # NO_AVAILABLE_HANDLE: no memory, or none as large as that
-_BAD_PARAMETERS = -600  # INVALID_PARAMS: when reading, there is more than the buffer holds
-_NOT_READY = -703  # REPLICA_IS_NOT_READY: somebody is writing it
+# Negative codes are ErrorCode values of mooncake-store/include/types.h.
+_NO_ROOM = -200  # NO_AVAILABLE_HANDLE: no free memory of this size
+_BAD_PARAMETERS = -600  # INVALID_PARAMS: a read value is larger than the buffer
+_NOT_READY = -703  # REPLICA_IS_NOT_READY: a write is under way
 _NOT_FOUND = -704  # OBJECT_NOT_FOUND
-_EXISTS = -705  # OBJECT_ALREADY_EXISTS; puts answer 0 instead
+_EXISTS = -705  # OBJECT_ALREADY_EXISTS; puts return 0 instead
 _NO_MASTER = {-900, -901}  # RPC_FAIL, RPC_TIMEOUT
 
 _PROBED = {1: Outcome.OK, 0: Outcome.MISSING}
@@ -43,15 +43,15 @@ _URL = "mooncake://MASTER:50051?protocol=tcp&device=&host=&segment=0&metadata=P2
 
 
 def open_url(settings: BackendSettings) -> Backend:
-    """A Mooncake store by its master's address. ConfigError for what is wrong, or for a missing package."""
+    """Returns the backend of a `mooncake://` URL. Raises ConfigError, also for a missing package."""
     parts = urlsplit(settings.url)
-    plan = {"master": _master(parts), **_parameters(parts)}
+    client_settings = {"master": _master(parts), **_parameters(parts)}
     if importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
             "network.url: mooncake:// needs the package mooncake",
-            "pip install mooncake-transfer-engine, without a GPU mooncake-transfer-engine-non-cuda",
+            "pip install mooncake-transfer-engine, or mooncake-transfer-engine-non-cuda without a GPU",
         )
-    return Mooncake(plan, settings.threads)
+    return Mooncake(client_settings, settings.threads)
 
 
 def _master(parts: SplitResult) -> str:
@@ -65,96 +65,96 @@ def _master(parts: SplitResult) -> str:
 
 
 def _parameters(parts: SplitResult) -> dict[str, str | int]:
-    given = {"protocol": "tcp", "device": "", "host": "", "segment": "0", "metadata": "P2PHANDSHAKE"}
+    parameters = {"protocol": "tcp", "device": "", "host": "", "segment": "0", "metadata": "P2PHANDSHAKE"}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in given:
-            raise ConfigError(f"network.url: {name!r:.40} is no parameter of mooncake://", _URL)
-        given[name] = value
-    if given["protocol"] not in ("tcp", "rdma"):
-        raise ConfigError(f"network.url: protocol={given['protocol']:.40}", "tcp or rdma")
-    if not given["segment"].isdecimal():
-        raise ConfigError(f"network.url: segment={given['segment']:.40}", "how many bytes, 0 for none")
-    return {**given, "segment": int(given["segment"])}
+        if name not in parameters:
+            raise ConfigError(f"network.url: {name!r:.40} is not a parameter of mooncake://", _URL)
+        parameters[name] = value
+    if parameters["protocol"] not in ("tcp", "rdma"):
+        raise ConfigError(f"network.url: protocol={parameters['protocol']:.40}", "tcp or rdma")
+    if not parameters["segment"].isdecimal():
+        raise ConfigError(f"network.url: segment={parameters['segment']:.40}", "a number of bytes")
+    return {**parameters, "segment": int(parameters["segment"])}
 
 
 class Mooncake:
-    """A `Backend`. `plan`: what the client is set up with; at most `calls` are under way at once.
+    """A `Backend`. `client_settings`: see `client_process`. At most `calls` run at a time.
 
-    A write that ends with OK may have found another node at writing the same object.
+    A write may end with OK while another node still writes the same object.
     """
 
     kind = "mooncake"
 
-    def __init__(self, plan: dict[str, str | int], calls: int) -> None:
-        self._master = plan["master"]
-        self._lanes = SubprocessPool(plan, calls)
+    def __init__(self, client_settings: dict[str, str | int], calls: int) -> None:
+        self._master = client_settings["master"]
+        self._pool = SubprocessPool(client_settings, calls)
         self._writing: set[str] = set()
         self._written = threading.Condition()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.probe`. What was found is kept from eviction for the time of the master's leases."""
+        """See `Backend.probe`. The master leases existing objects, which protects them from eviction."""
         return self._by_name("probe", names, _PROBED, ends)
 
     def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.delete`. Goes also while others are reading it, who will find it torn."""
+        """See `Backend.delete`. Deletes objects during reads, which then fail verification."""
         return self._by_name("delete", names, _DELETED, ends)
 
     def _by_name(
-        self, what: str, names: Sequence[Name], means: dict[int, Outcome], ends: float
+        self, what: str, names: Sequence[Name], outcome_of: dict[int, Outcome], ends: float
     ) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        with self._lanes.one(ends) as lane:
-            while lane is not None and len(outcomes) < len(names):
+        with self._pool.take(ends) as worker:
+            while worker is not None and len(outcomes) < len(names):
                 some = names[len(outcomes) : len(outcomes) + _MOST_KEYS]
-                codes = self._ask(lane, what, [objects.path(name) for name in some], [], [], ends)
+                codes = self._call(worker, what, [objects.path(name) for name in some], [], [], ends)
                 if codes is None:
                     break
-                outcomes += [means.get(code, Outcome.FAILED) for code in codes]
+                outcomes += [outcome_of.get(code, Outcome.FAILED) for code in codes]
         return outcomes + [Outcome.FAILED] * (len(names) - len(outcomes))
 
     def read(self, things: Sequence[Object], ends: float) -> list[Outcome]:
         """See `Backend.read`."""
         outcomes: list[Outcome] = []
-        with self._lanes.one(ends) as lane:
-            while lane is not None and len(outcomes) < len(things):
-                some, offsets = _fitting(lane, things[len(outcomes) :])
-                codes = self._move(lane, "read", some, offsets, ends)
+        with self._pool.take(ends) as worker:
+            while worker is not None and len(outcomes) < len(things):
+                some, offsets = _fitting(worker, things[len(outcomes) :])
+                codes = self._transfer(worker, "read", some, offsets, ends)
                 if codes is None:
                     break
-                outcomes += map(_taken, [lane] * len(some), some, offsets, codes)
+                outcomes += map(_copy_from, [worker] * len(some), some, offsets, codes)
         return outcomes + [Outcome.FAILED] * (len(things) - len(outcomes))
 
     def write(self, things: Sequence[Object], ends: float) -> list[Outcome]:
         """See `Backend.write`."""
         outcomes: list[Outcome] = []
-        with self._alone(things, ends) as mine, self._lanes.one(ends) as lane:
-            while mine and lane is not None and len(outcomes) < len(things):
-                some, offsets = _fitting(lane, things[len(outcomes) :])
+        with self._exclusive(things, ends) as exclusive, self._pool.take(ends) as worker:
+            while exclusive and worker is not None and len(outcomes) < len(things):
+                some, offsets = _fitting(worker, things[len(outcomes) :])
                 for thing, offset in zip(some, offsets, strict=True):
-                    _lay(lane, thing, offset)
-                codes = self._move(lane, "write", some, offsets, ends)
+                    _copy_to(worker, thing, offset)
+                codes = self._transfer(worker, "write", some, offsets, ends)
                 if codes is None:
                     break
                 outcomes += [_WRITTEN.get(code, Outcome.FAILED) for code in codes]
         return outcomes + [Outcome.FAILED] * (len(things) - len(outcomes))
 
     @contextmanager
-    def _alone(self, things: Sequence[Object], ends: float) -> Iterator[bool]:
-        """Waits until no other call writes any of these; False if that takes too long.
+    def _exclusive(self, things: Sequence[Object], ends: float) -> Iterator[bool]:
+        """Waits until no other call writes these objects. Yields False if take still does at `ends`.
 
-        Mooncake says OK of an object that somebody is still writing, and nobody can read yet.
+        Mooncake reports OK for an object that another call still writes, and that cannot be read yet.
         """
         paths = {objects.path(thing.name) for thing in things}
         with self._written:
-            alone = self._written.wait_for(
+            exclusive = self._written.wait_for(
                 lambda: self._writing.isdisjoint(paths), max(0.0, ends - time.monotonic())
             )
-            if alone:
+            if exclusive:
                 self._writing |= paths
         try:
-            yield alone
+            yield exclusive
         finally:
-            if alone:
+            if exclusive:
                 with self._written:
                     self._writing -= paths
                     self._written.notify_all()
@@ -169,64 +169,64 @@ class Mooncake:
             else:
                 [outcome] = self.write([put], ends) if what == "write" else self.read([got], ends)
             if outcome is not Outcome.OK:
-                hint = "has the store any memory that is free?" if outcome is Outcome.FULL else ""
-                raise NetworkError(f"Mooncake at {self._master}: a {what} is {outcome.name}", hint)
+                hint = "does the store have free memory?" if outcome is Outcome.FULL else ""
+                raise NetworkError(f"Mooncake at {self._master}: a {what} ends with {outcome.name}", hint)
 
-    def _move(
-        self, lane: Worker, what: str, things: Sequence[Object], offsets: list[int], ends: float
+    def _transfer(
+        self, worker: Worker, what: str, things: Sequence[Object], offsets: list[int], ends: float
     ) -> list[int] | None:
         sizes = [HEADER_BYTES + thing.length for thing in things]
-        return self._ask(lane, what, [objects.path(thing.name) for thing in things], offsets, sizes, ends)
+        return self._call(worker, what, [objects.path(thing.name) for thing in things], offsets, sizes, ends)
 
-    def _ask(
-        self, lane: Worker, what: str, keys: list[str], offsets: list[int], sizes: list[int], ends: float
+    def _call(
+        self, worker: Worker, what: str, keys: list[str], offsets: list[int], sizes: list[int], ends: float
     ) -> list[int] | None:
-        codes = ask(lane, (what, keys, offsets, sizes), ends)
+        codes = ask(worker, (what, keys, offsets, sizes), ends)
         if codes and _NO_MASTER.issuperset(codes):
             raise NetworkError(f"the Mooncake master at {self._master} does not answer")
         return codes
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._lanes.close()
+        self._pool.close()
 
     def list(self, namespace: bytes | None, ends: float) -> NoReturn:
-        """See `Backend.list`: there is no such thing here."""
-        raise NetworkError("Mooncake can't list what it holds")
+        """Not supported: raises NetworkError."""
+        raise NetworkError("Mooncake cannot list its objects")
 
 
-def _fitting(lane: Worker, things: Sequence[Object]) -> tuple[Sequence[Object], list[int]]:
-    """As many objects from the first on as a lane's memory holds, and where in it."""
+def _fitting(worker: Worker, things: Sequence[Object]) -> tuple[Sequence[Object], list[int]]:
+    """Returns the leading objects that fit in a worker's memory, and their offsets."""
     offsets, end = [], 0
-    lane.fit(HEADER_BYTES + things[0].length)
+    worker.fit(HEADER_BYTES + things[0].length)
     for thing in things[:_MOST_KEYS]:
         start, end = end, end + HEADER_BYTES + thing.length
-        if end > len(lane.memory):
+        if end > len(worker.memory):
             break
         offsets.append(start)
         end += -end % ALIGN
     return things[: len(offsets)], offsets
 
 
-def _lay(lane: Worker, thing: Object, offset: int) -> None:
-    """Puts an object into a lane's memory as it is to be stored."""
+def _copy_to(worker: Worker, thing: Object, offset: int) -> None:
+    """Copies an object with its header into a worker's memory."""
     start = offset + HEADER_BYTES
-    lane.memory[offset:start] = objects.header(thing)
-    copy(lane.memory[start : start + thing.length], thing.memory[: thing.length])
+    worker.memory[offset:start] = objects.header(thing)
+    copy(worker.memory[start : start + thing.length], thing.memory[: thing.length])
 
 
-def _taken(lane: Worker, thing: Object, offset: int, code: int) -> Outcome:
-    """Takes what was read out of a lane's memory, and verifies it."""
+def _copy_from(worker: Worker, thing: Object, offset: int, code: int) -> Outcome:
+    """Copies a read object from a worker's memory, and verifies it."""
     if code < 0:
         return _READ.get(code, Outcome.FAILED)
     start = offset + HEADER_BYTES
     if code != HEADER_BYTES + thing.length:
         return Outcome.TORN
-    copy(thing.memory[: thing.length], lane.memory[start : start + thing.length])
-    return objects.settle(thing, lane.memory[offset:start])
+    copy(thing.memory[: thing.length], worker.memory[start : start + thing.length])
+    return objects.settle(thing, worker.memory[offset:start])
 
 
 def _sample() -> Object:
-    """A small object of nobody's."""
+    """Returns a small object for the health check."""
     name, memory = Name(bytes(16), os.urandom(16)), memoryview(mmap.mmap(-1, ALIGN))
     return Object(name, 16, memory, checksum(memory[:16], seed(name.namespace, name.key, 16)))

@@ -1,10 +1,10 @@
-"""Calls of Mooncake that end in time, and can't take the daemon with them.
+"""A pool of workers for calls of Mooncake, which end by their deadline and cannot crash the daemon.
 
-Its client is C++ that waits long for a master or a peer that hangs, and that takes its process with it when
-it is closed, or left, with a call under way. So it runs in a process of its own (`helper`), and is
-asked over lanes: a connection each, and memory that both sides map. Who asks waits no longer than he wants
-to, and nobody else here touches that memory; a lane whose answer is late is set aside until it comes. Other
-nodes, too, reach what its client has registered: lanes, and nothing of the daemon's.
+Mooncake's C++ client waits long for a master or peer that hangs, and it crashes its process if it is closed
+during a call. So it runs in a process of its own (`client_process`). Each worker has a connection to that
+process and memory that both sides map. A caller uses a worker alone and waits until its deadline. A worker
+whose answer is late is set aside until the answer comes. Other nodes can access the memory that the client
+has registered: that of workers, and none of the daemon's.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from multiprocessing import Pipe
 from kvstore.tiers.network.base import NetworkError
 from kvstore.tiers.network.mooncake.client_process import Answer, Request
 
-LANE_BYTES = 16 << 20
-"""What a lane's memory holds at first; it grows to the largest object. Only what was used takes memory."""
+WORKER_BYTES = 16 << 20
+"""The initial memory of a worker. It grows to the largest object. Unused pages take no RAM."""
 
-_GIVE_UP_S = 60.0
-"""An answer that is as late as this does not come: the process is ended."""
+_HANGS_AFTER_S = 60.0
+"""The process is ended if an answer is late by this time."""
 
-_AGAIN_S = 1.0
-"""Least time between two processes."""
+_RESTART_AFTER_S = 1.0
+"""The least time between two starts of the process."""
 
-_LOOK_S = 0.05
-"""Late answers are looked for so often while no lane is free."""
+_CHECK_EVERY_S = 0.05
+"""The time between checks for late answers while no worker is free."""
 
-_LEAVE_S = 3.0
+_END_WITHIN_S = 3.0
 _KILLED_S = 0.5
 
 _ENVIRONMENT = {
@@ -46,55 +46,55 @@ _ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
 }
-"""Mooncake's own settings where the daemon's environment says nothing else: so lanes are back after 5 s."""
+"""Default settings of Mooncake, with which workers are free again after 5 s."""
 
 
 class Worker:
-    """A connection to the helper, and memory. One thread's at a time."""
+    """A connection to the client process, and memory. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.connection, self.theirs = Pipe()
+        self.connection, self.remote_end = Pipe()
         self.descriptor = os.memfd_create("kvstore-mooncake")
         self.asked_at: float | None = None
-        """When a request was sent whose answer has not come."""
+        """The time at which an unanswered request was sent."""
         self._nbytes = 0
-        self.fit(LANE_BYTES)
+        self.fit(WORKER_BYTES)
 
     def fit(self, nbytes: int) -> None:
-        """Has the lane's memory hold that much."""
+        """Grows the memory to `nbytes`."""
         if nbytes > self._nbytes:
             os.ftruncate(self.descriptor, nbytes)
             self.memory = memoryview(mmap.mmap(self.descriptor, nbytes))
             self._nbytes = nbytes
 
     def answered(self) -> bool:
-        """Whether nothing is awaited any more. Raises EOFError or OSError if the helper is gone."""
+        """Returns whether no answer is missing. Raises EOFError or OSError if the process has ended."""
         if self.asked_at is not None and self.connection.poll(0):
             self.connection.recv()
             self.asked_at = None
         return self.asked_at is None
 
     def close(self) -> None:
-        """Lets go of everything; nobody may have the lane."""
+        """Closes the connection and the memory file. No caller may use the worker."""
         self.connection.close()
-        self.theirs.close()
+        self.remote_end.close()
         os.close(self.descriptor)
 
 
-class _Helper:
-    """A process and its lanes."""
+class _ClientProcess:
+    """A client process and its workers."""
 
-    def __init__(self, plan: Mapping[str, object], lanes: int) -> None:
-        self.free = [Worker() for _ in range(lanes)]
+    def __init__(self, settings: Mapping[str, object], workers: int) -> None:
+        self.free = [Worker() for _ in range(workers)]
         self.late: list[Worker] = []
-        ends = [(lane.theirs.fileno(), lane.descriptor) for lane in self.free]
+        ends = [(worker.remote_end.fileno(), worker.descriptor) for worker in self.free]
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-P",
                 "-m",
                 f"{__package__}.client_process",
-                json.dumps({**plan, "lanes": ends}),
+                json.dumps({**settings, "workers": ends}),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -102,110 +102,112 @@ class _Helper:
             pass_fds=[fd for pair in ends for fd in pair],
             start_new_session=True,
         )
-        for lane in self.free:
-            lane.theirs.close()
+        for worker in self.free:
+            worker.remote_end.close()
 
-    def hopeless(self) -> bool:
-        """Whether it has ended, or hangs for good. Takes back lanes whose answers came late."""
+    def failed(self) -> bool:
+        """Returns whether the process has ended or hangs. Frees workers whose late answers have come."""
         now = time.monotonic()
         try:
-            back = [lane for lane in self.late if lane.answered()]
+            answered = [worker for worker in self.late if worker.answered()]
         except (EOFError, OSError):
             return True
-        self.late = [lane for lane in self.late if lane not in back]
-        self.free += back
-        overdue = any(lane.asked_at is not None and now - lane.asked_at > _GIVE_UP_S for lane in self.late)
+        self.late = [worker for worker in self.late if worker not in answered]
+        self.free += answered
+        overdue = any(
+            worker.asked_at is not None and now - worker.asked_at > _HANGS_AFTER_S for worker in self.late
+        )
         return overdue or self._process.poll() is not None
 
-    def leave(self, within_s: float) -> None:
-        """Ends it; kills it if it does not end by itself in time. Closes the lanes that nobody has."""
+    def end(self, within_s: float) -> None:
+        """Ends the process, and kills it after `within_s`. Closes the workers that no caller has."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # whatever holds it in the kernel, holds nobody here
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel
                 self._process.wait(_KILLED_S)
-        for lane in [*self.free, *self.late]:
-            lane.close()
+        for worker in [*self.free, *self.late]:
+            worker.close()
         self.free, self.late = [], []
 
 
 class SubprocessPool:
-    """So many lanes to Mooncake, and a process behind them, started when it is needed."""
+    """Workers of take client process, which is started when it is needed. Thread-safe."""
 
-    def __init__(self, plan: Mapping[str, object], count: int) -> None:
-        self._plan = plan
+    def __init__(self, settings: Mapping[str, object], count: int) -> None:
+        self._settings = settings
         self._count = count
         self._changed = threading.Condition()
-        self._helper: _Helper | None = None
-        self._again_at = 0.0
+        self._client: _ClientProcess | None = None
+        self._restart_at = 0.0
         self._closed = False
 
     @contextmanager
-    def one(self, ends: float) -> Iterator[Worker | None]:
-        """A lane for the caller; None if none was free in time."""
+    def take(self, ends: float) -> Iterator[Worker | None]:
+        """Takes a worker for the caller. Yields None if none is free by `ends`."""
         with self._changed:
-            helper = self._with_a_lane(ends)
-            lane = helper.free.pop() if helper else None
+            process = self._process_with_worker(ends)
+            worker = process.free.pop() if process else None
         try:
-            yield lane
+            yield worker
         finally:
-            if helper is not None and lane is not None:
-                self._back(helper, lane)
+            if process is not None and worker is not None:
+                self._give_back(process, worker)
 
-    def _with_a_lane(self, ends: float) -> _Helper | None:
+    def _process_with_worker(self, ends: float) -> _ClientProcess | None:
         while not self._closed:
             now = time.monotonic()
-            if self._helper is not None and self._helper.hopeless():
-                self._helper.leave(0)
-                self._helper = None
+            if self._client is not None and self._client.failed():
+                self._client.end(0)
+                self._client = None
             if now >= ends:
                 return None
-            if self._helper is None and now >= self._again_at:
-                self._again_at = now + _AGAIN_S
-                self._helper = _Helper(self._plan, self._count)
-            if self._helper is not None and self._helper.free:
-                return self._helper
-            self._changed.wait(min(_LOOK_S, ends - now))
+            if self._client is None and now >= self._restart_at:
+                self._restart_at = now + _RESTART_AFTER_S
+                self._client = _ClientProcess(self._settings, self._count)
+            if self._client is not None and self._client.free:
+                return self._client
+            self._changed.wait(min(_CHECK_EVERY_S, ends - now))
         return None
 
-    def _back(self, helper: _Helper, lane: Worker) -> None:
+    def _give_back(self, process: _ClientProcess, worker: Worker) -> None:
         with self._changed:
-            if helper is not self._helper:
-                lane.close()
-            elif lane.asked_at is None:
-                helper.free.append(lane)
+            if process is not self._client:
+                worker.close()
+            elif worker.asked_at is None:
+                process.free.append(worker)
             else:
-                helper.late.append(lane)
+                process.late.append(worker)
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the process; calls under way end with it. Closing twice does nothing."""
+        """Ends the process and the calls under way. Closing twice does nothing."""
         with self._changed:
             self._closed = True
-            helper, self._helper = self._helper, None
+            process, self._client = self._client, None
             self._changed.notify_all()
-        if helper is not None:
-            helper.leave(_LEAVE_S)
+        if process is not None:
+            process.end(_END_WITHIN_S)
 
 
-def ask(lane: Worker, request: Request, ends: float) -> list[int] | None:
-    """What Mooncake says of each key; None if that does not come in time. Raises NetworkError."""
+def ask(worker: Worker, request: Request, ends: float) -> list[int] | None:
+    """Returns Mooncake's code of each key, None if there is no answer by `ends`. Raises NetworkError."""
     try:
-        lane.asked_at = time.monotonic()
-        lane.connection.send(request)
-        if not lane.connection.poll(max(0.0, ends - time.monotonic())):
+        worker.asked_at = time.monotonic()
+        worker.connection.send(request)
+        if not worker.connection.poll(max(0.0, ends - time.monotonic())):
             return None
-        answer: Answer = lane.connection.recv()
+        answer: Answer = worker.connection.recv()
     except (EOFError, OSError):
-        return None  # the helper is gone: whoever wants a lane next sees it
-    lane.asked_at = None
+        return None  # the process has ended: the next call starts another
+    worker.asked_at = None
     if isinstance(answer, tuple):
-        why, for_good = answer
-        raise NetworkError(why, _HINT if for_good else "is the master there?", for_good)
+        why, fatal = answer
+        raise NetworkError(why, _LIBRARY_HINT if fatal else "is the master up?", fatal)
     return answer
 
 
-_HINT = "apt install libibverbs1, or what the message names"
+_LIBRARY_HINT = "apt install libibverbs1, or install what the message names"

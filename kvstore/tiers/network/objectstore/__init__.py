@@ -1,1 +1,1 @@
-"""Object stores: S3 and what speaks it, GCS, Azure."""
+"""The object store backend: S3 and compatible services, Google Cloud Storage, Azure."""

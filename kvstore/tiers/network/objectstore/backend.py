@@ -1,7 +1,7 @@
 """Blocks as objects of S3, Google Cloud Storage and Azure, through obstore.
 
-Credentials, signatures, retries and errors are obstore's. From S3, blocks are read straight into slots
-(`s3`) by URLs that obstore signs; what does not come that way is asked of obstore.
+obstore handles credentials, signatures, retries and errors. Blocks on S3 are read directly into slots (`s3`)
+with URLs that obstore signs. Reads that fail this way are repeated through obstore.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from kvstore.tiers.network.objectstore.s3 import Fetcher, Get
 from kvstore.tiers.network.objectstore.url import behind_proxy, store_of
 
 _AT_ONCE = 8
-"""Requests of one call that run at the same time."""
+"""Concurrent requests of one call."""
 
 _DELETE_KEYS = 1000
-"""The most that S3 deletes by one request."""
+"""The most keys that S3 deletes in one request."""
 
 _PAGE = 1000
 _HEALTH_BYTES = 64
 
 _RANGE_BYTES = 8 << 20
-"""Larger objects are read in ranges of that size at once. They may be of two puts: the checksum tells whether
-that matters."""
+"""Larger objects are read in concurrent ranges of this size. Ranges of two puts fail the checksum."""
 
 _SIGNED_FOR = timedelta(minutes=15)
 
 _Outcomes: TypeAlias = list[Outcome]
-_Unsure: TypeAlias = list[Outcome | None]
-"""In the class below, `list` is a method."""
+_MaybeOutcomes: TypeAlias = list[Outcome | None]
+"""Aliases, because `list` is a method of the class below. None: the outcome is not known yet."""
 
 
 def open_url(settings: BackendSettings) -> ObjectStore:
-    """The backend of an `s3://`, `gs://` or `az://` URL. Raises ConfigError."""
+    """Returns the backend of an `s3://`, `gs://` or `az://` URL. Raises ConfigError."""
     store = store_of(settings)
     url = urlsplit(settings.url)
     signs = url.scheme == "s3" and settings.credentials != "anonymous" and not behind_proxy(settings.url)
@@ -51,13 +50,13 @@ def open_url(settings: BackendSettings) -> ObjectStore:
 
 
 class ObjectStore:
-    """A `Backend` over any store of obstore."""
+    """A `Backend` on any obstore store."""
 
     kind = "objectstore"
 
     def __init__(self, store: Any, where: str, signs: bool = False) -> None:
-        """`where` names the store to people; `signs`: it is S3, and URLs can be signed for it."""
-        import obstore  # noqa: PLC0415  optional, and there if a store is
+        """`where` names the store in messages. `signs`: the store is S3, and obstore can sign URLs for it."""
+        import obstore  # noqa: PLC0415  optional, installed if there is a store
 
         self._obstore = obstore
         self._store = store
@@ -74,28 +73,30 @@ class ObjectStore:
 
     def read(self, objects: Sequence[Object], ends: float) -> _Outcomes:
         """See `Backend.read`."""
-        straight = self._fetch(objects, ends)
-        rest = [i for i, known in enumerate(straight) if known is None]
+        fetched = self._fetch(objects, ends)
+        rest = [i for i, known in enumerate(fetched) if known is None]
         for at in range(0, len(rest), _AT_ONCE):
             some = rest[at : at + _AT_ONCE]
-            heard = any(known is not None for known in straight)
-            for i, known in zip(some, self._read([objects[i] for i in some], ends, heard), strict=True):
-                straight[i] = known
-        return [known for known in straight if known is not None]
+            answered = any(known is not None for known in fetched)
+            for i, known in zip(some, self._read([objects[i] for i in some], ends, answered), strict=True):
+                fetched[i] = known
+        return [known for known in fetched if known is not None]
 
     def write(self, objects: Sequence[Object], ends: float) -> _Outcomes:
-        """See `Backend.write`. One request an object, whatever its size: an upload in parts that is cut off
-        leaves parts behind that are kept, and paid for."""
+        """See `Backend.write`. Sends one request per object of any size.
+
+        An interrupted multipart upload would leave parts behind, which the store keeps and charges.
+        """
         outcomes: _Outcomes = []
         for at in range(0, len(objects), _AT_ONCE):
             if time.monotonic() >= ends:
                 return outcomes + [Outcome.FAILED] * (len(objects) - at)
             bodies = [_body(thing) for thing in objects[at : at + _AT_ONCE]]
-            outcomes += self._outcomes(self._loop.each(self._put, bodies, ends), heard=bool(outcomes))
+            outcomes += self._outcomes(self._loop.each(self._put, bodies, ends), answered=bool(outcomes))
         return outcomes
 
     def delete(self, names: Sequence[Name], ends: float) -> _Outcomes:
-        """See `Backend.delete`. Many by one request; one by one if that fails, to know which."""
+        """See `Backend.delete`. Deletes in bulk, and one by one if that fails, to learn each outcome."""
         outcomes: _Outcomes = []
         for at in range(0, len(names), _DELETE_KEYS):
             paths = [objects.path(name) for name in names[at : at + _DELETE_KEYS]]
@@ -108,7 +109,7 @@ class ObjectStore:
         return outcomes
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """See `Backend.list`. Raises NetworkError if it can't be told in time what there is."""
+        """See `Backend.list`. Raises NetworkError if the list does not end by `ends`."""
         now = self._now(ends)
         began = time.monotonic()
         root = objects.ROOT if namespace is None else objects.folder(namespace)
@@ -130,8 +131,8 @@ class ObjectStore:
         if self._fetcher is not None:
             self._fetcher.close()
 
-    def _fetch(self, things: Sequence[Object], ends: float) -> _Unsure:
-        """Straight into memory, as far as that is possible."""
+    def _fetch(self, things: Sequence[Object], ends: float) -> _MaybeOutcomes:
+        """Reads objects directly into memory. None: read this object through obstore."""
         if not self._signs or not things:
             return [None] * len(things)
         [urls] = self._loop.each(self._sign, [[objects.path(thing.name) for thing in things]], ends)
@@ -143,41 +144,46 @@ class ObjectStore:
         heads = [bytearray(objects.HEADER_BYTES) for _ in things]
         parts = [_parts(i, *one) for i, one in enumerate(zip(urls, things, heads, strict=True))]
         left = [len(gets) for gets in parts]
-        outcomes: _Unsure = [None] * len(things)
+        outcomes: _MaybeOutcomes = [None] * len(things)
         for get in self._fetcher.fetch([get for gets in parts for get in gets], ends):
             i = get.of
             left[i] -= 1
             if not left[i]:
-                outcomes[i] = _together(parts[i], things[i], heads[i])
+                outcomes[i] = _combine(parts[i], things[i], heads[i])
         return outcomes
 
-    def _read(self, things: Sequence[Object], ends: float, heard: bool) -> _Outcomes:
-        """Through obstore, and into memory on this thread."""
+    def _read(self, things: Sequence[Object], ends: float, answered: bool) -> _Outcomes:
+        """Reads objects through obstore, and copies them into memory on this thread."""
         answers = self._loop.each(self._get, things, ends)
-        outcomes = self._outcomes(answers, heard)
+        outcomes = self._outcomes(answers, answered)
         for i, (thing, answer) in enumerate(zip(things, answers, strict=True)):
             if not isinstance(answer, BaseException):
-                outcomes[i] = _place(thing, answer)
+                outcomes[i] = _copy_in(thing, answer)
         return outcomes
 
-    def _outcomes(self, answers: Sequence[Any], heard: bool = False) -> _Outcomes:
-        """How the objects of a call ended. Raises NetworkError for what is said of the whole store, and for
-        silence, unless the same call has `heard` of it before."""
+    def _outcomes(self, answers: Sequence[Any], answered: bool = False) -> _Outcomes:
+        """Returns the outcomes of a call.
+
+        Raises NetworkError if the store as a whole refuses, or does not answer at all. `answered`: it
+        has answered earlier in the same call.
+        """
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if (
-            not heard
+            not answered
             and errors
             and len(errors) == len(answers)
             and all(is_silence(error) for error in errors)
         ):
-            raise NetworkError(f"{self._where}: {reason(errors[0])}", "is the service up, and the URL right?")
+            raise NetworkError(
+                f"{self._where}: {reason(errors[0])}", "is the service up, and is the URL right?"
+            )
         return [
             outcome(answer, self._where) if isinstance(answer, BaseException) else Outcome.OK
             for answer in answers
         ]
 
     def _now(self, ends: float) -> float:
-        """What the store's clock says (Unix time, s), by an object that is written, read and deleted."""
+        """Returns the store's Unix time (s). Writes, reads and deletes an object for it."""
         path, body = f"{objects.ROOT}/health-{secrets.token_hex(8)}", secrets.token_bytes(_HEALTH_BYTES)
         self._one(self._put, (path, body), ends, "writing")
         got = self._one(self._read_back, path, ends, "reading")
@@ -185,19 +191,19 @@ class ObjectStore:
         data, modified = got
         if data != body:
             raise NetworkError(
-                f"{self._where}: what is read there is not what was written",
-                "does the URL name a store, and is there a cache between?",
+                f"{self._where}: the bytes read differ from the bytes written",
+                "does the URL name a store, and is there a cache in between?",
             )
         return float(modified)
 
     def _one(self, job: Any, thing: Any, ends: float, doing: str) -> Any:
-        """The result of one request. Raises NetworkError."""
+        """Returns the result of one request. Raises NetworkError."""
         [answer] = self._loop.each(job, [thing], ends)
         if not isinstance(answer, BaseException):
             return answer
         what = outcome(answer, self._where)
         why = "no room" if what is Outcome.FULL else reason(answer)
-        raise NetworkError(f"{self._where}: {doing} fails: {why}", "is the service up, and the URL right?")
+        raise NetworkError(f"{self._where}: {doing} fails: {why}", "is the service up, and is the URL right?")
 
     async def _sign(self, paths: Sequence[str]) -> Sequence[str]:
         urls: Sequence[str] = await self._obstore.sign_async(self._store, "GET", paths, _SIGNED_FOR)
@@ -207,7 +213,7 @@ class ObjectStore:
         await self._obstore.head_async(self._store, path)
 
     async def _get(self, thing: Object) -> Any:
-        """An object's bytes; nothing if it is not as long as it ought to be."""
+        """Returns an object's bytes, empty if its size is wrong."""
         result = await self._obstore.get_async(self._store, objects.path(thing.name))
         if result.meta["size"] != objects.HEADER_BYTES + thing.length:
             return b""
@@ -218,9 +224,9 @@ class ObjectStore:
         await self._obstore.put_async(self._store, path, body, use_multipart=False)
 
     async def _read_back(self, path: str) -> tuple[bytes, float]:
-        """A health object's bytes, nothing if it is not as long as it ought to be; and its time."""
+        """Returns a health object's bytes, empty if its size is wrong, and its time."""
         result = await self._obstore.get_async(self._store, path)
-        # obstore takes memory for as much as a server says, and ends the process if there is none.
+        # obstore allocates the size that a server claims, and aborts the process if that fails.
         same = result.meta["size"] == _HEALTH_BYTES
         data = bytes(await result.bytes_async()) if same else b""
         return data, result.meta["last_modified"].timestamp()
@@ -230,17 +236,17 @@ class ObjectStore:
 
 
 async def _page(stream: Any) -> Any:
-    """The next objects of a list; nothing at its end."""
+    """Returns the next objects of a list, None at its end."""
     return await anext(stream, None)
 
 
 def _body(thing: Object) -> tuple[str, bytes]:
-    """Path and bytes to put: a copy, because a request that is given up may go on reading for a moment."""
+    """Returns path and bytes to put. The bytes are a copy: a cancelled request may still read them."""
     return objects.path(thing.name), b"".join((objects.header(thing), thing.memory[: thing.length]))
 
 
-def _place(thing: Object, data: Any) -> Outcome:
-    """Brings what was read to where it belongs."""
+def _copy_in(thing: Object, data: Any) -> Outcome:
+    """Copies an object into its memory and verifies it."""
     view = memoryview(data)
     if len(view) != objects.HEADER_BYTES + thing.length:
         return Outcome.TORN
@@ -249,7 +255,7 @@ def _place(thing: Object, data: Any) -> Outcome:
 
 
 def _parts(of: int, url: str, thing: Object, head: bytearray) -> list[Get]:
-    """The requests that bring an object: one, or one a range."""
+    """Returns the requests that read an object, one per range."""
     ahead = objects.HEADER_BYTES
     total = ahead + thing.length
     gets = []
@@ -261,8 +267,8 @@ def _parts(of: int, url: str, thing: Object, head: bytearray) -> list[Get]:
     return gets
 
 
-def _together(gets: Sequence[Get], thing: Object, head: bytearray) -> Outcome | None:
-    """How an object ended whose parts have been asked for; None if that is still to be found out."""
+def _combine(gets: Sequence[Get], thing: Object, head: bytearray) -> Outcome | None:
+    """Returns the outcome of an object from its ranges, None if obstore must read it."""
     answers = {get.answer for get in gets}
     for bad in (Outcome.TORN, Outcome.MISSING, None):
         if bad in answers:

@@ -1,4 +1,4 @@
-"""What obstore's errors mean: an outcome of one object, or that the store as a whole refuses."""
+"""The meaning of obstore's errors: an outcome of one object, or a NetworkError of the whole store."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _REFUSED = {
 
 
 def reason(error: BaseException) -> str:
-    """What happened, in one line of at most 300 characters."""
-    told = _text(error).partition("\n\nDebug source")[0] or type(error).__name__
-    return f"{' '.join(told.split()):.300}"
+    """Returns an error's text in one line of at most 300 characters."""
+    line = _text(error).partition("\n\nDebug source")[0] or type(error).__name__
+    return f"{' '.join(line.split()):.300}"
 
 
 def outcome(error: BaseException, where: str) -> Outcome:
-    """How the object of a failed request ended. Raises a fatal NetworkError where none would end better.
+    """Returns the outcome of a failed request. Raises a fatal NetworkError if all requests would fail.
 
-    `where` names bucket and service.
+    `where` names the bucket and service in messages.
     """
     text = _text(error)
     found = _CODE.search(text)
@@ -42,20 +42,20 @@ def outcome(error: BaseException, where: str) -> Outcome:
     if code in _FULL or (status is not None and status[1] == "507"):
         return Outcome.FULL
     if code in _NO_BUCKET or "bucket does not exist" in text:
-        raise NetworkError(f"{where}: there is no such bucket", "make it, or name another one", fatal=True)
+        raise NetworkError(f"{where}: there is no such bucket", "create it, or name another one", fatal=True)
     if code in _SKEWED:
-        raise NetworkError(f"{where}: {code}", "set this machine's clock: it differs too much", fatal=True)
+        raise NetworkError(f"{where}: {code}", "set this machine's clock: it is too far off", fatal=True)
     if code in _REFUSED or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         raise NetworkError(
             f"{where}: access is refused ({code or reason(error)})",
-            "credentials that may read, write, delete and list there; without the right to list, S3 answers "
-            "so for what is not there",
+            "allow the credentials to read, write, delete and list; without the right to list, S3 refuses "
+            "access to missing keys",
             fatal=True,
         )
     if "latest/api/token" in text or "metadata.google.internal" in text:
         raise NetworkError(
-            f"{where}: no credentials, and this machine's cloud gives none",
-            "set network.user and network.password_file, or the environment's variables",
+            f"{where}: no credentials, and the cloud's metadata service gives none",
+            "set network.user and network.password_file, or environment variables",
             fatal=True,
         )
     if "redirect without LOCATION" in text:
@@ -64,10 +64,10 @@ def outcome(error: BaseException, where: str) -> Outcome:
 
 
 def is_silence(error: BaseException) -> bool:
-    """Whether nothing came from the store: no connection, or one that ended without an answer."""
+    """Returns whether the store gave no answer at all."""
     return "error sending request" in _text(error)
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, which may be the body of an answer: only its beginning counts."""
+    """Returns the start of an error's text, which may be the body of a reply."""
     return str(error)[:_MOST_CHARS]

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over a socket that doesn't block, in steps that yield where they would wait."""
+"""HTTP/1.1 on non-blocking sockets, as generators that yield where they would wait."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 HEAD_BYTES = 1 << 14
-"""A head is no longer than that."""
+"""The most bytes of a response head."""
 
 _STATUS = re.compile(r"HTTP/1\.1 (\d{3})\b")
 _LENGTH = re.compile(r"\d{1,18}")
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[tuple[socket.socket, int], None, _T]
-"""Goes on until it has to wait; yields for what: a socket, and events of `selectors`."""
+"""Yields what it waits for: a socket and events of `selectors`."""
 
 
 class StaleError(OSError):
-    """A connection ended before anything was answered on it."""
+    """A connection ended before the first byte of a response."""
 
 
 @dataclass(slots=True)
 class Head:
-    """The head of an answer, and the first bytes of the body that came with it."""
+    """The head of a response, and the bytes received after it."""
 
     status: int
     fields: dict[str, str]
@@ -35,18 +35,18 @@ class Head:
 
     @property
     def length(self) -> int:
-        """Bytes of the body; -1 if the head does not say."""
-        told = self.fields.get("content-length", "")
-        return int(told) if _LENGTH.fullmatch(told) and "transfer-encoding" not in self.fields else -1
+        """Bytes of the body, -1 if the head does not tell."""
+        length = self.fields.get("content-length", "")
+        return int(length) if _LENGTH.fullmatch(length) and "transfer-encoding" not in self.fields else -1
 
     @property
     def kept(self) -> bool:
-        """Whether the connection may be used again, when the body has been read."""
+        """Whether the connection can be used again after the body."""
         return self.length >= 0 and self.fields.get("connection", "").lower() != "close"
 
 
 def shake_hands(connection: socket.socket) -> Steps[None]:
-    """Begins TLS, if that is what the connection is for."""
+    """Completes the TLS handshake of a TLS connection."""
     while isinstance(connection, ssl.SSLSocket):
         try:
             connection.do_handshake()
@@ -58,7 +58,7 @@ def shake_hands(connection: socket.socket) -> Steps[None]:
 
 
 def send(connection: socket.socket, request: bytes) -> Steps[None]:
-    """Sends all of a request."""
+    """Sends a whole request."""
     left = memoryview(request)
     while left:
         try:
@@ -71,27 +71,27 @@ def send(connection: socket.socket, request: bytes) -> Steps[None]:
             raise StaleError from None
 
 
-def _receive(connection: socket.socket, room: memoryview) -> Steps[int]:
-    """Bytes read into memory, 1 at least. OSError if there are no more."""
+def _receive(connection: socket.socket, target: memoryview) -> Steps[int]:
+    """Receives at least 1 byte into memory, and returns the number. Raises OSError at the end."""
     while True:
         try:
-            got = connection.recv_into(room)
+            nbytes = connection.recv_into(target)
         except (BlockingIOError, ssl.SSLWantReadError):
             yield connection, selectors.EVENT_READ
         except ssl.SSLWantWriteError:
             yield connection, selectors.EVENT_WRITE
         else:
-            if not got:
-                raise ConnectionResetError("ended")
-            return got
+            if not nbytes:
+                raise ConnectionResetError("the server closed the connection")
+            return nbytes
 
 
 def receive_head(connection: socket.socket) -> Steps[Head]:
-    """The head of an answer. OSError if there is none, or nothing that is one."""
+    """Receives the head of a response. Raises OSError if there is none or it is malformed."""
     buffer, have, end = memoryview(bytearray(HEAD_BYTES)), 0, -1
     while end < 0:
         if have == len(buffer):
-            raise OSError("a head without end")
+            raise OSError("the response head is too long")
         try:
             have += yield from _receive(connection, buffer[have:])
         except ConnectionResetError:
@@ -108,11 +108,11 @@ def receive_head(connection: socket.socket) -> Steps[Head]:
 
 
 def fill(connection: socket.socket, into: Sequence[memoryview], rest: memoryview) -> Steps[memoryview]:
-    """Fills memory with what has come and what comes. What has come beyond that is left."""
-    for room in into:
-        have = min(len(rest), len(room))
-        room[:have] = rest[:have]
+    """Fills memory from `rest` and then from the connection. Returns the unused part of `rest`."""
+    for target in into:
+        have = min(len(rest), len(target))
+        target[:have] = rest[:have]
         rest = rest[have:]
-        while have < len(room):
-            have += yield from _receive(connection, room[have:])
+        while have < len(target):
+            have += yield from _receive(connection, target[have:])
     return rest

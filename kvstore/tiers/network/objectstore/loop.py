@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, where many calls are made at once and all end in time."""
+"""An event loop on a thread of its own, which runs coroutines with a deadline for other threads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-Thing = TypeVar("Thing")
-Got = TypeVar("Got")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _GRACE_S = 0.03
-"""How long after a call's end its cancelled parts are waited for."""
+"""Time that a caller waits beyond its deadline for cancelled coroutines."""
 
 
 class Loop:
-    """Runs coroutines for threads that wait. Any number of threads may call at once.
-
-    A result belongs to the caller's thread: nothing here touches a caller's memory.
-    """
+    """Runs coroutines for threads that wait. Thread-safe. Never touches a caller's memory."""
 
     def __init__(self, at_once: int) -> None:
-        """Starts the thread. Of one call, `at_once` coroutines run at the same time."""
+        """Starts the thread. `at_once` coroutines of one call run concurrently."""
         self._at_once = at_once
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
@@ -32,14 +29,14 @@ class Loop:
         self._thread.start()
 
     def each(
-        self, job: Callable[[Thing], Awaitable[Got]], things: Sequence[Thing], ends: float
-    ) -> list[Got | BaseException]:
-        """What the job made of each thing by `ends`, or why it made nothing: TimeoutError if time was up."""
-        late: list[Got | BaseException] = [TimeoutError() for _ in things]
+        self, job: Callable[[Item], Awaitable[Result]], items: Sequence[Item], ends: float
+    ) -> list[Result | BaseException]:
+        """Returns the job's result or exception for each item, TimeoutError for those late at `ends`."""
+        late: list[Result | BaseException] = [TimeoutError() for _ in items]
         with self._lock:
-            if self._closed or not things or time.monotonic() >= ends:
+            if self._closed or not items or time.monotonic() >= ends:
                 return late
-            future = asyncio.run_coroutine_threadsafe(self._each(job, things, ends), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._each(job, items, ends), self._loop)
         try:
             return future.result(max(0.0, ends - time.monotonic()) + _GRACE_S)
         except (TimeoutError, concurrent.futures.CancelledError):
@@ -54,15 +51,15 @@ class Loop:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _each(
-        self, job: Callable[[Thing], Awaitable[Got]], things: Sequence[Thing], ends: float
-    ) -> list[Got | BaseException]:
-        turns = asyncio.Semaphore(self._at_once)
+        self, job: Callable[[Item], Awaitable[Result]], items: Sequence[Item], ends: float
+    ) -> list[Result | BaseException]:
+        permits = asyncio.Semaphore(self._at_once)
 
-        async def one(thing: Thing) -> Got:
-            async with turns:
-                return await job(thing)
+        async def run(item: Item) -> Result:
+            async with permits:
+                return await job(item)
 
-        tasks = [asyncio.create_task(one(thing)) for thing in things]
+        tasks = [asyncio.create_task(run(item)) for item in items]
         try:
             await asyncio.wait(tasks, timeout=max(0.0, ends - time.monotonic()))
         finally:
@@ -80,7 +77,7 @@ class Loop:
         self._loop.close()
 
 
-def _answer(task: asyncio.Task[Got]) -> Got | BaseException:
+def _answer(task: asyncio.Task[Result]) -> Result | BaseException:
     if not task.done() or task.cancelled():
         return TimeoutError()
     return task.exception() or task.result()

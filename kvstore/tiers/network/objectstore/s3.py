@@ -1,8 +1,8 @@
-"""GETs of signed URLs straight into memory, over kept connections that the caller's thread drives itself.
+"""GETs of signed URLs directly into memory, over kept connections on the caller's thread.
 
-Each request is a generator that yields where it waits, and one `select` waits for all of a call. So a call
-ends in time whatever a server does, and nothing touches its memory afterwards. Only plain answers are
-understood: what else comes (a redirect, an error, no length) is left to who knows more of the protocol.
+Each request is a generator that yields where it waits, and one `select` waits for all requests of a call. So
+a call ends in time whatever a server does, and no code touches its memory afterwards. Only plain responses
+are handled. All others (a redirect, an error, no length) are left to obstore.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from kvstore.tiers.network.objectstore.http import (
     send,
     shake_hands,
 )
-from kvstore.tiers.network.resolver import Address, NoAnswer, Place, Resolver
+from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver, SocketAddress
 
 _AT_ONCE = 8
 _IDLE, _IDLE_S = 64, 20.0
-"""So many connections are kept, for so long; S3 closes idle ones after some 30 s."""
+"""The most idle connections, and their age in s. S3 closes idle connections after about 30 s."""
 
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 @dataclass(slots=True)
 class Get:
-    """Bytes `start` to `stop` of an object that has `total`, and the memory that they fill, one by one.
-    `of`: which of the caller's objects that is.
+    """A read of the bytes `start` to `stop` of an object of `total` bytes, into the memory of `into`.
 
-    `answer` is OK once they are there, MISSING, TORN if the object has not `total` bytes, or None: nothing
-    came that is understood here.
+    `of`: index of the object in the call. `answer`: OK, MISSING, TORN if the object has another size, or None
+    if the response was not understood.
     """
 
     url: str
@@ -57,26 +56,26 @@ class Get:
     answer: Outcome | None = None
 
     def request(self) -> bytes:
-        """What is sent."""
+        """Returns the request's bytes."""
         url = urlsplit(self.url)
         ranged = "" if self._whole else f"Range: bytes={self.start}-{self.stop - 1}\r\n"
         head = f"GET {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n{ranged}\r\n"
         return head.encode("ascii")
 
     def judge(self, head: Head) -> Outcome | None:
-        """OK if the bytes asked for follow a head, else the answer."""
+        """Returns OK if the requested bytes follow a head, else the answer."""
         if head.length < 0:
             return None
         if head.status == 416:
             return Outcome.TORN
         if head.status == 200 and self._whole:
             return Outcome.OK if head.length == self.total else Outcome.TORN
-        found = _RANGE.fullmatch(head.fields.get("content-range", ""))
-        if head.status != 206 or found is None:
+        span = _RANGE.fullmatch(head.fields.get("content-range", ""))
+        if head.status != 206 or span is None:
             return None
-        if int(found[3]) != self.total:
+        if int(span[3]) != self.total:
             return Outcome.TORN
-        same = (int(found[1]), int(found[2]) + 1) == (self.start, self.stop)
+        same = (int(span[1]), int(span[2]) + 1) == (self.start, self.stop)
         return Outcome.OK if same and head.length == self.stop - self.start else None
 
     @property
@@ -85,10 +84,10 @@ class Get:
 
 
 class Fetcher:
-    """Connections to the host of one service. Any number of threads may fetch at once."""
+    """Connections to the host of one service. Thread-safe."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: a URL of the service, http or https. Nothing is asked of it yet."""
+        """`endpoint`: an http or https URL of the service. Does not connect yet."""
         url = urlsplit(endpoint)
         self._host = url.hostname or ""
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
@@ -100,31 +99,31 @@ class Fetcher:
         self._closed = False
 
     def fetch(self, gets: Sequence[Get], ends: float) -> Iterator[Get]:
-        """Does what it can until then; yields each whose end has come, with what came of it."""
+        """Runs requests until `ends`. Yields each one when it has ended, with its answer."""
         try:
-            places = self._resolver.places(self._address, ends)
+            addresses = self._resolver.resolve(self._address, ends)
         except (OSError, NoAnswer):
-            return  # obstore says what is wrong
-        waiting = deque((self._get(get, places), get) for get in gets)
-        under_way: dict[Steps[None], Get] = {}
+            return  # obstore reports the error
+        waiting = deque((self._get(get, addresses), get) for get in gets)
+        running: dict[Steps[None], Get] = {}
         with selectors.DefaultSelector() as selector:
             try:
-                while (waiting or under_way) and (left := ends - time.monotonic()) > 0:
+                while (waiting or running) and (left := ends - time.monotonic()) > 0:
                     ready: list[tuple[Steps[None], selectors.SelectorKey | None]] = []
-                    while waiting and len(under_way) < _AT_ONCE:
+                    while waiting and len(running) < _AT_ONCE:
                         steps, get = waiting.popleft()
-                        under_way[steps] = get
+                        running[steps] = get
                         ready.append((steps, None))
                     ready += [(key.data, key) for key, _ in selector.select(0 if ready else left)]
                     for steps, key in ready:
                         if _is_done(steps, key, selector):
-                            yield under_way.pop(steps)
+                            yield running.pop(steps)
             finally:
-                for steps in under_way:
+                for steps in running:
                     steps.close()
 
     def close(self) -> None:
-        """Ends what is under way. Closing twice does nothing."""
+        """Ends running requests. Closing twice does nothing."""
         with self._lock:
             self._closed = True
             for connection in self._used:
@@ -134,19 +133,19 @@ class Fetcher:
         for connection, _ in idle:
             connection.close()
 
-    def _get(self, get: Get, places: Sequence[Place]) -> Steps[None]:
-        """One request, again on a new connection if the server has meanwhile ended a kept one."""
+    def _get(self, get: Get, addresses: Sequence[SocketAddress]) -> Steps[None]:
+        """Runs one request. Retries on another connection if the server has closed a kept one."""
         with suppress(OSError):
-            for connection in self._kept():
+            for connection in self._idle_connections():
                 try:
                     yield from self._exchange(get, connection)
                     return
                 except StaleError:
                     continue
-            yield from self._exchange(get, (yield from self._connect(places)))
+            yield from self._exchange(get, (yield from self._connect(addresses)))
 
     def _exchange(self, get: Get, connection: socket.socket) -> Steps[None]:
-        """Asks, and takes the answer. OSError if the connection fails; it is kept if it may be used again."""
+        """Sends a request and receives its response. Keeps the connection if possible. Raises OSError."""
         keep = False
         try:
             yield from send(connection, get.request())
@@ -164,9 +163,9 @@ class Fetcher:
         finally:
             self._give_back(connection, keep)
 
-    def _connect(self, places: Sequence[Place]) -> Steps[socket.socket]:
-        """A new connection. OSError if there can be none."""
-        for family, address in places:
+    def _connect(self, addresses: Sequence[SocketAddress]) -> Steps[socket.socket]:
+        """Opens a connection. Raises OSError."""
+        for family, address in addresses:
             connection = socket.socket(family, socket.SOCK_STREAM)
             self._use(connection)
             try:
@@ -193,8 +192,8 @@ class Fetcher:
         self._use(secured)
         return secured
 
-    def _kept(self) -> Iterator[socket.socket]:
-        """Connections that are kept, as long as there is one."""
+    def _idle_connections(self) -> Iterator[socket.socket]:
+        """Yields kept connections until there are none."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -224,7 +223,7 @@ class Fetcher:
 
 
 def _is_done(steps: Steps[None], key: selectors.SelectorKey | None, selector: selectors.BaseSelector) -> bool:
-    """Lets one go on until it has to wait for something again, unless it has come to its end."""
+    """Runs a request until it has to wait. Returns whether it has ended."""
     waits = next(steps, None)
     if key is not None and waits != (key.fileobj, key.events):
         selector.unregister(key.fileobj)

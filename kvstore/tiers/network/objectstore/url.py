@@ -1,4 +1,4 @@
-"""From a URL to the bucket that it names: `s3://`, `gs://` and `az://`, through obstore."""
+"""obstore stores of `s3://`, `gs://` and `az://` URLs, and their credentials."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEYS = {
         ("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET"),
     ),
 }
-"""By scheme: variables that the library takes keys from, each group together."""
+"""Environment variables from which obstore takes keys, by scheme. A group is complete or unused."""
 
 _GS_FILE = Path("~/.config/gcloud/application_default_credentials.json")
 _RETRY: dict[str, Any] = {
@@ -48,10 +48,10 @@ _RETRY: dict[str, Any] = {
 
 
 def store_of(settings: BackendSettings) -> Any:
-    """The obstore store of a URL, whose paths begin behind the URL's prefix. Nothing is asked of it yet.
+    """Returns the obstore store of a URL. Paths are relative to the URL's prefix. Sends no request yet.
 
-    Keys that are not configured are taken from the environment, as each cloud's tools do. Without any, the
-    library would ask the cloud's metadata service: it may only if `settings` say so. Raises ConfigError.
+    Keys come from the configuration, or from the environment as for each cloud's tools. Without keys, obstore
+    would use the cloud's metadata service. This is allowed only if `settings` say so. Raises ConfigError.
     """
     try:
         import obstore.store as stores  # noqa: PLC0415  optional
@@ -87,21 +87,21 @@ def store_of(settings: BackendSettings) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        told = str(error).partition("\n\nDebug source")[0]
-        raise ConfigError(f"network.url: {settings.url!r:.120} can't be used: {told:.300}") from None
+        text = str(error).partition("\n\nDebug source")[0]
+        raise ConfigError(f"network.url: {settings.url!r:.120} cannot be used: {text:.300}") from None
 
 
 def _has_keys(settings: BackendSettings, options: dict[str, str]) -> bool:
-    """Whether keys are configured, or in the environment."""
+    """Returns whether keys are configured or in the environment."""
     scheme = urlsplit(settings.url).scheme
     if settings.password or options.get("profile"):
         return True
-    named = any(all(os.environ.get(name) for name in together) for together in _KEYS[scheme])
-    return named or (scheme == "gs" and _GS_FILE.expanduser().exists())
+    complete = any(all(os.environ.get(name) for name in together) for together in _KEYS[scheme])
+    return complete or (scheme == "gs" and _GS_FILE.expanduser().exists())
 
 
 def behind_proxy(url: str) -> bool:
-    """Whether the environment has a proxy for what an `s3://` URL names."""
+    """Returns whether the environment has a proxy for the service of an `s3://` URL."""
     endpoint = urlsplit(_options(url).get("endpoint", "https://s3.amazonaws.com"))
     return endpoint.scheme in getproxies() and not proxy_bypass(endpoint.hostname or "")
 
@@ -123,12 +123,12 @@ def _options(url: str) -> dict[str, str]:
 
 
 def _s3(settings: BackendSettings, options: dict[str, str]) -> dict[str, Any]:
-    """Over TLS, bodies are not hashed again for the signature."""
-    asked = options.get("unsigned_payload", "")
-    if asked not in ("", "0", "1"):
-        raise ConfigError(f"network.url: unsigned_payload {asked!r:.40}", "0 or 1")
+    """Returns S3 settings. Over TLS, bodies are not hashed for the signature."""
+    unsigned = options.get("unsigned_payload", "")
+    if unsigned not in ("", "0", "1"):
+        raise ConfigError(f"network.url: unsigned_payload {unsigned!r:.40}", "0 or 1")
     tls = not options.get("endpoint", "").startswith("http://")
-    config: dict[str, Any] = {"unsigned_payload": asked == "1" or (tls and asked == "")}
+    config: dict[str, Any] = {"unsigned_payload": unsigned == "1" or (tls and unsigned == "")}
     for name in ("endpoint", "region"):
         if name in options:
             config[name] = options[name]
@@ -140,12 +140,12 @@ def _s3(settings: BackendSettings, options: dict[str, str]) -> dict[str, Any]:
 
 
 def _profile(name: str) -> Any:
-    """Credentials of a profile in the files of AWS's own tools."""
+    """Returns the credentials of a profile in the AWS configuration files."""
     try:
         import boto3  # noqa: PLC0415  optional
         from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
     except ImportError:
-        raise ConfigError(f"network.url: profile {name!r:.80} can't be read", "pip install boto3") from None
+        raise ConfigError(f"network.url: profile {name!r:.80} cannot be read", "pip install boto3") from None
     try:
         return Boto3CredentialProvider(boto3.Session(profile_name=name))
     except Exception as error:

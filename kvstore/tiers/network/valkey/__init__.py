@@ -1,1 +1,1 @@
-"""Valkey or Redis, one server or a cluster."""
+"""The Valkey and Redis backend: blocks as strings on one server or a cluster."""

@@ -1,4 +1,8 @@
-"""One Valkey server, or the nodes of a cluster: requests go to where their keys are."""
+"""Requests to one Valkey server or to the nodes of a cluster, by the slots of their keys.
+
+Connections are kept for later requests. A cluster's slots are fetched again when nodes redirect requests or
+fail.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,23 @@ from dataclasses import dataclass, field
 from kvstore.tiers.network.base import NetworkError
 from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver
 from kvstore.tiers.network.valkey.connection import WINDOW_BYTES, Connection, Request, exchange
-from kvstore.tiers.network.valkey.errors import greeted
+from kvstore.tiers.network.valkey.errors import judge_hello
 from kvstore.tiers.network.valkey.resp import Refusal, command
 from kvstore.tiers.network.valkey.slot_map import parse_slots, redirection, slot_of
 
 _log = logging.getLogger(__name__)
 
-_FOLLOWED = 4
-"""So often in a row a request is sent elsewhere by a cluster."""
+_MOST_REDIRECTS = 4
+"""Redirections of one request that are followed."""
 
-_RELEARN_S = 1.0  # a cluster in trouble is not asked for its slots more often
-_UNSETTLED = ("CLUSTERDOWN", "READONLY")  # nodes say so while one takes over from another
+_FETCH_EVERY_S = 1.0  # at most one fetch of the slots per this time, also while a cluster fails
+_UNSETTLED = ("CLUSTERDOWN", "READONLY")  # replies during a failover
 _ASKING = command("ASKING")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a URL says of a server or a cluster, and who we are there. `database` 0 is never asked for."""
+    """The address, TLS settings and login of a server or cluster. Database 0 is not selected."""
 
     seeds: tuple[Address, ...]
     cluster: bool = False
@@ -40,98 +44,98 @@ class Endpoint:
 
 
 class Cluster:
-    """Any number of threads may ask; `threads` of them are served at once, the others wait."""
+    """Sends requests. Any thread may call; `threads` of them at a time, the others wait."""
 
-    def __init__(self, place: Endpoint, threads: int) -> None:
-        self._place = place
-        self._turns = threading.BoundedSemaphore(threads)
+    def __init__(self, endpoint: Endpoint, threads: int) -> None:
+        self._endpoint = endpoint
+        self._permits = threading.BoundedSemaphore(threads)
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = {}
         self._closed = threading.Event()
         self._resolver = Resolver()
-        self._learning = threading.Lock()
+        self._updating = threading.Lock()
         self._slots: list[Address | None] | None = None
-        self._stale = place.cluster
-        self._learned_at = 0.0
-        self._silent: set[Address] = set()  # of whom nothing came last
+        self._stale = endpoint.cluster
+        self._updated_at = 0.0
+        self._unresponsive: set[Address] = set()  # nodes that failed in their last exchange
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is served any more."""
+        """Whether `close` was called."""
         return self._closed.is_set()
 
     def ask(
-        self, requests: Sequence[Request], ends: float, around: tuple[bytes, bytes] | None = None
+        self, requests: Sequence[Request], ends: float, wrapper: tuple[bytes, bytes] | None = None
     ) -> None:
-        """Has requests answered where their keys are; what is not by `ends` stays unanswered.
+        """Sends requests to the nodes of their keys. A request without a reply by `ends` stays unanswered.
 
-        `around`: commands before and behind those that go to one node. Raises NetworkError.
+        `wrapper`: commands before and behind those that go to one node. Raises NetworkError.
         """
-        with self._turn(ends) as mine:
-            for _ in range(1 + _FOLLOWED):
-                if not requests or not mine:
+        with self._permit(ends) as permitted:
+            for _ in range(1 + _MOST_REDIRECTS):
+                if not requests or not permitted:
                     return
                 batches = self._by_node(requests, ends)
-                self._exchange(batches, ends, around)
+                self._exchange(batches, ends, wrapper)
                 requests = [
                     request
                     for node, batch in batches.items()
                     for request in batch
-                    if self._sent_elsewhere(node, request)
+                    if self._redirected(node, request)
                 ]
 
     def ask_at(self, node: Address, requests: Sequence[Request], ends: float) -> None:
-        """Has requests answered by this node."""
-        with self._turn(ends) as mine:
-            if mine:
+        """Sends requests to one node."""
+        with self._permit(ends) as permitted:
+            if permitted:
                 self._exchange({node: list(requests)}, ends)
 
     def primaries(self, ends: float) -> list[Address]:
-        """The nodes that have keys."""
-        with self._turn(ends) as mine:
-            if mine:
+        """Returns the primary nodes."""
+        with self._permit(ends) as permitted:
+            if permitted:
                 self._stale |= self._slots is None
-                self._learn(ends)
+                self._update_slots(ends)
         if self._slots is None:
-            return [self._place.seeds[0]]
+            return [self._endpoint.seeds[0]]
         return list(dict.fromkeys(node for node in self._slots if node is not None))
 
     def close(self) -> None:
-        """Calls under way end soon, later ones at once."""
+        """Closes idle connections. Calls under way end soon, later calls at once."""
         self._closed.set()
         with self._lock:
-            idle = [link for links in self._idle.values() for link in links]
+            idle = [connection for connections in self._idle.values() for connection in connections]
             self._idle.clear()
-        for link in idle:
-            link.close()
+        for connection in idle:
+            connection.close()
 
     @contextmanager
-    def _turn(self, ends: float) -> Iterator[bool]:
-        """Whether the caller may go on, which it must not where the time is up."""
-        mine = not self.closed and self._turns.acquire(timeout=max(0.0, ends - time.monotonic()))
+    def _permit(self, ends: float) -> Iterator[bool]:
+        """Takes one of the `threads` permits. Yields False if there is none by `ends` or after `close`."""
+        permitted = not self.closed and self._permits.acquire(timeout=max(0.0, ends - time.monotonic()))
         try:
-            yield mine and not self.closed and time.monotonic() < ends
+            yield permitted and not self.closed and time.monotonic() < ends
         finally:
-            if mine:
-                self._turns.release()
+            if permitted:
+                self._permits.release()
 
     def _by_node(self, requests: Sequence[Request], ends: float) -> dict[Address, list[Request]]:
-        """Who is to be asked what. What nobody has is left out."""
-        self._learn(ends)
+        """Groups requests by node. Leaves out those whose slot has no node."""
+        self._update_slots(ends)
         batches: dict[Address, list[Request]] = {}
         for request in requests:
-            node = request.asked_at or self._home(request.key)
+            node = request.asked_at or self._node_of(request.key)
             if node is None:
                 self._stale = True
             else:
                 batches.setdefault(node, []).append(request)
         return batches
 
-    def _home(self, key: bytes) -> Address | None:
-        return self._place.seeds[0] if self._slots is None else self._slots[slot_of(key)]
+    def _node_of(self, key: bytes) -> Address | None:
+        return self._endpoint.seeds[0] if self._slots is None else self._slots[slot_of(key)]
 
-    def _sent_elsewhere(self, node: Address, request: Request) -> bool:
-        """Whether a node refused a request because another one has its key; readies it for that one."""
+    def _redirected(self, node: Address, request: Request) -> bool:
+        """Returns whether a node redirected a request, and prepares it for the other node."""
         asked, request.asked_at = request.asked_at, None
         if not isinstance(request.reply, Refusal):
             return False
@@ -139,143 +143,147 @@ class Cluster:
         if where is None:
             self._stale |= request.reply.code in _UNSETTLED
             return False
-        for_good, slot, address = where
-        if for_good:
+        permanent, slot, address = where
+        if permanent:
             self._stale = True
             if self._slots is not None:
                 self._slots[slot] = address
         else:
             request.asked_at = address
         request.reply, request.answered = None, False
-        return asked is None or for_good
+        return asked is None or permanent
 
     def _exchange(
         self,
         batches: dict[Address, list[Request]],
         ends: float,
-        around: tuple[bytes, bytes] | None = None,
+        wrapper: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """Has nodes answer, side by side. One that closed a connection we kept is connected to once more."""
+        """Sends batches to nodes in parallel. Retries once if a node had closed a kept connection."""
         for fresh in (False, True):
-            links: dict[Address, Connection] = {}
+            connections: dict[Address, Connection] = {}
             failed: dict[Address, Exception] = {}
             for node in batches:
                 try:
-                    links[node] = self._link(node, ends, fresh)
+                    connections[node] = self._take_connection(node, ends, fresh)
                 except (OSError, NoAnswer) as error:
                     failed[node] = error
-            for node, link in links.items():
-                link.ask(_wrapped(batches[node], around))
-            reused = {node for node, link in links.items() if link.reused}
-            exchange(list(links.values()), ends, self._closed.is_set)
-            for node, link in links.items():
-                self._keep(link)
-                if link.broken is not None:
-                    failed[node] = link.broken
-            self._silent = self._silent - set(batches) | set(failed)
-            again = {n for n in failed if n in reused and not links[n].heard and not _is_late(failed[n])}
-            self._complain({n: error for n, error in failed.items() if n not in again}, links)
+            for node, connection in connections.items():
+                connection.ask(_wrap(batches[node], wrapper))
+            reused = {node for node, connection in connections.items() if connection.reused}
+            exchange(list(connections.values()), ends, self._closed.is_set)
+            for node, connection in connections.items():
+                self._put_back(connection)
+                if connection.broken is not None:
+                    failed[node] = connection.broken
+            self._unresponsive = self._unresponsive - set(batches) | set(failed)
+            again = {
+                n for n in failed if n in reused and not connections[n].heard and not _is_late(failed[n])
+            }
+            self._raise_fatal({n: error for n, error in failed.items() if n not in again}, connections)
             batches = {node: batches[node] for node in again}
             if not batches:
                 return
 
-    def _complain(self, failed: dict[Address, Exception], links: dict[Address, Connection]) -> None:
-        """Raises what is wrong with the system as a whole; of one node of a cluster, its blocks tell."""
+    def _raise_fatal(self, failed: dict[Address, Exception], connections: dict[Address, Connection]) -> None:
+        """Raises errors of the system as a whole. An error of one cluster node only fails its blocks."""
         for node, error in failed.items():
             self._stale |= self._slots is not None
             if isinstance(error, NetworkError) and (error.fatal or self._slots is None):
                 raise NetworkError(f"{node}: {error.message}", error.hint, error.fatal) from None
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise NetworkError(
-                    f"{node}: {error.verify_message}", "a CA of your own: ?ca=FILE in network.url", fatal=True
+                    f"{node}: {error.verify_message}",
+                    "for a private CA, add ?ca=FILE to network.url",
+                    fatal=True,
                 ) from None
-            strange = node not in links or not links[node].greeted
-            if self._slots is None and strange and not _is_late(error):
+            unknown = node not in connections or not connections[node].greeted
+            if self._slots is None and unknown and not _is_late(error):
                 raise NetworkError(
-                    f"{node} can't be connected to: {error}", "is the server up, and network.url right?"
+                    f"cannot connect to {node}: {error}", "is the server up, and is network.url right?"
                 ) from None
             _log.debug("%s: %s", node, error)
 
-    def _link(self, node: Address, ends: float, fresh: bool) -> Connection:
-        """A connection for the caller alone. Raises OSError, NoAnswer."""
+    def _take_connection(self, node: Address, ends: float, fresh: bool) -> Connection:
+        """Takes an idle connection, or opens one. Raises OSError and NoAnswer."""
         with self._lock:
             idle = [] if fresh else self._idle.get(node, [])
             if idle:
                 return idle.pop()
-        places = self._resolver.places(node, ends)
-        return Connection(node, places, self._place.tls, list(self._hello()))
+        addresses = self._resolver.resolve(node, ends)
+        return Connection(node, addresses, self._endpoint.tls, list(self._hello()))
 
-    def _keep(self, link: Connection) -> None:
-        if link.broken is None:
+    def _put_back(self, connection: Connection) -> None:
+        if connection.broken is None:
             with self._lock:
                 if not self.closed:
-                    self._idle.setdefault(link.address, []).append(link)
+                    self._idle.setdefault(connection.address, []).append(connection)
                     return
-        link.close()
+        connection.close()
 
     def _hello(self) -> Iterator[Request]:
-        """What is said first on a connection. So heavy that nothing is sent before it is answered."""
-        place = self._place
-        login = command("AUTH", *([place.user] if place.user else []), place.password)
-        said = [login if place.password else command("PING")]
-        if place.database:
-            said.append(command("SELECT", place.database))
-        for each in said:
-            yield Request([each], judge=greeted, weight=WINDOW_BYTES)
+        """Yields a connection's first commands. Each fills the window: its reply comes before the next."""
+        endpoint = self._endpoint
+        login = command("AUTH", *([endpoint.user] if endpoint.user else []), endpoint.password)
+        commands = [login if endpoint.password else command("PING")]
+        if endpoint.database:
+            commands.append(command("SELECT", endpoint.database))
+        for sent in commands:
+            yield Request([sent], judge=judge_hello, weight=WINDOW_BYTES)
 
-    def _learn(self, ends: float) -> None:
-        """Asks a cluster who has what, if that is not known or has changed."""
-        if not self._stale or not self._learning.acquire(timeout=max(0.0, ends - time.monotonic())):
+    def _update_slots(self, ends: float) -> None:
+        """Fetches a cluster's slots if they are unknown or have changed."""
+        if not self._stale or not self._updating.acquire(timeout=max(0.0, ends - time.monotonic())):
             return
         try:
-            if self._stale and (self._slots is None or time.monotonic() - self._learned_at >= _RELEARN_S):
+            if self._stale and (self._slots is None or time.monotonic() - self._updated_at >= _FETCH_EVERY_S):
                 self._stale = False
-                why = self._learn_of_any(ends)
-                self._learned_at = time.monotonic()
-                if self._slots is None and why is not None and not self.closed:
-                    self._stale = self._place.cluster
-                    raise why
+                failure = self._fetch_slots(ends)
+                self._updated_at = time.monotonic()
+                if self._slots is None and failure is not None and not self.closed:
+                    self._stale = self._endpoint.cluster
+                    raise failure
         finally:
-            self._learning.release()
+            self._updating.release()
 
-    def _learn_of_any(self, ends: float) -> NetworkError | None:
-        """Asks nodes in turn, each with its share of the time. Why none told, if so."""
+    def _fetch_slots(self, ends: float) -> NetworkError | None:
+        """Asks nodes in turn, each with its share of the time. Returns the error if none answers."""
         known = dict.fromkeys(node for node in self._slots or () if node is not None)
-        nodes = sorted(dict.fromkeys([*known, *self._place.seeds]), key=self._silent.__contains__)
-        why = NetworkError("no node of the cluster answered in time")
+        nodes = sorted(dict.fromkeys([*known, *self._endpoint.seeds]), key=self._unresponsive.__contains__)
+        failure = NetworkError("no node of the cluster answered in time")
         for i, node in enumerate(nodes):
             request = Request([command("CLUSTER", "SLOTS")])
             now = time.monotonic()
             try:
                 self._exchange({node: [request]}, now + (ends - now) / (len(nodes) - i))
             except NetworkError as error:
-                why = error
+                failure = error
                 if error.fatal:
                     break
             if slots := parse_slots(request.reply, node):
                 self._slots = slots
                 return None
-            if isinstance(request.reply, Refusal) and not self._place.cluster:
+            if isinstance(request.reply, Refusal) and not self._endpoint.cluster:
                 return None
             if isinstance(request.reply, Refusal):
-                why = NetworkError(
-                    f"{node} tells no slots: {request.reply.text}",
-                    "network.url: one host, or is it a cluster?",
+                failure = NetworkError(
+                    f"{node} does not tell its slots: {request.reply.text}",
+                    "name a single server with one host in network.url",
                     fatal=True,
                 )
-        return why
+        return failure
 
 
 def _is_late(error: Exception) -> bool:
     return isinstance(error, NoAnswer)
 
 
-def _wrapped(requests: Sequence[Request], around: tuple[bytes, bytes] | None) -> list[Request]:
+def _wrap(requests: Sequence[Request], wrapper: tuple[bytes, bytes] | None) -> list[Request]:
     asked: list[Request] = []
     for request in requests:
         if request.asked_at is not None:
             asked.append(Request([_ASKING]))
         asked.append(request)
-    if around is None:
+    if wrapper is None:
         return asked
-    return [Request([around[0]]), *asked, Request([around[1]])]
+    return [Request([wrapper[0]]), *asked, Request([wrapper[1]])]

@@ -1,4 +1,4 @@
-"""What a server's refusals mean for blocks, and for the backend as a whole."""
+"""What a server's error replies mean for single blocks and for the backend as a whole."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from kvstore.tiers.network.valkey.resp import Refusal, Reply
 
 Judge: TypeAlias = Callable[[Reply], Outcome]
 
-_HINTS = {"WRONGPASS": "see network.user and network.password", "NOAUTH": "set network.password"}
+_HINTS = {"WRONGPASS": "check network.user and network.password", "NOAUTH": "set network.password"}
 
 
-def greeted(reply: Reply) -> Outcome:
-    """Judges an answer to what is said first."""
+def judge_hello(reply: Reply) -> Outcome:
+    """Judges a reply to the first commands of a connection. Raises NetworkError if the server refuses."""
     if isinstance(reply, Refusal):
         if reply.code == "NOPERM" and "'ping'" in reply.text:
             return Outcome.OK
-        passing = reply.code in ("LOADING", "BUSY") or "max number of clients" in reply.text
+        passing = reply.code in ("LOADING", "BUSY") or "max number judge_reply clients" in reply.text
         raise NetworkError(reply.text, _HINTS.get(reply.code, ""), fatal=not passing)
     if reply not in (b"OK", b"PONG"):
-        raise NetworkError(f"a greeting was answered with {reply!r:.40}", "is it a Valkey or Redis server?")
+        raise NetworkError(f"unexpected first reply {reply!r:.40}", "is it a Valkey or Redis server?")
     return Outcome.OK
 
 
-def judged(judge: Judge) -> Judge:
-    """`judge` for what is no refusal; refusals are the same for all commands. Raises NetworkError (fatal)
-    where we are not let in.
+def with_refusals(judge: Judge) -> Judge:
+    """Returns a judge that handles error replies, alike for all commands, and leaves others to `judge`.
+
+    It raises a fatal NetworkError if the server denies access.
     """
 
-    def of(reply: Reply) -> Outcome:
+    def judge_reply(reply: Reply) -> Outcome:
         return _refused(reply) if isinstance(reply, Refusal) else judge(reply)
 
-    return of
+    return judge_reply
 
 
 def _refused(refusal: Refusal) -> Outcome:

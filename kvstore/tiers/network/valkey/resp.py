@@ -1,7 +1,7 @@
-"""RESP2, the protocol of Valkey and Redis, without a socket: commands out, replies in.
+"""RESP2, the protocol of Valkey and Redis, without a socket: encodes commands, parses replies.
 
-A reply's bulk goes straight to where its reader wants it. What the other side says of lengths is bounded
-here; how long it may take is the connection's to bound.
+Bulk strings are received directly into the caller's memory. Lengths that the server claims are bounded. Time
+limits are the connection's task.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from typing import TypeAlias
 from kvstore.errors import RemoteProtocolError
 
 BUFFER_BYTES = 16 << 10
-"""Replies' lines and small ones come through a buffer of this size; no line is longer."""
+"""The buffer for lines and small replies. A longer line is an error."""
 
-_MAX_REPLY_BYTES = 16 << 20  # of what is kept here; what goes elsewhere has the room that it has there
+_MAX_REPLY_BYTES = 16 << 20  # of replies that are not received into the caller's memory
 _MAX_BULK_BYTES = 1 << 40
 _MAX_DEPTH = 8
 _STRANGE = "is it a Valkey or Redis server?"
-_ITEM_BYTES = 64  # what an item of an array counts for besides its own bytes
+_ITEM_BYTES = 64  # the overhead of an array item in `_MAX_REPLY_BYTES`
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reply that is an error: its first word says which, the rest is for people."""
+    """An error reply. Its first word is the error code."""
 
     text: str
 
     @property
     def code(self) -> str:
-        """The first word."""
+        """The error code."""
         return self.text.partition(" ")[0]
 
 
 Reply: TypeAlias = "int | bytes | Refusal | list[Reply] | None"
-"""Strings of both kinds are bytes. A bulk that went elsewhere is its length; None: there is none."""
+"""Simple and bulk strings are bytes, a null is None. A bulk in the caller's memory is its length."""
 
-Filling: TypeAlias = Generator[memoryview, int, Reply]
-"""Yields memory that the next bytes are to be put in, is sent how many came, and returns a reply."""
+ReplyParser: TypeAlias = Generator[memoryview, int, Reply]
+"""Yields memory for the next bytes, receives their number, and returns a reply."""
 
 
 def command(*parts: bytes | str | int) -> bytes:
-    """A command as it is sent."""
+    """Returns an encoded command."""
     raw = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join((b"*%d\r\n" % len(raw), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in raw)))
 
 
 def command_around(before: Sequence[bytes], nbytes: int, behind: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """What is sent before and behind a part of so many bytes that is sent from where it is."""
+    """Returns the bytes before and after an argument of `nbytes` that is sent from its own memory."""
     head = command(*before).partition(b"\r\n")[2]
     tail = command(*behind).partition(b"\r\n")[2]
     return b"*%d\r\n%b$%d\r\n" % (len(before) + 1 + len(behind), head, nbytes), b"\r\n" + tail
 
 
 class Reader:
-    """Makes replies of bytes that come in pieces of any size."""
+    """Parses replies from pieces of any size."""
 
     def __init__(self) -> None:
         self._raw = bytearray(BUFFER_BYTES)
@@ -64,12 +64,14 @@ class Reader:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has come that no reply was made of."""
+        """Whether all received bytes are parsed."""
         return self._start == self._stop
 
-    def reply(self, into: Sequence[memoryview] = ()) -> Filling:
-        """The next reply. If it is a bulk it fills `into`, one after the other, and what is left over of it
-        is thrown away; the reply is the bulk's length then. Raises RemoteProtocolError.
+    def reply(self, into: Sequence[memoryview] = ()) -> ReplyParser:
+        """Parses the next reply. Raises RemoteProtocolError.
+
+        A bulk string fills the memory of `into` in order, and its rest is discarded. The reply is then the
+        bulk's length.
         """
         kind, rest = yield from self._line()
         if kind == b"$" and into:
@@ -79,11 +81,11 @@ class Reader:
             return nbytes
         return (yield from self._value(kind, rest, [_MAX_REPLY_BYTES], 0))
 
-    def _value(self, kind: bytes, rest: bytes, left: list[int], depth: int) -> Filling:
-        """A reply of which the first line is known. `left`: bytes that it may still have."""
+    def _value(self, kind: bytes, rest: bytes, left: list[int], depth: int) -> ReplyParser:
+        """Parses a reply after its first line. `left`: bytes that it may still have."""
         left[0] -= _ITEM_BYTES + len(rest)
         if left[0] < 0 or depth > _MAX_DEPTH:
-            raise RemoteProtocolError("a reply has no end")
+            raise RemoteProtocolError("a reply is too long")
         match kind:
             case b"+":
                 return rest
@@ -111,7 +113,7 @@ class Reader:
         raise RemoteProtocolError(f"a reply begins with {kind + rest!r:.40}", _STRANGE)
 
     def _line(self) -> Generator[memoryview, int, tuple[bytes, bytes]]:
-        """A line's first byte, and the others."""
+        """Returns a line's first byte and its rest."""
         while (end := self._raw.find(b"\r\n", self._start, self._stop)) < 0:
             yield from self._more()
         line = bytes(self._view[self._start : end])
@@ -119,17 +121,17 @@ class Reader:
         return line[:1], line[1:]
 
     def _more(self) -> Generator[memoryview, int, None]:
-        """Has more bytes put in the buffer."""
+        """Receives more bytes into the buffer."""
         if self._start:
             kept = bytes(self._view[self._start : self._stop])
             self._raw[: len(kept)] = kept
             self._start, self._stop = 0, len(kept)
         if self._stop == BUFFER_BYTES:
-            raise RemoteProtocolError("a line of a reply has no end", _STRANGE)
+            raise RemoteProtocolError("a line of a reply is too long", _STRANGE)
         self._stop += yield self._view[self._stop :]
 
     def _into(self, into: Sequence[memoryview], nbytes: int) -> Generator[memoryview, int, None]:
-        """A bulk of so many bytes, and its end."""
+        """Receives a bulk of `nbytes` and its terminator."""
         for view in into:
             part = view[:nbytes]
             nbytes -= len(part)
@@ -140,7 +142,7 @@ class Reader:
         while self._stop - self._start < 2:
             yield from self._more()
         if self._raw[self._start : self._start + 2] != b"\r\n":
-            raise RemoteProtocolError("a bulk is longer than it says")
+            raise RemoteProtocolError("a bulk string has no terminator")
         self._start += 2
 
     def _fill(self, part: memoryview) -> Generator[memoryview, int, None]:
@@ -151,7 +153,7 @@ class Reader:
             done += yield part[done:]
 
     def _drop(self, most: int) -> int:
-        """Throws away what the buffer has, and says how much it was."""
+        """Discards up to `most` buffered bytes. Returns their number."""
         dropped = min(most, self._stop - self._start)
         self._start += dropped
         return dropped
@@ -161,11 +163,11 @@ def _number(raw: bytes) -> int:
     try:
         return int(raw)
     except ValueError:
-        raise RemoteProtocolError(f"{raw!r:.40} is no number") from None
+        raise RemoteProtocolError(f"{raw!r:.40} is not a number") from None
 
 
 def _length(raw: bytes, most: int) -> int | None:
-    """A length, or None where it says that there is nothing."""
+    """Returns a length, None for a null. Raises RemoteProtocolError above `most`."""
     length = _number(raw)
     if not -1 <= length <= most:
         raise RemoteProtocolError(f"a reply of {length} bytes or items")

@@ -1,4 +1,4 @@
-"""Which node of a Valkey cluster has which key. Pure: what nodes say comes in, addresses go out."""
+"""The nodes of a Valkey cluster by slot. Pure functions on replies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SLOTS = 16384
 
 
 def slot_of(key: bytes) -> int:
-    """The slot of a key that has no braces."""
+    """Returns the slot of a key without braces."""
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
 def parse_slots(reply: Reply, asked: Address) -> list[Address | None] | None:
-    """Who has each slot, by the answer to CLUSTER SLOTS of `asked`; None where that is none."""
+    """Returns the node of each slot from a reply to CLUSTER SLOTS of `asked`, None if it is malformed."""
     if not isinstance(reply, list):
         return None
     slots: list[Address | None] = [None] * SLOTS
@@ -31,15 +31,15 @@ def parse_slots(reply: Reply, asked: Address) -> list[Address | None] | None:
 
 
 def redirection(refusal: Refusal, asked: Address) -> tuple[bool, int, Address] | None:
-    """Where a MOVED or an ASK sends us: whether it is so from now on, the slot, the node."""
+    """Parses MOVED and ASK. Returns whether the redirection is permanent, the slot and the node."""
     match refusal.text.split():
-        case ["MOVED" | "ASK" as word, slot, place] if slot.isdecimal() and int(slot) < SLOTS:
-            host, _, port = place.rpartition(":")
+        case ["MOVED" | "ASK" as word, slot, address] if slot.isdecimal() and int(slot) < SLOTS:
+            host, _, port = address.rpartition(":")
             if port.isdecimal() and 0 < int(port) < 1 << 16:
                 return word == "MOVED", int(slot), _address(host.strip("[]"), int(port), asked)
     return None
 
 
 def _address(host: str, port: int, asked: Address) -> Address:
-    """A node that does not know its own name is where we found it."""
+    """Returns a node's address. A node that does not know its own host has the one it was asked at."""
     return Address(host if host not in ("", "?") else asked.host, port)

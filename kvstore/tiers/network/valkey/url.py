@@ -1,8 +1,8 @@
 """URLs of Valkey and Redis servers.
 
-`redis://HOST[:PORT][/DATABASE]`, `rediss://` for TLS, `unix:///PATH`, of a cluster `redis://HOST:PORT,HOST:PORT`.
-Behind a `?`, joined by `&`: `cluster=1` (one host of a cluster), `ttl=S`, `prefix=TEXT`, `ca=FILE` (TLS),
-`db=N` (Unix sockets).
+`redis://HOST[:PORT][/DATABASE]`, `rediss://` for TLS, `unix:///PATH`, and for a cluster
+`redis://HOST:PORT,HOST:PORT`. Options after `?`, joined by `&`: `cluster=1` (one host of a cluster), `ttl=S`,
+`prefix=TEXT`, `ca=FILE` (TLS), `db=N` (Unix sockets).
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ _PREFIX = re.compile(r"[A-Za-z0-9._:/-]{0,100}")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where blocks go: `ttl_s` after which the server forgets one (0: never), `prefix` of every key."""
+    """A parsed URL. The server expires blocks after `ttl_s` (0: never). Every key begins with `prefix`."""
 
-    place: Endpoint
+    endpoint: Endpoint
     ttl_s: int
     prefix: str
 
 
 def parse(url: str, user: str, password: str) -> Target:
-    """What a URL means. Raises ConfigError, in which no password is."""
+    """Parses a URL. Raises ConfigError, which never contains a password."""
     try:
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as error:
         raise _wrong(str(error)) from None
     if "@" in parts.netloc:
-        raise _wrong("user and password don't belong there", "network.user, network.password")
+        raise _wrong("it must not contain a user or password", "set network.user and network.password_file")
     known = _OPTIONS[parts.scheme]
-    if strange := set(options) - known:
-        raise _wrong(f"?{strange.pop()}= is not known", f"for {parts.scheme}://: {', '.join(sorted(known))}")
+    if unknown := set(options) - known:
+        raise _wrong(f"?{unknown.pop()}= is unknown", f"for {parts.scheme}://: {', '.join(sorted(known))}")
     if user and not password:
-        raise ConfigError("network.user is set and network.password is not", "set both, or the password only")
+        raise ConfigError(
+            "network.user is set without network.password_file", "set both, or the password only"
+        )
     if parts.scheme == "unix":
         if parts.netloc or len(parts.path) < 2:
-            raise _wrong("no path of a socket", "unix:///run/valkey/valkey.sock")
+            raise _wrong("it names no socket path", "unix:///run/valkey/valkey.sock")
         seeds, database = [Address(unquote(parts.path), 0)], options.get("db", "0")
     else:
         seeds = [_host(text) for text in parts.netloc.split(",")]
@@ -60,7 +62,7 @@ def parse(url: str, user: str, password: str) -> Target:
     prefix = options.get("prefix", "")
     if not _PREFIX.fullmatch(prefix):
         raise _wrong(f"prefix={prefix!r:.120}", "up to 100 letters, digits and . _ : / -")
-    place = Endpoint(
+    endpoint = Endpoint(
         tuple(seeds),
         cluster,
         _number(database, "the database", 1 << 20),
@@ -68,14 +70,14 @@ def parse(url: str, user: str, password: str) -> Target:
         user,
         password,
     )
-    return Target(place, _number(options.get("ttl", "0"), "ttl=", 10**9), prefix)
+    return Target(endpoint, _number(options.get("ttl", "0"), "ttl=", 10**9), prefix)
 
 
 def _host(text: str) -> Address:
     found = _HOST.fullmatch(text)
     port = int(found[2] or _PORT) if found else 0
     if found is None or not 0 < port < 1 << 16:
-        raise _wrong(f"{text!r:.120} is no host and port", "redis://HOST:PORT")
+        raise _wrong(f"{text!r:.120} is not a host and port", "redis://HOST:PORT")
     return Address(found[1].strip("[]"), port)
 
 

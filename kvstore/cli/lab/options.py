@@ -1,0 +1,137 @@
+"""Options of commands that replay a trace in virtual time, and what the commands do with them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from kvstore.cli.shared.options import JsonOption, named, unwind_on_sigterm
+from kvstore.config import parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from kvstore.lab.experiment import Experiment
+    from kvstore.lab.report import Report
+
+TraceArgument = Annotated[
+    Path, typer.Argument(help="Trace of chat requests or agent conversations, JSON lines or .zst.")
+]
+SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Skip bad lines, and count them.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentOptions:
+    """Options of a simulated node, of the replayed trace, and of the output."""
+
+    block_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per block, a multiple of the trace's.",
+            show_default="chats 512, conversations 256",
+        ),
+    ] = None
+    write_policy: Annotated[str, typer.Option(help="write_through or on_evict.")] = "write_through"
+    admission: Annotated[str, typer.Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="With --admission reuse: minimum probability of reuse.")
+    ] = 0.2
+    write_budget: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="NVMe writes per day: 500GiB, or 1x (times the limit); 0: none."),
+    ] = "0"
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Replay the trace this many times, each time with other blocks.")
+    ] = 1
+    users: Annotated[
+        int | None, typer.Option(help="Conversations: number replayed concurrently.", show_default="64")
+    ] = None
+    gap_cap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Conversations: longest pause in and between conversations.",
+            show_default="300s",
+        ),
+    ] = None
+    shared: Annotated[
+        float | None,
+        typer.Option(
+            help="Conversations: fraction of tools and system prompt that all share.", show_default="0.5"
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Conversations: seed of their order and pauses.", show_default="1")
+    ] = None
+    skip_bad: SkipBadOption = False
+    processes: Annotated[int, typer.Option(min=0, help="Parallel replays; 0: one per core.")] = 0
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot to a .png or .svg file.")] = (
+        None
+    )
+    as_json: JsonOption = False
+
+    def experiment(self, trace: Path) -> Experiment:
+        """Checks the options and reads the trace. Raises MisuseError, KVStoreError."""
+        from kvstore.lab.closed_loop import ClosedLoop  # noqa: PLC0415
+        from kvstore.lab.experiment import Experiment, Options  # noqa: PLC0415
+
+        if self.plot is not None:
+            from kvstore.lab import plots  # noqa: PLC0415
+
+            plots.check(self.plot)
+        unwind_on_sigterm()
+        loop: dict[str, Any] = {"users": self.users, "shared": self.shared, "seed": self.seed}
+        if self.gap_cap is not None:
+            loop["gap_cap_s"] = named("--gap-cap", parse_duration, self.gap_cap)
+        loop = {name: value for name, value in loop.items() if value is not None}
+        options = Options(
+            block_bytes=named("--block-bytes", parse_size, self.block_bytes),
+            block_tokens=self.block_tokens,
+            loop=ClosedLoop(**loop) if loop else None,
+            skip_bad=self.skip_bad,
+            placement={
+                "write_policy": self.write_policy,
+                "admission": self.admission,
+                "admission_threshold": str(self.threshold),
+                "write_budget": self.write_budget,
+            },
+            repeat=self.repeat,
+            processes=self.processes or os.cpu_count() or 1,
+        )
+        with status_line() as show_step:
+            show_step(f"reading {trace.name}")
+            return Experiment(trace, options)
+
+    def show(self, report: Report, values: dict[str, Any], render: Callable[[], RenderableType]) -> None:
+        """Plots the report with `--plot`, then prints values as JSON or rendered."""
+        if self.plot is not None:
+            from kvstore.lab import plots  # noqa: PLC0415
+
+            plots.draw(report, self.plot)
+        show(values, self.as_json, render)
+
+
+def show(values: dict[str, Any], as_json: bool, render: Callable[[], RenderableType]) -> None:
+    """Prints values as JSON, or rendered."""
+    if as_json:
+        typer.echo(json.dumps(values))
+    else:
+        Console().print(render())
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows the current step on a terminal, and does nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield status.update
