@@ -1,4 +1,4 @@
-"""From configuration to a running daemon, and from a signal to its orderly end."""
+"""Runs the daemon: from the configuration to the orderly stop at a signal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(path: Path | None) -> int:
 
 
 def new_runner() -> asyncio.Runner:
-    """Runs a coroutine on the fastest event loop that there is."""
+    """Returns a runner with the fastest available event loop."""
     try:
         import uvloop  # noqa: PLC0415 - absent where it does not build
     except ImportError:
@@ -140,14 +140,14 @@ def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
 
 
 class _Reloads:
-    """Reads the configuration again when it is told to, and tells the service manager."""
+    """Reloads the configuration at SIGHUP, and reports this to the service manager."""
 
     def __init__(self, settings: LiveConfig) -> None:
         self._settings = settings
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins another one, after the one that goes on."""
+        """Starts a reload, after the one under way."""
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         self._task = asyncio.get_running_loop().create_task(self._run(self._task))
 

@@ -106,8 +106,8 @@ class TierActions:
         """When each block was stored, in Unix time (s): 0 without a TTL. None if no block has one."""
         if copy.lives is None:
             return None
-        spaces = [self._namespaces.at(n) for n in copy.identity.namespace.tolist()]
-        ttl_s = np.array([space.ttl_s if space is not None else 0.0 for space in spaces])
+        namespaces = [self._namespaces.at(n) for n in copy.identity.namespace.tolist()]
+        ttl_s = np.array([namespace.ttl_s if namespace is not None else 0.0 for namespace in namespaces])
         return np.where(copy.lives < np.inf, self._clock() + copy.lives - ttl_s, 0.0)
 
     def _copied(self, copy: ac.Copy, took_s: float, event: ev.CopyDone) -> None:

@@ -1,6 +1,6 @@
 """Who a peer is: tenants by name and number, their members by uid, gid and token, and what each may do.
 
-Not covered: what a tenant may have (the core), and which of its blocks others may read (the shell).
+Not covered: what a tenant may store (`quotas`), and which of its blocks others may read (`catalog`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class NetworkDeletion(Protocol):
         self,
         requester: Requester,
         request: int,
-        spaces: Sequence[NamespaceEntry],
+        namespaces: Sequence[NamespaceEntry],
         keys: Sequence[bytes] | None,
         here: Callable[[Requester], None],
         /,
@@ -75,9 +75,9 @@ class Deletion:
         self._discard_policy_state = discard_policy_state
         self._pending: Counter[int] = Counter()
 
-    def invalidate(self, requester: Requester, request: int, space: NamespaceEntry, keys: Keys) -> None:
+    def invalidate(self, requester: Requester, request: int, namespace: NamespaceEntry, keys: Keys) -> None:
         """Makes blocks misses. The answer comes when this survives a crash and holds on the network."""
-        event = ev.Invalidate(0, space.number, keys)
+        event = ev.Invalidate(0, namespace.number, keys)
 
         def here(then: Requester) -> None:
             self._durable.ask(then, request, event)
@@ -85,17 +85,17 @@ class Deletion:
         if self._network is None:
             here(requester)
         else:
-            self._network.delete(requester, request, [space], [keys[i] for i in range(keys.n)], here)
+            self._network.delete(requester, request, [namespace], [keys[i] for i in range(keys.n)], here)
 
-    def forget(self, requester: Requester, request: int, spaces: Sequence[NamespaceEntry]) -> None:
+    def forget(self, requester: Requester, request: int, namespaces: Sequence[NamespaceEntry]) -> None:
         """Empties namespaces of one tenant. The answer comes when nothing is left, durably."""
-        tenant = spaces[0].tenant
+        tenant = namespaces[0].tenant
         if self._is_busy(requester, request, tenant):
             return
-        for space in spaces:
-            owner = self._authenticator.name(space.tenant)
-            self._event_log.add("forgotten", tenant=owner, namespace=space.fingerprint.hex())
-        numbers = self._close(tenant, spaces)
+        for namespace in namespaces:
+            owner = self._authenticator.name(namespace.tenant)
+            self._event_log.add("forgotten", tenant=owner, namespace=namespace.fingerprint.hex())
+        numbers = self._close(tenant, namespaces)
 
         def deleted(ended: Ended) -> None:
             self._free(tenant, numbers)
@@ -104,9 +104,9 @@ class Deletion:
         def here(then: Requester) -> None:
             self._durable.ask(Then(then, deleted), request, ev.Forget(0, numbers))
 
-        self._also_on_network(requester, request, spaces, here)
-        for space in spaces:
-            self._catalog.reopen(space)
+        self._also_on_network(requester, request, namespaces, here)
+        for namespace in namespaces:
+            self._catalog.reopen(namespace)
 
     def delete(self, requester: Requester, request: int, name: str) -> None:
         """Deletes everything that a tenant has stored. The answer comes when this is durable.
@@ -117,11 +117,11 @@ class Deletion:
         assert tenant is not None
         if self._is_busy(requester, request, tenant):
             return
-        spaces = self._namespaces.of(tenant)
-        numbers = self._close(tenant, spaces)
-        for space in spaces:
-            self._namespaces.remove(space)
-        self._event_log.add("deleted", tenant=name, detail=f"{len(spaces)} namespaces")
+        namespaces = self._namespaces.of(tenant)
+        numbers = self._close(tenant, namespaces)
+        for namespace in namespaces:
+            self._namespaces.remove(namespace)
+        self._event_log.add("deleted", tenant=name, detail=f"{len(namespaces)} namespaces")
 
         def deleted(ended: Ended) -> None:
             self._free(tenant, numbers)
@@ -133,7 +133,7 @@ class Deletion:
             self._durable.ask(Then(then, deleted, resume), request, ev.ForgetTenant(0, tenant))
 
         self._quotas.suspend(name)
-        self._also_on_network(requester, request, spaces, here)
+        self._also_on_network(requester, request, namespaces, here)
 
     def _erased(self, name: str, tenant: int, ended: Ended, error: Exception | None) -> None:
         if error is None and self._data_keys.are_used_by(name) and self._namespaces.of(tenant):
@@ -144,8 +144,8 @@ class Deletion:
 
     def _record_again(self, tenant: int, ended: Ended, error: Exception | None) -> None:
         try:
-            for space in self._namespaces.of(tenant) if error is None else ():
-                self._catalog.record(space)
+            for namespace in self._namespaces.of(tenant) if error is None else ():
+                self._catalog.record(namespace)
         except TierError as failure:
             error = failure
         ended(error)
@@ -154,13 +154,13 @@ class Deletion:
         self,
         requester: Requester,
         request: int,
-        spaces: Sequence[NamespaceEntry],
+        namespaces: Sequence[NamespaceEntry],
         here: Callable[[Requester], None],
     ) -> None:
-        if self._network is None or not spaces:
+        if self._network is None or not namespaces:
             here(requester)
         else:
-            self._network.delete(requester, request, spaces, None, here)
+            self._network.delete(requester, request, namespaces, None, here)
 
     def _is_busy(self, requester: Requester, request: int, tenant: int) -> bool:
         """Defers a request of a tenant with many deletions under way: numbers are shared by all tenants."""
@@ -171,8 +171,8 @@ class Deletion:
         requester.answer(request, ac.Deny(request, why, "", _RETRY_S))
         return True
 
-    def _close(self, tenant: int, spaces: Sequence[NamespaceEntry]) -> tuple[int, ...]:
-        numbers = self._catalog.close(spaces)
+    def _close(self, tenant: int, namespaces: Sequence[NamespaceEntry]) -> tuple[int, ...]:
+        numbers = self._catalog.close(namespaces)
         self._pending[tenant] += len(numbers)
         return numbers
 

@@ -76,8 +76,8 @@ class Recovery:
                 # Only now: after a crash before this, the device must still count as absent.
                 device.put_generation(generation)
         if len(devices) > 1:
-            for space in self._namespaces:
-                self._catalog.record(space)
+            for namespace in self._namespaces:
+                self._catalog.record(namespace)
 
     def _restore_device(self, tier: int, device: NvmeTier, keep: bool) -> None:
         found, names = device.load(keep), self._namespaces
@@ -85,7 +85,7 @@ class Recovery:
         used = np.unique(found.restore.namespace).tolist()
         others = _others(names, found.namespaces)
         # A namespace without blocks needs no number, unless other tenants may read it.
-        for number in [n for n, space in found.namespaces.items() if n in used or space.readers]:
+        for number in [n for n, namespace in found.namespaces.items() if n in used or namespace.readers]:
             if number not in others and names.at(number) is None:
                 self._restore_namespace(number, found.namespaces[number])
         found.restore.tier = tier
@@ -100,7 +100,7 @@ class Recovery:
         for number in found.namespaces:
             if number in others or names.at(number) is None:
                 device.forget_namespace(number)
-        ttl_s = {space.number: space.ttl_s for space in names}
+        ttl_s = {namespace.number: namespace.ttl_s for namespace in names}
         lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])
         since = found.stored_at - self._clock() + self._core.now()
         found.restore.ends = np.where(lives > 0, since + lives, np.inf)
@@ -119,9 +119,9 @@ class Recovery:
 
     def _restore_namespace(self, number: int, record: Namespace) -> None:
         tenant = self._quotas.known(record.tenant)
-        space = self._catalog.entry_of(number, tenant, record) if tenant is not None else None
-        if space is not None:
-            self._catalog.restore(space)
+        namespace = self._catalog.entry_of(number, tenant, record) if tenant is not None else None
+        if namespace is not None:
+            self._catalog.restore(namespace)
 
     # -- DRAM
 
@@ -146,14 +146,14 @@ class Recovery:
 
     def _number_of(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
         """Returns the number of a tenant's namespace in memory, 0 if it can have none."""
-        space = self._namespaces.find(tenant, fingerprint)
-        if space is None:
-            space = NamespaceEntry(0, fingerprint, tenant, block_bytes)
-            space.domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
-            if not self._catalog.restore(space):
+        namespace = self._namespaces.find(tenant, fingerprint)
+        if namespace is None:
+            namespace = NamespaceEntry(0, fingerprint, tenant, block_bytes)
+            namespace.domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
+            if not self._catalog.restore(namespace):
                 return 0
-            self._catalog.record(space)
-        return space.number if space.block_bytes == block_bytes else 0
+            self._catalog.record(namespace)
+        return namespace.number if namespace.block_bytes == block_bytes else 0
 
     def _expiry(self, found: Inherited) -> npt.NDArray[np.float64]:
         at = found.headers["expires"]
@@ -168,8 +168,12 @@ def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
     fingerprints = set(known.values())
     return [
         number
-        for number, space in found.items()
-        if (known[number] != space.fingerprint if number in known else space.fingerprint in fingerprints)
+        for number, namespace in found.items()
+        if (
+            known[number] != namespace.fingerprint
+            if number in known
+            else namespace.fingerprint in fingerprints
+        )
     ]
 
 
