@@ -1,4 +1,4 @@
-"""The daemon's shell in this process: core, tiers and loop as they are; no sockets, no copies by clients."""
+"""The daemon in this process, without sockets: clients here copy no bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvstore.config import parse
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.daemon.composition import Daemon, compose
 from kvstore.daemon.main import open_tiers
-from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.tenancy.auth import Principal, Role
 
 _CLIENT = 1
@@ -30,14 +30,14 @@ _WITHIN_S = 60.0
 
 
 class InProcess:
-    """Requests about one layout to a shell, made inside its own loop."""
+    """Requests about one layout to a daemon, made inside its own loop."""
 
-    def __init__(self, shell: Shell, layout: Layout) -> None:
-        self._shell = shell
+    def __init__(self, daemon: Daemon, layout: Layout) -> None:
+        self._daemon = daemon
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
-        space, _ = shell.tenancy.open(Principal(0, "default", Role.ADMIN, operator=True), layout)
+        space, _ = daemon.catalog.open(Principal(0, "default", Role.ADMIN, operator=True), layout)
         assert space is not None
         self.namespace = space.number
         self._fingerprint = space.fingerprint
@@ -56,11 +56,11 @@ class InProcess:
 
     def slots(self, given: ac.Grant | ac.Reserved) -> list[memoryview]:
         """The memory that a lease or a reservation is on."""
-        return self._shell.dram.slots(given.where)
+        return self._daemon.tiers.dram.slots(given.where)
 
     def release(self, lease: int) -> None:
         """Ends a lease."""
-        self._shell.handle(ev.Release(_CLIENT, lease))
+        self._daemon.core.handle(ev.Release(_CLIENT, lease))
 
     async def put(self, keys: list[bytes], data: np.ndarray[Any, Any] | None = None) -> int:
         """Reserves and commits; how many blocks were stored.
@@ -81,7 +81,7 @@ class InProcess:
 
     def counter(self, name: str) -> int:
         """One of the core's counters."""
-        return int(self._shell.placement.view.counters[name])
+        return int(self._daemon.view.counters[name])
 
     async def counted(self, name: str, target: int) -> None:
         """Returns when a counter has reached its target. TimeoutError after a minute."""
@@ -94,7 +94,7 @@ class InProcess:
     async def _ask(self, event: Any) -> Any:
         self._last += 1
         future = self._waiting[self._last] = self._loop.create_future()
-        self._shell.ask(self, self._last, event)
+        self._daemon.core.ask(self, self._last, event)
         return await asyncio.wait_for(future, _WITHIN_S)
 
 
@@ -102,27 +102,27 @@ class InProcess:
 def in_process(
     folder: Path, dram_bytes: int, nvme_bytes: int, layout: Layout
 ) -> Iterator[tuple[InProcess, asyncio.Runner]]:
-    """A started shell on a folder, and the loop that it runs on."""
+    """A started daemon on a folder, and the loop that it runs on."""
     text = f"[dram]\nlimit = {dram_bytes}\n[nvme]\nlimit = {nvme_bytes}\npath = {json.dumps(str(folder))}\n"
     text += '[policy]\neviction = "lru"\n'  # which refuses no block
     text += "[scrub]\nrate = 0\n"  # checksums are made up here
     config = parse(text, "the bench's settings")
     with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
-        async def start() -> tuple[Shell, InProcess]:
-            shell = Shell(config, asyncio.get_running_loop(), *open_tiers(config, {}))
-            await shell.start()
-            growing = shell.placement.residency.tiers
+        async def start() -> tuple[Daemon, InProcess]:
+            daemon = compose(config, asyncio.get_running_loop(), open_tiers(config, {}))
+            await daemon.lifecycle.start()
+            growing = daemon.view.tiers
             ends = time.monotonic() + _WITHIN_S
             while any(tier.growing for tier in growing) and time.monotonic() < ends:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            return shell, InProcess(shell, layout)
+            return daemon, InProcess(daemon, layout)
 
-        shell, inside = runner.run(start())
+        daemon, inside = runner.run(start())
         try:
             yield inside, runner
         finally:
-            runner.run(shell.stop(10.0))
+            runner.run(daemon.lifecycle.stop(10.0))
 
 
 def written_folder(

@@ -1,4 +1,4 @@
-"""From configuration to a running daemon, and from a signal to its orderly end."""
+"""Runs the daemon: from the configuration to the orderly stop at a signal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from kvstore.config import Config
+from kvstore.daemon.composition import Storage, compose, compose_server
 from kvstore.daemon.operator.devices import open_devices
 from kvstore.daemon.operator.gpus import Pinner, open_pools
 from kvstore.daemon.operator.settings import LiveConfig
-from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.listener import Listener, identity, listen, unlink_own
 from kvstore.daemon.systemd import FdStore, inherited, notify, watchdog_s
-from kvstore.daemon.wiring import new_server
 from kvstore.errors import KVStoreError
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.network import open_network
-from kvstore.tiers.network.base import Backend
-from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import extent_bytes
 
 _log = logging.getLogger("kvstore")
@@ -59,7 +55,7 @@ def run(path: Path | None) -> int:
 
 
 def new_runner() -> asyncio.Runner:
-    """Runs a coroutine on the fastest event loop that there is."""
+    """Returns a runner with the fastest available event loop."""
     try:
         import uvloop  # noqa: PLC0415 - absent where it does not build
     except ImportError:
@@ -91,9 +87,9 @@ async def _serve(settings: LiveConfig) -> int:
         if config.daemon.operator_socket is not None:
             listeners.append(listen(config.daemon.operator_socket, _OPERATORS_MODE))
             made.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
-        shell = Shell(config, loop, *open_tiers(config, given))
-        await shell.start()
-        server = new_server(shell, settings)
+        daemon = compose(config, loop, open_tiers(config, given))
+        await daemon.lifecycle.start()
+        server = compose_server(daemon, settings)
         server.services.lag.start()
         listening = [
             Listener(loop, each, partial(server.connect, among_operators))
@@ -116,7 +112,7 @@ async def _serve(settings: LiveConfig) -> int:
         for served in listening:
             served.close()
         await server.close()
-        await shell.stop(shell.config.daemon.stop_timeout)
+        await daemon.lifecycle.stop(daemon.config().daemon.stop_timeout)
     finally:
         for each in listeners:
             each.close()
@@ -125,13 +121,8 @@ async def _serve(settings: LiveConfig) -> int:
     return 0
 
 
-def open_tiers(
-    config: Config, given: Mapping[str, int]
-) -> tuple[DramTier, dict[str, NvmeTier], Sequence[str], dict[str, HbmTier], Backend | None]:
-    """The tiers of a configuration; of DRAM, with those extents that are among the descriptors given.
-
-    And what is wrong with them, in words; then pools of GPU memory, and what nodes share.
-    """
+def open_tiers(config: Config, given: Mapping[str, int]) -> Storage:
+    """Opens the tiers of a configuration. `given`: inherited descriptors by name, with DRAM extents."""
     devices, problems = open_devices(config)
     pools, more = open_pools(config)
     network, why_not = open_network(config.network)
@@ -139,7 +130,7 @@ def open_tiers(
     extents = {name: fd for name, fd in given.items() if name.startswith("dram-")}
     size = extent_bytes(config.dram.limit, len(config.tenants))
     dram = DramTier(config.dram.limit, size, config.dram.huge_pages, FdStore(), extents, pins)
-    return dram, devices, [*problems, *more, *why_not], pools, network
+    return Storage(dram, devices, pools, network, (*problems, *more, *why_not))
 
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
@@ -149,14 +140,14 @@ def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
 
 
 class _Reloads:
-    """Reads the configuration again when it is told to, and tells the service manager."""
+    """Reloads the configuration at SIGHUP, and reports this to the service manager."""
 
     def __init__(self, settings: LiveConfig) -> None:
         self._settings = settings
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins another one, after the one that goes on."""
+        """Starts a reload, after the one under way."""
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         self._task = asyncio.get_running_loop().create_task(self._run(self._task))
 

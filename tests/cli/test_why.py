@@ -116,7 +116,7 @@ def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
             assert client.namespace(ns.layout).lookup(keys) == 3
         [block] = why(daemon, keys[0].hex(), "--model", ns.layout.model)[1]["blocks"]
         assert block["uses"] == (5 if harm == "none" else 1)
-        assert ("reuse is learned anew" in log_of(daemon)) is (harm != "none")
+        assert ("reuse statistics start empty" in log_of(daemon)) is (harm != "none")
 
 
 def test_what_is_not_known_at_all_is_exit_code_one(daemon: LocalDaemon) -> None:

@@ -85,7 +85,7 @@ def records_prove_their_slots(disk: Disk) -> None:
 
 def live(life: Life) -> dict[Who, tuple[list[int], int]]:
     """(slots by tier, checksum) of every readable block; slot -1: not there."""
-    b = life.shell.placement.residency.blocks
+    b = life.daemon.placement.residency.blocks
     rows = np.flatnonzero(b.state == LIVE)
     return {
         (int(b.namespace[row]), b.key(row)): (slots, int(b.checksum[row]))
@@ -95,7 +95,7 @@ def live(life: Life) -> dict[Who, tuple[list[int], int]]:
 
 def daemon_is_sound(life: Life, disks: dict[str, Disk], corrupted: bool) -> None:
     """The core's invariants, limits, headers, and every block's bytes where the core believes them."""
-    placement = life.shell.placement
+    placement = life.daemon.placement
     placement.check()
     r = placement.residency
     most = r.tiers[DRAM].extents.bound_bytes
@@ -110,14 +110,14 @@ def daemon_is_sound(life: Life, disks: dict[str, Disk], corrupted: bool) -> None
             _nvme_is_on_record(life, disk, tier)
         else:
             # It has left, or is about to come.
-            most = life.shell.devices[name].limit_bytes if name in life.shell.devices else 0
+            most = life.daemon.tiers.devices[name].limit_bytes if name in life.daemon.tiers.devices else 0
             assert not records(disk), f"{name} is not there, and has blocks on record"
         assert disk.nbytes <= most, f"more slabs than the limit of {name} allows"
 
 
 def _dram_is_sound(life: Life, corrupted: bool) -> None:
-    r = life.shell.placement.residency
-    spaces = life.shell.namespaces
+    r = life.daemon.placement.residency
+    spaces = life.daemon.namespaces
     extents = r.tiers[DRAM].extents
     readable = 0
     for number, table in life.dram._headers.items():
@@ -151,7 +151,7 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
 
 def _pool_is_sound(life: Life, pool: SimPool, corrupted: bool) -> None:
     """Blocks in GPU memory have the bytes that were committed; there is no more of it than allowed."""
-    r, spaces = life.shell.placement.residency, life.shell.namespaces
+    r, spaces = life.daemon.placement.residency, life.daemon.namespaces
     [tier] = r.topology.memory[1:]
     extents = r.tiers[tier].extents
     assert len(pool.memory) * pool.extent_bytes <= extents.bound_bytes, "more GPU memory than allowed"
@@ -168,7 +168,7 @@ def _pool_is_sound(life: Life, pool: SimPool, corrupted: bool) -> None:
 def old_memory_is_empty(life: Life, maps: list[Maps]) -> None:
     """Who still maps an extent that was made anew sees zeros there."""
     for each in maps:
-        if each.instance == life.shell.instance:
+        if each.instance == life.daemon.instance:
             for (number, _), mapped in each._mapped.items():
                 if number in life.dram.renewed:
                     assert not np.frombuffer(mapped.mapping.view, np.uint8).any(), (
@@ -177,7 +177,7 @@ def old_memory_is_empty(life: Life, maps: list[Maps]) -> None:
 
 
 def _nvme_is_on_record(life: Life, disk: Disk, tier: int) -> None:
-    r = life.shell.placement.residency
+    r = life.daemon.placement.residency
     found = records(disk)
     rows = np.flatnonzero((r.blocks.state == LIVE) & (r.blocks.slot[tier] >= 0))
     where = r.where(tier, r.blocks.slot[tier, rows].astype(np.int64))
@@ -200,7 +200,7 @@ class Left:
     def of(cls, life: Life, disks: dict[str, Disk], handed_over: bool) -> Left:
         """Devices that were leaving promise nothing."""
         # Those that are being forgotten, and those whose blocks end, promise nothing.
-        spaces = {s.number: s.fingerprint for s in life.shell.namespaces if s.number and not s.ttl_s}
+        spaces = {s.number: s.fingerprint for s in life.daemon.namespaces if s.number and not s.ttl_s}
         blocks = live(life) if handed_over else {}
         in_dram = {
             (spaces[n], key): checksum
@@ -210,14 +210,14 @@ class Left:
         on_record = {
             name: {who: record for who, record in records(disk).items() if who[0] in spaces}
             for name, disk in disks.items()
-            if name in life.shell.config.nvme.limits
+            if name in life.daemon.config().nvme.limits
         }
         return cls(on_record, in_dram)
 
     def check(self, life: Life) -> None:
         """All of it is readable in the daemon that starts now."""
         found = live(life)
-        spaces = life.shell.namespaces.fingerprints
+        spaces = life.daemon.namespaces.fingerprints
         numbers = {fingerprint: number for number, fingerprint in spaces.items()}
         for (fingerprint, key), checksum in self.dram.items():
             who = numbers.get(fingerprint, 0), key
@@ -247,7 +247,7 @@ class Left:
             elif all(other == checksum for other in others):
                 assert slots[tier] >= 0, f"{who} was on record, and is not on {name}"
                 used += record.slot_bytes
-        in_use = life.shell.placement.residency.tiers[tier].extents.used_bytes
+        in_use = life.daemon.placement.residency.tiers[tier].extents.used_bytes
         assert in_use >= used, f"{in_use} bytes of {name} in use, {used} on record"
 
 
@@ -263,7 +263,7 @@ class Quotas:
 
         `lossy`: extents may fail to be made anew.
         """
-        p: Any = life.shell.placement
+        p: Any = life.daemon.placement
         _limits_are_divided(life)
         forgetting = self.forgotten < life.tenants_forgotten
         for tier, state in enumerate(p.residency.tiers):
@@ -286,20 +286,20 @@ class Quotas:
 
 def _limits_are_divided(life: Life) -> None:
     """What a tenant may have of all devices together is no more than its limit."""
-    tenancy = life.shell.tenancy
-    r = life.shell.placement.residency
+    quotas, authenticator = life.daemon.quotas, life.daemon.authenticator
+    r = life.daemon.placement.residency
     tiers = [r.tiers[tier] for tier in r.topology.persistent if not r.tiers[tier].leaving]
-    for name, tenant in life.shell.config.tenants.items():
-        limit, number = tenant.nvme.limit, tenancy.registry.number(name)
+    for name, tenant in life.daemon.config().tenants.items():
+        limit, number = tenant.nvme.limit, authenticator.number(name)
         # One that is being deleted has nothing in memory, from where it could get there.
-        if limit is not None and number is not None and not tenancy._deleting[number]:
+        if limit is not None and number is not None and not quotas.is_suspended(number):
             most = sum(t.extents.holdings.most(number) for t in tiers)
             assert most <= limit, f"devices give {name} {most} bytes, {limit} are allowed"
 
 
 def nothing_is_held(life: Life) -> None:
     """Everybody has left and all is quiet: nobody holds anything, nobody waits."""
-    p: Any = life.shell.placement
+    p: Any = life.daemon.placement
     assert not p.leases.leases, "leases are left"
     assert not p.leases.reservations, "reservations are left"
     assert not p.leases.waiting, "waiters are left"
@@ -311,7 +311,7 @@ def nothing_is_held(life: Life) -> None:
     assert not p.copies.under_way, "copies are left"
     assert not p.copies.writing.total(), "writes are left"
     assert not p.residency.blocks.copy_marks.any(), "blocks are on the move"
-    assert not life.shell._askers, "somebody was never answered"
+    assert not life.daemon.core.pending, "somebody was never answered"
     assert not life.server.table.connections, "connections are left"
     for state in p.residency.tiers:
         assert state.gone or not state.leaving, f"{state.spec.name} is leaving, and is still there"

@@ -17,9 +17,8 @@ from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
 from kvstore.core.transfers.admission import Rule
+from kvstore.daemon.composition import Storage, compose, compose_server
 from kvstore.daemon.operator.settings import LiveConfig
-from kvstore.daemon.runtime.executor import Shell
-from kvstore.daemon.wiring import new_server
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.job_thread import JobThread
@@ -193,23 +192,29 @@ class Life:
             self.pool = SimPool(gpu, self.process, limit, setup.extent_bytes, number)
         pools: dict[str, Any] = {"hbm0": self.pool} if self.pool is not None else {}
         self.devices_at_start = len(devices) + len(pools)
-        self.shell = Shell(
-            config, self.process, self.dram, devices, (), pools, None, dice.getrandbits, lambda: disk.loop.now
+        self.daemon = compose(
+            config,
+            self.process,
+            Storage(self.dram, devices, pools),
+            random_bits=dice.getrandbits,
+            clock=lambda: disk.loop.now,
         )
         if len(pools) == 0:
             # Nobody takes what is offered; who counts as shared must be right all the same.
-            self.shell.handle(ev.SetSharing(Rule("twice")))
+            self.daemon.core.handle(ev.SetSharing(Rule("twice")))
         # So that much happens while one policy follows another.
-        self.shell.placement.policy_migration.rows_at_once = 4
+        self.daemon.placement.policy_migration.rows_at_once = 4
         self.tenants_forgotten = 0
-        handle = self.shell.placement.handle
+        handle = self.daemon.placement.handle
 
         def counted(event: ev.Event, now: float) -> Any:
             self.tenants_forgotten += type(event) is ev.ForgetTenant
             return handle(event, now)
 
-        self.shell.placement.handle = counted  # type: ignore[method-assign]
-        self.server = new_server(self.shell, LiveConfig(None), lambda: disk.loop.now, _Stopwatch(disk))
+        self.daemon.placement.handle = counted  # type: ignore[method-assign]
+        self.server = compose_server(
+            self.daemon, LiveConfig(None), clock=lambda: disk.loop.now, stopwatch=_Stopwatch(disk)
+        )
         # In the order of their coming: a set of objects has another one in every process.
         self.server.table.connections = _Ordered()  # type: ignore[assignment]
         self._serving = self._serve()
@@ -230,11 +235,11 @@ class Life:
 
     def tier_of(self, name: str) -> int | None:
         """The number that a device of NVMe has now."""
-        tiers = enumerate(self.shell.placement.residency.tiers)
+        tiers = enumerate(self.daemon.placement.residency.tiers)
         return next((i for i, t in tiers if t.spec.name == name and i != DRAM and not t.gone), None)
 
     async def _serve(self) -> None:
-        await self.shell.start()
+        await self.daemon.lifecycle.start()
         self._net.listener = (self.process, self.server.connect)
         self.up = True
 
@@ -247,13 +252,13 @@ class Life:
 
     async def _stop(self) -> None:
         await self.server.close()
-        await self.shell.stop(self.shell.config.daemon.stop_timeout)
+        await self.daemon.lifecycle.stop(self.daemon.config().daemon.stop_timeout)
         self.stopped = True
 
     def rot(self) -> None:
         """A bit changes in a block in DRAM."""
         dice, faults = self._disk.dice, self._disk.faults
-        r = self.shell.placement.residency
+        r = self.daemon.placement.residency
         owned = np.flatnonzero(r.tiers[DRAM].extents.owner >= 0)
         if len(owned) and faults.hits(dice, "dram_rot"):
             [slot] = self.dram.slots(r.where(DRAM, owned[[dice.randrange(len(owned))]]))
@@ -356,7 +361,7 @@ class _Worker(JobThread):
 
 
 class Thread:
-    """Stands for `threading.Thread` in the shell, where one closes the tiers."""
+    """Stands for `threading.Thread` where the daemon closes its tiers."""
 
     delay: Callable[[], float]
 

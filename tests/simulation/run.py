@@ -16,10 +16,9 @@ from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
 from kvstore.core.requests.leases import number_on_connection
 from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
+from kvstore.daemon import composition
 from kvstore.daemon.operator.devices import open_new
-from kvstore.daemon.runtime import executor
 from kvstore.daemon.tenancy.auth import Principal, Role
-from kvstore.daemon.wiring import consequences, reconfigure
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN, Tier
@@ -168,7 +167,7 @@ class World:
             self.counts["switched"] += 1
         self.log(f"settings: {self.setup.policy} {self.setup.admission} {self.setup.quotas}")
         if self.life is not None and self.life.up:
-            reconfigure(self.life.shell, self.life.server, self.setup.config(), [])
+            self.life.daemon.reload.apply(self.setup.config(), [])
             self._change_device(none)
         self.quotas = audit.Quotas()
 
@@ -184,20 +183,20 @@ class World:
             wanted[SECOND_DEVICE] = self._device_dice.randint(2, 8)
         if life is None or not life.up:
             return
-        for tier, state in enumerate(life.shell.placement.residency.tiers):
+        for tier, state in enumerate(life.daemon.placement.residency.tiers):
             if state.leaving or state.spec.tier == Tier.HBM:
                 continue
             name, size = state.spec.name, state.extents.extent_bytes
             has = state.extents.limit_bytes // size
             # Of more, the next daemon would cut each into fewer slots: it has few rows here.
-            uncut = max(has, executor._MIN_ROWS // state.extents.geometry(ALIGN).slots)
+            uncut = max(has, composition._MIN_ROWS // state.extents.geometry(ALIGN).slots)
             n = min(wanted[name], state.extents.most_bytes // size, uncut)
             if n != has:
                 self.log(f"tier {tier} of {has} extents gets {n}")
                 self.counts["grown" if n > has else "shrunk"] += 1
                 if tier != DRAM:
                     self.disks[name].room += max(0, n - has)
-                life.shell.handle(ev.SetLimit(tier, n * size))
+                life.daemon.core.handle(ev.SetLimit(tier, n * size))
             if name == SECOND_DEVICE:
                 setup.second_bytes = n * size
             elif tier == NVME:
@@ -212,7 +211,7 @@ class World:
             tier = life.tier_of(name) if life is not None else None
             if life is None or tier is None or dice is None:
                 continue
-            if life.shell.placement.residency.tiers[tier].leaving:
+            if life.daemon.placement.residency.tiers[tier].leaving:
                 continue
             state = SERVING if none else dice.choice((SERVING, SERVING, DRAINING, FENCED))
             self.counts[state] += 1
@@ -227,20 +226,20 @@ class World:
             return
         self._restored()
         coming = not setup.second_bytes
-        if coming and SECOND_DEVICE in life.shell.devices:
+        if coming and SECOND_DEVICE in life.daemon.tiers.devices:
             self._is_refused(life)
             return
         opened = self._opened(dice) if coming else {}
         setup.second_bytes = setup.second_bytes if coming else 0
         self.log(f"{SECOND_DEVICE} {'comes' if coming else 'leaves'}")
-        reconfigure(life.shell, life.server, setup.config(), [], opened)
+        life.daemon.reload.apply(setup.config(), [], opened)
         self.quotas = audit.Quotas()
 
     def _is_refused(self, life: Life) -> None:
         """A device that is still leaving can not come."""
         config = replace(self.setup, second_bytes=self.disks[SECOND_DEVICE].extent_bytes).config()
         try:
-            consequences(life.shell, config)
+            life.daemon.reload.consequences(config)
         except ConfigError as error:
             self.log(str(error))
             self.counts["refused to come"] += 1
@@ -271,7 +270,7 @@ class World:
         if not room.lease or not room._slots.records:
             return True
         if self.life is not None:
-            placement = self.life.shell.placement
+            placement = self.life.daemon.placement
             for number, held in placement.leases.reservations.items():
                 if number_on_connection(number) == room.lease:
                     records = placement.residency.tiers[held.at].extents.record[held.slots]
@@ -309,7 +308,7 @@ class World:
         self.log(f"{kind} at step {self.loop.steps}")
         self.counts[kind] += 1
         self._count_devices(life)
-        self.counts["refused"] += life.shell.placement.view.counters["refused_blocks"]
+        self.counts["refused"] += life.daemon.placement.view.counters["refused_blocks"]
         handed_over = kind != POWER and not memory_too and self.dice.random() < 0.75
         life.end()
         self._left = None if self._will_lose_some(life) else audit.Left.of(life, self.disks, handed_over)
@@ -324,7 +323,7 @@ class World:
         self.begin_at = self.loop.now + self.dice.choice((0.0, 0.001, 0.05))
 
     def _count_devices(self, life: Life) -> None:
-        tiers = life.shell.placement.residency.tiers[NVME:]
+        tiers = life.daemon.placement.residency.tiers[NVME:]
         self.counts["devices came"] += len(tiers) - life.devices_at_start
         self.counts["devices left"] += sum(state.gone for state in tiers)
         self.counts["ended while a device was leaving"] += any(t.leaving and not t.gone for t in tiers)
@@ -344,18 +343,18 @@ class World:
             lossy = self.faults.no_memory or self.faults.small_disk or self.faults.commit_error
             self._checked("quotas are kept", self.quotas.check, self.life, bool(lossy))
             if not self.faults.corrupted:
-                quarantined = self.life.shell.placement.view.counters["quarantined_blocks"]
+                quarantined = self.life.daemon.placement.view.counters["quarantined_blocks"]
                 if quarantined:
                     self.fail("nothing good is quarantined", f"{quarantined} blocks")
 
     def _will_lose_some(self, life: Life) -> bool:
         """Whether extents may lie beyond a lower limit, or will be cut into fewer slots: of fewer rows."""
-        residency, resizing = life.shell.placement.residency, life.shell.placement.resizing
+        residency, resizing = life.daemon.placement.residency, life.daemon.placement.resizing
         # A pool that is lost is there again.
         back = [state.lost for state in residency.tiers]
         stay = [tier for tier, state in enumerate(residency.tiers) if back[tier] or not state.leaving]
         nbytes = sum(residency.tiers[tier].extents.limit_bytes for tier in stay)
-        rows = max(nbytes // executor._MIN_BLOCK_BYTES, executor._MIN_ROWS)
+        rows = max(nbytes // composition._MIN_BLOCK_BYTES, composition._MIN_ROWS)
         lost = rows < residency.blocks.capacity
         lost |= any(resizing.is_at_work(tier) for tier in stay if not back[tier])
         self.counts["crashed_while_resizing"] += lost
@@ -513,7 +512,7 @@ class World:
         for connection in list(self.net.connections.values()):
             connection.close()
         assert self.life is not None
-        self.life.shell.reconfigure(replace(self.setup, scrub_bytes_per_s=0).config())
+        self.life.daemon.reload.apply(replace(self.setup, scrub_bytes_per_s=0).config(), [])
         ends = self.loop.now + 100
         while self.loop.now < ends and self.loop.waiting and self.step():
             pass

@@ -14,8 +14,9 @@ from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
+from kvstore.daemon import composition
 from kvstore.daemon.operator import devices, resizing
-from kvstore.daemon.runtime import executor
+from kvstore.daemon.runtime import lifecycle
 from kvstore.daemon.server import connection
 from kvstore.daemon.server.peer_credentials import Peer
 from kvstore.tiers.nvme import journal
@@ -56,12 +57,12 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(client_connection, "random", world.dice))
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
         stack.enter_context(mock.patch.object(writes, "_fill", filled))
-        stack.enter_context(mock.patch.object(executor, "threading", threading))
+        stack.enter_context(mock.patch.object(lifecycle, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
         for module in (devices, resizing):
             stack.enter_context(mock.patch.object(module, "extent_bytes", extent_bytes_of_new))
-        stack.enter_context(mock.patch.object(executor, "_MIN_ROWS", world.dice.choice((96, 512))))
+        stack.enter_context(mock.patch.object(composition, "_MIN_ROWS", world.dice.choice((96, 512))))
         stack.enter_context(mock.patch.object(connection, "peer_of", return_value=_Peer(_SOMEBODY, ())))
         if world.gpu is not None:
             for module in (namespace, reads, scope, writes):

@@ -32,11 +32,12 @@ from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
 from kvstore.core.transfers.transfers import Transfers
-from kvstore.daemon.runtime import recovery
-from kvstore.daemon.runtime.executor import Shell
+from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.tier_actions import TierActions
 from kvstore.daemon.server.connection import Connection
-from kvstore.daemon.tenancy.tenancy import Tenancy
+from kvstore.daemon.tenancy import recovery
+from kvstore.daemon.tenancy.catalog import NamespaceCatalog
+from kvstore.daemon.tenancy.recovery import Recovery
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import recovery as nvme_recovery
 from kvstore.tiers.nvme import tier
@@ -181,7 +182,11 @@ def readable_leftovers(patch: Patch) -> None:
 
 def hasty_answers(patch: Patch) -> None:
     """An invalidation is answered before its records are gone."""
-    patch.setattr(Shell, "ask_durably", Shell.ask)
+
+    def ask(self: Durability, requester: Any, request: int, event: Any) -> None:
+        self._core.ask(requester, request, event)
+
+    patch.setattr(Durability, "ask", ask)
 
 
 def half_invalidations(patch: Patch) -> None:
@@ -241,8 +246,8 @@ def abandoned_copies(patch: Patch) -> None:
 
 def everybody_reads(patch: Patch) -> None:
     """Whatever its readers are, any tenant may read a namespace."""
-    patch.setattr(Tenancy, "may_read", lambda self, who, space: True)
-    patch.setattr(Tenancy, "may_map", lambda self, who, extent, writable: True)
+    patch.setattr(NamespaceCatalog, "may_read", lambda self, who, space: True)
+    patch.setattr(NamespaceCatalog, "may_map", lambda self, who, extent, writable: True)
 
 
 def everything_is_granted(patch: Patch) -> None:
@@ -290,21 +295,21 @@ def drops_at_the_first(patch: Patch) -> None:
     """What leaves a device is taken off the record of the first one."""
 
     def drop(self: TierActions, drop: Any) -> None:
-        tier = self._tier_at(drop.tier)
-        (self._tier_at(1) if tier.persistent else tier).drop(drop.identity, drop.where)
+        tier = self._tiers.at(drop.tier)
+        (self._tiers.at(1) if tier.persistent else tier).drop(drop.identity, drop.where)
 
     patch.setattr(TierActions, "_drop", drop)
 
 
 def only_the_first_is_restored(patch: Patch) -> None:
     """What other devices than the first have on record is not taken in."""
-    restore = recovery._restore_device
+    restore = Recovery._restore_device
 
-    def restored(shell: Shell, tier: int, device: NvmeTier, keep: bool) -> None:
+    def restored(self: Recovery, tier: int, device: NvmeTier, keep: bool) -> None:
         if tier == 1:
-            restore(shell, tier, device, keep)
+            restore(self, tier, device, keep)
 
-    patch.setattr(recovery, "_restore_device", restored)
+    patch.setattr(Recovery, "_restore_device", restored)
 
 
 def hasty_leave(patch: Patch) -> None:

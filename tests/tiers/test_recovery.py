@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Where
 from kvstore.core.placement import Placement
 from kvstore.core.transfers.devices import TierSpec
-from kvstore.daemon.runtime.recovery import _void_others
 from kvstore.daemon.tenancy.namespaces import in_memory
+from kvstore.daemon.tenancy.recovery import void_unrestored
 from kvstore.tiers.dram import DramTier
 from kvstore.types import ALIGN, Tier
 from tests.tiers.test_dram import MIB, Keeper, make, stamp, tier_of
@@ -32,7 +30,6 @@ def keeper() -> Iterator[Keeper]:
 def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
     """How many of what a tier has are blocks of a core with so many rows; whether others stay is checked."""
     placement = Placement([TierSpec(Tier.DRAM, MIB, MIB, table=True)], max_blocks=rows)
-    shell: Any = SimpleNamespace(placement=placement)
     found = tier.load()
     placement.handle(ev.OpenNamespace(0, 1, ALIGN), 0.0)
     for extent, size in found.formats.items():
@@ -40,7 +37,7 @@ def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
     ends = np.full(len(found.headers), np.inf)
     owners = dict.fromkeys(found.formats, 0 if known else -1)
     placement.handle(in_memory(found, owners, lambda *_: 1, ends), 0.0)
-    _void_others(shell, tier, found)
+    void_unrestored(placement.view, tier, found)
     placement.check()
     return int((placement.residency.tiers[0].extents.owner >= 0).sum())
 

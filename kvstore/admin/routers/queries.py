@@ -27,7 +27,7 @@ from kvstore.admin.routers.dependencies import (
     reading_router,
 )
 from kvstore.admin.schemas import responses
-from kvstore.daemon.operator.device_commands import MOST_AT_ONCE
+from kvstore.daemon.operator.command import MOST_AT_ONCE
 from kvstore.daemon.operator.event_log import KINDS, MOST_EVENTS
 from kvstore.daemon.server.connection import VERSION
 from kvstore.errors import DeniedError, UnavailableError

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvstore.daemon.operator.commands import LONGEST_S
+from kvstore.daemon.operator.blocks import LONGEST_S
 from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
 
 

@@ -1,35 +1,32 @@
-"""What routers of requests are told: which blocks are where, as vLLM's KV events, by tier.
+"""Tracks which blocks are in which tier, and announces changes to routers as vLLM KV events.
 
-A router matches prompts by token ids, which only writers know: they may say them with a reservation. A block
-is announced once its tokens are known and its parent has been announced; before that a router would not know
-what to do with it. A block leaves this book with its last copy, and so do its tokens. Who subscribes anew is
-told everything from the start, and with him all others, a while apart.
+A router matches prompts by token ids. Only writers know these, and may send them with a reservation. A block
+is announced when its tokens are known and its parent has been announced. Its entry is deleted with its last
+copy. When a router subscribes, all events are repeated to all subscribers, at most once in a few seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvstore.config import Events
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.core.view import View
 from kvstore.daemon.kv_events.publisher import CLEARED, Event, Publisher, Removed, Stored
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.daemon.runtime.ports import Core, Post, Problems
+from kvstore.daemon.tenancy.auth import Authenticator
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.errors import KVStoreError
 from kvstore.types import Tier
-
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
-
-_log = logging.getLogger(__name__)
 
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK", Tier.NETWORK: "EXTERNAL"}
 _SAID = 1 << 16
@@ -37,8 +34,8 @@ _SAID = 1 << 16
 _BLOCKS_AT_ONCE = 256
 _NEXT_STEP_S = 0.001
 _NEXT_TRY_S = 0.1
-_ANEW_S = 5.0
-"""How long after one all is told from the start again, at the earliest."""
+_REPEAT_AFTER_S = 5.0
+"""Least time between two repeats of all events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,49 +73,63 @@ class _Topic:
 
 
 def hash_of(key: bytes) -> int:
-    """What a block is called: the low 64 bits of its key, as vLLM does it."""
+    """Returns the hash of a block: the low 64 bits of its key, as in vLLM."""
     return int.from_bytes(key[-8:], "big")
 
 
 class Routing:
-    """The book of what has been announced, and who sends it."""
+    """The announced blocks of all topics, and their publisher."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-        self._settings = shell.config.events
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        core: Core,
+        post: Post,
+        view: View,
+        namespaces: Namespaces,
+        authenticator: Authenticator,
+        problems: Problems,
+        settings: Events,
+    ) -> None:
+        self._loop = loop
+        self._core = core
+        self._post = post
+        self._view = view
+        self._namespaces = namespaces
+        self._authenticator = authenticator
+        self._problems = problems
+        self._settings = settings
         self._node = self._settings.node or socket.gethostname()
         self._publisher: Publisher | None = None
         self._topics: dict[str, _Topic] = {}
         self._of: dict[int, _Topic | None] = {}
         self._flushing = False
         self._behind = False
-        self._anew_at = 0.0
-        self._anew: asyncio.TimerHandle | None = None
+        self._repeat_at = 0.0
+        self._repeat: asyncio.TimerHandle | None = None
         self._again: deque[tuple[_Topic, list[int]]] = deque()
 
     def start(self) -> None:
-        """Begins to publish, if that is configured; what keeps it from that is said among the problems."""
+        """Starts to publish if this is configured. A failure is reported as a problem."""
         if self._settings.listen is None:
             return
         try:
             self._publisher = Publisher(self._settings.listen, self._settings.replay, self._subscribed)
         except KVStoreError as error:
-            said = f"no KV events: {error}"
-            _log.error("%s", said)
-            self._shell.problems.append(said)
+            self._problems.report(f"no KV events: {error}")
             return
-        self._shell.handle(ev.Configure(report_moves=True))
-        for space in self._shell.namespaces:
+        self._core.handle(ev.Configure(report_moves=True))
+        for space in self._namespaces:
             self._topic(space.number)
 
     def close(self) -> None:
-        """Sends what has been said so far, and ends."""
+        """Sends waiting events, and ends."""
         if self._publisher is not None:
             self._flush()
             self._publisher.close()
 
     def status(self) -> dict[str, Any]:
-        """What `kvstore status` shows of it; empty if nothing is published."""
+        """Returns the part of `kvstore status`, empty if nothing is published."""
         if self._publisher is None:
             return {}
         announced = sum(len(topic.blocks) for topic in self._topics.values())
@@ -127,7 +138,7 @@ class Routing:
     # -- what happens
 
     def hear(self, space: NamespaceEntry, keys: Keys, tokens: bytes) -> bool:
-        """A writer says the tokens of blocks that it is about to store; False if they are not so many."""
+        """Takes the tokens of blocks that a writer will store. Returns False for a wrong number of tokens."""
         if space.layout is None or len(tokens) != 4 * space.layout.block_tokens * keys.n:
             return False
         topic = self._topic(space.number) if self._publisher is not None else None
@@ -143,11 +154,11 @@ class Routing:
             del topic.said[name]
         if fresh:
             # What is stored already, from before a restart perhaps, can be announced from now on.
-            self._shell.handle(ev.Tell(space.number, keys))
+            self._core.handle(ev.Tell(space.number, keys))
         return True
 
     def moved(self, moved: ac.CopyReport) -> None:
-        """Blocks have come to a tier, or left it."""
+        """Announces blocks that came to a tier or left it."""
         identity, parents = moved.identity, moved.parents
         for i, number in enumerate(identity.namespace.tolist()):
             topic = self._topic(number)
@@ -160,14 +171,14 @@ class Routing:
                 self._came(topic, name, at, hash_of(parents.key(i)) if parents.key_bytes[i] else None)
 
     def forgotten(self, numbers: Iterable[int]) -> None:
-        """Nothing is left of these namespaces, and others may get their numbers."""
+        """Forgets namespaces of which nothing is left. Other namespaces may get their numbers."""
         for number in numbers:
             self._of.pop(number, None)
 
     def _topic(self, number: int) -> _Topic | None:
-        """The topic of a namespace, made if absent; None if it is not published."""
+        """Returns the topic of a namespace, made if absent. None if the namespace is not published."""
         if number not in self._of:
-            space = self._shell.namespaces.at(number)
+            space = self._namespaces.at(number)
             if space is None or space.layout is None:
                 return None
             self._of[number] = self._topic_of(space)
@@ -176,7 +187,7 @@ class Routing:
     def _topic_of(self, space: NamespaceEntry) -> _Topic | None:
         tenants, layout = self._settings.tenants, space.layout
         assert layout is not None
-        owner = self._shell.tenancy.registry.name(space.tenant)
+        owner = self._authenticator.name(space.tenant)
         # All shards of a model have the same blocks: one of them is enough.
         if not layout.shard.startswith("0/") or (tenants is not None and owner not in tenants):
             return None
@@ -218,7 +229,7 @@ class Routing:
             self._wait_no_more(topic, name, block)
 
     def _announce(self, topic: _Topic, name: int) -> None:
-        """Announces a block and those that wait for it, or has it wait for its parent."""
+        """Announces a block and its waiting children, or lets the block wait for its parent."""
         ready = [name]
         while ready:
             name = ready.pop()
@@ -238,7 +249,7 @@ class Routing:
                 del topic.waiting[block.parent]
 
     def _medium(self, at: int) -> str:
-        return _MEDIA[self._shell.placement.residency.tiers[at % MOST_TIERS].spec.tier]
+        return _MEDIA[self._view.tiers[at % MOST_TIERS].kind]
 
     def _media(self, block: _Block) -> set[str]:
         return {self._medium(at) for at in block.at}
@@ -264,7 +275,7 @@ class Routing:
         topic.events.append(event)
         if not self._flushing:
             self._flushing = True
-            self._shell.loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Hands on what one turn of the loop has brought: a batch a topic."""
@@ -273,35 +284,35 @@ class Routing:
         for topic in self._topics.values():
             events, topic.events = topic.events, []
             if events and not self._behind and not self._publisher.put(topic.name, events):
-                # Everybody has missed something: all of it is told again, when there is room.
+                # Subscribers have missed events: everything is repeated when there is room.
                 self._behind = True
-                self._shell.loop.call_later(_NEXT_TRY_S, self._catch_up)
+                self._loop.call_later(_NEXT_TRY_S, self._catch_up)
 
     # -- everything from the start
 
     def _catch_up(self) -> None:
         assert self._publisher is not None
         if self._publisher.waiting:
-            self._shell.loop.call_later(_NEXT_TRY_S, self._catch_up)
+            self._loop.call_later(_NEXT_TRY_S, self._catch_up)
         else:
             self._behind = False
-            self._tell_anew()
+            self._repeat_all()
 
     def _subscribed(self) -> None:
-        """Somebody new listens (said on the publisher's thread)."""
-        self._shell.soon(self._plan_anew)
+        """Plans a repeat for a new subscriber. Runs on the publisher's thread."""
+        self._post(self._plan_repeat)
 
-    def _plan_anew(self) -> None:
-        if self._anew is None:
-            when = max(self._shell.now(), self._anew_at)
-            self._anew = self._shell.loop.call_at(when, self._tell_anew)
+    def _plan_repeat(self) -> None:
+        if self._repeat is None:
+            when = max(self._core.now(), self._repeat_at)
+            self._repeat = self._loop.call_at(when, self._repeat_all)
 
-    def _tell_anew(self) -> None:
-        """AllBlocksCleared, and then every block again, step by step."""
+    def _repeat_all(self) -> None:
+        """Sends AllBlocksCleared, and then every block again, in steps."""
         if self._again:
-            self._anew = self._shell.loop.call_later(_ANEW_S, self._tell_anew)
+            self._repeat = self._loop.call_later(_REPEAT_AFTER_S, self._repeat_all)
             return
-        self._anew, self._anew_at = None, self._shell.now() + _ANEW_S
+        self._repeat, self._repeat_at = None, self._core.now() + _REPEAT_AFTER_S
         for topic in self._topics.values():
             topic.events, topic.waiting = [], {}
             topic.era += 1
@@ -320,4 +331,4 @@ class Routing:
             if not names:
                 self._again.popleft()
         if self._again:
-            self._shell.loop.call_later(_NEXT_STEP_S, self._tell_some)
+            self._loop.call_later(_NEXT_STEP_S, self._tell_some)

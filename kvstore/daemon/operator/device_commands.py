@@ -1,162 +1,159 @@
-"""What operators ask about policies, devices and copies between tiers, and have devices do."""
+"""Operator commands about devices, eviction policy and copies between tiers."""
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.blocks.topology import TierState
 from kvstore.core.policy import POLICIES
-from kvstore.core.transfers.admission import Admission
-from kvstore.core.transfers.copy_queue import Transfer
 from kvstore.core.transfers.devices import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
+from kvstore.core.view import AdmissionStatus, TierView, TransferStatus, View
+from kvstore.daemon.operator.command import MOST_AT_ONCE, check_limit, command
+from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.tier_set import DRAM
+from kvstore.daemon.tenancy.auth import Authenticator
+from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.errors import MisuseError
-
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
-
-MOST_AT_ONCE = 64
-"""More would hold up everybody else's requests."""
 
 CLASSES = {"demand": DEMAND, "prefetch": PREFETCH, "write_back": WRITE_BACK, "scrub": SCRUB}
 _CLASS_NAMES = {kind: name for name, kind in CLASSES.items()}
-_DRAM = 0
 
 
 class DeviceCommands:
-    """These calls of one daemon; see Control."""
+    """Shows and sets the state of devices."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-        self._all = shell.placement.residency.tiers
+    def __init__(self, core: Core, view: View, namespaces: Namespaces, authenticator: Authenticator) -> None:
+        self._core = core
+        self._view = view
+        self._namespaces = namespaces
+        self._authenticator = authenticator
 
-    @property
-    def _tiers(self) -> list[TierState]:
-        return [state for state in self._all if not state.gone]
-
+    @command
     def policy(self) -> dict[str, Any]:
-        """Who goes first: by what policy, what others there are, and what they know in each tier.
+        """Returns the eviction policy, the available policies, and the policy's state in each tier.
 
-        While it is `wanted` to be another than it was, so many pools are left with the one from before.
+        `pools_left` is above 0 during a change of policy.
         """
-        placement = self._shell.placement
-        switch = placement.policy_migration
-        tiers = [
-            {
-                "tier": state.spec.name,
-                "pools": len(state.policies),
-                "blocks": sum(generation.segments.known_rows for generation in state.generations),
-                "state_bytes": sum(generation.segments.ram_bytes() for generation in state.generations),
-                "weighs": bool(getattr(state.generation.make, "weighs", False)),
-            }
-            for state in self._tiers
-        ]
+        status = self._view.policy()
+        tiers = []
+        for tier in self._tiers:
+            state = tier.policy()
+            tiers.append(
+                {
+                    "tier": tier.name,
+                    "pools": state.pools,
+                    "blocks": state.known_blocks,
+                    "state_bytes": state.state_bytes,
+                    "weighs": state.weighs,
+                }
+            )
         return {
-            "name": switch.name,
-            "wanted": switch.wanted,
+            "name": status.name,
+            "wanted": status.wanted,
             "available": sorted(POLICIES),
-            "pools_left": switch.pools_left,
+            "pools_left": status.pools_left,
             "tiers": tiers,
         }
 
+    @command
     def devices(self) -> dict[str, Any]:
-        """What every tier lies on."""
-        return {"devices": [self._whole(state) for state in self._tiers]}
+        """Returns the devices of all tiers."""
+        return {"devices": [self._shown(tier) for tier in self._tiers]}
 
+    @command
     def device(self, name: str) -> dict[str, Any]:
-        """What one tier lies on."""
-        return self._whole(self._all[self._tier(name)])
+        """Returns one device."""
+        return self._shown(self._tier(name))
 
-    def _tier(self, name: str) -> int:
-        numbers = {state.spec.name: tier for tier, state in enumerate(self._all) if not state.gone}
-        if name not in numbers:
-            raise MisuseError(f"there is no device {name!r:.80}", f"there are {', '.join(numbers)}")
-        return numbers[name]
-
-    def _whole(self, state: TierState) -> dict[str, Any]:
-        device, now = state.device, self._shell.now()
-        written = state.admission.written_in_a_day(now)
-        return {
-            **brief(state),
-            "name": state.spec.name,
-            "state": "leaving" if state.leaving else device.state,
-            "hangs": device.fenced,
-            "readable": device.readable,
-            "writable": device.takes_writes,
-            "bandwidth_bytes_per_s": round(device.bandwidth(now)),
-            "written_in_a_day_bytes": written,
-            "drive_writes_a_day": written / state.spec.limit_bytes if state.spec.limit_bytes else 0.0,
-        }
-
+    @command
     def set_device(self, name: str, state: str, instead_of: str | None) -> dict[str, Any]:
-        """Has a device serve, drain or be fenced, until that is changed or the daemon restarts.
+        """Lets a device serve, drain or be fenced until the next change or restart. Returns the device.
 
-        Answered by the device; unless it is in another state than `instead_of` (None: whichever).
+        With `instead_of`, nothing changes unless the device is in that state.
         """
         tier = self._tier(name)
         if state not in (SERVING, DRAINING, FENCED):
             raise MisuseError(f"there is no state {state!r:.80}", f"{SERVING}, {DRAINING} or {FENCED}")
-        if tier == _DRAM and state != SERVING:
+        if tier.number == DRAM and state != SERVING:
             raise MisuseError(f"{name} can't be {state}: all that is read and written passes it")
-        if self._all[tier].leaving:
+        if tier.leaving:
             raise MisuseError(f"{name} is being removed", "it is read until it is empty, and not written")
-        before = self._whole(self._all[tier])
+        before = self._shown(tier)
         if instead_of is not None and before["state"] != instead_of:
             return {"otherwise": before}
-        if tier != _DRAM:
-            self._shell.handle(ev.SetDevice(tier, state))
+        if tier.number != DRAM:
+            self._core.handle(ev.SetDevice(tier.number, state))
         return self.device(name)
 
+    @command
     def transfers(self, after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:
-        """Copies between tiers that wait or are under way, with numbers above `after`, `limit` at most."""
+        """Returns at most `limit` copies between tiers with numbers above `after`, queued or under way."""
         check_limit(limit)
-        known = self._shell.placement.copies.under_way
-        # They are numbered in the order in which they came.
-        some = list(islice((number for number in known if number > after), limit + 1))
-        shown = [self._transfer(number, known[number]) for number in some[:limit]]
-        return {"transfers": shown, "more": len(some) > limit}
-
-    def _transfer(self, number: int, transfer: Transfer) -> dict[str, Any]:
-        space = self._shell.namespaces.at(transfer.namespace)
+        some = self._view.transfers(after, limit + 1)
         return {
-            "number": number,
-            "source": self._all[transfer.source].spec.name,
-            "target": self._all[transfer.target].spec.name,
+            "transfers": [self._transfer(transfer) for transfer in some[:limit]],
+            "more": len(some) > limit,
+        }
+
+    @property
+    def _tiers(self) -> list[TierView]:
+        return [tier for tier in self._view.tiers if not tier.gone]
+
+    def _tier(self, name: str) -> TierView:
+        by_name = {tier.name: tier for tier in self._tiers}
+        if name not in by_name:
+            raise MisuseError(f"there is no device {name!r:.80}", f"there are {', '.join(by_name)}")
+        return by_name[name]
+
+    def _shown(self, tier: TierView) -> dict[str, Any]:
+        health, now = tier.health(), self._core.now()
+        written = tier.admission(now).written_per_day_bytes
+        limit = tier.spec.limit_bytes
+        return {
+            **brief(tier, now),
+            "name": tier.name,
+            "state": "leaving" if tier.leaving else health.state,
+            "hangs": health.fenced,
+            "readable": health.readable,
+            "writable": health.writable,
+            "bandwidth_bytes_per_s": round(tier.traffic(now).bandwidth_bytes_per_s),
+            "written_in_a_day_bytes": written,
+            "drive_writes_a_day": written / limit if limit else 0.0,
+        }
+
+    def _transfer(self, transfer: TransferStatus) -> dict[str, Any]:
+        space, tiers = self._namespaces.at(transfer.namespace), self._view.tiers
+        return {
+            "number": transfer.number,
+            "source": tiers[transfer.source].name,
+            "target": tiers[transfer.target].name,
             "class": _CLASS_NAMES[transfer.kind],
             "state": "moving" if transfer.started else "queued",
-            "tenant": self._shell.tenancy.registry.name(transfer.pool.tenant),
+            "tenant": self._authenticator.name(transfer.tenant),
             "namespace": "" if space is None else space.fingerprint.hex(),
-            "blocks": int(transfer.alive.sum()),
+            "blocks": transfer.blocks,
             "bytes": transfer.nbytes,
         }
 
 
-def brief(state: TierState) -> dict[str, Any]:
-    """What is counted of one device."""
-    device, admission = state.device, state.admission
+def brief(tier: TierView, now: float) -> dict[str, Any]:
+    """Returns the counters of one device at `now` (s)."""
+    traffic = tier.traffic(now)
     return {
-        "tier": state.spec.name,
-        "queued_bytes": {name: device.queue.waiting(kind) for name, kind in CLASSES.items()},
-        "moving_bytes": {name: device.bytes_moving[kind] for name, kind in CLASSES.items()},
-        "moving": device.moving,
-        "admission": _admission(admission),
+        "tier": tier.name,
+        "queued_bytes": {name: traffic.queued_bytes[kind] for name, kind in CLASSES.items()},
+        "moving_bytes": {name: traffic.moving_bytes[kind] for name, kind in CLASSES.items()},
+        "moving": traffic.copies,
+        "admission": _admission(tier.admission(now)),
     }
 
 
-def check_limit(limit: int) -> None:
-    """Raises MisuseError for a page that is too large, or none."""
-    if not 1 <= limit <= MOST_AT_ONCE:
-        raise MisuseError(f"limit is {limit}", f"1 to {MOST_AT_ONCE}")
-
-
-def _admission(admission: Admission) -> dict[str, Any]:
-    rule = admission.rule
+def _admission(status: AdmissionStatus) -> dict[str, Any]:
     return {
-        "mode": rule.mode,
-        "threshold": admission.threshold,
-        "bytes_a_day": rule.bytes_a_day,
-        "written_bytes": admission.written,
-        "refused_blocks": admission.refused,
-        "spent": admission.spent,
+        "mode": status.rule.mode,
+        "threshold": status.threshold,
+        "bytes_a_day": status.rule.bytes_a_day,
+        "written_bytes": status.written_bytes,
+        "refused_blocks": status.refused_blocks,
+        "spent": status.spent,
     }

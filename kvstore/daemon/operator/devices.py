@@ -1,36 +1,43 @@
-"""Devices of the NVMe tier: opened by name, those that come while the daemon runs, and those that go.
+"""NVMe devices: opened at the start, added and removed while the daemon runs.
 
-One that comes must be empty: what an earlier daemon left on it is taken in when a daemon starts. Without the
-first there is no daemon, without another one there is, and it says so.
+A device that is added must be empty: only a start recovers blocks. The daemon does not start without the
+first device. Any other device that cannot be opened is left out and reported.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.config import FIRST_DEVICE, Config
+from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks.topology import TierState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.view import TierView, View
+from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.ports import Core, CurrentConfig, EventLog
+from kvstore.daemon.runtime.tier_set import TierSet
+from kvstore.daemon.tenancy.catalog import NamespaceCatalog
+from kvstore.daemon.tenancy.namespaces import Namespaces
+from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.kvikio_engine import best_engine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier, extent_bytes
 
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
-
 _LEFT_BEHIND = {"lost+found", "slabs", "records", "keys", "lock"}
-"""What may be in the folder of a device that comes: all of it may be without a block."""
+"""Files that an empty device may have in its folder: a removed device leaves them."""
 
 
 def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
-    """The configured devices by name, and why there are not all of them. KVStoreError without the first."""
+    """Opens the configured devices. Returns them by name, and why some are left out.
+
+    Raises KVStoreError if the first device cannot be opened.
+    """
     devices: dict[str, NvmeTier] = {}
     problems = []
     for name in config.nvme.paths:
@@ -44,7 +51,7 @@ def open_devices(config: Config) -> tuple[dict[str, NvmeTier], list[str]]:
 
 
 def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> dict[str, NvmeTier]:
-    """Some of the configured devices, if they are empty. Raises KVStoreError, and leaves none open."""
+    """Opens these configured devices, which must be empty. Raises KVStoreError, and leaves none open."""
     devices: dict[str, NvmeTier] = {}
     try:
         for name in names:
@@ -73,7 +80,7 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
 
 
 def _check_empty(path: Path) -> None:
-    """Raises TierError unless a folder is there, with nothing in it but what a device that left leaves."""
+    """Raises TierError unless a folder exists and has at most the files of an empty device."""
     try:
         others = sorted(set(os.listdir(path)) - _LEFT_BEHIND)
     except OSError as error:
@@ -84,14 +91,14 @@ def _check_empty(path: Path) -> None:
 
 
 def close_all(devices: Mapping[str, NvmeTier]) -> None:
-    """Closes them."""
+    """Closes devices."""
     for device in devices.values():
         device.close()
 
 
 def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     limit, path = config.nvme.limits[name], config.nvme.paths[name]
-    # Who is sealed on one, though not configured any more, is nowhere plain.
+    # A tenant that is encrypted on one device is encrypted on all, even if it is not configured any more.
     encrypt = dict.fromkeys(first.encrypted if first is not None else (), True)
     encrypt |= {tenant: each.encrypt for tenant, each in config.tenants.items()}
     master = MasterKey.load(config.encryption.key_file)
@@ -107,81 +114,108 @@ def _extent_bytes(config: Config, name: str) -> int:
     return extent_bytes(config.nvme.limits[name], len(config.tenants))
 
 
-def opener(shell: Shell, config: Config) -> Callable[[], dict[str, NvmeTier]]:
-    """Opens the devices that are to come; may run on another thread. See `open_new`."""
-    names, first = new(shell, config), shell.devices.get(FIRST_DEVICE)
-    return lambda: open_new(config, names, first)
-
-
-def new(shell: Shell, config: Config) -> list[str]:
-    """Names of devices that are to come."""
-    return [name for name in config.nvme.devices if name not in shell.config.nvme.devices]
-
-
 def spec(name: str, device: NvmeTier, config: Config) -> TierSpec:
-    """What the core is told of a device."""
+    """Returns the core's description of a device."""
     return TierSpec(Tier.NVME, device.limit_bytes, device.extent_bytes, False, rule(config, name), name)
 
 
 def rule(config: Config, name: str) -> Rule:
-    """What goes to a device."""
+    """Returns the rule for writes to a device."""
     nvme = config.nvme
     return Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day(name))
 
 
-def check(shell: Shell, config: Config) -> None:
-    """Raises ConfigError for devices that can't come or go while the daemon runs."""
-    wanted = new(shell, config)
-    if wanted and not shell.devices:
-        raise ConfigError(f"nvme.devices.{wanted[0]}: there is no NVMe tier", "set nvme.path, and restart")
-    for name in wanted:
-        if name in shell.devices:
-            raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
-    if len(wanted) > shell.placement.hotplug.room:
-        hint = "restart it: it can tell so many apart, those that were removed included"
-        raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
+class Devices:
+    """Adds and removes NVMe devices while the daemon runs."""
 
+    def __init__(
+        self,
+        core: Core,
+        view: View,
+        tiers: TierSet,
+        durability: Durability,
+        catalog: NamespaceCatalog,
+        namespaces: Namespaces,
+        quotas: TenantQuotas,
+        event_log: EventLog,
+        config: CurrentConfig,
+    ) -> None:
+        self._core = core
+        self._view = view
+        self._tiers = tiers
+        self._durability = durability
+        self._catalog = catalog
+        self._namespaces = namespaces
+        self._quotas = quotas
+        self._event_log = event_log
+        self._config = config
 
-def going(shell: Shell, config: Config) -> Iterator[tuple[int, TierState]]:
-    """Devices that are there now and are not to be, by number."""
-    for tier, state in enumerate(shell.placement.residency.tiers):
-        stays = state.spec.tier != Tier.NVME or state.spec.name in config.nvme.limits
-        if not (stays or state.leaving):
-            yield tier, state
+    def added_by(self, config: Config) -> list[str]:
+        """Returns the names of devices that a configuration adds."""
+        return [name for name in config.nvme.devices if name not in self._config().nvme.devices]
 
+    def opener(self, config: Config) -> Callable[[], dict[str, NvmeTier]]:
+        """Returns a function that opens the added devices. It may run on another thread. See `open_new`."""
+        names, first = self.added_by(config), self._tiers.devices.get(FIRST_DEVICE)
+        return lambda: open_new(config, names, first)
 
-def consequences(shell: Shell, config: Config) -> list[dict[str, Any]]:
-    """What all tenants together ("") would lose with devices that go, in bytes."""
-    return [
-        {"tenant": "", "tier": state.spec.name, "evicted_bytes": state.extents.used_bytes, "claimed_bytes": 0}
-        for _, state in going(shell, config)
-        if state.extents.used_bytes
-    ]
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for devices that cannot be added or removed while the daemon runs."""
+        wanted = self.added_by(config)
+        if wanted and not self._tiers.devices:
+            raise ConfigError(
+                f"nvme.devices.{wanted[0]}: there is no NVMe tier", "set nvme.path, and restart"
+            )
+        for name in wanted:
+            if name in self._tiers.devices:
+                raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
+        if len(wanted) > self._view.addable_devices:
+            hint = "restart it: removed devices count until then"
+            raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
 
+    def consequences(self, config: Config) -> list[dict[str, Any]]:
+        """Returns the bytes that all tenants together ("") would lose with removed devices."""
+        return [
+            {"tenant": "", "tier": tier.name, "evicted_bytes": used, "claimed_bytes": 0}
+            for tier in self._removed_by(config)
+            if (used := tier.capacity().used_bytes)
+        ]
 
-def change(shell: Shell, config: Config, opened: Mapping[str, NvmeTier]) -> None:
-    """Has devices go that are not configured any more, and those come that were opened for it."""
-    for tier, state in list(going(shell, config)):
-        shell.chronicle.add("leaving", tier=state.spec.name)
-        shell.handle(ev.RemoveDevice(tier))
-    for name, device in opened.items():
-        shell.devices[name] = device
-        shell.devices_changed()
-        device.put_generation(shell.generation)
-        for pool in shell.pools.values():
-            pool.watch(device)
-        for space in shell.namespaces:
-            shell.tenancy.record(space, [device])
-        shell.handle(ev.AddDevice(spec(name, device, config)))
+    def change(self, config: Config, opened: Mapping[str, NvmeTier]) -> None:
+        """Removes devices that are not configured any more, and adds the devices that were opened."""
+        for tier in self._removed_by(config):
+            self._event_log.add("leaving", tier=tier.name)
+            self._core.handle(ev.RemoveDevice(tier.number))
+        for name, device in opened.items():
+            self._tiers.devices[name] = device
+            self._durability.devices_changed()
+            device.put_generation(self._durability.generation)
+            for pool in self._tiers.pools.values():
+                pool.watch(device)
+            for space in self._namespaces:
+                self._catalog.record(space, [device])
+            self._core.handle(ev.AddDevice(spec(name, device, config)))
 
+    def set_admission(self, config: Config) -> None:
+        """Applies the configured admission rules to all devices that stay."""
+        for tier in self._view.tiers:
+            if tier.kind == Tier.NVME and not tier.leaving:
+                self._core.handle(ev.SetAdmission(tier.number, rule(config, tier.name)))
 
-def joined(shell: Shell, tier: int) -> None:
-    """A device is there: tenants have their part of it, and its extents are made."""
-    state = shell.placement.residency.tiers[tier]
-    shell.chronicle.add("joined", tier=state.spec.name)
-    if state.spec.name not in shell.config.nvme.limits:
-        # It was to go again before it was there.
-        shell.handle(ev.RemoveDevice(tier))
-        return
-    shell.tenancy.apply(shell.config)
-    shell.handle(ev.SetLimit(tier, state.spec.limit_bytes))
+    def added(self, action: ac.DeviceAdded) -> None:
+        """Applies quotas to a device that the core has added, and lets its extents be made."""
+        tier, config = self._view.tiers[action.tier], self._config()
+        self._event_log.add("joined", tier=tier.name)
+        if tier.name not in config.nvme.limits:
+            # The configuration has removed it before the core could add it.
+            self._core.handle(ev.RemoveDevice(tier.number))
+            return
+        self._quotas.apply(config)
+        self._core.handle(ev.SetLimit(tier.number, tier.spec.limit_bytes))
+
+    def _removed_by(self, config: Config) -> list[TierView]:
+        return [
+            tier
+            for tier in self._view.tiers
+            if tier.kind == Tier.NVME and tier.name not in config.nvme.limits and not tier.leaving
+        ]

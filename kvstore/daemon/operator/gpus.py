@@ -1,31 +1,29 @@
-"""Pools of GPU memory: opened at a start, one a GPU, and left when their GPU is lost.
+"""Pools of GPU memory: one for each configured GPU, opened at the start, closed when the GPU is lost.
 
-None of them is needed: what keeps one from being there is said, and blocks are served from DRAM.
+The daemon runs without pools. A pool that cannot be opened is reported, and blocks are served from DRAM.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from kvstore.config import Config, format_size
 from kvstore.core import events as ev
 from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.view import View
 from kvstore.cuda.device import Gpu, resolve, uuids, why_not
 from kvstore.cuda.errors import CudaError
+from kvstore.daemon.runtime.ports import Core, Problems
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import HBM_EXTENTS, Tier, extent_bytes
-
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
 
 _log = logging.getLogger(__name__)
 
 
 def open_pools(config: Config) -> tuple[dict[str, HbmTier], list[str]]:
-    """The configured pools by name, hbm0 and so on, and why there are not all of them."""
+    """Opens the configured pools. Returns them by name (hbm0 and so on), and why some are left out."""
     if not config.hbm.limit:
         return {}, []
     if reason := why_not():
@@ -56,14 +54,14 @@ def _open(config: Config, uuid: str, number: int) -> HbmTier:
 
 
 def spec(name: str, pool: HbmTier) -> TierSpec:
-    """What the core is told of a pool."""
+    """Returns the core's description of a pool."""
     return TierSpec(Tier.HBM, pool.limit_bytes, pool.extent_bytes, table=False, name=name)
 
 
 class Pinner:
-    """Has CUDA know the memory of extents of DRAM, so that copies to and from GPUs are asynchronous and fast.
+    """Registers DRAM extents with CUDA, which makes copies to and from GPUs asynchronous and fast.
 
-    What it refuses is copied all the same, through memory of the driver's own.
+    Extents that CUDA refuses are copied too, through the driver's own buffers.
     """
 
     def __init__(self, pools: Iterable[HbmTier]) -> None:
@@ -71,7 +69,7 @@ class Pinner:
         self._pinned: dict[int, memoryview] = {}
 
     def pin(self, number: int, view: memoryview) -> None:
-        """An extent is there. Takes some 100 ms a GiB."""
+        """Registers an extent. Takes about 100 ms a GiB."""
         try:
             if self._gpu is not None and self._gpu.register(view):
                 self._pinned[number] = view
@@ -79,7 +77,7 @@ class Pinner:
             _log.warning("extent %d of DRAM is not pinned for GPUs: %s", number, error)
 
     def unpin(self, number: int) -> None:
-        """An extent is about to be given back, which it can't be while it is pinned."""
+        """Unregisters an extent before it is freed."""
         view = self._pinned.pop(number, None)
         if view is not None and self._gpu is not None:
             try:
@@ -88,9 +86,7 @@ class Pinner:
                 _log.warning("extent %d of DRAM stays pinned: %s", number, error)
 
 
-def lost(shell: Shell, tier: int, error: CudaError) -> None:
-    """A GPU is gone, or the daemon's context on it: its blocks are served from below."""
-    said = f"{shell.placement.residency.tiers[tier].spec.name} is lost: {error}"
-    _log.error("%s", said)
-    shell.problems.append(said)
-    shell.handle(ev.LoseDevice(tier))
+def lost(core: Core, view: View, problems: Problems, tier: int, error: CudaError) -> None:
+    """Reports a lost GPU, or a lost CUDA context on it. Its blocks are served from lower tiers."""
+    problems.report(f"{view.tiers[tier].name} is lost: {error}")
+    core.handle(ev.LoseDevice(tier))

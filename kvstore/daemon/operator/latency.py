@@ -1,10 +1,11 @@
-"""What is measured while the daemon runs: how long calls, copies and the event loop's turns take."""
+"""Latency histograms of requests, copies and the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 BOUNDS_S = tuple(16e-6 * 2**k for k in range(20))
@@ -14,7 +15,7 @@ _LAG_EVERY_S = 0.1
 
 
 class Histogram:
-    """Durations by bucket, and their sum."""
+    """Counts durations by bucket, and sums them."""
 
     __slots__ = ("counts", "sum_s")
 
@@ -23,19 +24,19 @@ class Histogram:
         self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more duration."""
+        """Adds one duration."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
     def plain(self) -> dict[str, Any]:
-        """As it goes over the wire."""
+        """Returns plain values."""
         return {"counts": list(self.counts), "sum_s": self.sum_s}
 
 
 class Calls:
-    """How long requests took, from when they were read to their answer, by message and whether they waited.
+    """Latency of requests, from the read to the answer, by message and by whether the request waited.
 
-    One that waited was answered later than it was run: for blocks of a lower tier, for room, for a device.
+    A request that waited was answered later than it ran: for blocks of a lower tier, for room, for a device.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Calls:
         self._waited: dict[type, Histogram] = {}
 
     def add(self, message: type, waited: bool, seconds: float) -> None:
-        """One more answer."""
+        """Adds one answer."""
         book = self._waited if waited else self._at_once
         histogram = book.get(message)
         if histogram is None:
@@ -51,7 +52,7 @@ class Calls:
         histogram.add(seconds)
 
     def plain(self) -> list[dict[str, Any]]:
-        """As it goes over the wire."""
+        """Returns plain values."""
         return [
             {"call": message.__name__.lower(), "waited": waited, **histogram.plain()}
             for waited, book in ((False, self._at_once), (True, self._waited))
@@ -59,8 +60,23 @@ class Calls:
         ]
 
 
+class CopyLatency:
+    """Latency of copies between tiers, by the numbers of source and target."""
+
+    def __init__(self) -> None:
+        self._by_tiers: defaultdict[tuple[int, int], Histogram] = defaultdict(Histogram)
+
+    def add(self, source: int, target: int, seconds: float) -> None:
+        """Adds one copy."""
+        self._by_tiers[source, target].add(seconds)
+
+    def items(self) -> Iterable[tuple[tuple[int, int], Histogram]]:
+        """Returns the histograms by (source, target)."""
+        return self._by_tiers.items()
+
+
 class Lag:
-    """How much later than asked for the event loop comes back, looked at ten times a second."""
+    """Delay of the event loop: how much later than planned a timer runs, ten times a second."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stopwatch: Callable[[], float]) -> None:
         self.histogram = Histogram()
@@ -69,7 +85,7 @@ class Lag:
         self._due_s = 0.0
 
     def start(self) -> None:
-        """From now on, for as long as the loop turns."""
+        """Starts to measure. Never stops."""
         self._due_s = self._stopwatch() + _LAG_EVERY_S
         self._loop.call_later(_LAG_EVERY_S, self._look)
 

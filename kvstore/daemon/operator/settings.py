@@ -1,6 +1,7 @@
-"""The configuration while the daemon runs: read again, or changed and kept. One change at a time.
+"""The configuration of the running daemon: read again, or changed and kept. One change at a time.
 
-Reading, validating and writing take longer than the event loop may stand still, so they happen beside it.
+Files are read, validated and written on threads, because this would delay the event loop. How a configuration
+is applied to the daemon is not covered here: see `reload`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from kvstore.config import Config, Source, Values, changes, etag, keep_changes, merged, plain, read
 from kvstore.core.policy import POLICIES, find
+from kvstore.daemon.operator.command import command
 from kvstore.daemon.operator.devices import close_all
 from kvstore.errors import ConfigError, MisuseError
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -21,20 +23,20 @@ from kvstore.tiers.nvme.tier import NvmeTier
 _log = logging.getLogger(__name__)
 
 Check = Callable[[Config], list[dict[str, Any]]]
-"""What tenants would lose, and claim. Raises ConfigError for what this daemon could not keep."""
+"""Returns what tenants would lose and could claim. Raises ConfigError for a change that needs a restart."""
 
 Apply = Callable[[Config, list[str], Mapping[str, NvmeTier]], None]
-"""Has a daemon take over what can change at run time, as told, and devices that were opened for that.
+"""Applies a configuration, the names of its changed keys, and the devices that were opened for it.
 
-Raises ConfigError, and takes over none.
+Raises ConfigError, and applies nothing.
 """
 
 Opener = Callable[[Config], Callable[[], Mapping[str, NvmeTier]]]
-"""What opens the devices that would come, on another thread. Raises KVStoreError."""
+"""Returns a function that opens the added devices on another thread. It raises KVStoreError."""
 
 
 class LiveConfig:
-    """Where a daemon's configuration is from, and what holds now."""
+    """The configuration in use, and its source."""
 
     def __init__(self, path: Path | None) -> None:
         """Reads the configuration at `path`. Raises ConfigError."""
@@ -47,15 +49,20 @@ class LiveConfig:
         self._opener: Opener = lambda config: dict
 
     def told_to(self, check: Check, apply: Apply, opener: Opener) -> None:
-        """Who takes over what changes, and says before that what comes of it."""
+        """Sets the functions that check and apply changes and open devices."""
         self._check, self._apply, self._opener = check, apply, opener
 
-    async def shown(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
-        """What is set of a part (all, or tables by name; None: nothing), its ETag, and all changes."""
+    @command
+    async def settings(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Returns the value of a part of the configuration, its ETag, and all changes to the file.
+
+        `part` names nested tables, empty for everything. The value of an absent part is None.
+        """
         return await asyncio.to_thread(_shown, self._source, part)
 
+    @command
     async def reload(self) -> dict[str, Any]:
-        """Reads files again: what has changed, and what needs a restart. Raises ConfigError."""
+        """Reads files again. Returns what has changed and what needs a restart. Raises ConfigError."""
         async with self._lock:
             source = await asyncio.to_thread(read, self._path)
             if source.kept_in is None:
@@ -68,14 +75,15 @@ class LiveConfig:
             _log.warning("needs a restart: %s", ", ".join(fixed))
         return {"changed": changed, "needs_restart": fixed}
 
+    @command
     async def change(
         self, patch: Values, part: tuple[str, ...] = (), expected: str = "", dry_run: bool = False
     ) -> dict[str, Any]:
-        """Applies a merge patch and keeps it, if a part is still as `expected` (its ETag; "": however it is).
+        """Applies a merge patch to a part and keeps it, if `expected` is the part's ETag, "*" or "".
 
-        Returns what has changed, what comes of it, and the part's new ETag; or, if that is not as expected,
-        only its ETag as `is_now`. Raises ConfigError or MisuseError for what can't be, and changes nothing.
-        Imports no eviction policy that the file does not name, and on a dry run none.
+        Returns what has changed, the consequences, and the part's new ETag. With another ETag, returns only
+        `is_now`, the part's ETag. Raises ConfigError or MisuseError for an invalid change, and changes
+        nothing. Imports only an eviction policy that the file names, and none on a dry run.
         """
         async with self._lock:
             is_now, source, will_be = await asyncio.to_thread(_patched, self._source, patch, part)
@@ -99,7 +107,7 @@ class LiveConfig:
             await asyncio.to_thread(keep_changes, source.kept_in, source.changes)
 
     async def _take(self, source: Source, config: Config, changed: list[str], keep: bool = False) -> None:
-        """Takes a configuration over, after keeping it if that is wanted; all of it, or nothing."""
+        """Applies a configuration, all of it or nothing. With `keep`, its changes are written first."""
         self._check(config)
         opened = await asyncio.to_thread(self._opener(config))
         kept = False
@@ -117,9 +125,9 @@ class LiveConfig:
 
 
 def _checked(source: Source, known: Container[str] | None = None, imports: bool = True) -> Config:
-    """The configuration, if what it names is there too. Raises ConfigError.
+    """Returns the configuration. Raises ConfigError if it is invalid or its eviction policy is unknown.
 
-    A policy that is not built in must be among those `known` (None: any): importing it runs its code.
+    A policy that is not built in must be in `known` (None: any), because importing it runs its code.
     """
     config = source.config()
     name = config.policy.eviction
@@ -137,7 +145,7 @@ def _checked(source: Source, known: Container[str] | None = None, imports: bool 
 
 
 def _patched(source: Source, patch: Values, part: tuple[str, ...]) -> tuple[str, Source, str]:
-    """With a merge patch applied, and the ETags of a part before and after it."""
+    """Returns a part's ETag, the source with a merge patch applied, and the part's ETag after that."""
     before = source.effective
     after = merged(before, patch)
     return etag(_part(before, part)), source.changed(after), etag(_part(after, part))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
+from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 LONGEST_S = 60.0
@@ -40,19 +40,6 @@ class Wait:
     timer: asyncio.TimerHandle | None = None
 
 
-class Network(Protocol):
-    """The network tier."""
-
-    def serves(self, space: NamespaceEntry) -> bool:
-        """Returns whether blocks of a namespace may come from the network."""
-
-    async def has(self, blocks: Sequence[tuple[NamespaceEntry, bytes]]) -> list[bool]:
-        """Returns which blocks the network has."""
-
-    def begin(self, flow: Coroutine[Any, Any, None]) -> None:
-        """Starts a task that ends with the network tier at the latest."""
-
-
 class Waits:
     """All calls of one daemon that wait for a block."""
 
@@ -60,7 +47,7 @@ class Waits:
         self,
         loop: asyncio.AbstractEventLoop,
         namespaces: Namespaces,
-        network: Network | None,
+        network: NetworkTier | None,
         stored: Callable[[int, Keys], int],
         handle: Callable[[ev.Event], None],
     ) -> None:

@@ -167,7 +167,7 @@ def reserve(session: Session, q: m.Reserve) -> None:
 def invalidate(session: Session, q: m.Invalidate) -> None:
     """Turns blocks into misses; answers when that is durable, and holds on the network too."""
     space = find(session, q, own=True)
-    session.services.core.invalidate(session, q.id, space, Keys(q.keys, q.key_bytes))
+    session.services.deletion.invalidate(session, q.id, space, Keys(q.keys, q.key_bytes))
 
 
 def hand_off(session: Session, q: m.HandOff) -> None:

@@ -16,7 +16,7 @@ from kvstore.daemon.requests.namespaces import (
 )
 from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
-from kvstore.daemon.tenancy.tenancy import refusal
+from kvstore.daemon.tenancy.deletion import refusal
 from kvstore.errors import MisuseError, RemoteProtocolError
 from kvstore.wire import messages as m
 
@@ -85,4 +85,4 @@ def _run_with_keys(session: Session, message: Any) -> None:
             refused = refusal(message.id, error)
             session.deny(message.id, refused.why, refused.hint)
 
-    session.services.data_keys.make_keys(session.principal.name, ended)
+    session.services.data_keys.make(session.principal.name, ended)

@@ -19,7 +19,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.requests.leases import lease_number
-from kvstore.daemon.operator.explain import namespaces_for
+from kvstore.daemon.operator.namespaces import namespaces_for
 from kvstore.daemon.requests.session import Session
 from kvstore.daemon.tenancy.auth import Role
 from kvstore.wire import messages as m
@@ -41,7 +41,8 @@ _SOURCES = {
 
 
 def _explained(q: m.Explain, session: Session) -> tuple[int, ...]:
-    return namespaces_for(session.principal, session.services.catalog, q.tenant, q.model)
+    services = session.services
+    return namespaces_for(session.principal, services.authenticator, services.namespaces, q.tenant, q.model)
 
 
 _NAMES: dict[str, Any] = {

@@ -98,7 +98,7 @@ def _reopened(session: Session, q: Any, space: NamespaceEntry) -> NamespaceEntry
 
 
 def _check_keys(session: Session) -> None:
-    if not session.services.data_keys.has_keys(session.principal.name):
+    if not session.services.data_keys.exist(session.principal.name):
         raise NoKeysError("data keys are being made")
 
 

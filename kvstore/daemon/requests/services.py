@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvstore.config import Config
-from kvstore.core import actions as ac
-from kvstore.core import events as ev
-from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.view import View
 from kvstore.daemon.kv_events.tracker import Routing
@@ -18,39 +15,21 @@ from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator.latency import Calls, Lag
 from kvstore.daemon.operator.trace_recorder import TraceRecorder
 from kvstore.daemon.requests.block_waits import Waits
+from kvstore.daemon.runtime import ports
 from kvstore.daemon.tenancy.auth import Authenticator, Principal
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
-from kvstore.daemon.tenancy.tenancy import Tenancy
+from kvstore.daemon.tenancy.catalog import NamespaceCatalog
+from kvstore.daemon.tenancy.data_keys import DataKeys
+from kvstore.daemon.tenancy.deletion import Deletion
+from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 
 
-class Requester(Protocol):
-    """The sender of a request."""
+class Core(ports.Core, Protocol):
+    """The placement core, for requesters that may leave before their answers come."""
 
-    def answer(
-        self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
-    ) -> None:
-        """Takes the answer to request number `request`. Called at most once for each request."""
-
-
-class Core(Protocol):
-    """Runs events through the core."""
-
-    def now(self) -> float:
-        """Returns the time of the event loop in seconds."""
-
-    def handle(self, event: ev.Event) -> None:
-        """Runs an event that has no answer."""
-
-    def ask(self, requester: Requester, request: int, event: Any) -> None:
-        """Runs an event. Its answer goes to `requester`, at once or later."""
-
-    def invalidate(self, requester: Requester, request: int, space: NamespaceEntry, keys: Keys) -> None:
-        """Turns blocks into misses. The answer comes when this is durable."""
-
-    def leave(self, requester: Requester) -> None:
-        """Drops the answers that `requester` still waits for."""
+    def leave(self, requester: ports.Requester, /) -> None:
+        """Drops the answers that a requester still waits for."""
 
 
 class MemoryTiers(Protocol):
@@ -94,9 +73,9 @@ class Services:
     tiers: MemoryTiers
     authenticator: Authenticator
     namespaces: Namespaces
-    catalog: Tenancy
-    data_keys: Tenancy
-    deletion: Tenancy
+    catalog: NamespaceCatalog
+    data_keys: DataKeys
+    deletion: Deletion
     network: NetworkTier | None
     kv_events: Routing
     waits: Waits

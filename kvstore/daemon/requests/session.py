@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kvstore.core import actions as ac
 from kvstore.core.requests.leases import number_on_connection
-from kvstore.daemon.operator.explain import named
+from kvstore.daemon.operator.namespaces import named
 from kvstore.daemon.requests.block_waits import Wait
 from kvstore.daemon.requests.prompts import Prompts
 from kvstore.daemon.requests.services import Services
@@ -55,7 +55,7 @@ class Process(Protocol):
 
 
 class Session:
-    """What the daemon keeps of one greeted peer. It is the `Requester` of the peer's requests."""
+    """What the daemon keeps of one greeted peer. It is the requester of the peer's requests."""
 
     def __init__(
         self,
@@ -85,13 +85,15 @@ class Session:
             self.services.waits.cancel(wait)
         self.prompts.leave()
         self.services.core.leave(self)
+        if self.services.network is not None:
+            self.services.network.tasks.cancel(self)
 
     # -- answers
 
     def answer(
         self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
     ) -> None:
-        """See `services.Requester`."""
+        """See Requester."""
         recorder = self.services.recorder
         # While requests are recorded, clients look up all keys of a long prompt instead of every n-th.
         gaps = isinstance(action, ac.Found) and (action.gaps or recorder.running)
@@ -112,7 +114,9 @@ class Session:
             lease = number_on_connection(action.lease)
             self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))
         elif isinstance(action, ac.Explained):
-            self.send(m.Explained(request, named(action, self.services.catalog)))
+            self.send(
+                m.Explained(request, named(action, self.services.authenticator, self.services.namespaces))
+            )
         elif action.retry_s > 0:
             self.send(m.Busy(request, action.retry_s, action.why))
         else:

@@ -1,1 +1,4 @@
-"""Executes the core's actions against the tiers, recovers blocks at start-up, scrubs stored blocks."""
+"""Runs the placement core: actions, tiers, start and stop, and the ports that other rooms take.
+
+Imports `core` and `tiers`, and no sibling. `ports` may be imported from every room.
+"""

@@ -1,8 +1,8 @@
-"""What was learned of blocks' reuse, from one daemon to the next: a file in the folder of the NVMe tier.
+"""Saves reuse statistics from one daemon to the next, in a file in the folder of the first NVMe device.
 
-Written at an orderly stop and kept until the next one, so that after a crash it is what was known at the stop
-before: old, but never wrong, since all that follows from it is who goes first. A file that cannot be read is
-not used. Of keys, only fingerprints are in it.
+The file is written at an orderly stop and kept until the next one. After a crash it is older than the blocks,
+which does no harm: only the order of eviction follows from it. A file that cannot be read is ignored. The
+file has fingerprints of keys, not keys.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from kvstore.core import events as ev
 from kvstore.core.reuse.classes import CLASSES
 from kvstore.core.reuse.curves import Counts
 from kvstore.core.reuse.reuse import ReuseState
-
-if TYPE_CHECKING:
-    from kvstore.daemon.runtime.executor import Shell
+from kvstore.core.view import View
+from kvstore.daemon.runtime.ports import Core, CurrentConfig
 
 _log = logging.getLogger(__name__)
 
@@ -29,78 +28,97 @@ _NAME = "learned.npz"
 _FORMAT = 1
 
 
-def collect(shell: Shell) -> ReuseState:
-    """All of it, as it is now."""
-    return shell.placement.view.reuse_state(shell.now())
+class PolicyStateFile:
+    """The file of one daemon. Without an NVMe tier, nothing is saved."""
 
+    def __init__(
+        self,
+        core: Core,
+        view: View,
+        config: CurrentConfig,
+        name_of: Callable[[int], str],
+        number_of: Callable[[str], int | None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`name_of` and `number_of` translate tenants. `clock` returns Unix time in s."""
+        self._core = core
+        self._view = view
+        self._config = config
+        self._name_of = name_of
+        self._number_of = number_of
+        self._clock = clock
 
-def save(shell: Shell, learned: ReuseState) -> None:
-    """Puts it in the place of what is there; a file that cannot be written is only told."""
-    path = _path(shell)
-    if path is None:
-        return
-    new = path.with_suffix(".new")
-    tenants = [shell.tenancy.registry.name(number) for number in learned.curves]
-    counts = [np.stack(counts) for counts in learned.curves.values()]
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            np.savez(
-                file,
-                format=np.array(_FORMAT),
-                written_at=np.array(shell.clock()),
-                seed=np.array(learned.seed, np.uint64),
-                ticks=np.array(learned.ticks),
-                room=np.array(learned.room),
-                at=learned.at,
-                words=learned.words,
-                tenants=np.array(tenants, np.str_),
-                counts=np.array(counts, np.float32),
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
-    except OSError as error:
-        _log.warning("what was learned of reuse is not kept: %s", error)
+    def collect(self) -> ReuseState:
+        """Returns the statistics as of now."""
+        return self._view.reuse_state(self._core.now())
 
+    def save(self, state: ReuseState) -> None:
+        """Replaces the file. A failure is logged."""
+        path = self._path
+        if path is None:
+            return
+        new = path.with_suffix(".new")
+        tenants = [self._name_of(number) for number in state.curves]
+        counts = [np.stack(counts) for counts in state.curves.values()]
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                np.savez(
+                    file,
+                    format=np.array(_FORMAT),
+                    written_at=np.array(self._clock()),
+                    seed=np.array(state.seed, np.uint64),
+                    ticks=np.array(state.ticks),
+                    room=np.array(state.room),
+                    at=state.at,
+                    words=state.words,
+                    tenants=np.array(tenants, np.str_),
+                    counts=np.array(counts, np.float32),
+                )
+                file.flush()
+                os.fsync(file.fileno())
+            new.rename(path)
+        except OSError as error:
+            _log.warning("reuse statistics were not saved: %s", error)
 
-def restore(shell: Shell) -> None:
-    """Has the core go on from what an earlier daemon knew, if that can be read. Before any block is there."""
-    path = _path(shell)
-    if path is None:
-        return
-    try:
+    def restore(self) -> None:
+        """Sends the saved statistics to the core, before any block."""
+        path = self._path
+        if path is None:
+            return
+        try:
+            state, written_at = self._read(path)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            _log.warning("%s cannot be used: reuse statistics start empty: %s", path, error)
+            return
+        self._core.handle(ev.RestoreReuse(state, self._clock() - written_at))
+
+    def _read(self, path: Path) -> tuple[ReuseState, float]:
         with np.load(path, allow_pickle=False) as file:
             if int(file["format"]) != _FORMAT:
                 raise ValueError(f"format {file['format']}")
             counts = file["counts"].reshape(-1, 2, *CLASSES)
             curves = {}
             for name, (used, reached) in zip(file["tenants"].tolist(), counts, strict=True):
-                tenant = shell.tenancy.known(name)
+                tenant = self._number_of(name)
                 if tenant is not None:
                     curves[tenant] = Counts(used, reached)
-            learned = ReuseState(
-                int(file["seed"]), int(file["ticks"]), curves, int(file["room"]), file["at"], file["words"]
-            )
-            elapsed_s = shell.clock() - float(file["written_at"])
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        _log.warning("%s cannot be used: reuse is learned anew: %s", path, error)
-        return
-    shell.handle(ev.RestoreReuse(learned, elapsed_s))
+            seed, ticks, room = int(file["seed"]), int(file["ticks"]), int(file["room"])
+            state = ReuseState(seed, ticks, curves, room, file["at"], file["words"])
+            return state, float(file["written_at"])
 
+    def discard(self) -> None:
+        """Deletes the file, because it names a tenant that was deleted. A failure is logged."""
+        path = self._path
+        if path is None:
+            return
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("reuse statistics of a deleted tenant stay until the next stop: %s", error)
 
-def discard(shell: Shell) -> None:
-    """What was written at the last stop is no more: a tenant has been deleted, which it still names."""
-    path = _path(shell)
-    if path is None:
-        return
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("what was learned of a deleted tenant stays until the next stop: %s", error)
-
-
-def _path(shell: Shell) -> Path | None:
-    folder = shell.config.nvme.path
-    return folder / _NAME if folder is not None else None
+    @property
+    def _path(self) -> Path | None:
+        folder = self._config().nvme.path
+        return folder / _NAME if folder is not None else None

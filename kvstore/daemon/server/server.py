@@ -52,6 +52,10 @@ class Server:
         more = self.queues() if who.operator else {}
         return {"version": VERSION, "connections": len(mine), **more, **self.services.status(who)}
 
+    def summary(self) -> dict[str, Any]:
+        """Returns the server's part of the daemon's status."""
+        return {"version": VERSION, "connections": len(self.table.connections), **self.queues()}
+
     def queues(self) -> dict[str, Any]:
         """Returns counts of waiting and of refused requests, and of connections by wire version."""
         spoken = Counter(str(c.version) for c in self.table.connections if c.session is not None)

@@ -1,1 +1,4 @@
-"""Tenants: peer authentication, the namespaces of a tenant, and its quotas."""
+"""Tenants: peer authentication, quotas, data keys, the catalog of namespaces, deletion and recovery.
+
+Imports `runtime`. Does not import `server`, `network`, `operator` or `kv_events`.
+"""

@@ -1,6 +1,6 @@
 """Who a peer is: tenants by name and number, their members by uid, gid and token, and what each may do.
 
-Not covered: what a tenant may have (the core), and which of its blocks others may read (the shell).
+Not covered: what a tenant may store (`quotas`), and which of its blocks others may read (`catalog`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Literal, TypeVar
 
 from kvstore.config import Config, Secret, Tenant
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError, KVStoreError, MisuseError
 from kvstore.types import check_tenant
 
 _S = TypeVar("_S", bound=Secret)
@@ -75,6 +75,13 @@ class Authenticator:
     def number(self, name: str) -> int | None:
         """The number of a tenant, None if there is none of this name."""
         return self._numbers.get(name)
+
+    def existing(self, name: str) -> int:
+        """Returns the number of a tenant. Raises MisuseError if there is no such tenant."""
+        number = self._numbers.get(name)
+        if number is None:
+            raise MisuseError(f"there is no tenant {name!r:.80}", "`kvstore tenant list` names them")
+        return number
 
     def name(self, number: int) -> str:
         """The name behind a number. IndexError if it is nobody's."""

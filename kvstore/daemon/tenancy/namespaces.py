@@ -1,7 +1,7 @@
-"""Namespaces by number and by whose they are; the domains that say who may map their extents.
+"""Namespaces by number and by tenant, and the domains of their extents.
 
-A deleted namespace gets another number: connections keep the `NamespaceEntry`, and go on with it.
-A closed namespace has no number; a connection that uses it again opens it again.
+A deleted namespace gets a new number. Connections keep its `NamespaceEntry`. A closed namespace has no number
+until a connection uses it again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DEFAULT = "default"
 class NamespaceEntry:
     """One namespace. `number` is the core's, 0 while it is not open there; `layout` None until it is named.
 
-    `readers` are names of the tenants that it is published to, `domain` goes with them. `hits`: blocks of
-    prompts in it, whoever asked.
+    `readers` are names of the tenants that it is published to, `domain` goes with them. `hits` counts blocks
+    of prompts in it, of all tenants.
     """
 
     number: int
@@ -61,15 +61,15 @@ class Namespaces:
         return iter(self._by_name.values())
 
     def find(self, tenant: int, fingerprint: bytes) -> NamespaceEntry | None:
-        """A tenant's namespace, None if it has none of this layout."""
+        """Returns a tenant's namespace, None if it is absent."""
         return self._by_name.get((tenant, fingerprint))
 
     def at(self, number: int) -> NamespaceEntry | None:
-        """The namespace that has a number now."""
+        """Returns the namespace that has this number now."""
         return self._by_number.get(number)
 
     def new_number(self) -> int:
-        """A number that no namespace has, nor one that is being forgotten."""
+        """Returns a number that no namespace has, nor one that is being deleted."""
         for _ in range(_MOST_NUMBERS):
             self._last = self._last % (_MOST_NUMBERS - 1) + 1
             if self._last not in self.fingerprints:
@@ -77,28 +77,28 @@ class Namespaces:
         raise AssertionError("more namespaces than the core allows")
 
     def add(self, space: NamespaceEntry) -> None:
-        """One more, or one that has another number now."""
+        """Adds a namespace, or its new number."""
         self._by_name[space.tenant, space.fingerprint] = space
         self._by_number[space.number] = space
         self.fingerprints[space.number] = space.fingerprint
         self.lengths[space.number] = space.block_bytes
 
     def close(self, space: NamespaceEntry) -> int:
-        """It is being forgotten: no number is its own any more; the one that it had."""
+        """Takes the number of a namespace away, and returns it."""
         number, space.number = space.number, 0
         self._by_number.pop(number, None)
         return number
 
     def remove(self, space: NamespaceEntry) -> None:
-        """Nothing is known of it any more, but who has it open may open it anew."""
+        """Removes a namespace. A connection that has it open may open it again."""
         self._by_name.pop((space.tenant, space.fingerprint), None)
 
     def use(self, space: NamespaceEntry) -> None:
-        """A request goes on by itself for this namespace, which must not be closed before `drop`."""
+        """Keeps a namespace open until `drop`."""
         self._uses[space] += 1
 
     def drop(self, space: NamespaceEntry) -> None:
-        """Undoes `use`."""
+        """Undoes one `use`."""
         self._uses[space] -= 1
         if not self._uses[space]:
             del self._uses[space]
@@ -109,11 +109,11 @@ class Namespaces:
         return frozenset(space.number for space in self._uses)
 
     def forgotten(self, number: int) -> None:
-        """Nothing that has this number is left: it may be given again."""
+        """Makes a number available again, when nothing of its namespace is left."""
         del self.fingerprints[number], self.lengths[number]
 
     def of(self, tenant: int, revision: str = "", model: str = "") -> list[NamespaceEntry]:
-        """A tenant's namespaces; of one revision, of one model."""
+        """Returns a tenant's namespaces, "" for any revision or model."""
         return [
             s
             for s in self
@@ -155,7 +155,7 @@ class Numbering:
         return space
 
     def set(self, number: int, space: NamespaceEntry) -> None:
-        """From now on a number stands for this namespace."""
+        """Lets a number stand for this namespace."""
         self._forget(number)
         self._spaces[number] = space
         self._numbers.setdefault(space, number)

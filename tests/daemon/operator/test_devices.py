@@ -16,9 +16,8 @@ import pytest
 
 from kvstore import Client
 from kvstore.config import parse
+from kvstore.daemon.composition import compose
 from kvstore.daemon.main import open_tiers
-from kvstore.daemon.operator import devices
-from kvstore.daemon.runtime.executor import Shell
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.serving import OPERATE, ServedAdmin, problem, settings
@@ -287,7 +286,7 @@ def test_what_was_forgotten_while_a_device_was_away_does_not_come_back(second: P
         daemon.start()
         ns = client.namespace(layout)
         assert got(ns, keys[-50:]) == 0
-        assert ("was away while blocks were forgotten" in log_of(daemon)) is forgets
+        assert ("was absent while blocks were invalidated" in log_of(daemon)) is forgets
         if forgets:
             assert got(ns, keys[:50], salt=1) == 50
             assert stored(ns, keys[50:-50]) < N - 100
@@ -415,16 +414,16 @@ def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
     config, both_of_them = parse(text), parse(f'{text}[nvme.devices.nvme1]\npath = "{second}"\n')
 
     async def run() -> None:
-        shell = Shell(config, asyncio.get_running_loop(), *open_tiers(config, {}))
-        await shell.start()
-        shell.placement.residency.blocks._fresh = 50
-        shell.reconfigure(both_of_them, devices.opener(shell, both_of_them)())
-        assert len(shell.placement.residency.tiers) == 2
-        shell.reconfigure(config)
+        daemon = compose(config, asyncio.get_running_loop(), open_tiers(config, {}))
+        await daemon.lifecycle.start()
+        daemon.placement.residency.blocks._fresh = 50
+        daemon.reload.apply(both_of_them, [], daemon.devices.opener(both_of_them)())
+        assert len(daemon.view.tiers) == 2
+        daemon.reload.apply(config, [])
         await asyncio.sleep(0.5)
-        assert shell.placement.residency.tiers[2].gone
-        assert list(shell.devices) == ["nvme"]
-        await shell.stop(1.0)
+        assert daemon.view.tiers[2].gone
+        assert list(daemon.tiers.devices) == ["nvme"]
+        await daemon.lifecycle.stop(1.0)
 
     asyncio.run(run())
     assert not os.listdir(second / "slabs")

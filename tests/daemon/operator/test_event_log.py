@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from kvstore import Client
+from kvstore.config import Config
 from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.transfers.devices import DeviceQueue
+from kvstore.core.view import TierView
 from kvstore.daemon.operator.event_log import MOST_EVENTS, EventLog
+from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.admin.serving import VIEW, ServedAdmin, problem, settings
@@ -203,26 +206,25 @@ def test_what_makes_no_sense_is_refused(client: Client, more: dict[str, Any], sa
 # -- the ring
 
 
-def chronicle(most: int = 4) -> tuple[EventLog, Callable[[int], None]]:
+def event_log(most: int = 4) -> tuple[EventLog, Callable[[int], None]]:
     """One over a ring of 16 decisions, and how to have it decide about so many blocks."""
     ring, rows, _, _ = rows_of(16)
-    nobody = SimpleNamespace(at=lambda _: None, fingerprints={})
-    placement = SimpleNamespace(residency=SimpleNamespace(decisions=ring, tiers=[TIER]))
-    shell: Any = SimpleNamespace(
-        placement=placement, namespaces=nobody, now=lambda: 5.0, clock=lambda: 1000.0, instance=b"i"
-    )
-    return EventLog(shell, most), lambda n: ring.record(DecisionKind.DROPPED, 0, rows[:n], 3.0)
+    nobody: Any = SimpleNamespace(at=lambda _: None, fingerprints={})
+    view: Any = SimpleNamespace(decisions=ring, tiers=[TIER])
+    log = EventLog(view, nobody, Authenticator(Config()), b"i", lambda: 5.0, lambda: 1000.0, most)
+    return log, lambda n: ring.record(DecisionKind.DROPPED, 0, rows[:n], 3.0)
 
 
 def told(page: dict[str, Any]) -> list[tuple[int, str]]:
     return [(event["number"], event["detail"] or event["what"]) for event in page["events"]]
 
 
-TIER = SimpleNamespace(spec=SimpleNamespace(name="nvme"), device=DeviceQueue())
+STATE: Any = SimpleNamespace(spec=SimpleNamespace(name="nvme"), device=DeviceQueue())
+TIER = TierView(0, STATE)
 
 
 def test_both_kinds_are_in_the_order_in_which_they_came() -> None:
-    kept, decide = chronicle()
+    kept, decide = event_log()
     for name, n in (("a", 2), ("b", 0), ("c", 1)):
         kept.add("lost", detail=name)
         decide(n)
@@ -239,7 +241,7 @@ def test_both_kinds_are_in_the_order_in_which_they_came() -> None:
 
 
 def test_what_was_overwritten_is_counted_and_what_happened_outlives_it() -> None:
-    kept, decide = chronicle()
+    kept, decide = event_log()
     kept.add("lost", detail="a")
     decide(16)
     decide(10)
@@ -252,7 +254,7 @@ def test_what_was_overwritten_is_counted_and_what_happened_outlives_it() -> None
 
 
 def test_happenings_make_way_too_and_numbers_stay() -> None:
-    kept, decide = chronicle(most=4)
+    kept, decide = event_log(most=4)
     for i in range(9):
         decide(1)
         kept.add("lost", detail=str(i))
@@ -264,14 +266,14 @@ def test_happenings_make_way_too_and_numbers_stay() -> None:
 
 
 def test_a_device_that_changes_is_told_once() -> None:
-    kept, _ = chronicle()
-    TIER.device.fenced = False
-    kept.look([TIER])
-    TIER.device.fenced = True
-    kept.look([TIER])
-    kept.look([TIER])
-    TIER.device.fenced = False
-    kept.look([TIER])
+    kept, _ = event_log()
+    STATE.device.fenced = False
+    kept.look_at_devices()
+    STATE.device.fenced = True
+    kept.look_at_devices()
+    kept.look_at_devices()
+    STATE.device.fenced = False
+    kept.look_at_devices()
     told = [(e["what"], e["tier"]) for e in kept.page(0, 64, None, ())["events"]]
     down, up = ("fenced", "unreadable", "unwritable"), ("unfenced", "readable", "writable")
     assert told == [(what, "nvme") for what in (*down, *up)]

@@ -21,12 +21,11 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.transfers.devices import FENCED
+from kvstore.daemon.composition import compose, compose_server
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator.settings import LiveConfig
-from kvstore.daemon.runtime.executor import Shell
 from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy.auth import Principal, Role
-from kvstore.daemon.wiring import new_server
 from kvstore.errors import DeniedError, TierError
 from kvstore.tiers.nvme.key_files import KeyFiles
 from kvstore.tiers.nvme.posix_engine import PosixEngine
@@ -47,7 +46,7 @@ DRAM, NVME = 0, 1
 
 
 class Node:
-    """A shell over real memory and, in a folder, an NVMe tier whose I/O engine may break."""
+    """A daemon over real memory and, in a folder, an NVMe tier whose I/O engine may break."""
 
     def __init__(self, folder: Path | None) -> None:
         self.engine = FaultyEngine(PosixEngine(2), Faults())
@@ -55,13 +54,13 @@ class Node:
         devices = {}
         if folder is not None:
             devices["nvme"] = NvmeTier.open(folder, 8 * MIB, 4 * MIB, self.engine)
-        dram, _, _, pools, network = open_tiers(config, {})
-        self.shell = Shell(config, asyncio.get_running_loop(), dram, devices, (), pools, network)
+        storage = replace(open_tiers(config, {}), devices=devices)
+        self.daemon = compose(config, asyncio.get_running_loop(), storage)
 
     async def start(self) -> None:
-        await self.shell.start()
-        await self.until(lambda: not any(tier.growing for tier in self.shell.placement.residency.tiers))
-        space, _ = self.shell.tenancy.open(WHO, LAYOUT)
+        await self.daemon.lifecycle.start()
+        await self.until(lambda: not any(tier.growing for tier in self.daemon.placement.residency.tiers))
+        space, _ = self.daemon.catalog.open(WHO, LAYOUT)
         assert space is not None
         self.space = space
 
@@ -70,14 +69,14 @@ class Node:
 
     def asked(self, event: Any) -> asyncio.Future[Any]:
         asker = Asker()
-        self.shell.ask(asker, 0, event)
+        self.daemon.core.ask(asker, 0, event)
         return asker.answered
 
     async def put(self) -> None:
-        event = ev.Reserve(0, CLIENT, self.space.number, JOINED, b"", self.shell.now() + 5)
+        event = ev.Reserve(0, CLIENT, self.space.number, JOINED, b"", self.daemon.core.now() + 5)
         room = await self.ask(event)
         sums = []
-        for key, slot in zip(KEYS, self.shell.dram.slots(room.where), strict=True):
+        for key, slot in zip(KEYS, self.daemon.tiers.dram.slots(room.where), strict=True):
             slot[:SIZE] = payload(key, SIZE)
             sums.append(arena.checksum(slot[:SIZE], arena.seed(self.space.fingerprint, key, SIZE)))
         written = np.ones(len(KEYS), np.bool_)
@@ -85,10 +84,10 @@ class Node:
         assert answer.value == len(KEYS)
 
     def acquiring(self) -> ev.Acquire:
-        return ev.Acquire(0, CLIENT, self.space.number, JOINED, self.shell.now() + 5)
+        return ev.Acquire(0, CLIENT, self.space.number, JOINED, self.daemon.core.now() + 5)
 
     def stored(self) -> int:
-        return self.shell.placement.view.stored(self.space.number, JOINED)
+        return self.daemon.placement.view.stored(self.space.number, JOINED)
 
     async def until(self, there: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
@@ -97,7 +96,7 @@ class Node:
 
     async def quiet(self) -> None:
         """Returns when nothing is copied or looked at any more."""
-        placement = self.shell.placement
+        placement = self.daemon.placement
         await self.until(lambda: not (placement.copies.under_way or placement.leases.probes))
         placement.check()
 
@@ -118,7 +117,7 @@ def on_node(folder: Path | None, work: Callable[[Node], Awaitable[None]]) -> Non
         node = Node(folder)
         await node.start()
         await work(node)
-        await node.shell.stop(5)
+        await node.daemon.lifecycle.stop(5)
 
     asyncio.run(run())
 
@@ -128,7 +127,7 @@ def test_copies_and_probes_end_when_the_engine_breaks(tmp_path: Path) -> None:
         await node.put()
         await node.quiet()
         node.engine.faults = ALWAYS
-        node.shell.handle(ev.Scrub(NVME, MIB))
+        node.daemon.core.handle(ev.Scrub(NVME, MIB))
         await node.quiet()
         assert node.stored() == len(KEYS)
         again = ev.Invalidate(0, node.space.number, JOINED)
@@ -137,7 +136,7 @@ def test_copies_and_probes_end_when_the_engine_breaks(tmp_path: Path) -> None:
         await node.quiet()
         assert node.engine.injected["broken"] >= 2
         node.engine.faults = Faults()
-        node.shell.handle(ev.Scrub(NVME, MIB))
+        node.daemon.core.handle(ev.Scrub(NVME, MIB))
         await node.quiet()
         assert (await node.ask(node.acquiring())).lease
 
@@ -168,13 +167,13 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         with monkeypatch.context() as patched:
             for module in ("tiers.dram", "tiers.nvme.tier"):
                 patched.setattr(f"kvstore.{module}.verify", broken)
-            node.shell.handle(ev.Scrub(tier, MIB))
+            node.daemon.core.handle(ev.Scrub(tier, MIB))
             await node.quiet()
-        name = node.shell.placement.residency.tiers[tier].spec.name
-        assert node.shell.placement.view.counters[f"scrubbed_blocks_{name}"] == len(KEYS)
-        node.shell.handle(ev.Scrub(tier, MIB))
+        name = node.daemon.placement.residency.tiers[tier].spec.name
+        assert node.daemon.placement.view.counters[f"scrubbed_blocks_{name}"] == len(KEYS)
+        node.daemon.core.handle(ev.Scrub(tier, MIB))
         await node.quiet()
-        assert node.shell.placement.view.counters[f"scrubbed_blocks_{name}"] == 2 * len(KEYS)
+        assert node.daemon.placement.view.counters[f"scrubbed_blocks_{name}"] == 2 * len(KEYS)
         assert node.stored() == len(KEYS)
 
     on_node(tmp_path / "nvme", work)
@@ -188,7 +187,7 @@ def test_a_move_in_memory_that_raises_ends(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patched:
             patched.setattr("kvstore.tiers.dram.verify", lambda *_: tried.append(True) or broken())
             asker = Asker()
-            node.shell.tenancy.publish(asker, 0, node.space, ["reader"])
+            node.daemon.catalog.publish(asker, 0, node.space, ["reader"])
             await node.until(lambda: tried)
             await node.quiet()
         assert isinstance(await asyncio.wait_for(asker.answered, 15), ac.Answer)
@@ -204,9 +203,9 @@ def test_one_that_cannot_be_answered_does_not_keep_the_others(tmp_path: Path) ->
     async def work(node: Node) -> None:
         bad, good = Asker(breaks=True), Asker()
         # Both wait for one copy, whose end answers both.
-        node.shell.ask(bad, 0, node.acquiring())
-        node.shell.ask(good, 0, node.acquiring())
-        assert len(node.shell.placement.leases.waiting) == 2
+        node.daemon.core.ask(bad, 0, node.acquiring())
+        node.daemon.core.ask(good, 0, node.acquiring())
+        assert len(node.daemon.placement.leases.waiting) == 2
         assert len((await asyncio.wait_for(good.answered, 10)).slots) == len(KEYS)
         assert (await asyncio.wait_for(bad.answered, 10)).why == "internal error"
         await node.quiet()
@@ -226,12 +225,12 @@ def test_a_device_that_cannot_drop_is_fenced_and_the_rest_is_done(
             raise TierError("injected: no record can be deleted")
 
         with monkeypatch.context() as patched:
-            patched.setattr(node.shell.devices["nvme"], "drop", refused)
+            patched.setattr(node.daemon.tiers.devices["nvme"], "drop", refused)
             answer = await node.ask(ev.Invalidate(0, node.space.number, JOINED))
         assert answer.value == len(KEYS)
-        device = node.shell.placement.residency.tiers[NVME].device
+        device = node.daemon.placement.residency.tiers[NVME].device
         await node.until(lambda: device.state == FENCED)
-        assert "no record can be deleted" in node.shell.status(WHO)["problems"][-1]
+        assert "no record can be deleted" in node.daemon.status.of(WHO)["problems"][-1]
         assert node.stored() == 0
 
     on_node(tmp_path / "nvme", work)
@@ -247,7 +246,7 @@ def test_memory_and_core_that_disagree_end_the_daemon(
         await node.quiet()
         with monkeypatch.context() as patched:
             patched.setattr(os, "abort", lambda: ended.append(True))
-            patched.setattr(node.shell.dram, "void", broken)
+            patched.setattr(node.daemon.tiers.dram, "void", broken)
             await node.ask(ev.Invalidate(0, node.space.number, JOINED))
 
     on_node(tmp_path / "nvme", work)
@@ -284,15 +283,15 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        shell = Shell(config, loop, *open_tiers(config, {}))
-        await shell.start()
-        server, path = new_server(shell, LiveConfig(None)), file.with_name("socket")
+        daemon = compose(config, loop, open_tiers(config, {}))
+        await daemon.lifecycle.start()
+        server, path = compose_server(daemon, LiveConfig(None)), file.with_name("socket")
         listening = await loop.create_unix_server(server.connect, path)
         async with AsyncClient(f"unix://{path}", strict=True, deadline_s=10) as client:
             await work(client)
         listening.close()
         await server.close()
-        await shell.stop(5)
+        await daemon.lifecycle.stop(5)
 
     asyncio.run(run())
 

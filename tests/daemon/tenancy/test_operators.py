@@ -143,7 +143,7 @@ def test_the_interface_asks_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_it_is_another_path(mode: int) -> None:
-    with pytest.raises(ConfigError, match=r"daemon\.operator_socket: it is daemon\.socket too"):
+    with pytest.raises(ConfigError, match=r"daemon\.operator_socket: it is the same as daemon\.socket"):
         parse(f'[daemon]\nsocket = "/a/b"\nsocket_mode = {mode}\noperator_socket = "/a/b"\n')
 
 

@@ -1,0 +1,153 @@
+"""Operator commands about namespaces, and the namespaces that explain requests cover."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter
+from typing import Any
+
+from kvstore.core.actions import Explained
+from kvstore.core.insight.hit_counters import ALL_TIERS, DELIVERED, FOUND, MOST, REASONS, REQUESTED
+from kvstore.core.view import View
+from kvstore.daemon.operator.command import MOST_AT_ONCE, Later, Result, check_limit, command
+from kvstore.daemon.operator.metrics import tier_name, tier_names
+from kvstore.daemon.tenancy.auth import Authenticator, Principal
+from kvstore.daemon.tenancy.catalog import NamespaceCatalog
+from kvstore.daemon.tenancy.deletion import Deletion
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
+from kvstore.errors import MisuseError
+from kvstore.types import check_tenant
+
+
+class NamespaceCommands:
+    """Lists, publishes and empties namespaces."""
+
+    def __init__(
+        self,
+        view: View,
+        namespaces: Namespaces,
+        authenticator: Authenticator,
+        catalog: NamespaceCatalog,
+        deletion: Deletion,
+    ) -> None:
+        self._view = view
+        self._namespaces = namespaces
+        self._authenticator = authenticator
+        self._catalog = catalog
+        self._deletion = deletion
+
+    @command
+    def namespaces(self, tenant: str = "", after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:
+        """Returns at most `limit` open namespaces with numbers above `after`, of one tenant or of all."""
+        check_limit(limit)
+        number = self._authenticator.existing(tenant) if tenant else None
+        spaces = (s for s in self._namespaces if s.number > after and number in (None, s.tenant))
+        some = heapq.nsmallest(limit + 1, spaces, key=lambda space: space.number)
+        shown = [self._shown(space) for space in some[:limit]]
+        return {"namespaces": shown, "more": len(some) > limit}
+
+    @command
+    def namespace(self, id: str) -> dict[str, Any]:
+        """Returns one namespace."""
+        return self._shown(by_id(self._namespaces, id))
+
+    @command
+    def publish(self, namespace: str, tenants: tuple[str, ...], instead_of: tuple[str, ...] | None) -> Result:
+        """Lets these tenants, and no others, read a namespace. Answers when this is durable.
+
+        With `instead_of`, nothing changes unless the namespace is published to exactly those tenants. The
+        answer then names its readers.
+        """
+        space = by_id(self._namespaces, namespace)
+        if instead_of is not None and set(instead_of) != space.readers:
+            return {"published_to": sorted(space.readers)}
+        readers = [check_tenant(name) for name in tenants]
+        return lambda requester, request: self._catalog.publish(requester, request, space, readers)
+
+    @command
+    def forget(self, namespace: str) -> Later:
+        """Empties a namespace. Answers with the number of its blocks when nothing is left."""
+        space = by_id(self._namespaces, namespace)
+        return lambda requester, request: self._deletion.forget(requester, request, [space])
+
+    def _shown(self, space: NamespaceEntry) -> dict[str, Any]:
+        return {
+            "number": space.number,
+            "id": space.fingerprint.hex(),
+            "tenant": self._authenticator.name(space.tenant),
+            "layout": space.layout.to_map() if space.layout is not None else None,
+            "block_bytes": space.block_bytes,
+            "published_to": sorted(space.readers),
+            "ttl_s": space.ttl_s,
+            "prompts": self._prompts(space),
+        }
+
+    def _prompts(self, space: NamespaceEntry) -> dict[str, Any]:
+        """Returns hit counters of a namespace's prompts, of all tenants."""
+        names = tier_names(self._view)
+        by_tier: dict[str, Counter[str]] = {FOUND: Counter(), DELIVERED: Counter()}
+        for (what, tier), blocks in space.hits.items():
+            if what in by_tier:
+                by_tier[what][tier_name(names, tier)] += min(blocks, MOST)
+        counted = {f"{what}_blocks": dict(sums) for what, sums in by_tier.items()}
+        totals = {f"{what}_blocks": min(space.hits[what, ALL_TIERS], MOST) for what in (REQUESTED, *REASONS)}
+        requested = totals["requested_blocks"]
+        ratios = {
+            ratio: sum(by_tier[what].values()) / requested if requested else None
+            for ratio, what in (("hit_ratio", FOUND), ("delivered_ratio", DELIVERED))
+        }
+        return totals | counted | ratios
+
+
+def by_id(namespaces: Namespaces, id: str) -> NamespaceEntry:
+    """Returns the open namespace of a fingerprint in hex. Raises MisuseError if there is none."""
+    fingerprint = bytes.fromhex(id) if re.fullmatch(r"(?:[0-9a-f]{2})*", id) else b""
+    for space in namespaces:
+        if space.number and space.fingerprint == fingerprint:
+            return space
+    raise MisuseError(f"there is no namespace {id!r:.80}", "it is open once a client has used it")
+
+
+# -- explain requests
+
+
+def namespaces_for(
+    who: Principal, authenticator: Authenticator, namespaces: Namespaces, tenant: str, model: str
+) -> tuple[int, ...]:
+    """Returns the numbers of open namespaces of a tenant and a model, "" for any.
+
+    Only operators get namespaces of other tenants than their own.
+    """
+    number = authenticator.number(tenant) if tenant else None
+    if tenant and number is None:
+        return ()
+    return tuple(
+        space.number
+        for space in namespaces
+        if space.number
+        and (who.operator or space.tenant == who.tenant)
+        and number in (None, space.tenant)
+        and (not model or (space.layout is not None and space.layout.model == model))
+    )
+
+
+def named(
+    explained: Explained, authenticator: Authenticator, namespaces: Namespaces
+) -> tuple[dict[str, Any], ...]:
+    """Returns the blocks of an answer with names instead of the namespace's number."""
+    return tuple(_named(block, authenticator, namespaces) for block in explained.blocks)
+
+
+def _named(block: dict[str, Any], authenticator: Authenticator, namespaces: Namespaces) -> dict[str, Any]:
+    rest = {name: value for name, value in block.items() if name != "namespace"}
+    space = namespaces.at(block["namespace"])
+    assert space is not None, "the answer comes in the same turn of the event loop"
+    layout = space.layout
+    return {
+        "tenant": authenticator.name(space.tenant),
+        "model": layout.model if layout is not None else "",
+        "revision": layout.revision if layout is not None else "",
+        "shard": layout.shard if layout is not None else "",
+        **rest,
+    }

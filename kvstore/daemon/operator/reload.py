@@ -1,0 +1,110 @@
+"""Applies a changed configuration to the running daemon.
+
+What can change at run time, and how the configuration is read and kept, is not covered here: see
+`kvstore.config` and `settings`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from kvstore.config import Config, Network
+from kvstore.core import events as ev
+from kvstore.daemon.operator.devices import Devices
+from kvstore.daemon.operator.resizing import Resizing
+from kvstore.daemon.runtime.ports import Core, EventLog
+from kvstore.daemon.runtime.scrubber import Scrubber
+from kvstore.daemon.tenancy.quotas import TenantQuotas
+from kvstore.tiers.nvme.tier import NvmeTier
+
+
+class ConfigInUse:
+    """A `CurrentConfig` that a reload replaces."""
+
+    def __init__(self, config: Config) -> None:
+        self.value = config
+
+    def __call__(self) -> Config:
+        return self.value
+
+
+class NetworkSettings(Protocol):
+    """The network tier's settings."""
+
+    def reconfigure(self, config: Network, /) -> None:
+        """Applies the settings that can change at run time."""
+
+
+class Reload:
+    """Checks and applies configurations. Other rooms add their part to `listeners`."""
+
+    def __init__(
+        self,
+        core: Core,
+        quotas: TenantQuotas,
+        devices: Devices,
+        resizing: Resizing,
+        scrubber: Scrubber,
+        event_log: EventLog,
+        network: NetworkSettings | None,
+        in_use: ConfigInUse,
+    ) -> None:
+        self.listeners: list[Callable[[Config], None]] = []
+        """Called with each configuration that was applied."""
+        self._core = core
+        self._quotas = quotas
+        self._devices = devices
+        self._resizing = resizing
+        self._scrubber = scrubber
+        self._event_log = event_log
+        self._network = network
+        self._in_use = in_use
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for a configuration that needs a restart or does not fit the tiers."""
+        self._devices.check(config)
+        self._resizing.check(config)
+        self._quotas.check(config, self._resizing.specs(config))
+
+    def consequences(self, config: Config) -> list[dict[str, Any]]:
+        """Returns the bytes that tenants would lose or could claim. Raises ConfigError as `check` does."""
+        self.check(config)
+        rows = self._quotas.consequences(config) + self._resizing.consequences(config)
+        return rows + self._devices.consequences(config)
+
+    def apply(
+        self, config: Config, changed: list[str], opened: Mapping[str, NvmeTier] = MappingProxyType({})
+    ) -> None:
+        """Applies the settings that can change at run time, and adds the devices that were opened for it.
+
+        `changed`: names of changed keys, for the event log. Raises ConfigError, or MisuseError for an unknown
+        eviction policy, and applies nothing.
+        """
+        self.check(config)
+        self._core.handle(ev.SetPolicy(config.policy.eviction))
+        for event in self._resizing.events(config):
+            self._core.handle(event)
+        self._in_use.value = config
+        self._devices.change(config, opened)
+        self._devices.set_admission(config)
+        limits = config.limits
+        self._core.handle(
+            ev.Configure(
+                write_policy=config.nvme.write_policy,
+                prefetch_blocks=config.nvme.prefetch_blocks,
+                leases_per_client=limits.leases_per_connection,
+                namespaces=limits.namespaces,
+                namespaces_per_tenant=limits.namespaces_per_tenant,
+            )
+        )
+        self._scrubber.set_rate(config.scrub.rate)
+        self._quotas.apply(config)
+        if self._network is not None:
+            self._network.reconfigure(config.network)
+        for listener in self.listeners:
+            listener(config)
+        logging.getLogger().setLevel(config.daemon.log_level.upper())
+        self._event_log.add("reloaded", detail=", ".join(changed) or "nothing has changed")

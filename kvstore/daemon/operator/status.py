@@ -1,0 +1,103 @@
+"""What `kvstore status` and the admin API show of the daemon as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvstore.core.view import TierView, View
+from kvstore.daemon.operator.command import command
+from kvstore.daemon.operator.tenants import TenantCommands
+from kvstore.daemon.runtime.tier_set import TierSet
+from kvstore.daemon.tenancy.auth import Principal
+from kvstore.daemon.tenancy.namespaces import Namespaces
+
+
+class StatusPart(Protocol):
+    """A part of the daemon with a status of its own."""
+
+    def status(self) -> dict[str, Any]:
+        """Returns plain values."""
+
+
+class Status:
+    """The status of one daemon. `instance` is the daemon's id, `server` returns the server's part."""
+
+    def __init__(
+        self,
+        view: View,
+        tiers: TierSet,
+        namespaces: Namespaces,
+        tenants: TenantCommands,
+        problems: list[str],
+        instance: bytes,
+        now: Callable[[], float],
+        network: StatusPart | None,
+        kv_events: StatusPart,
+    ) -> None:
+        """`now` returns the event loop's time in s."""
+        self.server: Callable[[], dict[str, Any]] = dict
+        self._view = view
+        self._tiers = tiers
+        self._namespaces = namespaces
+        self._tenants = tenants
+        self._problems = problems
+        self._instance = instance
+        self._now = now
+        self._started = now()
+        self._network = network
+        self._kv_events = kv_events
+
+    @command
+    def status(self) -> dict[str, Any]:
+        """Returns the status without tenants, of which there may be thousands."""
+        return {**self.server(), **self._summary()}
+
+    def of(self, who: Principal) -> dict[str, Any]:
+        """Returns what a principal may see: operators see everything, others their own tenant."""
+        if not who.operator:
+            return {"tenants": [self._tenants.usage(who.name)]}
+        return {**self._summary(), "tenants": self._tenants.all_usage()}
+
+    def _summary(self) -> dict[str, Any]:
+        view, devices = self._view, self._tiers.devices.values()
+        totals = view.totals()
+        return {
+            "pid": os.getpid(),
+            "instance": self._instance.hex(),
+            "uptime_s": round(self._now() - self._started, 3),
+            "tiers": [self._tier(tier) for tier in view.tiers if not tier.gone],
+            "blocks": totals.blocks,
+            "namespaces": len(self._namespaces),
+            "leases": totals.leases,
+            "reservations": totals.reservations,
+            "copies_under_way": totals.copies_under_way,
+            "core_ram_bytes": totals.ram_bytes,
+            "huge_pages": self._tiers.dram.huge,
+            "policy": view.policy().name,
+            "gpus": {name: pool.gpu.uuid for name, pool in self._tiers.pools.items()},
+            "network": self._network.status() if self._network is not None else None,
+            "events": self._kv_events.status(),
+            "nvme_io": next((device.engine_name for device in devices), ""),
+            "counters": dict(view.counters),
+            "problems": list(self._problems),
+        }
+
+    def _tier(self, tier: TierView) -> dict[str, Any]:
+        capacity, health, traffic = tier.capacity(), tier.health(), tier.traffic(self._now())
+        return {
+            "name": tier.name,
+            "limit_bytes": capacity.limit_bytes,
+            "capacity_bytes": capacity.capacity_bytes,
+            "used_bytes": capacity.used_bytes,
+            "blocks": capacity.blocks,
+            "extents": {f"{size} bytes a slot": n for size, n in capacity.extents_by_slot_bytes.items()},
+            "retired_slots": capacity.retired_slots,
+            "bandwidth_bytes_per_s": round(traffic.bandwidth_bytes_per_s),
+            "writable": health.writable,
+            "readable": health.readable,
+            "fenced": health.fenced,
+            "state": health.state,
+            "scrub_passes": self._view.counters[f"scrub_passes_{tier.name}"],
+        }

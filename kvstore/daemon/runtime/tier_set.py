@@ -1,0 +1,75 @@
+"""The storage tiers of one daemon, by the core's number and by name."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore.core.view import View
+from kvstore.tiers.base import StorageTier
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
+from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.types import HBM_EXTENTS
+
+DRAM = 0
+"""The number of the DRAM tier."""
+
+
+class TierSet:
+    """DRAM, NVMe devices and GPU pools. `devices` and `pools` are by name and change at run time."""
+
+    def __init__(
+        self, view: View, dram: DramTier, devices: dict[str, NvmeTier], pools: Mapping[str, HbmTier]
+    ) -> None:
+        """`devices` has the first device first."""
+        self.dram = dram
+        self.devices = devices
+        self.pools = dict(pools)
+        self._view = view
+        self._by_name: Mapping[str, StorageTier] = ChainMap[str, Any](
+            {self.name_of(DRAM): dram}, self.devices, self.pools
+        )
+
+    def name_of(self, tier: int) -> str:
+        """Returns the name of a tier."""
+        return self._view.tiers[tier].name
+
+    def at(self, tier: int) -> StorageTier:
+        """Returns the tier of this number. KeyError if the device is gone."""
+        return self._by_name[self.name_of(tier)]
+
+    def device_at(self, tier: int) -> NvmeTier:
+        """Returns the NVMe device of this number."""
+        return self.devices[self.name_of(tier)]
+
+    def pool_at(self, tier: int) -> HbmTier:
+        """Returns the GPU pool of this number."""
+        return self.pools[self.name_of(tier)]
+
+    def take(self, tier: int) -> StorageTier:
+        """Removes a device or pool from the set and returns it. The caller closes it."""
+        removed = self.at(tier)
+        for tiers in (self.devices, self.pools):
+            tiers.pop(self.name_of(tier), None)
+        return removed
+
+    def pool_on(self, uuid: str) -> int:
+        """Returns the number of a GPU's pool, or of DRAM if the GPU has none."""
+        if uuid:
+            for tier in self._view.memory[1:]:
+                pool = self.pools.get(self.name_of(tier))
+                if pool is not None and pool.gpu.uuid == uuid:
+                    return tier
+        return DRAM
+
+    def memory_of(self, extent: int) -> int | None:
+        """Returns the number of the memory tier that has an extent, None if there is none."""
+        if extent < HBM_EXTENTS:
+            return DRAM
+        return next((tier for tier in self._view.memory[1:] if self._has(tier, extent)), None)
+
+    def _has(self, tier: int, extent: int) -> bool:
+        pool = self.pools.get(self.name_of(tier))
+        return pool is not None and pool.base <= extent < pool.base + HBM_EXTENTS

@@ -1,0 +1,183 @@
+"""Start-up recovery: gives the blocks that an earlier daemon left to the core, tenant by tenant.
+
+Blocks of unknown tenants and blocks beyond the limits are forgotten. How tiers find the blocks is not covered
+here: see `kvstore.tiers`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core import events as ev
+from kvstore.core.actions import Where
+from kvstore.core.view import View
+from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.tier_set import DRAM, TierSet
+from kvstore.daemon.tenancy.auth import Authenticator
+from kvstore.daemon.tenancy.catalog import NamespaceCatalog
+from kvstore.daemon.tenancy.namespaces import Domains, NamespaceEntry, Namespaces, in_memory
+from kvstore.daemon.tenancy.quotas import TenantQuotas
+from kvstore.tiers.dram import DramTier, Inherited
+from kvstore.tiers.nvme.journal import Namespace
+from kvstore.tiers.nvme.tier import NvmeTier
+
+_log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Recovers all tiers of one daemon, before the tiers start."""
+
+    def __init__(
+        self,
+        core: Core,
+        view: View,
+        tiers: TierSet,
+        durability: Durability,
+        catalog: NamespaceCatalog,
+        namespaces: Namespaces,
+        domains: Domains,
+        authenticator: Authenticator,
+        quotas: TenantQuotas,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns Unix time in s."""
+        self._core = core
+        self._view = view
+        self._tiers = tiers
+        self._durability = durability
+        self._catalog = catalog
+        self._namespaces = namespaces
+        self._domains = domains
+        self._authenticator = authenticator
+        self._quotas = quotas
+        self._clock = clock
+
+    # -- NVMe
+
+    def restore_nvme(self) -> None:
+        """Restores all devices, and records all namespaces on each.
+
+        A device that was absent while blocks were invalidated may still have these. All of its blocks are
+        forgotten.
+        """
+        devices = self._tiers.devices
+        generation = self._durability.generation = max(device.generation for device in devices.values())
+        for tier, (name, device) in enumerate(devices.items(), DRAM + 1):
+            current = device.generation == generation
+            if not current:
+                _log.warning("%s was absent while blocks were invalidated: it starts empty", name)
+            self._restore_device(tier, device, current)
+            if not current:
+                # Only now: after a crash before this, the device must still count as absent.
+                device.put_generation(generation)
+        if len(devices) > 1:
+            for namespace in self._namespaces:
+                self._catalog.record(namespace)
+
+    def _restore_device(self, tier: int, device: NvmeTier, keep: bool) -> None:
+        found, names = device.load(keep), self._namespaces
+        self._restore_extents(tier, found.formats, found.owners if keep else {})
+        used = np.unique(found.restore.namespace).tolist()
+        others = _others(names, found.namespaces)
+        # A namespace without blocks needs no number, unless other tenants may read it.
+        for number in [n for n, namespace in found.namespaces.items() if n in used or namespace.readers]:
+            if number not in others and names.at(number) is None:
+                self._restore_namespace(number, found.namespaces[number])
+        found.restore.tier = tier
+        known = np.isin(found.restore.namespace, list(names.fingerprints))
+        known &= ~np.isin(found.restore.namespace, others)
+        known &= self._view.tiers[tier].has_slots(found.restore.extent, found.restore.index)
+        if not known.all():
+            why = "the limits are too small for them, or the device is from another node"
+            _log.warning("%d blocks on NVMe are forgotten: %s", (~known).sum(), why)
+            device.forget(found.restore.only(~known))
+        # Namespaces without blocks or tenants were not opened. Nothing else would delete their records.
+        for number in found.namespaces:
+            if number in others or names.at(number) is None:
+                device.forget_namespace(number)
+        ttl_s = {namespace.number: namespace.ttl_s for namespace in names}
+        lives = np.array([ttl_s.get(n, 0.0) for n in found.restore.namespace.tolist()])
+        since = found.stored_at - self._clock() + self._core.now()
+        found.restore.ends = np.where(lives > 0, since + lives, np.inf)
+        self._core.handle(found.restore.only(known))
+        if known.any():
+            _log.info("%d blocks restored from NVMe", known.sum())
+
+    def _restore_extents(self, tier: int, formats: Mapping[int, int], owners: Mapping[int, str]) -> None:
+        """Reports extents with the slot size of each. An extent without a known owner is renewed."""
+        for extent, size in sorted(formats.items()):
+            tenant = self._quotas.known(owners[extent]) if extent in owners else None
+            if tenant is None:
+                self._core.handle(ev.ExtentReady(tier, extent, tenant=ev.UNKNOWN))
+            else:
+                self._core.handle(ev.ExtentReady(tier, extent, size, tenant=tenant, domain=tenant))
+
+    def _restore_namespace(self, number: int, record: Namespace) -> None:
+        tenant = self._quotas.known(record.tenant)
+        namespace = self._catalog.entry_of(number, tenant, record) if tenant is not None else None
+        if namespace is not None:
+            self._catalog.restore(namespace)
+
+    # -- DRAM
+
+    def restore_dram(self, extent_ready: Callable[[ev.ExtentReady], None]) -> None:
+        """Restores the extents that an earlier daemon handed over. Extents of no known tenant are renewed."""
+        dram = self._tiers.dram
+        found = dram.load()
+        owner_of = {}
+        for extent, size in sorted(found.formats.items()):
+            owner = self._domains.by_tag(found.owners[extent]) if size else (0, 0)
+            if owner is None:
+                _log.warning("extent %d of the previous daemon belongs to no known tenant", extent)
+                self._core.handle(ev.ExtentReady(DRAM, extent, tenant=ev.UNKNOWN))
+                continue
+            owner_of[extent] = owner[0]
+            extent_ready(ev.ExtentReady(DRAM, extent, size, found.versions.get(extent), *owner))
+        restore = in_memory(found, owner_of, self._number_of, self._expiry(found))
+        self._core.handle(restore)
+        void_unrestored(self._view, dram, found)
+        if found.formats:
+            _log.info("%d blocks restored from %d DRAM extents", len(restore.index), len(found.formats))
+
+    def _number_of(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
+        """Returns the number of a tenant's namespace in memory, 0 if it can have none."""
+        namespace = self._namespaces.find(tenant, fingerprint)
+        if namespace is None:
+            namespace = NamespaceEntry(0, fingerprint, tenant, block_bytes)
+            namespace.domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
+            if not self._catalog.restore(namespace):
+                return 0
+            self._catalog.record(namespace)
+        return namespace.number if namespace.block_bytes == block_bytes else 0
+
+    def _expiry(self, found: Inherited) -> npt.NDArray[np.float64]:
+        at = found.headers["expires"]
+        # Clients can write headers: a time that is not finite counts as past.
+        ends: npt.NDArray[np.float64] = np.where(at == 0, np.inf, at - self._clock() + self._core.now())
+        return np.where(np.isfinite(at), ends, 0.0)
+
+
+def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
+    """Returns numbers that conflict with an earlier device: other namespaces, or other numbers for one."""
+    known = names.fingerprints
+    fingerprints = set(known.values())
+    return [
+        number
+        for number, namespace in found.items()
+        if (
+            known[number] != namespace.fingerprint
+            if number in known
+            else namespace.fingerprint in fingerprints
+        )
+    ]
+
+
+def void_unrestored(view: View, dram: DramTier, found: Inherited) -> None:
+    """Voids slots that were not restored, or a later daemon could restore invalidated blocks."""
+    gone = view.tiers[DRAM].lacks_block(found.extent, found.index)
+    dram.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
