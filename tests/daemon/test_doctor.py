@@ -250,7 +250,7 @@ def test_without_cupy_doctor_says_what_to_install() -> None:
         (None, OK, "no network.url"),
         ("file://{}/shared", OK, "filesystem: can be written and read"),
         ("file://{}/absent/shared", FAIL, "mounted"),
-        ("gopher://host", FAIL, "names no system"),
+        ("gopher://host", FAIL, "names no known system"),
         ("redis://127.0.0.1:1", FAIL, "127.0.0.1:1"),
     ],
 )

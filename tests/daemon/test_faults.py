@@ -696,7 +696,7 @@ def test_a_socket_path_that_is_too_long_is_named_with_its_length(tmp_path: Path)
     path = "/tmp/" + "x" * 110
     said = refused(tmp_path, config_for(tmp_path, socket_path=path))
     assert "daemon.socket: the path is 115 bytes long" in said
-    assert "takes at most 107 bytes" in said
+    assert "accepts at most 107 bytes" in said
 
 
 def test_a_socket_where_a_file_is_leaves_the_file_alone(tmp_path: Path) -> None:

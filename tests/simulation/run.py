@@ -273,7 +273,7 @@ class World:
             placement = self.life.daemon.placement
             for number, held in placement.leases.reservations.items():
                 if number_on_connection(number) == room.lease:
-                    records = placement.residency.tiers[held.at].extents.record[held.slots]
+                    records = placement.residency.tiers[held.tier].extents.record[held.slots]
                     if records.tobytes() == room._slots.records:
                         return True
         self.counts["writers_cut_off"] += 1

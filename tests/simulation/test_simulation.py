@@ -340,7 +340,7 @@ def given_back_in_dram(patch: Patch) -> None:
     drop = LeaseTable.drop_lease
 
     def drop_in_dram(self: Any, number: int) -> None:
-        self.leases[number].at = 0
+        self.leases[number].tier = 0
         drop(self, number)
 
     patch.setattr(LeaseTable, "drop_lease", drop_in_dram)

@@ -418,7 +418,7 @@ def test_a_network_that_dies_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_network_tier_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
     for url, said in (
-        ("gopher://x", "names no system"),
+        ("gopher://x", "names no known system"),
         (f"file://{tmp_path}/absent/deeper", "absent"),
     ):
         with LocalDaemon({**SMALL, "network": {"url": url}}) as daemon, Client(daemon.url) as client:

@@ -440,4 +440,4 @@ def test_people_read_a_table(folder: Path) -> None:
 
 def test_help_has_the_exit_codes() -> None:
     text = " ".join(cli("fsck", "--help", COLUMNS="200").stdout.split())
-    assert "0 clean, 1 problems found and left, 2 could not check, 3 problems found and all repaired" in text
+    assert "0 no problems, 1 problems remain, 2 could not check, 3 all problems were repaired" in text
