@@ -17,8 +17,8 @@ from kvstore.core.blocks.residency import TierState
 from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.devices import TierSpec
 from kvstore.errors import ConfigError, KVStoreError, TierError
+from kvstore.tiers.nvme.engines import best_engine
 from kvstore.tiers.nvme.key_files import MasterKey
-from kvstore.tiers.nvme.kvikio_engine import best_engine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier, extent_bytes
 
