@@ -24,8 +24,8 @@ from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.errors import ConfigError, KVStoreError, TierError
+from kvstore.tiers.nvme.engines import best_engine
 from kvstore.tiers.nvme.key_files import MasterKey
-from kvstore.tiers.nvme.kvikio_engine import best_engine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier, extent_bytes
 

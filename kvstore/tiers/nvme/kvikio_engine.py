@@ -42,11 +42,6 @@ def why_not() -> str:
     return ""
 
 
-def best_engine(threads: int) -> PosixEngine:
-    """The engine for this machine: kvikio's where that can move anything."""
-    return PosixEngine(threads) if why_not() else KvikioEngine(threads)
-
-
 class KvikioEngine(PosixEngine):
     """An `IOEngine` for any file, in whatever way kvikio finds. Make one only if `why_not` is empty."""
 

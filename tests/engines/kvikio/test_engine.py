@@ -50,7 +50,7 @@ class TestKvikio(IOEngineContract):
 
 @pytest.fixture
 def engine() -> Iterator[IOEngine]:
-    from kvstore.tiers.nvme.kvikio_engine import best_engine  # noqa: PLC0415
+    from kvstore.tiers.nvme.engines import best_engine  # noqa: PLC0415
 
     made = best_engine(2)
     assert made.name == "kvikio"

@@ -1,0 +1,20 @@
+"""The I/O engines of the NVMe tier, the preferred one first. A new engine is one more row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.tiers.base import IOEngine
+from kvstore.tiers.nvme.kvikio_engine import KvikioEngine, why_not
+from kvstore.tiers.nvme.posix_engine import PosixEngine
+
+ENGINES: list[tuple[Callable[[], str], Callable[[int], IOEngine]]] = [
+    (why_not, KvikioEngine),
+    (lambda: "", PosixEngine),
+]
+"""Pairs: a function that says why the engine cannot run here (empty if it can), and the engine's class."""
+
+
+def best_engine(threads: int) -> IOEngine:
+    """Starts the first engine that can run on this machine."""
+    return next(start(threads) for reason, start in ENGINES if not reason())
