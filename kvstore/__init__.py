@@ -7,7 +7,7 @@ from kvstore.client.gpu import DeviceLease, DeviceReservation
 from kvstore.client.leases import Lease, PutResult, Reservation
 from kvstore.client.sync import Client, Namespace
 from kvstore.cuda.array_interop import wrap as on_device
-from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.device import DeviceBuffer
 from kvstore.cuda.device_ids import why_not as why_no_gpu
 from kvstore.fp8 import Fp8
 from kvstore.types import Key, Layout, Tier, chain_keys

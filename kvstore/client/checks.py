@@ -10,8 +10,7 @@ from typing import Any
 from kvstore.client.gpu import is_on_device
 from kvstore.client.leases import Buffer, as_bytes
 from kvstore.cuda.array_interop import wrap
-from kvstore.cuda.buffer import DeviceBuffer
-from kvstore.cuda.device import Gpu, resolve, why_not
+from kvstore.cuda.device import DeviceBuffer, Gpu, resolve, why_not
 from kvstore.errors import MisuseError
 from kvstore.types import Key, Layout, as_tokens, check_keys, check_tenant
 from kvstore.wire.messages import NORMAL

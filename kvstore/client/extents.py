@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.arena import Mapping
-from kvstore.cuda.buffer import DeviceBuffer
-from kvstore.cuda.device import Gpu
+from kvstore.cuda.device import DeviceBuffer, Gpu
 from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, Geometry

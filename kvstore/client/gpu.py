@@ -22,12 +22,10 @@ from kvstore import arena
 from kvstore.client.extents import DeviceExtent, Maps, quietly
 from kvstore.client.leases import Buffer, Lease, PutResult, Reservation, Slots, nothing
 from kvstore.cuda.array_interop import wrap
-from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.checksums import checksums
-from kvstore.cuda.device import Gpu
+from kvstore.cuda.device import DeviceBuffer, Gpu, Memory, Stream
 from kvstore.cuda.errors import CudaError
 from kvstore.cuda.kernels import copy_pieces
-from kvstore.cuda.stream import Memory, Stream
 from kvstore.errors import MisuseError
 from kvstore.types import Key, slot_bytes
 from kvstore.wire.messages import MappedHbm

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.cuda.buffer import DeviceBuffer
-from kvstore.cuda.device import Gpu
+from kvstore.cuda.device import DeviceBuffer, Gpu
 from kvstore.cuda.device_ids import uuids
 from kvstore.errors import MisuseError
 

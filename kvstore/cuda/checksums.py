@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvstore.cuda.buffer import DeviceBuffer
+from kvstore.cuda.device import DeviceBuffer, Stream
 from kvstore.cuda.errors import OUT_OF_MEMORY, CudaError
 from kvstore.cuda.kernels import checksums as hashed
-from kvstore.cuda.stream import Stream
 
 GROUP_BYTES = 128 << 20
 """Blocks are hashed so many bytes at a time: the kernel needs a sixteenth of that for itself."""

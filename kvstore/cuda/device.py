@@ -1,22 +1,23 @@
-"""One GPU as this process sees it: its memory, what is shared of it, the kernels that run on it.
+"""One GPU: its memory, its streams, memory shared with other processes, and the kernels.
 
-CUDA's current device is a thread's own, so every call sets it first. An allocation takes whole pages of the
-device (2 MiB): who is given a handle of it can map these pages, and nothing else is in them.
+The three classes know each other: a buffer belongs to a GPU, a stream allocates scratch memory on it. CUDA's
+current device belongs to a thread, so every call sets it. An allocation takes whole pages of the device (2
+MiB), so a handle of an allocation maps nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvstore.cuda.buffer import DeviceBuffer
 from kvstore.cuda.device_ids import resolve, uuids, why_not
 from kvstore.cuda.errors import ALREADY_REGISTERED, OUT_OF_MEMORY, CudaError, failure, no_ipc
-from kvstore.cuda.stream import Stream
 from kvstore.errors import MisuseError
 
 __all__ = ["CudaError", "DeviceBuffer", "Gpu", "Stream", "resolve", "uuids", "why_not"]
@@ -24,12 +25,172 @@ __all__ = ["CudaError", "DeviceBuffer", "Gpu", "Stream", "resolve", "uuids", "wh
 PAGE_BYTES = 2 << 20
 HANDLE_BYTES = 64
 
+_DLPACK_CUDA = 2
 _PORTABLE, _READ_ONLY = 0x01, 0x08
 _OPTIONS = ("-std=c++17",)
+_SCRATCH_BYTES = 2 << 20
+_ALIGN = 256
+_EITHER_WAY = 4  # cudaMemcpyDefault: addresses say where they are
 _T = TypeVar("_T")
 
 _module: Any = None
 _compiling = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBuffer:
+    """`nbytes` of `gpu`'s memory from `address` on. `base` is whatever keeps it there."""
+
+    address: int
+    nbytes: int
+    gpu: Gpu
+    base: Any = None
+
+    # What a memoryview says of bytes, so that either passes the same checks.
+    c_contiguous: ClassVar[bool] = True
+    readonly: ClassVar[bool] = False
+    format: ClassVar[str] = "B"
+
+    @property
+    def shape(self) -> tuple[int]:
+        """As a memoryview of bytes has it."""
+        return (self.nbytes,)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def part(self, start: int, stop: int) -> DeviceBuffer:
+        """Bytes `start` to `stop`. MisuseError if they are not all within."""
+        if not 0 <= start <= stop <= self.nbytes:
+            raise MisuseError(f"bytes {start} to {stop} of a device buffer of {self.nbytes}")
+        return DeviceBuffer(self.address + start, stop - start, self.gpu, self)
+
+    def __getitem__(self, which: slice) -> DeviceBuffer:
+        """A part, with bounds clipped as for a memoryview; steps are of one byte."""
+        start, stop, step = which.indices(self.nbytes)
+        if step != 1:
+            raise MisuseError(f"every {step}th byte of a device buffer", "parts are contiguous")
+        return self.part(start, max(start, stop))
+
+    @property
+    def root(self) -> DeviceBuffer:
+        """The allocation that this is a part of."""
+        whole = self
+        while isinstance(whole.base, DeviceBuffer):
+            whole = whole.base
+        return whole
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # Stream None: whoever takes it need not wait, the bytes are there.
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+            "stream": None,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CUDA, self.gpu.ordinal
+
+    def __dlpack__(self, **options: Any) -> Any:
+        import cupy  # noqa: PLC0415
+
+        memory = cupy.cuda.UnownedMemory(self.address, self.nbytes, self, self.gpu.ordinal)
+        self.gpu.select()
+        return cupy.ndarray((self.nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)).__dlpack__(
+            **options
+        )
+
+
+Memory: TypeAlias = memoryview | DeviceBuffer
+"""Host or device memory."""
+
+
+class Stream:
+    """One thread at a time may call. Every call raises CudaError if CUDA refuses."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        """A new stream, which waits for no other. Most call `Gpu.stream`."""
+        import cupy  # noqa: PLC0415
+
+        self.gpu = gpu
+        self._runtime = cupy.cuda.runtime
+        self._stream = gpu.call("no stream", lambda: cupy.cuda.Stream(non_blocking=True))
+        self._kernels: dict[str, Any] = {}
+        self._moving: list[tuple[Memory, Memory]] = []
+        self._chunks: list[DeviceBuffer] = []
+        self._used_bytes = 0
+
+    def copy(self, target: Memory, source: Memory) -> None:
+        """Has bytes copied, and keeps both alive until `wait`. MisuseError if sizes differ."""
+        if target.nbytes != source.nbytes:
+            raise MisuseError(f"a copy of {source.nbytes} bytes to {target.nbytes}")
+        if not isinstance(target, DeviceBuffer) and target.readonly:
+            raise MisuseError("a copy into a read-only buffer")
+        if not target.nbytes:
+            return
+        self._moving.append((target, source))
+        places = _address(target), _address(source)
+        self.gpu.call(
+            f"a copy of {target.nbytes} bytes",
+            self._runtime.memcpyAsync,
+            *places,
+            target.nbytes,
+            _EITHER_WAY,
+            self._stream.ptr,
+        )
+
+    def zero(self, target: DeviceBuffer) -> None:
+        """Has device memory zeroed."""
+        self.gpu.call("zeros", self._runtime.memsetAsync, target.address, 0, target.nbytes, self._stream.ptr)
+
+    def launch(self, name: str, blocks: int, threads: int, *args: Any) -> None:
+        """Starts one kernel of kernels.cu. Integers are 64 bits unless numpy's, buffers their addresses."""
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = self._kernels[name] = self.gpu.function(name)
+        given = tuple(_argument(arg) for arg in args)
+
+        def start() -> None:
+            kernel((blocks,), (threads,), given, stream=self._stream)
+
+        self.gpu.call(f"kernel {name}", start)
+
+    def scratch(self, nbytes: int) -> DeviceBuffer:
+        """Device memory of this stream's own, with anything in it, until the next `wait`."""
+        start = -(-self._used_bytes // _ALIGN) * _ALIGN
+        if not self._chunks or start + nbytes > self._chunks[-1].nbytes:
+            self._chunks.append(self.gpu.allocate(max(nbytes, _SCRATCH_BYTES)))
+            start = 0
+        self._used_bytes = start + nbytes
+        return self._chunks[-1].part(start, start + nbytes)
+
+    def wait(self) -> None:
+        """Until everything that was started is done. CudaError if some of it failed: none of it counts."""
+        try:
+            self.gpu.call("work on a stream", self._runtime.streamSynchronize, self._stream.ptr)
+        finally:
+            self._moving.clear()
+            self._used_bytes = 0
+        if len(self._chunks) > 1:
+            # What was needed in pieces is had in one the next time.
+            total = sum(chunk.nbytes for chunk in self._chunks)
+            self.close()
+            self._chunks.append(self.gpu.allocate(total))
+
+    def close(self) -> None:
+        """Gives the scratch memory back; the stream itself goes with this object."""
+        chunks, self._chunks, self._used_bytes = self._chunks, [], 0
+        for chunk in chunks:
+            self.gpu.free(chunk)
+
+    def __del__(self) -> None:
+        # Of a thread that has ended, or of a GPU that is lost, or while the process ends.
+        with contextlib.suppress(Exception):
+            self.close()
 
 
 class Gpu:
@@ -194,6 +355,20 @@ class Gpu:
         except Exception as error:
             # No NVRTC, headers that it does not find, code that it does not compile.
             raise CudaError(f"kernels.cu cannot be compiled: {error}"[:2000]) from None
+
+
+def _address(memory: Memory) -> int:
+    if isinstance(memory, DeviceBuffer):
+        return memory.address
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, DeviceBuffer):
+        return np.uint64(value.address)
+    if isinstance(value, int):
+        return np.int64(value) if value < 0 else np.uint64(value)
+    return value
 
 
 def address_of(view: memoryview) -> int:

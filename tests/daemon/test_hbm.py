@@ -19,8 +19,7 @@ import pytest
 
 from kvstore import AsyncClient, Client, Layout, errors
 from kvstore.client.gpu import DeviceLease, DeviceReservation
-from kvstore.cuda.buffer import DeviceBuffer
-from kvstore.cuda.device import Gpu, uuids
+from kvstore.cuda.device import DeviceBuffer, Gpu, uuids
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Tier
