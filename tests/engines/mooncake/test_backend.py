@@ -325,7 +325,7 @@ from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Name
 backend = open_backend(BackendSettings(sys.argv[1]))
 print(backend.probe([Name(bytes(16), b"k")], time.monotonic() + 20)[0].name, flush=True)
-print(backend._lanes._helper._process.pid, flush=True)
+print(backend._pool._client._process.pid, flush=True)
 input()
 print(backend.probe([Name(bytes(16), b"k")], time.monotonic() + 1)[0].name, flush=True)
 """
