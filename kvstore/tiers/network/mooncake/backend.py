@@ -140,7 +140,7 @@ class Mooncake:
 
     @contextmanager
     def _exclusive(self, things: Sequence[Object], ends: float) -> Iterator[bool]:
-        """Waits until no other call writes these objects. Yields False if take still does at `ends`.
+        """Waits until no other call writes these objects. Yields False if another call still does at `ends`.
 
         Mooncake reports OK for an object that another call still writes, and that cannot be read yet.
         """

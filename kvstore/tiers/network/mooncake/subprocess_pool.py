@@ -135,7 +135,7 @@ class _ClientProcess:
 
 
 class SubprocessPool:
-    """Workers of take client process, which is started when it is needed. Thread-safe."""
+    """The workers of one client process, which is started when it is needed. Thread-safe."""
 
     def __init__(self, settings: Mapping[str, object], count: int) -> None:
         self._settings = settings
