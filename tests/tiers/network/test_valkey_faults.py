@@ -18,6 +18,8 @@ from kvstore.tiers.network import BackendSettings
 from kvstore.tiers.network.base import Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import HEADER_BYTES, header, path
 from kvstore.tiers.network.valkey.backend import Valkey, open_url
+from kvstore.tiers.network.valkey.errors import judge_hello
+from kvstore.tiers.network.valkey.resp import Refusal
 from tests.tiers.network.contract import SPACE, block, ends, memory, payload, wanted
 from tests.tiers.network.valkeys import Server, server
 
@@ -215,6 +217,12 @@ def test_nobody_listens() -> None:
             assert not caught.value.fatal
     with opened("unix:///nowhere/at/all") as backend, pytest.raises(NetworkError):
         backend.health(ends())
+
+
+def test_a_server_with_too_many_clients_refuses_for_now() -> None:
+    with pytest.raises(NetworkError) as caught:
+        judge_hello(Refusal("ERR max number of clients reached"))
+    assert not caught.value.fatal
 
 
 def test_a_name_that_is_none() -> None:
