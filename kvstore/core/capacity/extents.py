@@ -124,12 +124,6 @@ class Extents:
             self.unassigned.append(extent)
             self.unassigned.sort(reverse=True)
 
-    def promise(self, extent: int, tenant: int) -> None:
-        """An unassigned extent is a tenant's from now on, to be cut when it wants to."""
-        self.unassigned.remove(extent)
-        self.promised.setdefault(tenant, []).append(extent)
-        self.holdings.hold(tenant, 1)
-
     def lose(self, extent: int) -> None:
         """An extent could not be made anew, or is removed."""
         self.removing.discard(extent)

@@ -6,7 +6,7 @@ composition (`kvstore.daemon.composition`) decides which object fills which port
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvstore.config import Config
@@ -112,6 +112,3 @@ class Closing(Service, Protocol):
 
     def close(self) -> None:
         """Sends what waits, and ends."""
-
-
-Names = Sequence[str]
