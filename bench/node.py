@@ -14,7 +14,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Placement
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.types import Geometry, Tier
 
 BLOCK_BYTES = 256 << 10

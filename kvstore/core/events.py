@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.quotas import Quota
+from kvstore.core.policy.admission import Rule
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.reuse.reuse import ReuseState
-from kvstore.core.transfers.admission import Rule
-from kvstore.core.transfers.devices import TierSpec
 
 OK, CORRUPT, FAILED = range(3)
 """Results of one block: copied or verified; wrong checksum; the device failed."""
@@ -98,7 +98,7 @@ class SetSharing:
 
 @dataclass(slots=True)
 class SetDevice:
-    """Sets the state of the device of tier number `tier` (above 0). See `transfers.devices`."""
+    """Sets the state of the device of tier number `tier` (above 0). See `queues.device_queue`."""
 
     tier: int
     state: str

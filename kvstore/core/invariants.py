@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
-from kvstore.core.blocks.residency import DEMOTE
 from kvstore.core.capacity.extents import Slots
+from kvstore.core.residency.residency import DEMOTE
 
 if TYPE_CHECKING:
-    from kvstore.core.blocks.residency import Residency
     from kvstore.core.requests.leases import LeaseTable
+    from kvstore.core.residency.residency import Residency
 
 
 def check(leases: LeaseTable) -> None:

@@ -15,21 +15,20 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Action
-from kvstore.core.blocks.residency import Residency
-from kvstore.core.capacity.eviction import Eviction
-from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import SlotPool
-from kvstore.core.capacity.resizing import Resizing
 from kvstore.core.insight import reports
 from kvstore.core.insight.explain import explain
-from kvstore.core.insight.hints import hint
 from kvstore.core.invariants import check
 from kvstore.core.jobs import Job
-from kvstore.core.policy_migration import PolicyMigration
+from kvstore.core.queues.device_queue import TierSpec
+from kvstore.core.reconfiguration.hotplug import Hotplug
+from kvstore.core.reconfiguration.policy_migration import PolicyMigration
+from kvstore.core.reconfiguration.resizing import Resizing
 from kvstore.core.requests.configuration import Configuration
 from kvstore.core.requests.copy_results import CopyResults
 from kvstore.core.requests.deletion import Deletion
 from kvstore.core.requests.flush import flush
+from kvstore.core.requests.hints import hint
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable, Limits
 from kvstore.core.requests.namespaces import NamespaceTable
@@ -40,8 +39,9 @@ from kvstore.core.requests.recovery import restore
 from kvstore.core.requests.retries import FREEING_EVENTS, Retries
 from kvstore.core.requests.verification import Verification
 from kvstore.core.requests.writes import Writes
+from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import CopyQueue
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.transfers.eviction import Eviction
 from kvstore.core.transfers.transfers import Transfers
 from kvstore.core.view import View
 
@@ -125,7 +125,7 @@ class Placement:
             ev.Unpin: pins.unpin,
             ev.Invalidate: invalidation.invalidate,
             ev.Hint: lambda event, now: hint(self.leases, event, now),
-            ev.Explain: lambda event, now: explain(self.leases, event, now),
+            ev.Explain: lambda event, now: explain(r, event, now),
             ev.Suspect: verification.suspect,
             ev.Tell: lambda event, now: reports.tell(r, event),
             ev.Watch: lambda event, now: reports.watch(r, event),

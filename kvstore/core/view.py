@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.topology import TierState
-from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import UNLIMITED, SlotPool
-from kvstore.core.insight.decision_log import Decisions
-from kvstore.core.policy_migration import PolicyMigration
+from kvstore.core.policy.admission import Rule
+from kvstore.core.queues.device_queue import TierSpec
+from kvstore.core.reconfiguration.hotplug import Hotplug
+from kvstore.core.reconfiguration.policy_migration import PolicyMigration
 from kvstore.core.requests.leases import LeaseTable, Limits
+from kvstore.core.residency.decision_log import Decisions
+from kvstore.core.residency.topology import TierState
 from kvstore.core.reuse.reuse import ReuseState
-from kvstore.core.transfers.admission import Rule
 from kvstore.core.transfers.copy_queue import Transfer
-from kvstore.core.transfers.devices import TierSpec
 from kvstore.types import Tier
 
 
@@ -61,7 +61,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Copies of one device, in bytes by class (see `transfers.devices`). `copies` are under way."""
+    """Copies of one device, in bytes by class (see `queues.device_queue`). `copies` are under way."""
 
     bandwidth_bytes_per_s: float
     queued_bytes: list[int]
@@ -112,7 +112,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
-    """One copy between tiers, queued or `started`. `kind` is its class (see `transfers.devices`)."""
+    """One copy between tiers, queued or `started`. `kind` is its class (see `queues.device_queue`)."""
 
     number: int
     source: int

@@ -17,7 +17,7 @@ from kvstore.config import Config
 from kvstore.core import actions as ac
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import View
 from kvstore.daemon.kv_events.tracker import Routing
 from kvstore.daemon.network.tier import NetworkTier

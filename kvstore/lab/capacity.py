@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kvstore.config import format_size, parse_size
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.errors import MisuseError
 from kvstore.types import Geometry, Tier, extent_bytes, slot_bytes
 

@@ -21,7 +21,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Placement
-from kvstore.core.transfers.admission import Rule
+from kvstore.core.policy.admission import Rule
 from kvstore.errors import KVStoreError
 from kvstore.lab.capacity import Capacities
 from kvstore.types import Tier

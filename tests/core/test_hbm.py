@@ -10,8 +10,8 @@ import pytest
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
-from kvstore.core.transfers.admission import Rule
-from kvstore.core.transfers.devices import DEMAND, FENCED
+from kvstore.core.policy.admission import Rule
+from kvstore.core.queues.device_queue import DEMAND, FENCED
 from kvstore.types import ALIGN, Tier
 from tests.core.world import World, joined, payload
 
@@ -784,7 +784,7 @@ def test_more_suspicion_than_a_pool_can_look_at_is_answered(monkeypatch: pytest.
     gpu, keys = w.pools[0], chain("a", 2)
     w.put(0, 1, keys, at=gpu)
     w.finish_all()
-    monkeypatch.setattr("kvstore.core.transfers.devices._WAITING_BYTES", ALIGN)
+    monkeypatch.setattr("kvstore.core.queues.device_queue._WAITING_BYTES", ALIGN)
     monkeypatch.setattr(w.p.residency.tiers[gpu].device.queue, "_limit", ALIGN)
     told = w.ask(ev.Suspect(0, 1, joined(keys), gpu))
     assert isinstance(told, ac.Answer)

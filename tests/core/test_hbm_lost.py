@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.insight.decision_log import DecisionKind
+from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.types import ALIGN
 from tests.core.test_hbm import answer, chain, held, put_in_nvme_alone, routes, values, world
 from tests.core.world import World, joined, payload
@@ -71,7 +71,7 @@ def test_a_lost_block_with_children_elsewhere_is_a_hole_that_a_put_fills() -> No
 
 
 def test_what_is_lost_is_given_up_in_steps_and_unreadable_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.capacity.hotplug._LOST_AT_ONCE", 1)
+    monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._LOST_AT_ONCE", 1)
     w = world(write_policy="on_evict", dram=1)
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -89,7 +89,7 @@ def test_what_is_lost_is_given_up_in_steps_and_unreadable_at_once(monkeypatch: p
 
 
 def test_a_copy_that_is_lost_is_none_when_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.capacity.hotplug._LOST_AT_ONCE", 1)
+    monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._LOST_AT_ONCE", 1)
     w = world(write_policy="on_evict", dram=1)
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, [b"x"])
@@ -107,7 +107,7 @@ def test_a_copy_that_is_lost_is_none_when_room_is_made(monkeypatch: pytest.Monke
 
 
 def test_nothing_is_written_down_from_a_lost_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.capacity.hotplug._LOST_AT_ONCE", 1)
+    monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._LOST_AT_ONCE", 1)
     w = world(write_policy="on_evict")
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)

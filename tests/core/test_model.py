@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
-from kvstore.core.transfers.admission import DAY_S, Rule
-from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
+from kvstore.core.policy.admission import DAY_S, Rule
+from kvstore.core.queues.device_queue import DRAINING, FENCED, SERVING
 from kvstore.types import ALIGN
 from tests.core.world import World, granted_of, hash_of, joined, payload
 

@@ -23,8 +23,8 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.quotas import UNLIMITED, Quota
 from kvstore.core.placement import Limits, Placement
-from kvstore.core.transfers.admission import Rule
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.policy.admission import Rule
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.types import ALIGN, HBM_EXTENTS, HEADER_BYTES, LABEL_BYTES, MAX_KEY_BYTES, Tier
 
 Place = tuple[int, int, int]

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
-from kvstore.core.transfers.admission import Rule
+from kvstore.core.policy.admission import Rule
 from kvstore.daemon.composition import Storage, compose, compose_server
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.errors import TierError

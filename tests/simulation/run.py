@@ -14,8 +14,8 @@ from typing import Any
 from kvstore.client.leases import Reservation
 from kvstore.config import FIRST_DEVICE
 from kvstore.core import events as ev
+from kvstore.core.queues.device_queue import DRAINING, FENCED, SERVING
 from kvstore.core.requests.leases import number_on_connection
-from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
 from kvstore.daemon import composition
 from kvstore.daemon.operator.devices import open_new
 from kvstore.daemon.tenancy.auth import Principal, Role

@@ -22,15 +22,15 @@ from kvstore.client import aio
 from kvstore.client.leases import Lease
 from kvstore.core.actions import DeviceRemoved
 from kvstore.core.blocks.block_table import Blocks
-from kvstore.core.blocks.residency import Residency
-from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Extents
-from kvstore.core.capacity.hotplug import Hotplug
 from kvstore.core.capacity.quotas import UNLIMITED, Holdings
+from kvstore.core.reconfiguration.hotplug import Hotplug
 from kvstore.core.requests.deletion import Deletion
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
+from kvstore.core.residency.residency import Residency
+from kvstore.core.transfers.eviction import Eviction
 from kvstore.core.transfers.transfers import Transfers
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.tier_actions import TierActions

@@ -11,7 +11,7 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core.actions import Where
 from kvstore.core.placement import Placement
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.daemon.tenancy.namespaces import in_memory
 from kvstore.daemon.tenancy.recovery import void_unrestored
 from kvstore.tiers.dram import DramTier

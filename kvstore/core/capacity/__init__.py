@@ -1,4 +1,1 @@
-"""Who has how much room: extents and slots, quotas of tenants, eviction, tiers that change.
-
-Requests and transfers ask here for slots. Eviction orders come from `policy`.
-"""
+"""Extents of each tier, their slots, and the quotas of tenants. Plain bookkeeping: no block is moved here."""

@@ -1,4 +1,4 @@
-"""Observation: the log of decisions, explanations of blocks, hit counters, hints, reports of block locations.
+"""Observation: explanations of blocks, hit counters, reports of block locations.
 
 Nothing here decides which block is stored, moved or evicted.
 """

@@ -12,9 +12,8 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Deny, Explained
 from kvstore.core.blocks.block_table import HOLE, LIVE, RESERVED
-from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
-from kvstore.core.insight.decision_log import Decision
-from kvstore.core.requests.leases import LeaseTable
+from kvstore.core.residency.decision_log import Decision
+from kvstore.core.residency.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.reuse.classes import describe
 from kvstore.types import EXPLAIN_KEYS
 
@@ -25,15 +24,14 @@ _STATES = {RESERVED: "being written", LIVE: "live", HOLE: "hole"}
 _ABSENT = "not stored"
 
 
-def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
+def explain(residency: Residency, event: ev.Explain, now: float) -> None:
     """Answers with the known blocks. Unknown keys are left out."""
-    spaces = event.namespaces
+    r, spaces = residency, event.namespaces
     if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
         why = f"{event.keys.n} keys in {len(spaces)} namespaces"
         hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
-        leases.say(Deny(event.request, why, hint))
+        r.outbox.actions.append(Deny(event.request, why, hint))
         return
-    r = leases.residency
     marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a closed namespace are skipped, because its number may be reused.
     known = [n for n in spaces if n in r.namespaces and not r.namespaces[n].closed]
@@ -48,7 +46,7 @@ def explain(leases: LeaseTable, event: ev.Explain, now: float) -> None:
                 block |= _stored(r, row, now) if row >= 0 else {}
                 block["decisions"] = [_told(r, d, now) for d in decided]
                 blocks.append(block)
-    leases.say(Explained(event.request, blocks))
+    r.outbox.actions.append(Explained(event.request, blocks))
 
 
 def _stored(r: Residency, row: int, now: float) -> dict[str, Any]:

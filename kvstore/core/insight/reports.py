@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core import events as ev
-from kvstore.core.blocks.residency import Residency
+from kvstore.core.residency.residency import Residency
 
 
 def tell(residency: Residency, event: ev.Tell) -> None:

@@ -1,6 +1,6 @@
 """Eviction policies: in which order the blocks of one pool of a tier are evicted.
 
-A policy sees row numbers only. It decides the order; `capacity.eviction` decides whether a block may go
+A policy sees row numbers only. It decides the order; `transfers.eviction` decides whether a block may go
 (leases, pins, children, copies). Every operation takes a batch of distinct rows and costs amortised O(1) a
 row. A new policy is one file here and one line in `POLICIES`, or a class anywhere, named as `module:Class`.
 """

@@ -1,6 +1,6 @@
 """Configuration at run time: limits, write policy, tenants, admission, sharing.
 
-Not covered: limits of tiers (`capacity.resizing`) and the eviction policy (`policy_migration`).
+Not covered: limits of tiers (`reconfiguration.resizing`) and the eviction policy (`policy_migration`).
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvstore.core import events as ev
+from kvstore.core.policy.admission import Admission
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
-from kvstore.core.transfers.admission import Admission
 
 _LIMITS = "leases_per_client", "namespaces", "namespaces_per_tenant"
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.capacity.hotplug import Hotplug
+from kvstore.core.reconfiguration.hotplug import Hotplug
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.retries import Retries

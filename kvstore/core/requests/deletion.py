@@ -14,12 +14,12 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, RenewExtent
 from kvstore.core.blocks.block_table import LIVE, RESERVED
-from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.quotas import Quota
-from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
+from kvstore.core.residency.decision_log import DecisionKind
+from kvstore.core.residency.namespace import Namespace
 
 _ROWS_AT_ONCE = 4096
 _ENDS_AT_ONCE = 1 << 15

@@ -7,9 +7,9 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE, RESERVED, Rows
-from kvstore.core.insight.decision_log import EVERY_TIER, DecisionKind
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
+from kvstore.core.residency.decision_log import EVERY_TIER, DecisionKind
 
 
 class Invalidation:

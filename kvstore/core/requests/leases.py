@@ -18,12 +18,12 @@ import numpy.typing as npt
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Deny, Stored
 from kvstore.core.blocks.block_table import Picked, Rows
-from kvstore.core.blocks.namespace import Namespace
-from kvstore.core.blocks.residency import Residency
-from kvstore.core.capacity.eviction import Eviction
 from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.residency.namespace import Namespace
+from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import CopyQueue
+from kvstore.core.transfers.eviction import Eviction
 from kvstore.core.transfers.transfers import Transfers
 
 NONE = np.empty(0, np.int64)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, NamespaceClosed
-from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.publication import Publication
+from kvstore.core.residency.namespace import Namespace
 from kvstore.types import Tier, slot_bytes
 
 

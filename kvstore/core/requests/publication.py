@@ -16,11 +16,11 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE
-from kvstore.core.blocks.namespace import Namespace
-from kvstore.core.blocks.residency import DEMOTE, WRITING
-from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
+from kvstore.core.residency.decision_log import DecisionKind
+from kvstore.core.residency.namespace import Namespace
+from kvstore.core.residency.residency import DEMOTE, WRITING
 
 _ROWS_AT_ONCE = 1 << 12  # rows per step, which delay all other requests
 _BLOCKS_AT_ONCE = 512

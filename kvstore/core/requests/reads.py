@@ -13,12 +13,12 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.namespace import Namespace
 from kvstore.core.capacity.extents import Extents, Slots
 from kvstore.core.insight.hit_counters import spread
+from kvstore.core.queues.device_queue import PREFETCH
 from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
+from kvstore.core.residency.namespace import Namespace
 from kvstore.core.transfers.copy_queue import Arrived
-from kvstore.core.transfers.devices import PREFETCH
 
 _SAMPLE = 8
 """Keys of a looked-up prefix whose tiers stand for those of the others."""

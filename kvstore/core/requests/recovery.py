@@ -8,8 +8,8 @@ import numpy.typing as npt
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import HOLE, LIVE, Rows
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.residency import Residency
 from kvstore.core.requests.leases import LeaseTable
+from kvstore.core.residency.residency import Residency
 
 _AT_ONCE = 1 << 16
 

@@ -9,9 +9,9 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Probe
 from kvstore.core.blocks.block_table import LIVE, Rows
+from kvstore.core.queues.device_queue import SCRUB
 from kvstore.core.requests.leases import LeaseTable, PendingProbe
 from kvstore.core.requests.reads import Reads
-from kvstore.core.transfers.devices import SCRUB
 
 _PROBES = 64
 _SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits for

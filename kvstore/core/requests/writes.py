@@ -21,10 +21,10 @@ from kvstore.core.actions import (
     Reserved,
 )
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
-from kvstore.core.blocks.namespace import Namespace
-from kvstore.core.insight.decision_log import DecisionKind
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_on_connection
+from kvstore.core.residency.decision_log import DecisionKind
+from kvstore.core.residency.namespace import Namespace
 
 
 class Writes:

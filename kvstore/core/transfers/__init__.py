@@ -1,1 +1,1 @@
-"""Copies between tiers: what is copied, which device takes it when, and what is worth writing to flash."""
+"""Copies between tiers, and eviction, which demotes blocks by copies. Requests ask here for slots."""

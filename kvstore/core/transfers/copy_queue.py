@@ -4,7 +4,7 @@ A copy holds a reference on its source slots and its target slots until it ends,
 meanwhile. A block whose copy failed never becomes readable. A block that is dropped during its copy leaves
 both slots free.
 
-Not covered: which blocks are copied, and why; see `transfers` and `capacity.eviction`.
+Not covered: which blocks are copied, and why; see `transfers` and `transfers.eviction`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from kvstore.core.actions import BlockIds, Copy, Drop, Probe
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.blocks.namespace import Namespace
-from kvstore.core.blocks.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
-from kvstore.core.insight.decision_log import DecisionKind
-from kvstore.core.transfers.devices import DEMAND, SCRUB, WRITE_BACK, DeviceQueue
+from kvstore.core.queues.device_queue import DEMAND, SCRUB, WRITE_BACK, DeviceQueue
+from kvstore.core.residency.decision_log import DecisionKind
+from kvstore.core.residency.namespace import Namespace
+from kvstore.core.residency.residency import DEMOTE, PROMOTING, WRITING, Residency
 from kvstore.types import Tier
 
 _READ_BYTES = 4 << 20

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import LIVE, Rows
-from kvstore.core.blocks.namespace import Namespace
-from kvstore.core.blocks.residency import Residency
-from kvstore.core.capacity.eviction import Eviction
-from kvstore.core.insight.decision_log import DecisionKind
+from kvstore.core.queues.device_queue import DEMAND
+from kvstore.core.residency.decision_log import DecisionKind
+from kvstore.core.residency.namespace import Namespace
+from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
-from kvstore.core.transfers.devices import DEMAND
+from kvstore.core.transfers.eviction import Eviction
 
 _TENANTS_AT_ONCE = 16
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstore.core.transfers.devices import DeviceQueue
+from kvstore.core.queues.device_queue import DeviceQueue
 from kvstore.daemon.network.ports import Post
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome

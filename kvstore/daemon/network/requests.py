@@ -20,7 +20,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import NETWORK
-from kvstore.core.transfers.devices import DEMAND, PREFETCH
+from kvstore.core.queues.device_queue import DEMAND, PREFETCH
 from kvstore.daemon.network.core_requests import Callback, ask
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility

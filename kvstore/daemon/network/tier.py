@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstore.config import Network
 from kvstore.core import events as ev
-from kvstore.core.transfers.admission import Rule
+from kvstore.core.policy.admission import Rule
 from kvstore.daemon.network.deletion import Deletion
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility

@@ -18,7 +18,7 @@ from kvstore import arena
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.transfers.devices import DEMAND, WRITE_BACK
+from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK
 from kvstore.daemon.network.core_requests import CLIENT, ask
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks

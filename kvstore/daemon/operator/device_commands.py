@@ -6,7 +6,7 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
-from kvstore.core.transfers.devices import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
+from kvstore.core.queues.device_queue import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
 from kvstore.core.view import AdmissionStatus, TierView, TransferStatus, View
 from kvstore.daemon.operator.command import MOST_AT_ONCE, check_limit, command
 from kvstore.daemon.runtime.ports import Core

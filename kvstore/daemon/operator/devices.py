@@ -14,8 +14,8 @@ from typing import Any
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.transfers.admission import Rule
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.policy.admission import Rule
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import TierView, View
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.ports import Core, CurrentConfig, EventLog

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.core.insight.decision_log import EVERY_TIER, DecisionKind, Noted
+from kvstore.core.residency.decision_log import EVERY_TIER, DecisionKind, Noted
 from kvstore.core.view import Health, View
 from kvstore.daemon.operator.command import command
 from kvstore.daemon.tenancy.auth import Authenticator

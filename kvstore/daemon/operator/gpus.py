@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from kvstore.config import Config, format_size
 from kvstore.core import events as ev
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import View
 from kvstore.cuda.device import Gpu, resolve, uuids, why_not
 from kvstore.cuda.errors import CudaError

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.core.insight.decision_log import EVERY_TIER
 from kvstore.core.insight.hit_counters import ALL_TIERS, MOST, NETWORK, REQUESTED, Amount, HitCounters
+from kvstore.core.residency.decision_log import EVERY_TIER
 from kvstore.core.view import View
 from kvstore.daemon.operator.command import command
 from kvstore.daemon.operator.device_commands import brief

@@ -8,7 +8,7 @@ from typing import Any
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.config.units import format_size
 from kvstore.core import events as ev
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import TierView, View
 from kvstore.daemon.operator.devices import Devices
 from kvstore.daemon.runtime.ports import CurrentConfig

@@ -17,7 +17,7 @@ from typing import Any
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.placement import Placement
-from kvstore.core.transfers.devices import FENCED
+from kvstore.core.queues.device_queue import FENCED
 from kvstore.daemon.runtime.pending_requests import PendingRequests
 from kvstore.daemon.runtime.ports import EventLog, Problems, Requester
 from kvstore.daemon.runtime.tier_actions import TierActions

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.core.transfers.fair_queue import FairQueue
+from kvstore.core.queues.fair_queue import FairQueue
 from kvstore.daemon.server.peer_credentials import uid_of
 from kvstore.errors import KVStoreError, TierError
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from kvstore.core.transfers.fair_queue import FairQueue
+from kvstore.core.queues.fair_queue import FairQueue
 from kvstore.wire import messages as m
 
 SLICE_S = 200e-6

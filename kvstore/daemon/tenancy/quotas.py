@@ -13,7 +13,7 @@ from typing import Any
 from kvstore.config import Config, Tenant
 from kvstore.core import events as ev
 from kvstore.core.capacity.quotas import UNLIMITED, Quota
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import View
 from kvstore.daemon.runtime.ports import Core, CurrentConfig
 from kvstore.daemon.tenancy.auth import Authenticator

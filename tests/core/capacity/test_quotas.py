@@ -13,8 +13,8 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.capacity.quotas import Holdings, Quota, giver
 from kvstore.core.placement import Limits
-from kvstore.core.transfers import devices
-from kvstore.core.transfers.devices import DEMAND, WRITE_BACK, DeviceQueue
+from kvstore.core.queues import device_queue
+from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK, DeviceQueue
 from kvstore.types import ALIGN
 from tests.core.world import World, joined, payload
 
@@ -26,7 +26,7 @@ DRAM, NVME = 0, 1
 @pytest.fixture(autouse=True)
 def _tiny_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are of one page here."""
-    monkeypatch.setattr(devices, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(device_queue, "MEASURED_BYTES", 1)
 
 
 def world(*tenants: tuple[int, ...], dram: int = 4, nvme: int = 0, **more: object) -> World:

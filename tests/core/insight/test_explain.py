@@ -13,9 +13,9 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.insight.decision_log import CAPACITY, EVERY_TIER, Decision, DecisionKind, Decisions
 from kvstore.core.insight.explain import MOST_NAMESPACES
 from kvstore.core.requests.leases import Limits
+from kvstore.core.residency.decision_log import CAPACITY, EVERY_TIER, Decision, DecisionKind, Decisions
 from kvstore.core.reuse.reuse import Reuse
 from kvstore.types import EXPLAIN_KEYS
 from tests.core.world import World, joined

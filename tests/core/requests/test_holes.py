@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.blocks import chains
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.placement import Placement
-from kvstore.core.transfers.devices import TierSpec
+from kvstore.core.queues.device_queue import TierSpec
+from kvstore.core.residency import chains
 from kvstore.types import Tier
 from tests.core.world import World, joined, payload
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.transfers.admission import Rule
+from kvstore.core.policy.admission import Rule
 from tests.core.world import World, joined
 
 CHAIN = [b"a", b"b", b"c", b"d"]

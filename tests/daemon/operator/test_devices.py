@@ -409,7 +409,7 @@ def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Path
 ) -> None:
     # As with many millions of rows, which take a while to get their column.
-    monkeypatch.setattr("kvstore.core.capacity.hotplug._ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._ROWS_AT_ONCE", 1)
     text = f'dram.limit = "8MiB"\n[nvme]\npath = "{tmp_path / "first"}"\nlimit = "16MiB"\n'
     config, both_of_them = parse(text), parse(f'{text}[nvme.devices.nvme1]\npath = "{second}"\n')
 

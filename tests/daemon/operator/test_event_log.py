@@ -13,8 +13,8 @@ import pytest
 
 from kvstore import Client
 from kvstore.config import Config
-from kvstore.core.insight.decision_log import DecisionKind
-from kvstore.core.transfers.devices import DeviceQueue
+from kvstore.core.queues.device_queue import DeviceQueue
+from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.view import TierView
 from kvstore.daemon.operator.event_log import MOST_EVENTS, EventLog
 from kvstore.daemon.tenancy.auth import Authenticator

@@ -20,7 +20,7 @@ from kvstore.config import parse
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.transfers.devices import FENCED
+from kvstore.core.queues.device_queue import FENCED
 from kvstore.daemon.composition import compose, compose_server
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator.settings import LiveConfig

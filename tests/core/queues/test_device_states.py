@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.transfers.devices import DRAINING, FENCED, SERVING
+from kvstore.core.queues.device_queue import DRAINING, FENCED, SERVING
 from tests.core.world import World, joined, payload
 
 A, B = [b"a0", b"a1", b"a2", b"a3"], [b"b0", b"b1", b"b2", b"b3"]

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from kvstore.core.blocks.block_table import Blocks, Rows
-from kvstore.core.blocks.namespace import Namespace, Namespaces
+from kvstore.core.residency.namespace import Namespace, Namespaces
 
 _UNPINNED_AT_ONCE = 4096
 _NEXT_STEP_S = 0.05

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Action, BlockIds, BlocksArrived, CopyReport, OfferBlocks, Where, WriteHeader
 from kvstore.core.blocks.block_table import LIVE, Blocks, Rows
-from kvstore.core.blocks.namespace import Namespace
-from kvstore.core.transfers.admission import Admission
+from kvstore.core.policy.admission import Admission
+from kvstore.core.residency.namespace import Namespace
 
 
 class Outbox:

@@ -7,8 +7,8 @@ import pytest
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import LIVE
-from kvstore.core.transfers.admission import DAY_S, Rule
-from kvstore.core.transfers.devices import FENCED, SERVING
+from kvstore.core.policy.admission import DAY_S, Rule
+from kvstore.core.queues.device_queue import FENCED, SERVING
 from kvstore.types import ALIGN, Tier
 from tests.core.world import World, joined, payload
 
@@ -132,7 +132,7 @@ def test_a_device_that_comes_gets_its_part_and_is_there_after_a_restart() -> Non
 
 
 def test_rows_in_use_when_a_device_comes_lie_nowhere_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.capacity.hotplug._ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._ROWS_AT_ONCE", 3)
     w = world(8, dram=4)
     keys = put(w, "a", 10)
     w.send(ev.AddDevice(w._device(4)))

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from kvstore.core import events as ev
 from kvstore.core.actions import MakeExtents
-from kvstore.core.blocks.residency import Residency
-from kvstore.core.capacity.eviction import Eviction
+from kvstore.core.residency.residency import Residency
+from kvstore.core.transfers.eviction import Eviction
 
 _REMOVED_AT_ONCE = 4
 _TENANTS_AT_ONCE = 16

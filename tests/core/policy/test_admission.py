@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore.core import actions as ac
+from kvstore.core.policy.admission import DAY_S, Admission, Rule
 from kvstore.core.reuse.classes import describe
 from kvstore.core.reuse.reuse import Reuse
-from kvstore.core.transfers.admission import DAY_S, Admission, Rule
 from kvstore.types import ALIGN
 from tests.core.policy.pool import Tier
 from tests.core.world import World, joined

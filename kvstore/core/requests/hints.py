@@ -12,9 +12,9 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE, Rows
-from kvstore.core.blocks.residency import Residency
 from kvstore.core.policy import Policy
 from kvstore.core.requests.leases import LeaseTable
+from kvstore.core.residency.residency import Residency
 
 
 def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:

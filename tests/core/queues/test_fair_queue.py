@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.transfers.fair_queue import FairQueue
+from kvstore.core.queues.fair_queue import FairQueue
 
 QUANTUM = 16
 DEAREST = 16

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvstore.core.transfers.admission import Rule
-from kvstore.core.transfers.fair_queue import FairQueue
+from kvstore.core.policy.admission import Rule
+from kvstore.core.queues.fair_queue import FairQueue
 from kvstore.types import Tier
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = range(4)

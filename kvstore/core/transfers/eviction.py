@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from kvstore.core.actions import FormatExtent, RemoveExtent, RenewExtent
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.blocks.residency import DEMOTE, Residency
 from kvstore.core.capacity.extents import SlotClass
 from kvstore.core.capacity.quotas import SlotPool
-from kvstore.core.insight.decision_log import DecisionKind
+from kvstore.core.queues.device_queue import WRITE_BACK
+from kvstore.core.residency.decision_log import DecisionKind
+from kvstore.core.residency.residency import DEMOTE, Residency
 from kvstore.core.transfers.copy_queue import CopyQueue, write_chunk
-from kvstore.core.transfers.devices import WRITE_BACK
 
 _SCAN_MIN = 64
 _MORE_WRITES = 2

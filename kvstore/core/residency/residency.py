@@ -1,6 +1,6 @@
 """Which slots hold which blocks: rows, index, links, slots, pins and policies, kept in step.
 
-Not covered: which blocks are evicted or copied; see `capacity.eviction` and `transfers`.
+Not covered: which blocks are evicted or copied; see `transfers.eviction` and `transfers`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy.typing as npt
 
 from kvstore.core.actions import Drop, Where
 from kvstore.core.blocks.block_table import LIVE, Blocks, Picked, Rows, compact
-from kvstore.core.blocks.chains import Chains
 from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.blocks.namespace import Namespace, Namespaces
-from kvstore.core.blocks.outbox import Outbox
-from kvstore.core.blocks.pin_table import PinTable
-from kvstore.core.blocks.topology import Topology
 from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
-from kvstore.core.insight.decision_log import Decisions
+from kvstore.core.queues.device_queue import TierSpec
+from kvstore.core.residency.chains import Chains
+from kvstore.core.residency.decision_log import Decisions
+from kvstore.core.residency.namespace import Namespace, Namespaces
+from kvstore.core.residency.outbox import Outbox
+from kvstore.core.residency.pin_table import PinTable
+from kvstore.core.residency.topology import Topology
 from kvstore.core.reuse.reuse import Reuse
-from kvstore.core.transfers.devices import TierSpec
 
 PROMOTING, WRITING, DEMOTE = 1, 2, 4
 """Bits of `Blocks.copy_marks`: a copy to DRAM; a copy to a lower tier; drop the upper copy when it ends."""

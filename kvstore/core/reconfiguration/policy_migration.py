@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.columns import zeros
-from kvstore.core.blocks.residency import Residency
-from kvstore.core.blocks.topology import PolicyGeneration
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.policy import Policy, find
 from kvstore.core.policy.migrating import MigratingPolicy
+from kvstore.core.residency.residency import Residency
+from kvstore.core.residency.topology import PolicyGeneration
 from kvstore.errors import MisuseError
 
 _ROWS_AT_ONCE = 64

@@ -12,12 +12,12 @@ from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.policy import Factory, Policy, find
+from kvstore.core.policy.admission import Admission
 from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Segments
+from kvstore.core.queues.device_queue import DeviceQueue, TierSpec
 from kvstore.core.reuse.ghosts import Ghosts
 from kvstore.core.reuse.reuse import Reuse
-from kvstore.core.transfers.admission import Admission
-from kvstore.core.transfers.devices import DeviceQueue, TierSpec
 from kvstore.types import Tier
 
 
@@ -34,8 +34,8 @@ class PolicyGeneration:
 class TierState:
     """One tier instance at run time: DRAM, an NVMe device or a pool of GPU memory.
 
-    `growing`: more extents are being made. `leaving`, `lost`, `gone`: see `capacity.hotplug`. New policies
-    are of the `generation`. During a change of policy, `old_generation` is the one that is being replaced.
+    `growing`: more extents are being made. `leaving`, `lost`, `gone`: see `reconfiguration.hotplug`.
+    New policies are of the `generation`. During a change of policy, `old_generation` is the replaced one.
     """
 
     spec: TierSpec
