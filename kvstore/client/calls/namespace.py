@@ -42,12 +42,7 @@ class NamespaceCalls(ReadCalls, WriteCalls):
 
     @call
     def hint(
-        self,
-        keys: Sequence[Key],
-        *,
-        next_use_s: float | None = None,
-        closed: bool = False,
-        priority: int = 0,
+        self, keys: Sequence[Key], *, next_use_s: float | None = None, closed: bool = False, priority: int = 0
     ) -> Call[int]:
         """Describes the expected use of the stored prefix; returns how many blocks that is. Advice only.
 

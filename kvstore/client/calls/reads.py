@@ -108,11 +108,7 @@ class ReadCalls(Scoped):
 
 
 def lookup(
-    exchange: Exchange,
-    scope: Scope,
-    keys: Sequence[Key],
-    recompute_s: float = 0.0,
-    prompt: int | None = None,
+    exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
 ) -> Flow[int]:
     """The length of the stored prefix; with `recompute_s`, of the part that is worth loading.
 

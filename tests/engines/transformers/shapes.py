@@ -153,10 +153,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "interleaved windows of Gemma 2": (of("Gemma2ForCausalLM", sliding_window=32), WINDOW),
     "interleaved windows of Gemma 3": (of("Gemma3ForCausalLM", sliding_window=32), WINDOW),
     "sinks": (gpt_oss, WINDOW),
-    "dynamic rope": (
-        of("LlamaForCausalLM", **rope("dynamic")),
-        "dynamic position",
-    ),
+    "dynamic rope": (of("LlamaForCausalLM", **rope("dynamic")), "dynamic position"),
     "longrope": (of("Phi3ForCausalLM", **rope("longrope", **LONG)), "longrope position"),
     "Qwen3-Next": (of("Qwen3NextForCausalLM", **LINEAR), LINEAR_LAYER),
     "Jamba": (of("JambaForCausalLM", num_experts=2), LINEAR_LAYER),
@@ -165,10 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "RWKV": (of("RwkvForCausalLM"), "takes no past_key_values"),
     "ALiBi of Bloom": (of("BloomForCausalLM", BLOOM), "takes no position_ids"),
     "ALiBi of MPT": (of("MptForCausalLM", MPT), "takes no position_ids"),
-    "T5": (
-        of("T5ForConditionalGeneration", T5),
-        "encoder-decoder",
-    ),
+    "T5": (of("T5ForConditionalGeneration", T5), "encoder-decoder"),
     "BART": (of("BartForConditionalGeneration", {"vocab_size": 64, "d_model": 16}), "encoder-decoder"),
     "bidirectional attention": (of("GemmaForCausalLM", use_bidirectional_attention=True), "bidirectional"),
     "an encoder with a language head": (

@@ -17,11 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvstore_vllm.identity import configured, kv_layout
 
-PLAIN: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 1024,
-    "block_size": 32,
-}
+PLAIN: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "block_size": 32}
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 
 

@@ -74,9 +74,7 @@ def complete(
         "return_token_ids": True, "detokenize": False, **more,
     }  # fmt: skip
     request = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return dict(json.load(answer))
