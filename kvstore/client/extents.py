@@ -26,7 +26,7 @@ class MappedExtent:
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
-        self.pinned = False
+        self._registered = False
         self._tables: dict[int, tuple[int, memoryview]] = {}
 
     def _table(self, slot_bytes: int) -> tuple[int, memoryview]:
@@ -46,10 +46,10 @@ class MappedExtent:
         """The version in a slot's header, by one aligned 8-byte load, which is atomic."""
         return self._table(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
 
-    def pin(self, gpu: Gpu) -> None:
+    def register(self, gpu: Gpu) -> None:
         """Registers the extent with CUDA, once: this makes copies between it and GPUs fast."""
-        if not self.pinned:
-            self.pinned = True
+        if not self._registered:
+            self._registered = True
             view = self.mapping.view
             if gpu.register(view, readonly=view.readonly):
                 # Unregisters before the memory is unmapped: the finalizer keeps a view of it.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -30,41 +29,36 @@ class Slots:
     def __init__(self, extents: dict[int, Any], records: bytes, slot_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.records = records
-        self._extents = extents
         self.in_hbm = any(number >= HBM_EXTENTS for number in extents)
+        self._extents = extents
         self._wide = memoryview(records).cast("Q")
         self._slot_bytes = slot_bytes
 
     @classmethod
     def none(cls, block_bytes: int) -> Slots:
-        """No slots: those of a miss."""
+        """Returns no slots: those of a miss."""
         return cls({}, b"", 0, block_bytes)
 
     def __len__(self) -> int:
         return len(self._wide) // 3
 
     def checksum(self, i: int) -> int:
-        """The checksum that the payload of slot i must have."""
+        """Returns the checksum that the payload of slot i must have."""
         return self._wide[3 * i + 1]
 
-    @property
-    def tiers(self) -> bytes:
-        """The tier where each block was found, one byte per block."""
-        return np.frombuffer(self.records, SLOT_RECORD)["tier"].astype(np.uint8).tobytes()
-
     def view(self, i: int) -> Any:
-        """The `block_bytes` bytes of slot i: a memoryview, or a DeviceBuffer for a slot in HBM."""
+        """Returns the `block_bytes` bytes of slot i: a memoryview, or a DeviceBuffer for a slot in HBM."""
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
         return extent.payload(self._slot_bytes, place & 0xFFFFFFFF, self.block_bytes)
 
-    def pin(self, gpu: Gpu) -> None:
+    def register(self, gpu: Gpu) -> None:
         """Registers the extents, which are in DRAM, with CUDA."""
         for extent in self._extents.values():
-            extent.pin(gpu)
+            extent.register(gpu)
 
     def is_current(self, i: int) -> bool:
-        """Whether slot i still has the version that was granted."""
+        """Returns whether slot i still has the granted version."""
         place = self._wide[3 * i]
         extent = self._extents[place >> 32]
         version: int = extent.version(self._slot_bytes, place & 0xFFFFFFFF)
@@ -72,13 +66,13 @@ class Slots:
 
 
 def as_bytes(buffer: Buffer, name: str, nbytes: int, writable: bool = False) -> memoryview:
-    """A flat view of a buffer of exactly `nbytes`. Raises MisuseError, which has `name`, otherwise."""
+    """Returns a flat view of a buffer of exactly `nbytes`. Raises MisuseError with `name` otherwise."""
     [flat] = _parts([buffer], name, nbytes, writable)
     return flat
 
 
 def _parts(buffers: Sequence[Buffer], name: str, nbytes: int, writable: bool = False) -> list[memoryview]:
-    """Flat views of buffers of `nbytes` in all. Raises MisuseError otherwise."""
+    """Returns flat views of buffers of `nbytes` in total. Raises MisuseError otherwise."""
     flats = [_flat(buffer, name) for buffer in buffers]
     total = sum(flat.nbytes for flat in flats)
     if total != nbytes:
@@ -96,7 +90,7 @@ def _flat(buffer: Buffer, name: str) -> memoryview:
         raise MisuseError(f"{name}: {error}", "pass a C-contiguous buffer") from None
 
 
-def nothing(*_: Any) -> None:
+def _nothing(*_: Any) -> None:
     """Ends an empty lease or reservation."""
 
 
@@ -105,20 +99,25 @@ def _never() -> bool:
 
 
 class _Grant:
-    """Slots that the daemon has granted, with an end that happens once: a lease or a reservation."""
+    """Slots that the daemon has granted until `end` is called, once: a lease or a reservation."""
 
-    def __init__(self, slots: Slots, end: Callable[[], None]) -> None:
+    def __init__(
+        self, slots: Slots, keys: Sequence[Key], namespace: bytes, end: Callable[[], None], gpu: Gpu | None
+    ) -> None:
+        self.gpu = gpu
         self._slots = slots
+        self._keys = keys
+        self._namespace = namespace
         self._end: Callable[[], None] | None = end
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def _finish(self) -> bool:
+    def _finish(self) -> None:
+        """Ends the grant. Does nothing if it has ended."""
         end, self._end = self._end, None
         if end is not None:
             end()
-        return end is not None
 
     def _check_open(self) -> None:
         if self._end is None:
@@ -134,39 +133,39 @@ class _Grant:
         part: memoryview = self._slots.view(i)[offset : offset + nbytes]
         return part
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._finish()
+
 
 class Lease(_Grant):
-    """The leading blocks of an acquire; `len` is their number."""
+    """The leading blocks of an acquire; `len` is their number. `gpu`: see `DeviceLease`."""
 
     def __init__(
         self,
         slots: Slots,
-        keys: Sequence[Key],
-        namespace: bytes,
-        end: Callable[[], None],
-        suspect: Callable[[Key], None],
+        keys: Sequence[Key] = (),
+        namespace: bytes = b"",
+        end: Callable[[], None] = _nothing,
+        suspect: Callable[[Key], None] = _nothing,
+        lost: Callable[[], bool] = _never,
+        gpu: Gpu | None = None,
     ) -> None:
-        super().__init__(slots, end)
-        self._keys = keys
-        self._namespace = namespace
+        """`namespace`: its fingerprint. `suspect` reports a corrupt block.
+
+        `lost` returns whether the connection of the lease has ended.
+        """
+        super().__init__(slots, keys, namespace, end, gpu)
         self._suspect = suspect
-        self._lost: Callable[[], bool] = _never
-
-    @classmethod
-    def empty(cls, block_bytes: int) -> Self:
-        """The lease of a miss."""
-        return cls(Slots.none(block_bytes), (), b"", nothing, nothing)
-
-    def held_over(self, lost: Callable[[], bool]) -> Self:
-        """Sets `lost`, which tells whether the lease's connection has ended; the lease itself."""
         self._lost = lost
-        return self
 
     @property
     def ended(self) -> bool:
         """Whether the lease was released or its connection has ended.
 
-        Check it after reading `blocks`: if it is true, the bytes may have been other ones.
+        Check it after reading `blocks`: if it is true, the slots may have been reused meanwhile.
         """
         return self._end is None or self._lost()
 
@@ -178,7 +177,7 @@ class Lease(_Grant):
     @property
     def tiers(self) -> bytes:
         """The tier where each block was found: one byte per block, a `Tier`."""
-        return self._slots.tiers
+        return np.frombuffer(self._slots.records, SLOT_RECORD)["tier"].astype(np.uint8).tobytes()
 
     @property
     def blocks(self) -> list[memoryview]:
@@ -229,13 +228,12 @@ class Lease(_Grant):
         Returns whether the bytes match their checksum. If not, the block is reported to the daemon and the
         bytes of the parts are undefined.
         """
-        targets = _parts(
-            parts, f"block {i}", self._range(i, 0, self._slots.block_bytes).nbytes, writable=True
-        )
+        nbytes = self._range(i, 0, self._slots.block_bytes).nbytes
+        targets = _parts(parts, f"block {i}", nbytes, writable=True)
         return self._is_good(i, lambda i, seed: arena.scatter(targets, self._slots.view(i), seed))
 
     def scatter_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> int:
-        """Scatters the blocks from `first` on, one list of parts each; how many leading ones are good."""
+        """Scatters the blocks from `first` on, one list of parts each; returns the number of good ones."""
         for at, each in enumerate(parts):
             if not self.scatter(first + at, each):
                 return at
@@ -260,7 +258,7 @@ class Lease(_Grant):
             raise UnavailableError("the connection of the lease has ended", "acquire the blocks again")
 
     def _verified(self, digest: Callable[[int, int], int]) -> int:
-        """Counts leading blocks that are good, see `_is_good`."""
+        """Returns the number of leading blocks that are good, see `_is_good`."""
         self._check_open()
         for i in range(len(self)):
             if not self._is_good(i, digest):
@@ -268,18 +266,12 @@ class Lease(_Grant):
         return len(self)
 
     def _is_good(self, i: int, digest: Callable[[int, int], int]) -> bool:
-        """Whether the digest of block i matches, and its slot still held the block after it was taken."""
+        """Returns whether the digest of block i matches and its slot has kept the granted version."""
         seed = arena.seed(self._namespace, self._keys[i], self._slots.block_bytes)
         if digest(i, seed) != self._slots.checksum(i):
             self._suspect(self._keys[i])
             return False
         return self._slots.is_current(i)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 @dataclass(slots=True)
@@ -293,34 +285,32 @@ class PutResult:
 
 
 class Reservation(_Grant):
-    """Slots to fill. `wanted` has the positions of their keys among the keys of the call."""
+    """Slots to fill. `wanted`: the positions of their keys among the keys of the call.
+
+    `gpu`: see `DeviceReservation`.
+    """
 
     def __init__(
         self,
         slots: Slots,
-        keys: Sequence[Key],
-        namespace: bytes,
-        wanted: list[int],
         result: PutResult,
-        lease: int,
-        end: Callable[[], None],
         commit: Callable[[bytes], Any],
+        keys: Sequence[Key] = (),
+        namespace: bytes = b"",
+        wanted: Sequence[int] = (),
+        end: Callable[[], None] = _nothing,
+        lease: int = 0,
+        gpu: Gpu | None = None,
     ) -> None:
-        super().__init__(slots, end)
-        self.wanted = wanted
+        """`keys`: those of the call. `namespace`: its fingerprint. `lease`: the reservation's number."""
+        super().__init__(slots, keys, namespace, end, gpu)
+        self.wanted = list(wanted)
         self.result = result
         self.lease = lease
-        self._keys = keys
-        self._namespace = namespace
         self._commit = commit
         self._checksums = memoryview(bytearray(8 * len(slots))).cast("Q")
         self._has_checksum = bytearray(len(slots))
         self._written: dict[int, tuple[int, xxh3_64]] = {}
-
-    @classmethod
-    def empty(cls, block_bytes: int, result: PutResult, commit: Callable[[bytes], Any]) -> Self:
-        """The reservation of a refusal."""
-        return cls(Slots.none(block_bytes), (), b"", [], result, 0, nothing, commit)
 
     @property
     def blocks(self) -> list[memoryview]:
@@ -331,9 +321,8 @@ class Reservation(_Grant):
         return [self._slots.view(i) for i in range(len(self))]
 
     def fill(self, i: int, block: Buffer) -> None:
-        """Copies a whole block into slot i and computes its checksum on the way."""
-        source = as_bytes(block, f"block {self.wanted[i]}", self._slots.block_bytes)
-        self._set_checksum(i, arena.gather(self._range(i, 0, source.nbytes), [source], self._seed(i)))
+        """Copies a whole block into slot i. The copy computes its checksum."""
+        self.gather(i, [block])
 
     def gather(self, i: int, parts: Sequence[Buffer]) -> None:
         """Copies C-contiguous buffers, one after another, into slot i: a whole block."""
@@ -349,7 +338,7 @@ class Reservation(_Grant):
     def write(self, i: int, part: Buffer, offset: int = 0) -> None:
         """Copies `part` into slot i at byte `offset`, for instance layer by layer.
 
-        Writes in order of offset compute the checksum on the way; else `commit` reads the slot for it.
+        Writes in order of offset compute the checksum during the copy; otherwise `commit` reads the slot.
         """
         source = memoryview(part).cast("B")
         target = self._range(i, offset, source.nbytes)
@@ -366,14 +355,14 @@ class Reservation(_Grant):
             self._set_checksum(i, digest.intdigest())
 
     def checksums(self) -> bytes:
-        """The checksums of all slots as u64. Computes those that no write has computed."""
+        """Returns the checksums of all slots as u64. Computes those that no write has computed."""
         for i, known in enumerate(self._has_checksum):
             if not known:
                 self._set_checksum(i, arena.checksum(self._slots.view(i), self._seed(i)))
         return self._checksums.tobytes()
 
     def commit(self) -> Any:
-        """Makes all blocks readable at once and ends the reservation; the PutResult (asyncio: awaited)."""
+        """Makes all blocks readable and ends the reservation; returns the PutResult (asyncio: awaited)."""
         self._check_open()
         self._end = None
         return self._commit(self.checksums())
@@ -388,9 +377,3 @@ class Reservation(_Grant):
 
     def _seed(self, i: int) -> int:
         return arena.seed(self._namespace, self._keys[self.wanted[i]], self._slots.block_bytes)
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
-        self.abort()

@@ -71,9 +71,10 @@ class SimExtent:
 class SimLease(Lease):
     """See `kvstore.client.gpu.DeviceLease`: what is in a pool has no version, only its checksum."""
 
-    def __init__(self, *parts: Any) -> None:
-        *others, self.gpu = parts
-        super().__init__(*others)
+    gpu: Any
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
         if self.in_hbm:
             self.gpu.happened["blocks read from a pool"] += len(self)
 
@@ -90,10 +91,11 @@ class SimLease(Lease):
 class SimReservation(Reservation):
     """See `kvstore.client.gpu.DeviceReservation`."""
 
-    def on(self, gpu: Gpus) -> SimReservation:
-        """Where it is, its slots say."""
-        gpu.happened["blocks written into a pool"] += len(self) if self._slots.in_hbm else 0
-        return self
+    gpu: Any
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self.gpu.happened["blocks written into a pool"] += len(self) if self._slots.in_hbm else 0
 
 
 class SimPool:
@@ -268,18 +270,8 @@ def in_place(gpu: Gpus) -> dict[str, Any]:
         "DeviceLease": SimLease,
         "DeviceReservation": SimReservation,
         "check_device": _same,
-        "no_lease": _no_lease,
-        "no_reservation": _no_reservation,
     }
 
 
 def _same(device: Gpus | None) -> Gpus | None:
     return device
-
-
-def _no_lease(block_bytes: int, gpu: Any) -> Lease:
-    return Lease.empty(block_bytes)
-
-
-def _no_reservation(block_bytes: int, lost: Any, commit: Any, gpu: Any) -> Reservation:
-    return Reservation.empty(block_bytes, lost, commit)

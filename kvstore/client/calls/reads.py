@@ -10,8 +10,8 @@ from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
 from kvstore.client.calls.chain import Chain
 from kvstore.client.calls.scope import Scope, Scoped, checked, map_slots, open_namespace, value_of
 from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
-from kvstore.client.gpu import DeviceLease, no_lease
-from kvstore.client.leases import Buffer, Lease
+from kvstore.client.gpu import DeviceLease
+from kvstore.client.leases import Buffer, Lease, Slots
 from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
@@ -19,7 +19,7 @@ from kvstore.types import SLOT_RECORD, Key, check_keys
 from kvstore.wire import messages as m
 
 SAMPLE_FROM = 512
-"""A lookup of so many keys sends a sample of them first."""
+"""A lookup of at least this number of keys sends a sample of them first."""
 
 
 class ReadCalls(Scoped):
@@ -61,17 +61,17 @@ class ReadCalls(Scoped):
         """Copies the longest stored prefix into `out`: (len(keys), block_bytes) writable bytes, on the host
         or in a GPU's memory.
 
-        Returns the number of leading blocks that arrived and matched their checksums. The bytes of `out`
+        Returns the number of leading blocks that were read and matched their checksums. The bytes of `out`
         behind them are undefined. `recompute_tokens_per_s`, `prompt`: see lookup.
         """
         chain = Chain(keys)
         flat, gpu = check_out(keys, out, self.layout.block_bytes)
         block_s = self._recompute_s(recompute_tokens_per_s)
-        return Call(
-            lambda exchange: get(exchange, self._scope, chain, flat, verify, block_s, gpu, prompt),
-            deadline_s,
-            int,
-        )
+
+        def flow(exchange: Exchange) -> Flow[int]:
+            return get(exchange, self._scope, chain, flat, verify, block_s, gpu, prompt)
+
+        return Call(flow, deadline_s, int)
 
     @call
     def acquire(
@@ -89,32 +89,32 @@ class ReadCalls(Scoped):
         `DeviceLease`, whose blocks are in that GPU's memory: in the daemon's pool on the GPU, or copied from
         DRAM. Raises MisuseError if the GPU or kvstore[cuda] is missing.
 
-        If not even the first block is stored, here or on the network, the call waits for it for up to
-        `wait_s` seconds on top of the deadline, and for at most 60 s. The lease is empty if the block does
-        not come. A decode node thus starts as soon as blocks arrive; it acquires the keys behind them next.
+        If the first block is stored neither here nor on the network, the call waits for it for up to
+        `wait_s` seconds after the deadline, and for at most 60 s. The lease is empty if the block is not
+        stored by then. A decode node can thus start with the first blocks and acquire the next keys later.
         """
         chain, gpu = Chain(keys), check_device(device)
         until_s = with_wait(self._client.deadline_s if deadline_s is None else deadline_s, wait_s)
         block_s = self._recompute_s(recompute_tokens_per_s)
-        return Call(
-            lambda exchange: acquire(exchange, self._scope, chain, block_s, gpu, wait_s, prompt),
-            until_s,
-            lambda: no_lease(self.layout.block_bytes, gpu),
-        )
+
+        def flow(exchange: Exchange) -> Flow[Lease]:
+            return acquire(exchange, self._scope, chain, block_s, gpu, wait_s, prompt)
+
+        return Call(flow, until_s, lambda: no_lease(self.layout.block_bytes, gpu))
 
     def _recompute_s(self, tokens_per_s: float | None) -> float:
-        """Seconds to recompute one block, at the given speed or the client's; 0: unknown."""
+        """Returns the seconds to recompute one block, at the given speed or the client's; 0: unknown."""
         return recompute_s(self.layout, check_speed(tokens_per_s) or self._client.recompute_tokens_per_s)
 
 
 def lookup(
     exchange: Exchange, scope: Scope, keys: Sequence[Key], recompute_s: float = 0.0, prompt: int | None = None
 ) -> Flow[int]:
-    """The length of the stored prefix; with `recompute_s`, of the part that is worth loading.
+    """Returns the length of the stored prefix; with `recompute_s`, of the part that is worth loading.
 
-    A stored block's parent is stored, so of a long prompt every k-th key is sent first, then the keys between
-    the last one found and the next: two short requests instead of a long one. All keys are sent if parents
-    are missing, or if the time to load counts.
+    The parent of a stored block is stored. So a lookup of a long prompt first sends every k-th key, then the
+    keys between the last one found and the next: two short requests instead of a long one. It sends all keys
+    if parents are missing, or if the load time matters.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     requests = scope.prompts.of_lookup(scope.name, keys, prompt)
@@ -159,7 +159,7 @@ def acquire(
     wait_s: float = 0.0,
     prompt: int | None = None,
 ) -> Flow[Lease]:
-    """A lease on the longest prefix that is ready in time. See `lease`."""
+    """Leases the longest prefix that is ready in time. See `lease`."""
     requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
     taken = yield from lease(exchange, scope, chain, requests, 0, recompute_s, gpu, wait_s)
     scope.prompts.end_acquire(requests)
@@ -172,14 +172,14 @@ def lease(
     chain: Chain,
     requests: PromptRequests,
     at: int,
-    recompute_s: float = 0.0,
-    gpu: Gpu | None = None,
+    recompute_s: float,
+    gpu: Gpu | None,
     wait_s: float = 0.0,
 ) -> Flow[Lease]:
-    """A lease on the longest prefix that is ready in time. `at`: its position in the call.
+    """Leases the longest prefix that is ready in time. `at`: its position among the keys of the call.
 
-    Blocks that take longer to load than `recompute_s` each are left out; 0: none is. With `gpu` the lease is
-    a `DeviceLease`. If not even the first block is stored, the daemon waits for it for up to `wait_s`.
+    Leaves out blocks that take longer to load than `recompute_s` each (0: none). With `gpu` the result is a
+    `DeviceLease`. If not even the first block is stored, the daemon waits for it for up to `wait_s`.
     """
     chain, protocol = chain.part(0, exchange.protocol.batch_keys), exchange.protocol
     namespace, fingerprint = yield from open_namespace(exchange, scope)
@@ -215,11 +215,13 @@ def lease(
         corrupt.add(key)
         exchange.post(m.Suspect(0, namespace, len(key), key, device if slots.in_hbm else ""))
 
-    if gpu is None:
-        made = Lease(slots, keys, fingerprint, end, suspect)
-    else:
-        made = DeviceLease(slots, keys, fingerprint, end, suspect, gpu)
-    return made.held_over(exchange.connection.ended)
+    kind = Lease if gpu is None else DeviceLease
+    return kind(slots, keys, fingerprint, end, suspect, exchange.connection.ended, gpu)
+
+
+def no_lease(block_bytes: int, gpu: Gpu | None) -> Lease:
+    """Returns the lease of a miss, on the host or of `gpu`."""
+    return (Lease if gpu is None else DeviceLease)(Slots.none(block_bytes), gpu=gpu)
 
 
 def get(
@@ -232,29 +234,12 @@ def get(
     gpu: Gpu | None = None,
     prompt: int | None = None,
 ) -> Flow[int]:
-    """Copies the longest prefix into `out`, bytes of the host or of `gpu`; the number of good blocks."""
-    requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
-    good = yield from _copy(exchange, scope, chain, requests, out, verify, recompute_s, gpu)
-    requests.note_delivery(good, 0)
-    scope.prompts.end_acquire(requests)
-    return good
+    """Copies the longest prefix into `out`, bytes of the host or of `gpu`; returns the number of good blocks.
 
-
-def _copy(
-    exchange: Exchange,
-    scope: Scope,
-    chain: Chain,
-    requests: PromptRequests,
-    out: Any,
-    verify: bool,
-    recompute_s: float,
-    gpu: Gpu | None,
-) -> Flow[int]:
-    """Leases and copies one batch after another; the number of good blocks.
-
-    A corrupt block is requested once more after the daemon has quarantined it: another tier may have a good
-    copy.
+    Leases and copies one batch after another. Requests a corrupt block once more after the daemon has
+    quarantined it: another tier may have a good copy.
     """
+    requests = scope.prompts.of_acquire(scope.name, chain.keys, prompt)
     batch, block_bytes = exchange.protocol.batch_keys, scope.layout.block_bytes
     at, bad = 0, -1
     while at < len(chain):
@@ -264,7 +249,7 @@ def _copy(
         except DeniedError:
             if not at:
                 raise
-            return at
+            break
         good = granted = len(held)
         with held:
             if granted:
@@ -272,13 +257,15 @@ def _copy(
         at += good
         if good < granted:
             if at == bad:
-                return at
+                break
             bad = at
             namespace, _ = yield from open_namespace(exchange, scope)
             device = gpu.uuid if gpu is not None and held.in_hbm else ""
             yield m.Suspect(0, namespace, chain.key_bytes, chain.keys[at], device)
         elif good < len(part):
-            return at
+            break
+    requests.note_delivery(at, 0)
+    scope.prompts.end_acquire(requests)
     return at
 
 

@@ -10,8 +10,8 @@ from kvstore.client.calls.call import Call, Exchange, Flow, Work, call, returns
 from kvstore.client.calls.chain import Chain
 from kvstore.client.calls.scope import Scope, Scoped, checked, map_slots, open_namespace, value_of
 from kvstore.client.checks import check_blocks, check_device, check_parent, check_token_ids
-from kvstore.client.gpu import DeviceReservation, no_reservation
-from kvstore.client.leases import Buffer, PutResult, Reservation
+from kvstore.client.gpu import DeviceReservation
+from kvstore.client.leases import Buffer, PutResult, Reservation, Slots
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
 from kvstore.types import Key
@@ -38,17 +38,17 @@ class WriteCalls(Scoped):
 
         `parent` is the key before keys[0], None for the start of a prompt. Blocks that are stored already
         are not written again. `tokens`: the token ids of all blocks, `layout.block_tokens` each, which the
-        daemon's KV events carry to routers; None: no events for these blocks.
+        daemon publishes in KV events; None: no events for these blocks.
         """
         chain = Chain(keys)
         check_parent(parent)
         token_ids = check_token_ids(tokens, keys, self.layout)
         views, gpu = check_blocks(keys, blocks, self.layout.block_bytes)
-        return Call(
-            lambda exchange: put(exchange, self._scope, chain, views, parent, gpu, token_ids),
-            deadline_s,
-            lambda: PutResult(denied=len(keys)),
-        )
+
+        def flow(exchange: Exchange) -> Flow[PutResult]:
+            return put(exchange, self._scope, chain, views, parent, gpu, token_ids)
+
+        return Call(flow, deadline_s, lambda: PutResult(denied=len(keys)))
 
     @call
     def reserve(
@@ -69,15 +69,17 @@ class WriteCalls(Scoped):
         token_ids = check_token_ids(tokens, keys, self.layout)
         gpu = check_device(device)
 
+        def flow(exchange: Exchange) -> Flow[Reservation]:
+            return reserve(exchange, self._scope, chain, parent, gpu=gpu, tokens=token_ids)
+
         def miss() -> Reservation:
             lost = PutResult(denied=len(keys), why="the daemon did not answer")
-            return no_reservation(self.layout.block_bytes, lost, lambda _: self._client.answer(lost), gpu)
+            kind = Reservation if gpu is None else DeviceReservation
+            return kind(
+                Slots.none(self.layout.block_bytes), lost, lambda _: self._client.answer(lost), gpu=gpu
+            )
 
-        return Call(
-            lambda exchange: reserve(exchange, self._scope, chain, parent, gpu=gpu, tokens=token_ids),
-            deadline_s,
-            miss,
-        )
+        return Call(flow, deadline_s, miss)
 
     @call
     def handoff(self, keys: Sequence[Key], deadline_s: float | None = None) -> Call[int]:
@@ -105,9 +107,12 @@ def put(
     for at in range(0, len(chain), batch):
         part, some = chain.part(at, batch), tokens[at * block_tokens : (at + batch) * block_tokens]
         try:
-            result = yield from _put_batch(exchange, scope, part, views[at : at + batch], parent, gpu, some)
+            reservation = yield from reserve(exchange, scope, part, parent, keep=False, gpu=gpu, tokens=some)
+            result = reservation.result
+            if len(reservation):
+                result = yield from _fill_and_commit(exchange, reservation, views[at : at + batch])
         except DeniedError as error:
-            # Blocks stored so far stay stored: the result says so, an exception could not.
+            # Blocks stored so far stay stored. Only a result can report them, an exception cannot.
             if not at:
                 raise
             total.denied += len(chain) - at
@@ -121,22 +126,13 @@ def put(
     return total
 
 
-def _put_batch(
-    exchange: Exchange,
-    scope: Scope,
-    chain: Chain,
-    views: Sequence[Buffer],
-    parent: Key | None,
-    gpu: Gpu | None,
-    tokens: bytes,
+def _fill_and_commit(
+    exchange: Exchange, reservation: Reservation, views: Sequence[Buffer]
 ) -> Flow[PutResult]:
-    reservation = yield from reserve(exchange, scope, chain, parent, keep=False, gpu=gpu, tokens=tokens)
-    if not len(reservation):
-        return reservation.result
     try:
         checksums = yield Work(partial(_fill, reservation, views))
     except TierError:
-        # The GPU has failed; the daemon gets its slots back.
+        # The GPU has failed; the daemon frees the slots.
         exchange.post(m.Abort(reservation.lease))
         raise
     return (yield from commit(exchange, reservation.lease, checksums, reservation.result))
@@ -200,13 +196,12 @@ def reserve(
         lost = PutResult(0, present, len(status) - present, "the daemon did not answer")
         return exchange.resume(commit(exchange, number, checksums, result), lost)
 
-    if gpu is None:
-        return Reservation(slots, chain.keys, fingerprint, wanted, result, number, end, finish)
-    return DeviceReservation(slots, chain.keys, fingerprint, wanted, result, number, end, finish).on(gpu)
+    kind = Reservation if gpu is None else DeviceReservation
+    return kind(slots, result, finish, chain.keys, fingerprint, wanted, end, number, gpu)
 
 
 def commit(exchange: Exchange, number: int, checksums: bytes, result: PutResult) -> Flow[PutResult]:
-    """Makes the blocks of reservation `number` readable; the result of the put.
+    """Makes the blocks of reservation `number` readable; returns the result of the put.
 
     Aborts the reservation if the daemon refuses.
     """
@@ -222,7 +217,7 @@ def commit(exchange: Exchange, number: int, checksums: bytes, result: PutResult)
 
 
 def hand_off(exchange: Exchange, scope: Scope, chain: Chain) -> Flow[int]:
-    """How many leading blocks of one prompt are on the network, once all are or the time is up."""
+    """Returns how many leading blocks are on the network, once all are or the deadline passes."""
     namespace, _ = yield from open_namespace(exchange, scope)
     total, batch = 0, exchange.protocol.batch_keys
     for at in range(0, len(chain), batch):
