@@ -184,8 +184,8 @@ def test_get_and_scatter_fill_device_arrays(control: Any) -> None:
             assert b"".join(bytes_of(each) for each in where[i]) == payload(key)
 
 
-def test_the_readmes_example_works_as_pasted(control: Any) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_documented_example_works_as_pasted(control: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs/python.md").read_text()
     [example] = [e for e in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "scatter_all" in e]
     with serving() as (_, client):
         ns, keys = stored(client)

@@ -11,7 +11,7 @@ ON_A_GPU = (
     "test_blocks_come_from_nvme_past_dram",
     "test_what_is_written_on_the_device_goes_to_the_pool_and_from_there_to_nvme",
     "test_get_and_scatter_fill_device_arrays",
-    "test_the_readmes_example_works_as_pasted",
+    "test_the_documented_example_works_as_pasted",
     "test_rooms_are_filled_from_parts_on_the_device",
     "test_without_a_pool_blocks_come_from_dram",
     "test_a_prefix_larger_than_the_pool_is_served_from_dram",

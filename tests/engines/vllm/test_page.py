@@ -1,4 +1,4 @@
-"""The README's flags and example, with vLLM's own processes around its engine core."""
+"""The flags and the example of docs/vllm.md, with vLLM's own processes around its engine core."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
 
-README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-SECTION = README.partition("## With vLLM")[2].partition("\n## ")[0]
+PAGE = (Path(__file__).parents[3] / "docs/vllm.md").read_text(encoding="utf-8")
 SERVERS = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def test_the_example_runs_as_pasted(tmp_path: Path) -> None:
-    [example] = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     command = [sys.executable, str(tmp_path / "example.py")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=SERVERS)
@@ -37,7 +36,7 @@ def test_the_example_runs_as_pasted(tmp_path: Path) -> None:
 
 @contextmanager
 def server(model: Path, flag: str) -> Iterator[str]:
-    """vLLM's HTTP server, with the README's command; yields its address."""
+    """vLLM's HTTP server, with the page's command; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -86,7 +85,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 
 def test_the_flags_serve_and_a_restarted_server_finds_its_blocks(model: Path) -> None:
-    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", SECTION, re.DOTALL)
+    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
     asked = prompt(700, 300)
     with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
         flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)

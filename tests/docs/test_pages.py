@@ -1,3 +1,5 @@
+"""The pages of docs/ say what the code does: examples, keys, options, places."""
+
 from __future__ import annotations
 
 import re
@@ -19,12 +21,15 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.lab.small import chats
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def page(name: str) -> str:
+    """Returns the text of a page of docs/."""
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs_as_pasted() -> None:
-    # The others need an engine: they are run where it is, by tests/engines.
-    example, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.*?)```", page("python"), re.DOTALL)
     command = [sys.executable, "-c", example]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -36,7 +41,9 @@ def test_the_example_runs_as_pasted() -> None:
 
 
 def test_the_table_has_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| `?([^`|]+?)`? \|", README, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| `?([^`|]+?)`? \|", page("configuration"), re.MULTILINE)
+    )
     keys = {
         f"{section}.{name}"
         for section, field in config.Config.model_fields.items()
@@ -57,19 +64,19 @@ def test_the_table_has_every_key_with_its_default() -> None:
 
 
 def test_the_table_of_tenants_has_every_key() -> None:
-    shown = set(re.findall(r"`tenants\.NAME\.([a-z_.]+)`", README))
+    shown = set(re.findall(r"`tenants\.NAME\.([a-z_.]+)`", page("configuration")))
     own = set(config.Tenant.model_fields) - {"dram", "nvme", "hbm", "tokens"}
     quotas = {f"{tier}.{name}" for tier in ("dram", "nvme", "hbm") for name in config.TierQuota.model_fields}
     assert shown == own | quotas | {f"tokens.{name}" for name in config.Token.model_fields}
-    defaults = re.findall(r"^\| `tenants\.NAME\.(role|share|encrypt)` \| `(.+?)` \|", README, re.MULTILINE)
+    row = r"^\| `tenants\.NAME\.(role|share|encrypt)` \| `(.+?)` \|"
+    defaults = re.findall(row, page("configuration"), re.MULTILINE)
     lines = [f'{key} = "{value}"' if key == "role" else f"{key} = {value}" for key, value in defaults]
     assert len(lines) == 3
     assert config.parse("\n".join(["[tenants.a]", *lines])).tenants["a"] == config.Tenant()
 
 
 def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
-    section = README.split("## Running for many tenants")[1].split("\n## ")[0]
-    [text] = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    [text] = re.findall(r"```toml\n(.*?)```", page("tenants"), re.DOTALL)
     assert list(config.parse(text).tenants) == ["chat", "batch"]
     token = new_token(bytes(32))
     text = re.sub(r"sha256:[0-9a-f]{64}", f"sha256:{hash_of(token).hex()}", text)
@@ -86,8 +93,8 @@ def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
             nobody.namespace(layout).lookup(keys)
 
 
-def test_the_lab_is_as_described(tmp_path: Path) -> None:
-    section = README.split("## Size a cache")[1].split("\n## ")[0]
+def test_the_lab_page_matches_the_commands(tmp_path: Path) -> None:
+    section = page("lab").split("## Size a cache")[1].split("\n## ")[0]
     lab = get_command(app).commands["lab"].commands  # type: ignore[attr-defined]
     options = {o.opts[0]: o for name in ("replay", "size") for o in lab[name].params if o.opts[0][:2] == "--"}
     rows = re.findall(r"^\| ((?:`--[a-z-]+`(?:, )?)+) \| (?:`(.+?)`)?", section, re.MULTILINE)
@@ -107,7 +114,7 @@ def test_the_lab_is_as_described(tmp_path: Path) -> None:
     assert "5%+10%" in ran.output
 
 
-def test_the_places_that_architecture_names_are_there() -> None:
+def test_paths_in_architecture_exist() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     for place in re.findall(r"`((?:core|wire|tiers|daemon|client|lab)/[a-z_/.]*)`", text):
         assert (ROOT / "kvstore" / place).exists(), place
@@ -115,8 +122,8 @@ def test_the_places_that_architecture_names_are_there() -> None:
         assert (ROOT / place).exists(), place
 
 
-def test_what_proves_a_promise_is_there() -> None:
-    section = README.split("## What is promised")[1].split("\n## ")[0]
+def test_tests_that_prove_a_guarantee_exist() -> None:
+    section = page("promises")
     named = re.findall(r"`(tests/[a-z_/.]+?)(?:::([a-z_]+))?`", section)
     assert len(named) > 10
     for place, test in named:

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/transformers.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs_as_pasted() -> None:
-    [example] = re.findall(r"## With transformers\n.*?```python\n(.*?)```", README, re.DOTALL)
+    [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     ran = subprocess.run(
         [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False
     )
