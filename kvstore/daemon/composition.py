@@ -165,7 +165,7 @@ def compose(
             loop=loop,
             post=core.post,
             core=core,
-            blocks=view,
+            view=view,
             dram=storage.dram,
             namespaces=namespaces,
             encrypts=lambda tenant: data_keys.are_wanted_by(authenticator.name(tenant)),

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvstore.core import actions as ac
-from kvstore.daemon.network.core_requests import Callback
-from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import HEALTH_CHECK_EVERY_S, BackendExecutor
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.pending_deletions import PendingDeletions, Target
-from kvstore.daemon.network.ports import Requester
-from kvstore.daemon.network.tasks import Tasks
+from kvstore.daemon.network.tasks import Callback, Copied, Tasks
 from kvstore.daemon.network.uploads import Uploads
+from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.network.base import Name, Outcome
 
@@ -38,7 +37,6 @@ class Deletion:
 
     _executor: BackendExecutor
     _eligibility: Eligibility
-    _pending: PendingDeletions
     _existence: ExistenceChecks
     _tasks: Tasks
     _uploads: Uploads
@@ -63,13 +61,13 @@ class Deletion:
         targets: list[Target] = [namespace.fingerprint for namespace in shared]
         if keys is not None:
             targets = [Name(shared[0].fingerprint, key) for key in keys]
-        self._pending.begin(targets)
+        self._eligibility.deletions.update(targets)
         # An upload that has started would write its object after the deletion.
         uploads = self._uploads.within(set(targets))
 
         def deleted_here(action: Any) -> None:
             if isinstance(action, ac.Deny):
-                self._pending.end(targets)
+                self._eligibility.deletions -= Counter(targets)
                 requester.answer(request, action)
             else:
                 self._tasks.start(self._delete(requester, request, action, targets, uploads))
@@ -77,35 +75,27 @@ class Deletion:
         delete_here(Callback(deleted_here))
 
     async def _delete(
-        self,
-        requester: Requester,
-        request: int,
-        answer: Any,
-        targets: list[Target],
-        uploads: list[asyncio.Future[bool]],
+        self, requester: Requester, request: int, answer: Any, targets: list[Target], uploads: list[Copied]
     ) -> None:
         if uploads:
             await asyncio.wait(uploads)
-        if await self._delete_there(targets):
-            self._pending.deleted(targets)
-        else:
+        if not await self._delete_there(targets):
             self._retry_later(targets)
             why = f"deleted here, but not on the network: {self._executor.problem or 'it did not answer'}"
             answer = ac.Deny(request, why, "this node retries the deletion and does not serve these blocks")
-        self._pending.end(targets)
+        self._eligibility.deletions -= Counter(targets)
         requester.answer(request, answer)
 
     def _retry_later(self, targets: Sequence[Target]) -> None:
-        if not self._pending.to_retry:
+        if not self._eligibility.to_retry:
             self._tasks.start(self._retry())
-        self._pending.retry_later(targets)
+        self._eligibility.to_retry.update(targets)
 
     async def _retry(self) -> None:
-        while self._pending.to_retry:
+        while self._eligibility.to_retry:
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
-            targets = self._pending.to_retry
-            if self._executor.usable and await self._delete_there(targets):
-                self._pending.deleted(targets)
+            if self._executor.usable:
+                await self._delete_there(list(self._eligibility.to_retry))
 
     async def _delete_there(self, targets: Sequence[Target]) -> bool:
         """Deletes targets on the network. Returns whether the backend confirmed all of them."""
@@ -113,6 +103,8 @@ class Deletion:
         for target in targets:
             if isinstance(target, bytes):
                 confirmed = await self._delete_namespace(target) and confirmed
+        if confirmed:
+            self._eligibility.to_retry.difference_update(targets)
         return confirmed
 
     async def _delete_objects(self, names: Sequence[Name]) -> bool:
@@ -123,7 +115,7 @@ class Deletion:
             if list(outcomes) != [Outcome.OK] * len(batch):
                 return False
             for name in batch:
-                self._existence.cache.note(name, exists=False)
+                self._existence.note(name, exists=False)
         return True
 
     async def _delete_namespace(self, fingerprint: bytes) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,21 +17,17 @@ import numpy as np
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.network.core_requests import CLIENT, ask
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.pending_deletions import PendingDeletions
-from kvstore.daemon.network.ports import Core, SlotMemory
-from kvstore.daemon.network.tasks import Tasks
+from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
+from kvstore.daemon.runtime.ports import Core
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.tiers.dram import DramTier
 from kvstore.tiers.network.base import Name, Object, Outcome
 from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
-
-Download = asyncio.Future[bool]
-"""Ends with whether the block is on this node."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,15 +35,13 @@ class Downloads:
     """Downloads under way, by name. A read longer than `hedge_after_s` (0: no limit) is repeated once."""
 
     _core: Core
-    _dram: SlotMemory
+    _dram: DramTier
     _executor: BackendExecutor
     _eligibility: Eligibility
-    _pending: PendingDeletions
     _existence: ExistenceChecks
     _tasks: Tasks
-    _counters: Counter[str]
     hedge_after_s: float
-    _downloads: dict[Name, Download] = field(init=False, default_factory=dict)
+    _downloads: dict[Name, Copied] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._downloads)
@@ -61,13 +54,13 @@ class Downloads:
         tenant: int,
         kind: int,
         until: float,
-    ) -> list[Download]:
+    ) -> list[Copied]:
         """Starts to download a chain whose first key follows `parent`. Joins downloads that are under way.
 
         `kind` is the class of work at the backend's queue: DEMAND or PREFETCH.
         """
         names = [Name(namespace.fingerprint, key) for key in keys]
-        downloads: list[Download] = []
+        downloads: list[Copied] = []
         batch: list[bytes] = []
         most = batch_blocks(namespace.block_bytes)
         for i, name in enumerate(names):
@@ -110,8 +103,7 @@ class Downloads:
         if namespace.number != number or not self._eligibility.serves(namespace):
             return set(), 0
         joined = Keys(b"".join(keys), len(keys[0]))
-        event = ev.Reserve(0, CLIENT, number, joined, parent, until, loading=True)
-        reserved = await ask(self._core, event)
+        reserved = await ask(self._core, ev.Reserve(0, CLIENT, number, joined, parent, until, loading=True))
         if isinstance(reserved, ac.Deny):
             return set(), 0
         statuses = list(zip(keys, reserved.status, strict=True))
@@ -126,7 +118,7 @@ class Downloads:
         outcomes = await self._read_hedged(objects)
         # A block that was deleted during the read must not return.
         good = [
-            outcome == Outcome.OK and thing.name not in self._pending
+            outcome == Outcome.OK and not self._eligibility.deletes(thing.name)
             for outcome, thing in zip(outcomes, objects, strict=True)
         ]
         checksums = np.array([thing.checksum for thing in objects], np.uint64)
@@ -143,7 +135,7 @@ class Downloads:
         if first_s:
             first = await executor.try_transfer(partial(executor.backend.read, objects), first_s)
             outcomes = first or outcomes
-            self._counters["hedged_blocks"] += outcomes.count(Outcome.FAILED)
+            executor.counters["hedged_blocks"] += outcomes.count(Outcome.FAILED)
         late = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.FAILED]
         if late:
             read = partial(executor.backend.read, [objects[i] for i in late])
@@ -155,9 +147,9 @@ class Downloads:
         """Counts outcomes, caches which objects exist, and deletes corrupt objects."""
         corrupt = []
         for thing, outcome in zip(objects, outcomes, strict=True):
-            self._counters[f"read_{outcome.name.lower()}_blocks"] += 1
+            self._executor.counters[f"read_{outcome.name.lower()}_blocks"] += 1
             if outcome != Outcome.FAILED:
-                self._existence.cache.note(thing.name, outcome == Outcome.OK)
+                self._existence.note(thing.name, outcome == Outcome.OK)
             if outcome == Outcome.TORN:
                 corrupt.append(thing.name)
         if corrupt:
@@ -165,5 +157,4 @@ class Downloads:
             self._tasks.start(self._delete(corrupt))
 
     async def _delete(self, names: Sequence[Name]) -> None:
-        executor = self._executor
-        await executor.call(partial(executor.backend.delete, names), executor.timeout_s)
+        await self._executor.call(partial(self._executor.backend.delete, names), self._executor.timeout_s)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.core.queues.device_queue import DeviceQueue
-from kvstore.daemon.network.ports import Post
+from kvstore.daemon.runtime.ports import Post
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome
 from kvstore.tiers.network.thread_pool import ThreadPool
@@ -42,7 +43,10 @@ def batch_blocks(block_bytes: int) -> int:
 
 
 class BackendExecutor:
-    """Runs calls of one backend. `problem` says why the backend is not used; it is empty while it is used."""
+    """Runs calls of one backend. `problem` says why the backend is not used; it is empty while it is used.
+
+    `counters` count blocks by operation and outcome, for the status.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class BackendExecutor:
         """`timeout_s` bounds callers' calls. `health_changed` is called with every new value of `problem`."""
         self.backend = backend
         self.timeout_s = timeout_s
+        self.counters: Counter[str] = Counter()
         self.device = DeviceQueue()
         self.problem = "not checked yet"
         self._loop = loop

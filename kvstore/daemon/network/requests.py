@@ -9,8 +9,7 @@ until its deadline. Blocks that are slower to load than to recompute are treated
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,32 +20,30 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import NETWORK
 from kvstore.core.queues.device_queue import DEMAND, PREFETCH
-from kvstore.daemon.network.core_requests import Callback, ask
+from kvstore.core.view import View
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor
 from kvstore.daemon.network.existence import RESERVE_S, ExistenceChecks
-from kvstore.daemon.network.ports import BlockView, Core, Requester
-from kvstore.daemon.network.tasks import Tasks
+from kvstore.daemon.network.tasks import Callback, Copied, Tasks, ask
 from kvstore.daemon.network.uploads import Uploads
+from kvstore.daemon.runtime.ports import Core, Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.types import slot_bytes
 
 
 @dataclass(slots=True, eq=False)
 class NetworkRequests:
-    """Answers requests from this node and the network. Times and `clock` are in s of the event loop."""
+    """Answers requests from this node and the network. Times are in s of the event loop."""
 
     _core: Core
-    _blocks: BlockView
+    _view: View
     _executor: BackendExecutor
     _eligibility: Eligibility
     _existence: ExistenceChecks
     _tasks: Tasks
     _downloads: Downloads
     _uploads: Uploads
-    _counters: Counter[str]
-    _clock: Callable[[], float]
 
     def lookup(
         self, requester: Requester, request: int, event: ev.Lookup, namespace: NamespaceEntry, until: float
@@ -76,9 +73,9 @@ class NetworkRequests:
         self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry
     ) -> None:
         """Answers with a lease. Downloads the blocks that only the network has first, until the deadline."""
-        blocks, keys = self._blocks, event.keys
-        if not blocks.in_memory(event.namespace, keys, event.tier):
-            stored = blocks.stored(event.namespace, keys)
+        view, keys = self._view, event.keys
+        if not view.in_memory(event.namespace, keys, event.tier):
+            stored = view.stored(event.namespace, keys)
             if stored < keys.n and self._may_start(requester, namespace):
                 self._start(requester, request, namespace, self._acquire(event, namespace, stored))
                 return
@@ -93,7 +90,7 @@ class NetworkRequests:
         downloads = self._downloads.start(namespace, missing[:n], parent, event.tenant, DEMAND, until)
         await self._wait(downloads, until)
         loaded, late = _leading(downloads), sum(not download.done() for download in downloads)
-        self._counters["hit_blocks"] += loaded
+        self._executor.counters["hit_blocks"] += loaded
         event.namespace = namespace.number  # the namespace may have been deleted meanwhile
         grant = await ask(self._core, event)
         if isinstance(grant, ac.Grant):
@@ -119,7 +116,7 @@ class NetworkRequests:
 
     async def _prefetch(self, event: ev.Prefetch, namespace: NamespaceEntry, stored: int) -> ac.Answer:
         keys = [event.keys[i] for i in range(stored, event.keys.n)]
-        n = await self._existence.prefix(namespace, keys, self._clock() + self._executor.timeout_s)
+        n = await self._existence.prefix(namespace, keys, self._core.now() + self._executor.timeout_s)
         parent = event.keys[stored - 1] if stored else b""
         self._downloads.start(namespace, keys[:n], parent, event.tenant, PREFETCH, 0.0)
         return ac.Answer(event.request, stored + n)
@@ -143,7 +140,7 @@ class NetworkRequests:
         requester.answer(request, ac.Deny(request, f"the blocks cannot be handed off: {why}", hint))
 
     async def _hand_off(self, namespace: NamespaceEntry, keys: Keys, tenant: int, until: float) -> ac.Answer:
-        stored = self._blocks.stored(namespace.number, keys)
+        stored = self._view.stored(namespace.number, keys)
         uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
         await self._wait(uploads, until)
         return ac.Answer(0, _leading(uploads))
@@ -161,8 +158,8 @@ class NetworkRequests:
 
         self._tasks.start(answer(), namespace, requester)
 
-    async def _wait(self, copies: Sequence[asyncio.Future[bool]], until: float) -> None:
-        left_s = until - RESERVE_S - self._clock()
+    async def _wait(self, copies: Sequence[Copied], until: float) -> None:
+        left_s = until - RESERVE_S - self._core.now()
         if copies and left_s > 0:
             await asyncio.wait(set(copies), timeout=left_s)
 
@@ -173,7 +170,7 @@ class NetworkRequests:
 
         `recompute_s`: time to compute one block, 0 if unknown.
         """
-        now, device = self._clock(), self._executor.device
+        now, device = self._core.now(), self._executor.device
         block_s = slot_bytes(namespace.block_bytes) / device.share_of(now, tenant)
         counts = np.arange(1, n + 1)
         load_s = device.wait_s(now, tenant, 0) + counts * block_s
@@ -195,7 +192,7 @@ def _add_network(stored: ac.Stored, known: int, loaded: int = 0) -> None:
         by_tier[NETWORK] = loaded + only_there
 
 
-def _leading(copies: Sequence[asyncio.Future[bool]]) -> int:
+def _leading(copies: Sequence[Copied]) -> int:
     """Returns how many leading copies have succeeded."""
     n = 0
     for copy in copies:

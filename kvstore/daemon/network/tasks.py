@@ -1,25 +1,54 @@
-"""The network tier's asyncio tasks, by requester, each holding the namespace that it works on."""
+"""The network tier's asyncio tasks, and their requests to the placement core."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from kvstore.daemon.network.ports import NamespaceTable, Requester
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.daemon.runtime.ports import Core, Requester
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 _log = logging.getLogger(__name__)
 
 _TASKS_PER_REQUESTER = 256
 
+CLIENT = -1
+"""The network tier's client number in the core. No connection has this number."""
+
+Copied = asyncio.Future[bool]
+"""Ends with a block's copy. The result is whether the block is at the copy's target."""
+
+
+class Callback:
+    """A requester that passes its answer to a function."""
+
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
+
+    def answer(self, request: int, action: Any) -> None:
+        """See `Requester`."""
+        self._call(action)
+
+
+async def ask(core: Core, event: Any) -> Any:
+    """Sends a request to the core and returns its answer."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answered(action: Any) -> None:
+        if not answer.done():  # the task may have been cancelled
+            answer.set_result(action)
+
+    core.ask(Callback(answered), 0, event)
+    return await answer
+
 
 class Tasks:
-    """Running tasks. A namespace stays open while a task uses it."""
+    """Running tasks by requester. A namespace stays open while a task uses it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, namespaces: NamespaceTable) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, namespaces: Namespaces) -> None:
         self._loop = loop
         self._namespaces = namespaces
         self._tasks: set[asyncio.Task[None]] = set()

@@ -11,23 +11,24 @@ remove, grow or probe them. The backend owns its capacity and evicts by its own 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from kvstore.config import Network
 from kvstore.core import events as ev
 from kvstore.core.policy.admission import Rule
+from kvstore.core.view import View
 from kvstore.daemon.network.deletion import Deletion
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.pending_deletions import PendingDeletions
-from kvstore.daemon.network.ports import BlockView, Core, EventLog, NamespaceTable, Post, SlotMemory
 from kvstore.daemon.network.requests import NetworkRequests
 from kvstore.daemon.network.tasks import Tasks
 from kvstore.daemon.network.uploads import Uploads
+from kvstore.daemon.runtime.ports import Core, EventLog, Post
+from kvstore.daemon.tenancy.namespaces import Namespaces
+from kvstore.tiers.dram import DramTier
 from kvstore.tiers.network.base import Backend
 
 
@@ -45,36 +46,29 @@ class NetworkTier:
         loop: asyncio.AbstractEventLoop,
         post: Post,
         core: Core,
-        blocks: BlockView,
-        dram: SlotMemory,
-        namespaces: NamespaceTable,
+        view: View,
+        dram: DramTier,
+        namespaces: Namespaces,
         encrypts: Callable[[int], bool],
         event_log: EventLog,
     ) -> None:
         """`encrypts` returns whether a tenant's blocks are encrypted at rest."""
         changed = self._health_changed
         executor = BackendExecutor(loop, post, backend, config.threads, config.timeout, changed)
-        counters, pending, tasks = Counter[str](), PendingDeletions(), Tasks(loop, namespaces)
-        eligibility = Eligibility(executor, pending, encrypts)
-        existence = ExistenceChecks(executor, pending, loop.time)
-        downloads = Downloads(
-            core, dram, executor, eligibility, pending, existence, tasks, counters, config.hedge_after
-        )
-        uploads = Uploads(
-            core, blocks, dram, namespaces, executor, eligibility, pending, existence, tasks, counters
-        )
+        tasks, eligibility = Tasks(loop, namespaces), Eligibility(executor, encrypts)
+        existence = ExistenceChecks(executor, eligibility, loop.time)
+        downloads = Downloads(core, dram, executor, eligibility, existence, tasks, config.hedge_after)
+        uploads = Uploads(core, view, dram, namespaces, executor, eligibility, existence, tasks)
         self.requests = NetworkRequests(
-            core, blocks, executor, eligibility, existence, tasks, downloads, uploads, counters, loop.time
+            core, view, executor, eligibility, existence, tasks, downloads, uploads
         )
-        self.deletion = Deletion(executor, eligibility, pending, existence, tasks, uploads)
+        self.deletion = Deletion(executor, eligibility, existence, tasks, uploads)
         self.tasks = tasks
         self.eligibility = eligibility
         self.existence = existence
         self.uploads = uploads
         self._downloads = downloads
         self._executor = executor
-        self._pending = pending
-        self._counters = counters
         self._loop = loop
         self._core = core
         self._event_log = event_log
@@ -107,7 +101,7 @@ class NetworkTier:
 
     def _health_changed(self, problem: str) -> None:
         self._event_log.add("network", detail=problem or "in use")
-        self.existence.cache.clear()
+        self.existence.clear()
         self._set_sharing()
 
     def _set_sharing(self) -> None:
@@ -128,6 +122,6 @@ class NetworkTier:
             "bandwidth_bytes_per_s": round(executor.device.bandwidth(self._loop.time())),
             "coming_blocks": len(self._downloads),
             "going_blocks": len(self.uploads),
-            "owed_removals": len(self._pending.to_retry),
-            "counters": dict(self._counters),
+            "owed_removals": len(self.eligibility.to_retry),
+            "counters": dict(executor.counters),
         }

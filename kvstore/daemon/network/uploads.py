@@ -7,7 +7,6 @@ before it is written. A block that is corrupt in memory is reported to the core 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,14 +18,14 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK
-from kvstore.daemon.network.core_requests import CLIENT, ask
-from kvstore.daemon.network.eligibility import Eligibility
+from kvstore.core.view import View
+from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
-from kvstore.daemon.network.pending_deletions import PendingDeletions, Target
-from kvstore.daemon.network.ports import BlockView, Core, NamespaceTable, SlotMemory
-from kvstore.daemon.network.tasks import Tasks
-from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
+from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
+from kvstore.tiers.dram import DramTier
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
 from kvstore.types import slot_bytes
 
@@ -37,7 +36,7 @@ _MOST_WAITING = 1 << 14
 class Upload:
     """One block. `ended` has whether the network has it; once `started`, no other upload may replace it."""
 
-    ended: asyncio.Future[bool]
+    ended: Copied
     kind: int
     started: bool = False
 
@@ -47,21 +46,19 @@ class Uploads:
     """Uploads under way, by name."""
 
     _core: Core
-    _blocks: BlockView
-    _dram: SlotMemory
-    _namespaces: NamespaceTable
+    _view: View
+    _dram: DramTier
+    _namespaces: Namespaces
     _executor: BackendExecutor
     _eligibility: Eligibility
-    _pending: PendingDeletions
     _existence: ExistenceChecks
     _tasks: Tasks
-    _counters: Counter[str]
     _uploads: dict[Name, Upload] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._uploads)
 
-    def within(self, targets: Collection[Target]) -> list[asyncio.Future[bool]]:
+    def within(self, targets: Collection[Target]) -> list[Copied]:
         """Returns the uploads of these objects and of these namespaces."""
         return [
             upload.ended
@@ -78,15 +75,13 @@ class Uploads:
                 continue
             keys = [identity.key(i) for i in np.flatnonzero(identity.namespace == number).tolist()]
             if len(self._uploads) + len(keys) > _MOST_WAITING:
-                self._counters["dropped_offers"] += len(keys)
+                self._executor.counters["dropped_offers"] += len(keys)
                 continue
             for length in {len(key) for key in keys}:
                 some = [key for key in keys if len(key) == length]
                 self.start(namespace, some, namespace.tenant, WRITE_BACK)
 
-    def start(
-        self, namespace: NamespaceEntry, keys: Sequence[bytes], tenant: int, kind: int
-    ) -> list[asyncio.Future[bool]]:
+    def start(self, namespace: NamespaceEntry, keys: Sequence[bytes], tenant: int, kind: int) -> list[Copied]:
         """Starts to upload blocks. Joins uploads that are under way.
 
         `kind` is the class of work at the backend's queue. An upload of another kind that still waits is
@@ -131,7 +126,7 @@ class Uploads:
         for key, upload in batch:
             name = Name(namespace.fingerprint, key)
             # A more urgent upload may have replaced this one.
-            if self._uploads.get(name) is upload and name not in self._pending:
+            if self._uploads.get(name) is upload and not self._eligibility.deletes(name):
                 upload.started = True
                 keys.append(key)
         if not keys or namespace.number != number or not self._eligibility.serves(namespace):
@@ -164,7 +159,7 @@ class Uploads:
             return [], []
         try:
             n, checksums = len(grant.slots), grant.checksum.tolist()
-            parents = self._blocks.parents(number, joined)
+            parents = self._view.parents(number, joined)
             slots = self._dram.slots(grant.where)
             names = [Name(namespace.fingerprint, key) for key in keys[:n]]
             objects = [
@@ -181,9 +176,9 @@ class Uploads:
         """Counts outcomes, caches which objects exist, and reports corrupt blocks to the core."""
         corrupt = []
         for thing, outcome in zip(objects, outcomes, strict=True):
-            self._counters[f"written_{outcome.name.lower()}_blocks"] += 1
+            self._executor.counters[f"written_{outcome.name.lower()}_blocks"] += 1
             if outcome == Outcome.OK:
-                self._existence.cache.note(thing.name, exists=True)
+                self._existence.note(thing.name, exists=True)
             elif outcome == Outcome.TORN:
                 corrupt.append(thing.name.key)
         if corrupt:

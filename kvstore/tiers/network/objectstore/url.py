@@ -39,11 +39,7 @@ _GS_FILE = Path("~/.config/gcloud/application_default_credentials.json")
 _RETRY: dict[str, Any] = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=30),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=50),
-        "max_backoff": timedelta(seconds=2),
-        "base": 2,
-    },
+    "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=2), "base": 2},
 }
 
 

@@ -154,10 +154,7 @@ class Cluster:
         return asked is None or permanent
 
     def _exchange(
-        self,
-        batches: dict[Address, list[Request]],
-        ends: float,
-        wrapper: tuple[bytes, bytes] | None = None,
+        self, batches: dict[Address, list[Request]], ends: float, wrapper: tuple[bytes, bytes] | None = None
     ) -> None:
         """Sends batches to nodes in parallel. Retries once if a node had closed a kept connection."""
         for fresh in (False, True):
