@@ -55,10 +55,7 @@ def run(bench: Bench) -> Iterator[Result]:
 def _measured(bench: Bench, name: str, served: Served, target: Target | None) -> Iterator[Result]:
     bench.doing(f"admin/{name}: filling")
     z = bench.pick(Sizes(), SMOKE)
-    settings: Settings = {
-        "dram": {"limit": z.dram_bytes},
-        "admin": {"requests_per_s": 10 * REQUESTS_A_S},
-    }
+    settings: Settings = {"dram": {"limit": z.dram_bytes}, "admin": {"requests_per_s": 10 * REQUESTS_A_S}}
     with served(settings) as daemon, Client(daemon.url, deadline_s=30.0, strict=True) as client:
         wait_until(client, complete)
         space = client.namespace(Layout(model="bench", block_bytes=z.block_bytes))

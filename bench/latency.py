@@ -44,9 +44,5 @@ def compare(
     ping = Timed(lambda _: client.ping())
     rounds = bench.interleave(name, (timed.sample, ping.sample), share)
     return rounds.result(
-        name,
-        "µs",
-        target,
-        p99=quantile(timed.all_us, 0.99),
-        reference_p99=quantile(ping.all_us, 0.99),
+        name, "µs", target, p99=quantile(timed.all_us, 0.99), reference_p99=quantile(ping.all_us, 0.99)
     )

@@ -19,19 +19,7 @@ from pathlib import Path
 
 from bench.harness import GIB, KIB, MIB, Bench, NotDone, Result, Target, quantile
 from bench.served import complete, wait_until
-from bench.tenant_load import (
-    Load,
-    Site,
-    burn,
-    closed,
-    fill,
-    flood,
-    late,
-    new_chains,
-    paced,
-    puts,
-    running,
-)
+from bench.tenant_load import Load, Site, burn, closed, fill, flood, late, new_chains, paced, puts, running
 from kvstore import Client, Layout
 from kvstore.lab.local_daemon import LocalDaemon, Settings
 from tests.crash.shimmed import ShimmedDaemon

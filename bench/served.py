@@ -17,10 +17,7 @@ _WITHIN_S = 60.0
 
 @contextmanager
 def serve(
-    dram_bytes: int,
-    nvme: tuple[Path, int] | None = None,
-    hbm_bytes: int = 0,
-    **more: dict[str, object],
+    dram_bytes: int, nvme: tuple[Path, int] | None = None, hbm_bytes: int = 0, **more: dict[str, object]
 ) -> Iterator[tuple[Client, LocalDaemon]]:
     """A strict client and its daemon; `nvme` is folder and limit in bytes, `hbm_bytes` a pool a GPU.
 
@@ -34,10 +31,7 @@ def serve(
     }
     if nvme is not None:
         settings["nvme"] = {"path": nvme[0], "limit": nvme[1]}
-    with (
-        LocalDaemon(settings) as daemon,
-        Client(daemon.url, deadline_s=30.0, strict=True) as client,
-    ):
+    with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=30.0, strict=True) as client:
         wait_until(client, complete)
         yield client, daemon
 

@@ -103,12 +103,7 @@ def _publish(daemon: DaemonOptions, id: str, tenants: list[str]) -> None:
 
 
 @app.command()
-def forget(
-    id: NamespaceArgument,
-    *,
-    yes: YesOption = False,
-    daemon: DaemonOptions,
-) -> None:
+def forget(id: NamespaceArgument, *, yes: YesOption = False, daemon: DaemonOptions) -> None:
     """Delete all blocks of a namespace on every tier. The namespace stays open.
 
     Example: kvstore ns forget 156dc0aeb7a10bca91a0111fbfe736c4 --yes

@@ -95,12 +95,7 @@ def _size(nbytes: int | None) -> str:
 
 
 @app.command()
-def delete(
-    name: TenantArgument,
-    *,
-    yes: YesOption = False,
-    daemon: DaemonOptions,
-) -> None:
+def delete(name: TenantArgument, *, yes: YesOption = False, daemon: DaemonOptions) -> None:
     """Delete all blocks of a tenant on every tier. Its members and tokens stay in the configuration.
 
     Example: kvstore tenant delete team-a --yes

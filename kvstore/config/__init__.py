@@ -26,15 +26,7 @@ from kvstore.config.sections import (
     Scrub,
 )
 from kvstore.config.tenants import Encryption, Secret, Tenant, TierQuota, Token
-from kvstore.config.units import (
-    GIB,
-    KIB,
-    MIB,
-    format_size,
-    parse_duration,
-    parse_size,
-    parse_write_budget,
-)
+from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size, parse_write_budget
 
 __all__ = [
     "DEVICE_PATTERN",

@@ -19,10 +19,7 @@ from kvstore.lab.workload import of_chats
 from kvstore.types import MAX_BLOCK_BYTES, Tier
 
 AGENT_BLOCK_TOKENS = 256
-_CHECKED_OPTIONS = {
-    "write_policy": ("write_through", "on_evict"),
-    "admission": ("always", "twice", "reuse"),
-}
+_CHECKED_OPTIONS = {"write_policy": ("write_through", "on_evict"), "admission": ("always", "twice", "reuse")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ def replay(
     capacities: Annotated[
         str,
         typer.Option(
-            metavar="LIST",
-            help="Separated by commas: 5% of the unique blocks, 64GiB, or DRAM+NVMe: 5%+1TiB.",
+            metavar="LIST", help="Separated by commas: 5% of the unique blocks, 64GiB, or DRAM+NVMe: 5%+1TiB."
         ),
     ] = "1%,2%,5%,10%,25%",
     options: ExperimentOptions,

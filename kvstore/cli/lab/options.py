@@ -34,8 +34,7 @@ class ExperimentOptions:
     block_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per block, a multiple of the trace's.",
-            show_default="chats 512, conversations 256",
+            help="Tokens per block, a multiple of the trace's.", show_default="chats 512, conversations 256"
         ),
     ] = None
     write_policy: Annotated[str, typer.Option(help="write_through or on_evict.")] = "write_through"

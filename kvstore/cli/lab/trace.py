@@ -17,12 +17,7 @@ app.command()(record)
 
 
 @app.command()
-def info(
-    file: TraceArgument,
-    *,
-    skip_bad: SkipBadOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def info(file: TraceArgument, *, skip_bad: SkipBadOption = False, as_json: JsonOption = False) -> None:
     """Summarize a trace: requests, blocks, unique blocks, tokens, duration.
 
     Example: kvstore trace info trace.jsonl
