@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from kvstore.cli.ns import NamespaceArgument
 from kvstore.cli.shared.commands import Commands
@@ -18,7 +19,7 @@ app = Commands(no_args_is_help=True, help="Explain, prefetch or invalidate block
 pin_app = Commands(no_args_is_help=True, help="Pin blocks, so that they are not evicted for some time.")
 
 KeysArgument = Annotated[
-    list[str], typer.Argument(metavar="KEY...", help="Keys in hex, or files with one key per line.")
+    list[str], Argument(metavar="KEY...", help="Keys in hex, or files with one key per line.")
 ]
 
 app.command("show")(why)
@@ -54,9 +55,7 @@ def add_pin(
     id: NamespaceArgument,
     keys: KeysArgument,
     *,
-    duration: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="Duration of the pin, at most 1d.")
-    ] = "1h",
+    duration: Annotated[str, Option("--for", metavar="TIME", help="Duration of the pin, at most 1d.")] = "1h",
     daemon: DaemonOptions,
 ) -> None:
     """Pin blocks for some time: they are not evicted.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich import box
 from rich.table import Table
+from typer import Argument, Option
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
@@ -21,7 +21,7 @@ from kvstore.errors import MisuseError
 app = Commands(no_args_is_help=True, help="Show devices of tiers; fence, drain, add or remove one.")
 
 NewDeviceArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the new device; begins with nvme: nvme1.")
+    str, Argument(metavar="NAME", help="Name of the new device; begins with nvme: nvme1.")
 ]
 
 
@@ -52,7 +52,7 @@ def set_device(
     tier: TierArgument,
     state: Annotated[
         Literal["serving", "draining", "fenced"],
-        typer.Argument(
+        Argument(
             help="serving: reads and writes; draining: reads only; fenced: neither, its blocks are misses."
         ),
     ],
@@ -71,12 +71,12 @@ def set_device(
 @app.command("add")
 def add_device(
     name: NewDeviceArgument,
-    path: Annotated[Path, typer.Argument(help="An empty folder on the device.")],
+    path: Annotated[Path, Argument(help="An empty folder on the device.")],
     *,
-    limit: Annotated[str, typer.Option(metavar="SIZE", help="Hard limit.")] = "8GiB",
+    limit: Annotated[str, Option(metavar="SIZE", help="Hard limit.")] = "8GiB",
     write_budget: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="SIZE", help="Bytes written per day, or a multiple of the limit such as 1x; 0: no budget."
         ),
     ] = "0",
@@ -96,7 +96,7 @@ def add_device(
 @app.command("remove")
 def remove_device(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the device.", autocompletion=completion.tiers)
+        str, Argument(metavar="NAME", help="Name of the device.", autocompletion=completion.tiers)
     ],
     *,
     dry_run: DryRunOption = False,

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from kvstore import Client
 from kvstore.cli.shared import completion
@@ -38,20 +39,20 @@ class Filter:
 def events(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
     tenant: Annotated[
-        str, typer.Option(help="Only events of this tenant.", autocompletion=completion.tenants)
+        str, Option(help="Only events of this tenant.", autocompletion=completion.tenants)
     ] = "",
     what: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAMES", help="Only these kinds, separated by commas.", autocompletion=completion.kinds
         ),
     ] = "",
-    since: Annotated[str, typer.Option(metavar="TIME", help="Only events of this time span: 5m.")] = "",
+    since: Annotated[str, Option(metavar="TIME", help="Only events of this time span: 5m.")] = "",
     lines: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--lines",
             "-n",
             min=0,
@@ -59,7 +60,7 @@ def events(
             show_default="100, with --since all",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Print decisions about blocks and events of the daemon, newest last. For operators.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
 from rich import box
 from rich.table import Table
+from typer import Argument, Option
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.commands import Commands
@@ -17,7 +17,7 @@ app = Commands(no_args_is_help=True, help="List namespaces, publish or empty one
 
 NamespaceArgument = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="ID", help="Id of the namespace, see `kvstore ns list`.", autocompletion=completion.namespaces
     ),
 ]
@@ -27,7 +27,7 @@ NamespaceArgument = Annotated[
 def list_namespaces(
     *,
     tenant: Annotated[
-        str, typer.Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
+        str, Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
     ] = "",
     daemon: DaemonOptions,
 ) -> None:
@@ -73,9 +73,7 @@ def publish(
     id: NamespaceArgument,
     tenants: Annotated[
         list[str],
-        typer.Argument(
-            metavar="TENANT...", help="Tenants that may read it.", autocompletion=completion.tenants
-        ),
+        Argument(metavar="TENANT...", help="Tenants that may read it.", autocompletion=completion.tenants),
     ],
     *,
     daemon: DaemonOptions,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import DownloadColumn, TaskProgressColumn
 from rich.table import Table
+from typer import Argument, Option
 
 from kvstore import Client
 from kvstore import config as configuration
@@ -99,14 +100,14 @@ def status(daemon: DaemonOptions) -> None:
 
 @app.command()
 def fsck(
-    folder: Annotated[Path | None, typer.Argument(help="Folder of an NVMe tier.")] = None,
+    folder: Annotated[Path | None, Argument(help="Folder of an NVMe tier.")] = None,
     *,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Configuration file whose folders to check.")
+        Path | None, Option("--config", "-c", help="Configuration file whose folders to check.")
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete bad records and orphan slabs.")] = False,
+    repair: Annotated[bool, Option("--repair", help="Delete bad records and orphan slabs.")] = False,
     key_file: Annotated[
-        Path | None, typer.Option("--key-file", help="Master key, to check encrypted blocks too.")
+        Path | None, Option("--key-file", help="Master key, to check encrypted blocks too.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

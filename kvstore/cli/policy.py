@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
@@ -32,7 +32,7 @@ def show_policy(*, daemon: DaemonOptions) -> None:
 def set_policy(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Name of a built-in policy, or the module:Class in the configuration file.",
             autocompletion=completion.policies,
         ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
 from rich import box
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from typer import Argument, Option
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
@@ -23,12 +23,12 @@ _NONE = "none"
 _BAR_COLUMNS = 16
 
 TenantArgument = Annotated[
-    str, typer.Argument(metavar="TENANT", help="Name of the tenant.", autocompletion=completion.tenants)
+    str, Argument(metavar="TENANT", help="Name of the tenant.", autocompletion=completion.tenants)
 ]
 
 
 def _size(help_text: str) -> Any:
-    return typer.Option(metavar="SIZE", help=help_text)
+    return Option(metavar="SIZE", help=help_text)
 
 
 @app.command("list")
@@ -65,9 +65,7 @@ def set_quota(
     nvme_floor: Annotated[str, _size("Guaranteed bytes in NVMe.")] = "",
     hbm_limit: Annotated[str, _size("Hard limit in each GPU's pool.")] = "",
     hbm_floor: Annotated[str, _size("Guaranteed bytes in each GPU's pool.")] = "",
-    share: Annotated[
-        float | None, typer.Option(help="Weight when tenants compete for room or bandwidth.")
-    ] = None,
+    share: Annotated[float | None, Option(help="Weight when tenants compete for room or bandwidth.")] = None,
     dry_run: DryRunOption = False,
     daemon: DaemonOptions,
 ) -> None:

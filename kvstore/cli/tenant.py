@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from kvstore import Client
 from kvstore.cli.shared import completion
@@ -25,16 +26,16 @@ app = Commands(no_args_is_help=True, help="Make tokens, list tenants, delete a t
 
 _LONGEST_DAYS = 36500
 
-TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant.", autocompletion=completion.tenants)]
+TenantArgument = Annotated[str, Argument(help="Name of the tenant.", autocompletion=completion.tenants)]
 
 
 @app.command()
 def token(
     name: TenantArgument,
     *,
-    role: Annotated[Literal["read", "write", "admin"], typer.Option(help="Role of the holders.")] = "write",
+    role: Annotated[Literal["read", "write", "admin"], Option(help="Role of the holders.")] = "write",
     expires: Annotated[
-        str, typer.Option(metavar="TIME", help="Lifetime of the token: 90d, 12h [default: unlimited].")
+        str, Option(metavar="TIME", help="Lifetime of the token: 90d, 12h [default: unlimited].")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.commands import Commands
@@ -16,9 +16,7 @@ app = Commands(no_args_is_help=True, help="Show tiers.")
 
 TierArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="TIER", help="Name of the tier: dram, nvme, nvme1.", autocompletion=completion.tiers
-    ),
+    Argument(metavar="TIER", help="Name of the tier: dram, nvme, nvme1.", autocompletion=completion.tiers),
 ]
 
 _SHOWN = ("name", "used_bytes", "limit_bytes", "capacity_bytes", "blocks", "readable", "writable", "fenced")

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from typer import Option
 
 from kvstore import Client
 from kvstore.cli.shared.commands import Commands
@@ -34,8 +35,8 @@ _DEADLINE_S = 5.0
 @app.command()
 def top(
     *,
-    every: Annotated[str, typer.Option(metavar="TIME", help="Time between samples.")] = "1s",
-    count: Annotated[int, typer.Option(min=0, help="Number of samples; 0: until Ctrl-C.")] = 0,
+    every: Annotated[str, Option(metavar="TIME", help="Time between samples.")] = "1s",
+    count: Annotated[int, Option(min=0, help="Number of samples; 0: until Ctrl-C.")] = 0,
     daemon: DaemonOptions,
 ) -> None:
     """Watch a running daemon: tiers, hits, calls and tenants, since the previous sample. For operators.

@@ -9,6 +9,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from kvstore import Client
 from kvstore.cli.shared import completion
@@ -22,14 +23,12 @@ app = Commands()
 
 @app.command()
 def why(
-    what: Annotated[
-        str, typer.Argument(metavar="KEY|FILE", help="A key in hex, or a file with one key per line.")
-    ],
+    what: Annotated[str, Argument(metavar="KEY|FILE", help="A key in hex, or a file with one key per line.")],
     *,
     tenant: Annotated[
-        str, typer.Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
+        str, Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
     ] = "",
-    model: Annotated[str, typer.Option(help="Only namespaces of this model.")] = "",
+    model: Annotated[str, Option(help="Only namespaces of this model.")] = "",
     daemon: DaemonOptions,
 ) -> None:
     """Explain blocks: copies, pins, and when and why a block was last evicted, refused or dropped.

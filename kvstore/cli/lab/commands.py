@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import TaskProgressColumn
+from typer import Argument, Option
 
 from kvstore.cli.lab import reports
 from kvstore.cli.lab.options import ExperimentOptions, TraceArgument, show, status_line
@@ -31,11 +31,11 @@ def replay(
     trace: TraceArgument,
     *,
     policies: Annotated[
-        str, typer.Option(metavar="NAMES", help="Eviction policies, separated by commas.")
+        str, Option(metavar="NAMES", help="Eviction policies, separated by commas.")
     ] = "hazard",
     capacities: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="LIST", help="Separated by commas: 5% of the unique blocks, 64GiB, or DRAM+NVMe: 5%+1TiB."
         ),
     ] = "1%,2%,5%,10%,25%",
@@ -57,18 +57,17 @@ def size(
     trace: TraceArgument,
     *,
     hit: Annotated[
-        str | None,
-        typer.Option(metavar="PERCENT", help="Find the smallest DRAM with this hit ratio in tokens."),
+        str | None, Option(metavar="PERCENT", help="Find the smallest DRAM with this hit ratio in tokens.")
     ] = None,
     nvme: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="With --hit: size of the NVMe tier, 1TiB or 20%.")
+        str | None, Option(metavar="SIZE", help="With --hit: size of the NVMe tier, 1TiB or 20%.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Find the best DRAM and NVMe sizes for this amount of money.")
+        float | None, Option(help="Find the best DRAM and NVMe sizes for this amount of money.")
     ] = None,
-    dram_cost: Annotated[float | None, typer.Option(help="With --budget: price of a GiB of DRAM.")] = None,
-    nvme_cost: Annotated[float | None, typer.Option(help="With --budget: price of a GiB of NVMe.")] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy.")] = "hazard",
+    dram_cost: Annotated[float | None, Option(help="With --budget: price of a GiB of DRAM.")] = None,
+    nvme_cost: Annotated[float | None, Option(help="With --budget: price of a GiB of NVMe.")] = None,
+    policy: Annotated[str, Option(metavar="NAME", help="Eviction policy.")] = "hazard",
     options: ExperimentOptions,
 ) -> None:
     """Find the smallest DRAM for a hit ratio, or the best split of a budget, by replaying.
@@ -102,8 +101,8 @@ def size(
 
 @app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(help="A report of `kvstore lab replay --json`.")],
-    b: Annotated[Path, typer.Argument(help="The report to compare it with.")],
+    a: Annotated[Path, Argument(help="A report of `kvstore lab replay --json`.")],
+    b: Annotated[Path, Argument(help="The report to compare it with.")],
     *,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import TaskProgressColumn, TextColumn
+from typer import Option
 
 from kvstore import Client
 from kvstore.cli.lab.options import TraceArgument, show
@@ -40,25 +41,18 @@ def demo() -> None:
 def replay(
     trace: TraceArgument,
     *,
-    serve: Annotated[bool, typer.Option("--serve", help="Start a daemon for this replay.")] = False,
-    requests: Annotated[
-        int | None, typer.Option(help="Replay only the first N requests of the trace.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(help="Number of workers, which share one client.")] = 4,
-    speed: Annotated[
-        float, typer.Option(help="1: the trace's speed, 2: twice as fast, 0: without pauses.")
-    ] = 0,
-    block_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Payload of a block.")] = "64KiB",
-    deadline: Annotated[str, typer.Option(metavar="TIME", help="Deadline of each call.")] = "5s",
-    dram: Annotated[
-        str, typer.Option(metavar="SIZE", help="With --serve: DRAM limit.", show_default="1GiB")
-    ] = "",
+    serve: Annotated[bool, Option("--serve", help="Start a daemon for this replay.")] = False,
+    requests: Annotated[int | None, Option(help="Replay only the first N requests of the trace.")] = None,
+    concurrency: Annotated[int, Option(help="Number of workers, which share one client.")] = 4,
+    speed: Annotated[float, Option(help="1: the trace's speed, 2: twice as fast, 0: without pauses.")] = 0,
+    block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "64KiB",
+    deadline: Annotated[str, Option(metavar="TIME", help="Deadline of each call.")] = "5s",
+    dram: Annotated[str, Option(metavar="SIZE", help="With --serve: DRAM limit.", show_default="1GiB")] = "",
     nvme: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="With --serve: NVMe limit; 0: no NVMe tier.", show_default="8GiB"),
+        str, Option(metavar="SIZE", help="With --serve: NVMe limit; 0: no NVMe tier.", show_default="8GiB")
     ] = "",
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --serve: NVMe folder [default: temporary].")
+        Path | None, Option(metavar="DIR", help="With --serve: NVMe folder [default: temporary].")
     ] = None,
     daemon: DaemonOptions,
 ) -> None:

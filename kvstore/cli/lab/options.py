@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
+from typer import Argument, Option
 
 from kvstore.cli.shared.options import JsonOption, named, unwind_on_sigterm
 from kvstore.config import parse_duration, parse_size
@@ -21,40 +22,39 @@ if TYPE_CHECKING:
     from kvstore.lab.report import Report
 
 TraceArgument = Annotated[
-    Path, typer.Argument(help="Trace of chat requests or agent conversations, JSON lines or .zst.")
+    Path, Argument(help="Trace of chat requests or agent conversations, JSON lines or .zst.")
 ]
-SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Skip bad lines, and count them.")]
+SkipBadOption = Annotated[bool, Option("--skip-bad", help="Skip bad lines, and count them.")]
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentOptions:
     """Options of a simulated node, of the replayed trace, and of the output."""
 
-    block_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
+    block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
     block_tokens: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Tokens per block, a multiple of the trace's.", show_default="chats 512, conversations 256"
         ),
     ] = None
-    write_policy: Annotated[str, typer.Option(help="write_through or on_evict.")] = "write_through"
-    admission: Annotated[str, typer.Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
+    write_policy: Annotated[str, Option(help="write_through or on_evict.")] = "write_through"
+    admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
     threshold: Annotated[
-        float, typer.Option(min=0, max=1, help="With --admission reuse: minimum probability of reuse.")
+        float, Option(min=0, max=1, help="With --admission reuse: minimum probability of reuse.")
     ] = 0.2
     write_budget: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="NVMe writes per day: 500GiB, or 1x (times the limit); 0: none."),
+        str, Option(metavar="SIZE", help="NVMe writes per day: 500GiB, or 1x (times the limit); 0: none.")
     ] = "0"
     repeat: Annotated[
-        int, typer.Option(min=1, help="Replay the trace this many times, each time with other blocks.")
+        int, Option(min=1, help="Replay the trace this many times, each time with other blocks.")
     ] = 1
     users: Annotated[
-        int | None, typer.Option(help="Conversations: number replayed concurrently.", show_default="64")
+        int | None, Option(help="Conversations: number replayed concurrently.", show_default="64")
     ] = None
     gap_cap: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="TIME",
             help="Conversations: longest pause in and between conversations.",
             show_default="300s",
@@ -62,18 +62,14 @@ class ExperimentOptions:
     ] = None
     shared: Annotated[
         float | None,
-        typer.Option(
-            help="Conversations: fraction of tools and system prompt that all share.", show_default="0.5"
-        ),
+        Option(help="Conversations: fraction of tools and system prompt that all share.", show_default="0.5"),
     ] = None
     seed: Annotated[
-        int | None, typer.Option(help="Conversations: seed of their order and pauses.", show_default="1")
+        int | None, Option(help="Conversations: seed of their order and pauses.", show_default="1")
     ] = None
     skip_bad: SkipBadOption = False
-    processes: Annotated[int, typer.Option(min=0, help="Parallel replays; 0: one per core.")] = 0
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot to a .png or .svg file.")] = (
-        None
-    )
+    processes: Annotated[int, Option(min=0, help="Parallel replays; 0: one per core.")] = 0
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Also plot to a .png or .svg file.")] = None
     as_json: JsonOption = False
 
     def experiment(self, trace: Path) -> Experiment:

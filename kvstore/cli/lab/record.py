@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import TextColumn
+from typer import Option
 
 from kvstore.cli.shared.options import DaemonOptions, named, url_of
 from kvstore.cli.shared.progress import progress_bar
@@ -35,14 +36,12 @@ class _Count:
 
 
 def record(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; must not exist.")],
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="File to write; must not exist.")],
     *,
-    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="Duration.")] = "60s",
+    duration: Annotated[str, Option("--for", metavar="TIME", help="Duration.")] = "60s",
     max_bytes: Annotated[
         str,
-        typer.Option(
-            "--max-bytes", metavar="SIZE", help="Maximum size of the file and of the daemon's buffer."
-        ),
+        Option("--max-bytes", metavar="SIZE", help="Maximum size of the file and of the daemon's buffer."),
     ] = "64MiB",
     daemon: DaemonOptions,
 ) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
 from rich.console import Group
+from typer import Option
 
 from kvstore.cli.shared.options import CHANGE_DEADLINE_S, DaemonOptions
 from kvstore.config import format_size
 
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Only print the changes and what they would evict.")
-]
+DryRunOption = Annotated[bool, Option("--dry-run", help="Only print the changes and what they would evict.")]
 
 
 def change(daemon: DaemonOptions, patch: dict[str, Any], dry_run: bool) -> None:

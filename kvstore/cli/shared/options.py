@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
+from typer import Option
 from typer.core import TyperGroup
 
 from kvstore import Client
@@ -35,14 +36,13 @@ class Group(TyperGroup):
 
 
 SocketOption = Annotated[
-    str,
-    typer.Option("--socket", envvar="KVSTORE_SOCKET", help="Socket of the daemon: a path or a unix:// URL."),
+    str, Option("--socket", envvar="KVSTORE_SOCKET", help="Socket of the daemon: a path or a unix:// URL.")
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Configuration file (TOML) [default: none].")
+    Path | None, Option("--config", "-c", help="Configuration file (TOML) [default: none].")
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Confirm the deletion.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+YesOption = Annotated[bool, Option("--yes", help="Confirm the deletion.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 CHANGE_DEADLINE_S = 60.0
 """Deadline of changes, such as the deletion of a namespace."""
