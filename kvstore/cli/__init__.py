@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import typer
 
-from kvstore.cli import blocks, device, events, ns, operate, policy, quota, tenant, tier, top, why
+from kvstore.cli import blocks, device, events, ns, operate, policy, tenant, tier, top
 from kvstore.cli.lab import commands, live, record, trace
 from kvstore.cli.shared.options import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(operate.app)
 app.add_typer(tenant.app, name="tenant")
-app.add_typer(quota.app, name="quota")
+app.add_typer(tenant.quota_app, name="quota")
 app.add_typer(ns.app, name="ns")
 app.add_typer(blocks.app, name="blocks")
 app.add_typer(blocks.pin_app, name="pin")
@@ -30,9 +30,9 @@ app.add_typer(trace.app, name="trace")
 app.add_typer(events.app)
 app.add_typer(live.app)
 app.add_typer(commands.app, name="lab")
-app.add_typer(why.app)
 app.add_typer(top.app)
 commands.app.command()(record.record)
+operate.app.command()(blocks.why)
 
 
 @app.callback()

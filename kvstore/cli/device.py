@@ -5,20 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich import box
-from rich.table import Table
 from typer import Argument, Option
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions, named
-from kvstore.cli.shared.tables import cell, pairs
+from kvstore.cli.shared.output import cell, pairs, table
 from kvstore.cli.tier import TierArgument
 from kvstore.config import format_size, parse_size, parse_write_budget
 from kvstore.errors import MisuseError
 
 app = Commands(no_args_is_help=True, help="Show devices of tiers; fence, drain, add or remove one.")
+
+_COLUMNS = [
+    "device of",
+    "state",
+    "bandwidth",
+    "queued",
+    "moving",
+    "admission",
+    "written in a day",
+    "drive writes a day",
+]
 
 NewDeviceArgument = Annotated[
     str, Argument(metavar="NAME", help="Name of the new device; begins with nvme: nvme1.")
@@ -31,9 +40,8 @@ def list_devices(*, daemon: DaemonOptions) -> None:
 
     Example: kvstore device list
     """
-    with daemon.client() as client:
-        devices = list(client.control("devices")["devices"])
-    daemon.show({"devices": devices}, lambda: _many(devices))
+    devices = daemon.ask("devices")["devices"]
+    daemon.show({"devices": devices}, lambda: table(_COLUMNS, map(_row, devices)))
 
 
 @app.command("show")
@@ -42,8 +50,7 @@ def show_device(tier: TierArgument, *, daemon: DaemonOptions) -> None:
 
     Example: kvstore device show nvme
     """
-    with daemon.client() as client:
-        found = client.control("device", name=tier)
+    found = daemon.ask("device", name=tier)
     daemon.show(found, lambda: pairs("device", _flat(found)))
 
 
@@ -63,8 +70,7 @@ def set_device(
 
     Example: kvstore device set nvme draining
     """
-    with daemon.client() as client:
-        found = client.control("set_device", name=tier, state=state, instead_of=None)
+    found = daemon.ask("set_device", name=tier, state=state, instead_of=None)
     daemon.show(found, lambda: pairs("device", _flat(found)))
 
 
@@ -106,9 +112,8 @@ def remove_device(
 
     Example: kvstore device remove nvme1 --dry-run
     """
-    with daemon.client() as client:
-        if client.control("settings", part=["nvme", "devices", name])["value"] is None:
-            raise MisuseError(f"no device {name!r:.80} was added", "`kvstore device list` lists the devices")
+    if daemon.ask("settings", part=["nvme", "devices", name])["value"] is None:
+        raise MisuseError(f"no device {name!r:.80} was added", "`kvstore device list` lists the devices")
     change(daemon, {"nvme": {"devices": {name: None}}}, dry_run)
 
 
@@ -123,30 +128,17 @@ def _flat(device: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **admission, "bytes_a_day": budget}
 
 
-def _many(devices: list[dict[str, Any]]) -> Table:
-    names = (
-        "device of",
-        "state",
-        "bandwidth",
-        "queued",
-        "moving",
-        "admission",
-        "written in a day",
-        "drive writes a day",
-    )
-    table = Table(*names, box=box.SIMPLE_HEAD)
-    for device in devices:
-        flags = [name for name in ("hangs", "readable", "writable") if device[name]]
-        queued, moving = (sum(device[field].values()) for field in ("queued_bytes", "moving_bytes"))
-        admission = device["admission"]
-        sizes = (format_size(size) for size in (queued, moving))
-        table.add_row(
-            device["name"],
-            ", ".join([device["state"], *flags]),
-            f"{format_size(device['bandwidth_bytes_per_s'])}/s",
-            *sizes,
-            admission["mode"] + (f" from {admission['threshold']:.2f}" if admission["threshold"] else ""),
-            format_size(device["written_in_a_day_bytes"]),
-            cell("", device["drive_writes_a_day"]),
-        )
-    return table
+def _row(device: dict[str, Any]) -> list[str]:
+    """Returns a device as cells of `_COLUMNS`."""
+    flags = [name for name in ("hangs", "readable", "writable") if device[name]]
+    admission = device["admission"]
+    threshold = f" from {admission['threshold']:.2f}" if admission["threshold"] else ""
+    return [
+        device["name"],
+        ", ".join([device["state"], *flags]),
+        f"{format_size(device['bandwidth_bytes_per_s'])}/s",
+        *(format_size(sum(device[field].values())) for field in ("queued_bytes", "moving_bytes")),
+        admission["mode"] + threshold,
+        format_size(device["written_in_a_day_bytes"]),
+        cell("", device["drive_writes_a_day"]),
+    ]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from rich import box
-from rich.table import Table
 from typer import Argument, Option
 
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import CHANGE_DEADLINE_S, DaemonOptions, YesOption, confirm, pages
-from kvstore.cli.shared.tables import cell, pairs
+from kvstore.cli.shared.output import cell, pairs, table
 
 app = Commands(no_args_is_help=True, help="List namespaces, publish or empty one.")
+
+_COLUMNS = ("id", "tenant", "model", "revision", "shard", "block", "published to", "ttl")
 
 NamespaceArgument = Annotated[
     str,
@@ -22,13 +22,15 @@ NamespaceArgument = Annotated[
     ),
 ]
 
+TenantFilter = Annotated[
+    str, Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
+]
+
 
 @app.command("list")
 def list_namespaces(
     *,
-    tenant: Annotated[
-        str, Option(help="Only namespaces of this tenant.", autocompletion=completion.tenants)
-    ] = "",
+    tenant: TenantFilter = "",
     daemon: DaemonOptions,
 ) -> None:
     """List open namespaces with their tenants and models.
@@ -37,19 +39,16 @@ def list_namespaces(
     """
     with daemon.client() as client:
         found = list(pages(client, "namespaces", "number", tenant=tenant))
-    daemon.show({"namespaces": found}, lambda: _many(found))
+    daemon.show({"namespaces": found}, lambda: table(_COLUMNS, map(_row, found)))
 
 
-def _many(found: list[dict[str, Any]]) -> Table:
-    names = ("id", "tenant", "model", "revision", "shard", "block", "published to", "ttl")
-    table = Table(*names, box=box.SIMPLE_HEAD)
-    for row in found:
-        layout = row["layout"] or {}
-        of_model = (cell(name, layout.get(name, "")) for name in ("model", "revision", "shard"))
-        block, readers = cell("block_bytes", row["block_bytes"]), ", ".join(row["published_to"])
-        ttl = cell("ttl_s", row["ttl_s"]) if row["ttl_s"] else ""
-        table.add_row(row["id"], row["tenant"], *of_model, block, readers, ttl)
-    return table
+def _row(namespace: dict[str, Any]) -> list[str]:
+    """Returns a namespace as cells of `_COLUMNS`."""
+    layout = namespace["layout"] or {}
+    of_model = (cell(name, layout.get(name, "")) for name in ("model", "revision", "shard"))
+    block, readers = cell("block_bytes", namespace["block_bytes"]), ", ".join(namespace["published_to"])
+    ttl = cell("ttl_s", namespace["ttl_s"]) if namespace["ttl_s"] else ""
+    return [namespace["id"], namespace["tenant"], *of_model, block, readers, ttl]
 
 
 @app.command("show")
@@ -58,8 +57,7 @@ def show_namespace(id: NamespaceArgument, *, daemon: DaemonOptions) -> None:
 
     Example: kvstore ns show 156dc0aeb7a10bca91a0111fbfe736c4
     """
-    with daemon.client() as client:
-        _print(client.control("namespace", id=id), daemon)
+    _print(daemon.ask("namespace", id=id), daemon)
 
 
 def _print(found: dict[str, Any], daemon: DaemonOptions) -> None:
@@ -107,6 +105,5 @@ def forget(id: NamespaceArgument, *, yes: YesOption = False, daemon: DaemonOptio
     Example: kvstore ns forget 156dc0aeb7a10bca91a0111fbfe736c4 --yes
     """
     confirm(yes, f"this deletes all blocks of namespace {id!r:.80}")
-    with daemon.client(CHANGE_DEADLINE_S) as client:
-        deleted = client.control("forget", namespace=id)["value"]
+    deleted = daemon.ask("forget", CHANGE_DEADLINE_S, namespace=id)["value"]
     daemon.show({"namespace": id, "deleted_blocks": deleted}, lambda: f"{deleted} blocks deleted")

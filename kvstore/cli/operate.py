@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
+from rich.console import Group
 from rich.markup import escape
 from rich.progress import DownloadColumn, TaskProgressColumn
 from rich.table import Table
@@ -22,9 +22,7 @@ from kvstore import Client
 from kvstore import config as configuration
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import ConfigOption, DaemonOptions, JsonOption, url_of
-from kvstore.cli.shared.progress import progress_bar
-from kvstore.cli.shared.tables import pairs, tier_table
-from kvstore.config import format_size
+from kvstore.cli.shared.output import pairs, progress_bar, show, size, table, tier_table
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def serve(config: ConfigOption = None) -> None:
 
     Example: kvstore serve -c /etc/kvstore/kvstore.toml
     """
-    # Imported here: no other command needs the daemon's modules.
+    # No other command needs the daemon's modules, which are slow to import.
     from kvstore.daemon.main import run  # noqa: PLC0415
 
     raise typer.Exit(run(config))
@@ -83,19 +81,18 @@ def status(daemon: DaemonOptions) -> None:
     """
     with Client(url_of(daemon.socket)) as client:
         state = client.status()
-    if daemon.as_json:
-        typer.echo(json.dumps(state))
-        return
-    console = Console()
+    daemon.show(state, lambda: Group(*_status_tables(state)))
+
+
+def _status_tables(state: dict[str, Any]) -> Iterator[Table]:
     separate = ("tiers", "tenants", "counters", "network", "events")
-    console.print(pairs("daemon", {k: v for k, v in state.items() if k not in separate}))
-    console.print(tier_table(list(state.get("tiers", ()))))
+    yield pairs("daemon", {name: value for name, value in state.items() if name not in separate})
+    yield tier_table(list(state.get("tiers", ())))
     if network := state.get("network"):
-        counted = network.pop("counters")
-        console.print(pairs("network", network | counted))
+        yield pairs("network", network | network.pop("counters"))
     if events := state.get("events"):
-        console.print(pairs("events", events))
-    console.print(pairs("counter", state.get("counters", {})))
+        yield pairs("events", events)
+    yield pairs("counter", state.get("counters", {}))
 
 
 @app.command()
@@ -159,11 +156,9 @@ def _check(folder: Path, limit: int | None, repair: bool, master: MasterKey | No
         "problems": found,
         "repaired": found if report.repaired else 0,
     }
-    if as_json:
-        first = [{**asdict(f), "key": f.key.hex()} for f in islice(report.findings(), _MOST_FINDINGS)]
-        typer.echo(json.dumps({**summary, "kinds": counts, "findings": first}))
-    else:
-        Console().print(pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
+    first = [{**asdict(f), "key": f.key.hex()} for f in islice(report.findings(), _MOST_FINDINGS)]
+    values = {**summary, "kinds": counts, "findings": first}
+    show(values, as_json, lambda: pairs("fsck", summary | {kind.value: n for kind, n in counts.items()}))
     if report.unchecked:
         typer.echo(f"{report.unchecked} encrypted blocks were not checked: pass --key-file", err=True)
     if not found:
@@ -182,13 +177,9 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
 
     lines = examine(configuration.load(config))
-    if as_json:
-        typer.echo(json.dumps({"lines": [asdict(line) for line in lines]}))
-    else:
-        table = Table("", "check", "found", "what to do", box=box.SIMPLE_HEAD)
-        for line in lines:
-            table.add_row(_LEVELS[line.level], line.name, escape(line.found), escape(line.advice))
-        Console().print(table)
+    rows = ((_LEVELS[line.level], line.name, escape(line.found), escape(line.advice)) for line in lines)
+    values = {"lines": [asdict(line) for line in lines]}
+    show(values, as_json, lambda: table(("", "check", "found", "what to do"), rows))
     if any(line.level == FAIL for line in lines):
         raise typer.Exit(1)
 
@@ -202,12 +193,8 @@ def config_check(file: Path, as_json: JsonOption = False) -> None:
     from kvstore.daemon.operator.settings import LiveConfig  # noqa: PLC0415
 
     tenants = LiveConfig(file).config.tenants
-    if as_json:
-        typer.echo(json.dumps({"file": str(file), "tenants": list(tenants)}))
-        return
-    typer.echo(f"{file}: ok")
-    for name, tenant in tenants.items():
-        typer.echo(f"tenant {name}: {_summary(tenant)}")
+    lines = [f"{file}: ok", *(f"tenant {name}: {_summary(tenant)}" for name, tenant in tenants.items())]
+    typer.echo(json.dumps({"file": str(file), "tenants": list(tenants)}) if as_json else "\n".join(lines))
 
 
 def _summary(tenant: configuration.Tenant) -> str:
@@ -218,8 +205,8 @@ def _summary(tenant: configuration.Tenant) -> str:
     for tier, quota in tenant.quotas.items():
         if tier == "hbm" and quota == configuration.TierQuota():
             continue  # without GPUs, this line would be noise
-        limit = "all" if quota.limit is None else format_size(quota.limit)
-        parts.append(f"{tier} from {format_size(quota.floor)} to {limit}")
+        limit = "all" if quota.limit is None else size(quota.limit)
+        parts.append(f"{tier} from {size(quota.floor)} to {limit}")
     return ", ".join(parts)
 
 

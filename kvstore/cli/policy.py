@@ -10,7 +10,7 @@ from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions
-from kvstore.cli.shared.tables import pairs
+from kvstore.cli.shared.output import pairs
 from kvstore.core.policy import POLICIES, find
 
 app = Commands(no_args_is_help=True, help="Show or change the eviction policy.")
@@ -22,9 +22,7 @@ def show_policy(*, daemon: DaemonOptions) -> None:
 
     Example: kvstore policy show
     """
-    with daemon.client() as client:
-        active = client.control("status")["policy"]
-    values = {"policy": active, "policies": list(POLICIES)}
+    values = {"policy": daemon.ask("status")["policy"], "policies": list(POLICIES)}
     daemon.show(values, lambda: pairs("policy", values))
 
 

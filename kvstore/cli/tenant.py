@@ -1,37 +1,45 @@
-"""Commands about tenants: make a token, list usage, delete blocks."""
+"""Commands about tenants: make a token, list usage, delete blocks, show and change quotas."""
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from typer import Argument, Option
 
 from kvstore import Client
 from kvstore.cli.shared import completion
+from kvstore.cli.shared.changes import DryRunOption, change
 from kvstore.cli.shared.commands import Commands
-from kvstore.cli.shared.options import DaemonOptions, JsonOption, YesOption, confirm, named, url_of
-from kvstore.config import format_size, parse_duration
+from kvstore.cli.shared.options import DaemonOptions, JsonOption, YesOption, confirm, named, pages, url_of
+from kvstore.cli.shared.output import size, table
+from kvstore.config import parse_duration, parse_size
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
 app = Commands(no_args_is_help=True, help="Make tokens, list tenants, delete a tenant's blocks.")
+quota_app = Commands(no_args_is_help=True, help="Show or change quotas of tenants.")
 
 _LONGEST_DAYS = 36500
+_BAR_COLUMNS = 16
+_SIZES = ("used_bytes", "floor_bytes", "limit_bytes")
 
-TenantArgument = Annotated[str, Argument(help="Name of the tenant.", autocompletion=completion.tenants)]
+NameArgument = Annotated[str, Argument(help="Name of the tenant.", autocompletion=completion.tenants)]
+TenantArgument = Annotated[
+    str, Argument(metavar="TENANT", help="Name of the tenant.", autocompletion=completion.tenants)
+]
 
 
 @app.command()
 def token(
-    name: TenantArgument,
+    name: NameArgument,
     *,
     role: Annotated[Literal["read", "write", "admin"], Option(help="Role of the holders.")] = "write",
     expires: Annotated[
@@ -48,8 +56,7 @@ def token(
     entry = {"hash": f"sha256:{hash_of(secret).hex()}", "role": role}
     until = _until(expires)
     if as_json:
-        shown: dict[str, Any] = {"tenant": name, "token": secret, **entry}
-        typer.echo(json.dumps(shown | {"expires": until or None}))
+        typer.echo(json.dumps({"tenant": name, "token": secret, **entry, "expires": until or None}))
         return
     # TOML needs quotes around a name with a dot.
     part = f'"{name}"' if "." in name else name
@@ -78,25 +85,11 @@ def list_tenants(daemon: DaemonOptions) -> None:
     """
     with Client(url_of(daemon.socket)) as client:
         tenants = list(client.status().get("tenants", ()))
-    if daemon.as_json:
-        typer.echo(json.dumps({"tenants": tenants}))
-        return
-    table = Table("tenant", "share", "tier", "used", "floor", "limit", box=box.SIMPLE_HEAD)
-    for tenant in tenants:
-        name, share = tenant["name"], f"{tenant.get('share', 1.0):g}"
-        for tier in tenant["tiers"]:
-            sizes = (_size(tier.get(key)) for key in ("used_bytes", "floor_bytes", "limit_bytes"))
-            table.add_row(name, share, tier["name"], *sizes)
-            name = share = ""
-    Console().print(table)
-
-
-def _size(nbytes: int | None) -> str:
-    return "-" if nbytes is None else format_size(nbytes)
+    daemon.show({"tenants": tenants}, lambda: _usage(tenants))
 
 
 @app.command()
-def delete(name: TenantArgument, *, yes: YesOption = False, daemon: DaemonOptions) -> None:
+def delete(name: NameArgument, *, yes: YesOption = False, daemon: DaemonOptions) -> None:
     """Delete all blocks of a tenant on every tier. Its members and tokens stay in the configuration.
 
     Example: kvstore tenant delete team-a --yes
@@ -106,3 +99,84 @@ def delete(name: TenantArgument, *, yes: YesOption = False, daemon: DaemonOption
     with Client(url_of(daemon.socket)) as client:
         deleted = client.delete_tenant(name)
     daemon.show({"tenant": name, "deleted_blocks": deleted}, lambda: f"{name}: {deleted} blocks deleted")
+
+
+@quota_app.command("list")
+def list_quotas(*, daemon: DaemonOptions) -> None:
+    """List the usage of every tenant in each tier, with its floor and limit.
+
+    Example: kvstore quota list
+    """
+    with daemon.client() as client:
+        tiers = client.control("status")["tiers"]
+        tenants = list(pages(client, "tenants", "name"))
+    daemon.show({"tenants": tenants}, lambda: _usage(tenants, _limits(tiers)))
+
+
+@quota_app.command("show")
+def show_quota(tenant: TenantArgument, *, daemon: DaemonOptions) -> None:
+    """Show the usage of one tenant in each tier, with its floor and limit.
+
+    Example: kvstore quota show chat
+    """
+    with daemon.client() as client:
+        tiers = client.control("status")["tiers"]
+        found = client.control("tenant", name=tenant)
+    daemon.show(found, lambda: _usage([found], _limits(tiers)))
+
+
+@quota_app.command("set")
+def set_quota(
+    tenant: TenantArgument,
+    *,
+    dram_limit: Annotated[str, Option(metavar="SIZE", help="Hard limit in DRAM; none: no limit.")] = "",
+    dram_floor: Annotated[str, Option(metavar="SIZE", help="Guaranteed bytes in DRAM.")] = "",
+    nvme_limit: Annotated[str, Option(metavar="SIZE", help="Hard limit in NVMe.")] = "",
+    nvme_floor: Annotated[str, Option(metavar="SIZE", help="Guaranteed bytes in NVMe.")] = "",
+    hbm_limit: Annotated[str, Option(metavar="SIZE", help="Hard limit in each GPU's pool.")] = "",
+    hbm_floor: Annotated[str, Option(metavar="SIZE", help="Guaranteed bytes in each GPU's pool.")] = "",
+    share: Annotated[float | None, Option(help="Weight when tenants compete for room or bandwidth.")] = None,
+    dry_run: DryRunOption = False,
+    daemon: DaemonOptions,
+) -> None:
+    """Change a tenant's quota, now and after restarts. Blocks above a new limit are evicted.
+
+    Example: kvstore quota set chat --dram-limit 64GiB --share 2 --dry-run
+    """
+    sizes = {"--dram-limit": dram_limit, "--dram-floor": dram_floor}
+    sizes |= {"--nvme-limit": nvme_limit, "--nvme-floor": nvme_floor}
+    sizes |= {"--hbm-limit": hbm_limit, "--hbm-floor": hbm_floor}
+    change(daemon, patch_of(tenant, sizes, share), dry_run)
+
+
+def patch_of(tenant: str, sizes: dict[str, str], share: float | None) -> dict[str, Any]:
+    """Returns the merge patch of these options. Raises MisuseError for invalid sizes or without options."""
+    changed: dict[str, Any] = {} if share is None else {"share": share}
+    for option, text in sizes.items():
+        if text:
+            tier, name = option.removeprefix("--").split("-")
+            changed.setdefault(tier, {})[name] = None if text == "none" else named(option, parse_size, text)
+    if not changed:
+        raise MisuseError("no option was given", f"give one of {', '.join(sizes)}, --share")
+    return {"tenants": {check_tenant(tenant): changed}}
+
+
+def _limits(tiers: list[dict[str, Any]]) -> dict[str, int]:
+    """Returns the limits of tiers in bytes, by name."""
+    return {tier["name"]: tier["limit_bytes"] for tier in tiers}
+
+
+def _usage(tenants: list[dict[str, Any]], limits: Mapping[str, int] | None = None) -> Table:
+    """Returns a table with one row per tenant and tier; with the limits of tiers, a bar of the usage too."""
+    shown = table(("tenant", "share", "tier", *([] if limits is None else [""]), "used", "floor", "limit"))
+    for tenant in tenants:
+        name, share = tenant["name"], f"{tenant.get('share', 1.0):g}"
+        for tier in tenant["tiers"]:
+            bar = []
+            if limits is not None:
+                limit = tier["limit_bytes"]
+                most = max(1, limits[tier["name"]] if limit is None else limit)
+                bar = [ProgressBar(total=most, completed=tier["used_bytes"], width=_BAR_COLUMNS)]
+            shown.add_row(name, share, tier["name"], *bar, *(size(tier.get(key)) for key in _SIZES))
+            name = share = ""
+    return shown

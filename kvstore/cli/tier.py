@@ -9,7 +9,7 @@ from typer import Argument
 from kvstore.cli.shared import completion
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions
-from kvstore.cli.shared.tables import pairs, tier_table
+from kvstore.cli.shared.output import pairs, tier_table
 from kvstore.errors import MisuseError
 
 app = Commands(no_args_is_help=True, help="Show tiers.")
@@ -28,8 +28,7 @@ def list_tiers(*, daemon: DaemonOptions) -> None:
 
     Example: kvstore tier list
     """
-    with daemon.client() as client:
-        tiers = list(client.control("status")["tiers"])
+    tiers = daemon.ask("status")["tiers"]
     shown = [{name: tier[name] for name in _SHOWN} for tier in tiers]
     daemon.show({"tiers": tiers}, lambda: tier_table(shown))
 
@@ -40,9 +39,7 @@ def show_tier(name: TierArgument, *, daemon: DaemonOptions) -> None:
 
     Example: kvstore tier show nvme
     """
-    with daemon.client() as client:
-        tiers = {tier["name"]: tier for tier in client.control("status")["tiers"]}
+    tiers = {tier["name"]: tier for tier in daemon.ask("status")["tiers"]}
     if name not in tiers:
         raise MisuseError(f"there is no tier {name!r:.80}", f"there are {', '.join(tiers)}")
-    found = tiers[name]
-    daemon.show(found, lambda: pairs("tier", found))
+    daemon.show(tiers[name], lambda: pairs("tier", tiers[name]))

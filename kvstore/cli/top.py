@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
-import typer
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from typer import Option
 
 from kvstore import Client
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions, named, url_of
-from kvstore.cli.shared.tables import tier_table
+from kvstore.cli.shared.output import percent, table, tier_table
 from kvstore.config import format_size, parse_duration
 from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import MisuseError
@@ -49,23 +46,25 @@ def top(
     every_s = named("--every", parse_duration, every)
     if not 0.1 <= every_s <= 3600:
         raise MisuseError(f"--every is {every}", "0.1s to 1h")
-    samples = range(count) if count else itertools.count()
     with Client(url_of(daemon.socket), deadline_s=_DEADLINE_S) as client:
-        before = sample(client)
+        first = sample(client)
+        rates = _rates(client, first, every_s, count)
         if daemon.as_json or not sys.stdout.isatty():
-            for _ in samples:
-                time.sleep(every_s)
-                now = sample(client)
-                rates = between(before, now)
-                typer.echo(json.dumps(rates) if daemon.as_json else _as_text(_rendered(rates)))
-                before = now
+            for seen in rates:
+                daemon.show(seen, partial(_rendered, seen))
             return
-        with Live(_rendered(between(before, before)), console=Console(), screen=True) as live:
-            for _ in samples:
-                time.sleep(every_s)
-                now = sample(client)
-                live.update(_rendered(between(before, now)))
-                before = now
+        with Live(_rendered(between(first, first)), console=Console(), screen=True) as live:
+            for seen in rates:
+                live.update(_rendered(seen))
+
+
+def _rates(client: Client, before: dict[str, Any], every_s: float, count: int) -> Iterator[dict[str, Any]]:
+    """Yields the rates since the previous sample every `every_s` seconds, `count` times; 0: endlessly."""
+    for _ in range(count) if count else itertools.count():
+        time.sleep(every_s)
+        now = sample(client)
+        yield between(before, now)
+        before = now
 
 
 def sample(client: Client) -> dict[str, Any]:
@@ -199,37 +198,38 @@ def _tenants(now: Mapping[str, Any], prompts: list[dict[str, Any]], seconds: flo
 def _rendered(seen: Mapping[str, Any]) -> Group:
     ratio = "no requests"
     if seen["hit_ratio"] is not None:
-        ratio = f"{_percent(seen['hit_ratio'])} found, {_percent(seen['delivered_ratio'])} delivered"
+        ratio = f"{percent(seen['hit_ratio'], 1)} found, {percent(seen['delivered_ratio'], 1)} delivered"
     line = (
         f"kvstore, up {seen['uptime_s']:.0f} s: {seen['blocks']} blocks, {seen['connections']} clients, "
         f"{seen['queued_requests']} queued requests; {ratio}, {seen['missed_blocks_per_s']:.0f} missed/s"
     )
-    calls = Table("call", "calls/s", "p50", "p99", box=box.SIMPLE_HEAD)
-    for call in seen["calls"]:
-        calls.add_row(call["call"], f"{call['per_s']:.0f}", _time(call["p50_s"]), _time(call["p99_s"]))
-    tenants = Table("tenant", "used", "requested blocks/s", "found", "delivered", box=box.SIMPLE_HEAD)
-    for tenant in seen["tenants"][:_SHOWN_TENANTS]:
-        ratios = _percent(tenant["hit_ratio"]), _percent(tenant["delivered_ratio"])
-        asked = f"{tenant['asked_blocks_per_s']:.0f}"
-        tenants.add_row(tenant["tenant"] or "(others)", format_size(tenant["used_bytes"]), asked, *ratios)
-    decisions = Table("decision", "tier", "blocks/s", box=box.SIMPLE_HEAD)
-    for row in seen["decisions"]:
-        decisions.add_row(row["what"], row["tier"] or "all", f"{row['blocks_per_s']:.0f}")
-    return Group(line, *seen["problems"], tier_table(list(seen["tiers"])), calls, tenants, decisions)
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.1f} %"
+    calls = (
+        (call["call"], f"{call['per_s']:.0f}", _time(call["p50_s"]), _time(call["p99_s"]))
+        for call in seen["calls"]
+    )
+    tenants = (
+        (
+            tenant["tenant"] or "(others)",
+            format_size(tenant["used_bytes"]),
+            f"{tenant['asked_blocks_per_s']:.0f}",
+            *(percent(tenant[name], 1) for name in ("hit_ratio", "delivered_ratio")),
+        )
+        for tenant in seen["tenants"][:_SHOWN_TENANTS]
+    )
+    decisions = (
+        (row["what"], row["tier"] or "all", f"{row['blocks_per_s']:.0f}") for row in seen["decisions"]
+    )
+    return Group(
+        line,
+        *seen["problems"],
+        tier_table(list(seen["tiers"])),
+        table(("call", "calls/s", "p50", "p99"), calls),
+        table(("tenant", "used", "requested blocks/s", "found", "delivered"), tenants),
+        table(("decision", "tier", "blocks/s"), decisions),
+    )
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{1e6 * seconds:.0f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
-
-
-def _as_text(group: Group) -> str:
-    console = Console(width=110)
-    with console.capture() as captured:
-        console.print(group)
-    return captured.get()

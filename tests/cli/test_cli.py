@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvstore import Client, Layout
 from kvstore.cli import app
-from kvstore.cli.quota import patch_of
+from kvstore.cli.tenant import patch_of
 from kvstore.cli.shared.changes import lines
 from kvstore.cli.shared.keys import batches
 from kvstore.core.policy import POLICIES

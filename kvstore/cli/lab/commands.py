@@ -12,10 +12,10 @@ from rich.progress import TaskProgressColumn
 from typer import Argument, Option
 
 from kvstore.cli.lab import reports
-from kvstore.cli.lab.options import ExperimentOptions, TraceArgument, show, status_line
+from kvstore.cli.lab.options import ExperimentOptions, TraceArgument, status_line
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import JsonOption, named
-from kvstore.cli.shared.progress import progress_bar
+from kvstore.cli.shared.output import progress_bar, show
 from kvstore.errors import MisuseError
 
 app = Commands(no_args_is_help=True)

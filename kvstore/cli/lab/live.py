@@ -13,11 +13,10 @@ from rich.progress import TaskProgressColumn, TextColumn
 from typer import Option
 
 from kvstore import Client
-from kvstore.cli.lab.options import TraceArgument, show
+from kvstore.cli.lab.options import TraceArgument
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions, named, unwind_on_sigterm, url_of
-from kvstore.cli.shared.progress import progress_bar
-from kvstore.cli.shared.tables import pairs
+from kvstore.cli.shared.output import pairs, progress_bar
 from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
 
@@ -88,7 +87,7 @@ def replay(
 
         result = lab.replay(client, reader, options, progress)
     values = result.to_map()
-    show(values, daemon.as_json, lambda: pairs("replay", {"trace": trace.name, **values}))
+    daemon.show(values, lambda: pairs("replay", {"trace": trace.name, **values}))
     if result.wrong_blocks:
         raise typer.Exit(1)
 

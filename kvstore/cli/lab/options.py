@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console, RenderableType
 from typer import Argument, Option
 
 from kvstore.cli.shared.options import JsonOption, named, unwind_on_sigterm
+from kvstore.cli.shared.output import show
 from kvstore.config import parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -111,14 +110,6 @@ class ExperimentOptions:
 
             plots.draw(report, self.plot)
         show(values, self.as_json, render)
-
-
-def show(values: dict[str, Any], as_json: bool, render: Callable[[], RenderableType]) -> None:
-    """Prints values as JSON, or rendered."""
-    if as_json:
-        typer.echo(json.dumps(values))
-    else:
-        Console().print(render())
 
 
 @contextmanager

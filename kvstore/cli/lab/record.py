@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
@@ -12,13 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import TextColumn
 from typer import Option
 
 from kvstore.cli.shared.options import DaemonOptions, named, url_of
-from kvstore.cli.shared.progress import progress_bar
-from kvstore.cli.shared.tables import pairs
+from kvstore.cli.shared.output import pairs, progress_bar
 from kvstore.client.trace_recording import Part, trace_line
 from kvstore.client.trace_recording import record as parts_of
 from kvstore.config import parse_duration, parse_size
@@ -73,10 +70,7 @@ def record(
         "dropped_requests": count.dropped,
         "written_bytes": count.file_bytes,
     }
-    if daemon.as_json:
-        typer.echo(json.dumps(shown))
-    else:
-        Console().print(pairs("record", shown))
+    daemon.show(shown, lambda: pairs("record", shown))
 
 
 async def _write(

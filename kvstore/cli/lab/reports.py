@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group
 from rich.markup import escape
-from rich.table import Table
 
+from kvstore.cli.shared.output import percent, table
 from kvstore.config import format_size
 
 if TYPE_CHECKING:
@@ -22,25 +21,22 @@ def report_table(report: Report) -> Group:
     bounds = {bound.capacity: bound.hit_ratio for bound in report.bounds}
     two_tiers = any(len(p.blocks_by_tier) > 1 for p in report.points)
     many = len({p.policy for p in report.points}) > 1
-    table = Table("capacity", "size", "policy", box=box.SIMPLE_HEAD)
-    table.collapse_padding = True
+    shown = table(("capacity", "size", "policy"))
+    shown.collapse_padding = True
     for name in ("hits", "bound", *(("of NVMe", "written", "drives/day") if two_tiers else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+        shown.add_column(name, justify="right", no_wrap=True)
     last = ""
     for p in sorted(report.points, key=lambda p: sum(p.blocks_by_tier.values())):
         if many and last and last != p.capacity:
-            table.add_section()
-        cells = [_percent(p.hit_ratio), _percent(bounds.get(p.capacity))]
+            shown.add_section()
+        cells = [percent(p.hit_ratio), percent(bounds.get(p.capacity))]
         if two_tiers:
             written = (p.written_per_served or {}).get("nvme")
-            cells += [
-                _percent(p.share_by_tier.get("nvme")),
-                _number(written),
-                _number(p.drive_writes_per_day),
-            ]
+            share = percent(p.share_by_tier.get("nvme"))
+            cells += [share, _number(written), _number(p.drive_writes_per_day)]
         size = " + ".join(map(format_size, p.bytes_by_tier.values()))
         new = p.capacity != last
-        table.add_row(p.capacity if new else "", size if new else "", p.policy, *cells)
+        shown.add_row(p.capacity if new else "", size if new else "", p.policy, *cells)
         last = p.capacity
     denied = sum(p.denied_blocks for p in report.points)
     notes = ["hits and bound: share of all input tokens"]
@@ -52,7 +48,7 @@ def report_table(report: Report) -> Group:
         notes.append(
             f"[yellow]{denied:,} blocks were denied: DRAM is too small for the longest prompts[/yellow]"
         )
-    return Group(*_head(report), table, *(f"[dim]{note}[/dim]" for note in notes))
+    return Group(*_head(report), shown, *(f"[dim]{note}[/dim]" for note in notes))
 
 
 def sizing_table(found: Sizing) -> Group:
@@ -60,22 +56,22 @@ def sizing_table(found: Sizing) -> Group:
     limits = ", ".join(f"{tier}.limit = {format_size(n)}" for tier, n in found.limits_bytes.items())
     cost = f" for {found.cost:,.2f}" if found.cost is not None else ""
     answer = (
-        f"{found.answer.policy} serves {_percent(found.answer.hit_ratio)} of the tokens with {limits}{cost}"
+        f"{found.answer.policy} serves {percent(found.answer.hit_ratio)} of the tokens with {limits}{cost}"
     )
     return Group(report_table(found.report), f"[bold]{answer}[/bold]", f"searched {found.searched}")
 
 
 def comparison_table(both: Comparison, a: str, b: str) -> Group:
     """Returns a table with one row per pair of results, below the differing settings."""
-    table = Table("policy", "capacity", box=box.SIMPLE_HEAD)
+    shown = table(("policy", "capacity"))
     for name in (escape(a), escape(b), "points"):
-        table.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for pair in both.pairs:
-        ratios = [_percent(_ratio(pair.a)), _percent(_ratio(pair.b))]
+        ratios = [percent(_ratio(pair.a)), percent(_ratio(pair.b))]
         points = "-" if pair.points is None else f"{pair.points:+.2f}"
-        table.add_row(pair.policy, pair.capacity, *ratios, points)
+        shown.add_row(pair.policy, pair.capacity, *ratios, points)
     differing = [escape(f"{name} differs: {x}, {y}") for name, (x, y) in both.differing.items()]
-    return Group(*differing, table)
+    return Group(*differing, shown)
 
 
 def _head(report: Report) -> list[str]:
@@ -83,7 +79,7 @@ def _head(report: Report) -> list[str]:
     lines = [
         f"{escape(trace.name)}: {trace.requests:,} requests, {trace.accesses:,} accesses to "
         f"{trace.unique_blocks:,} blocks of {settings.block_tokens} tokens; "
-        f"at best {_percent(trace.best_hit_ratio)} of the tokens"
+        f"at best {percent(trace.best_hit_ratio)} of the tokens"
     ]
     if trace.skipped_lines:
         lines.append(f"[yellow]{trace.skipped_lines} bad lines skipped[/yellow]")
@@ -92,10 +88,6 @@ def _head(report: Report) -> list[str]:
 
 def _ratio(point: Point | None) -> float | None:
     return point.hit_ratio if point else None
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.2f} %"
 
 
 def _number(value: float | None) -> str:

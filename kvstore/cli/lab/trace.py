@@ -8,8 +8,8 @@ from typing import Any
 from kvstore.cli.lab.options import SkipBadOption, TraceArgument
 from kvstore.cli.lab.record import record
 from kvstore.cli.shared.commands import Commands
-from kvstore.cli.shared.options import JsonOption, show
-from kvstore.cli.shared.tables import pairs
+from kvstore.cli.shared.options import JsonOption
+from kvstore.cli.shared.output import pairs, show
 
 app = Commands(no_args_is_help=True, help="Record and summarize traces.")
 

@@ -1,4 +1,4 @@
-"""What several commands share: options, tables, keys, completions, progress bars, configuration changes.
+"""What several commands share: options, output, keys, completions, configuration changes.
 
 May be imported from here: everything, by commands. Must not import any command.
 """

@@ -15,8 +15,7 @@ DryRunOption = Annotated[bool, Option("--dry-run", help="Only print the changes 
 
 def change(daemon: DaemonOptions, patch: dict[str, Any], dry_run: bool) -> None:
     """Applies a merge patch to the daemon's configuration, or tries it, and prints the consequences."""
-    with daemon.client(CHANGE_DEADLINE_S) as client:
-        answer = client.control("change", patch=patch, dry_run=dry_run)
+    answer = daemon.ask("change", CHANGE_DEADLINE_S, patch=patch, dry_run=dry_run)
     daemon.show({**answer, "dry_run": dry_run}, lambda: Group(*lines(answer, dry_run)))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,11 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from typer import Option
 from typer.core import TyperGroup
 
 from kvstore import Client
+from kvstore.cli.shared.output import show
 from kvstore.config import Config
 from kvstore.errors import KVStoreError, MisuseError, printable
 
@@ -47,7 +46,6 @@ JsonOption = Annotated[bool, Option("--json", help="Print one JSON object.")]
 CHANGE_DEADLINE_S = 60.0
 """Deadline of changes, such as the deletion of a namespace."""
 
-_PIPED_COLUMNS = 200
 DEFAULT_SOCKET = str(Config().daemon.socket)
 
 
@@ -61,6 +59,11 @@ class DaemonOptions:
     def client(self, deadline_s: float = 10.0) -> Client:
         """Returns a client whose calls raise errors."""
         return Client(url_of(self.socket), deadline_s=deadline_s, strict=True)
+
+    def ask(self, call: str, /, deadline_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
+        """Returns the daemon's answer to one operator command. Raises DeniedError, UnavailableError."""
+        with self.client(deadline_s) as client:
+            return client.control(call, **arguments)
 
     def show(self, values: Any, render: Callable[[], RenderableType]) -> None:
         """Prints values as JSON with `--json`, otherwise as rendered."""
@@ -95,19 +98,6 @@ def confirm(yes: bool, what: str) -> None:
         raise MisuseError(what, "add --yes to confirm")
 
 
-def show(values: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
-    """Prints values as JSON, or rendered. Output to a pipe has no colours and wide lines."""
-    if as_json:
-        typer.echo(json.dumps(values))
-        return
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    Console(width=_PIPED_COLUMNS if piped else None).print(render())
-
-
 def unwind_on_sigterm() -> None:
     """Makes SIGTERM raise SystemExit, so that child processes and temporary folders are removed."""
-
-    def end(_number: int, _frame: object) -> None:
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
