@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from kvstore import Client, Layout
 from kvstore.cli import app
-from kvstore.cli.tenant import patch_of
 from kvstore.cli.shared.changes import lines
 from kvstore.cli.shared.keys import batches
+from kvstore.cli.tenant import patch_of
 from kvstore.core.policy import POLICIES
 from kvstore.errors import MisuseError
 from kvstore.lab.local_daemon import LocalDaemon
