@@ -30,7 +30,7 @@ from tests.packaging.machine import Machine, can_be_made
 from tests.programs import need, need_debian_python
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("Makefile", "README.md", "connectors", "docs", "kvstore", "packaging", "pyproject.toml", "systemd")
+SOURCES = ("LICENSE", "Makefile", "README.md", "connectors", "docs", "kvstore", "packaging", "pyproject.toml", "systemd")
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
