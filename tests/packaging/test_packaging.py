@@ -30,7 +30,8 @@ from tests.packaging.machine import Machine, can_be_made
 from tests.programs import need, need_debian_python
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("LICENSE", "Makefile", "README.md", "connectors", "docs", "kvstore", "packaging", "pyproject.toml", "systemd")
+FILES = ("LICENSE", "Makefile", "README.md", "pyproject.toml")
+SOURCES = (*FILES, "connectors", "docs", "kvstore", "packaging", "systemd")
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
