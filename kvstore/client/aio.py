@@ -1,6 +1,6 @@
-"""The client for event loops: the calls of `sync`, awaited; copies run in the loop's threads.
+"""The asyncio client: the calls of `sync`, awaited; copies run in the executor of the event loop.
 
-Made and used in one event loop. Names, arguments and results are those of `kvstore.client.sync`.
+A client belongs to one event loop. Names, arguments and results are those of `kvstore.client.sync`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Awaiting, Call, Exchange, Fetch, Flow, Step, Work
+from kvstore.client.calls.call import Awaiting, Exchange, Flow, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
-from kvstore.client.calls.scope import Scope
 from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import POST_WAIT_S
 from kvstore.types import Layout
+from kvstore.wire import messages as m
 
 T = TypeVar("T")
 
@@ -29,20 +29,19 @@ _QUEUE_FULL_S = 0.002
 
 
 class AsyncConnection(BaseConnection):
-    """One connection on the running loop."""
+    """One connection of the running loop."""
 
     def __init__(self, token: str, maps: Maps) -> None:
         super().__init__(token, maps, socket.SOCK_NONBLOCK)
         self._loop = asyncio.get_running_loop()
-        self._watched = False
 
     async def connect(self, path: str, ends_s: float) -> Self:
-        """Connects and shakes hands; the connection itself. Any exception closes it."""
+        """Connects and greets the daemon; returns the connection. Any exception closes it."""
         try:
             async with _until(ends_s):
-                while not self._reach(path):  # noqa: ASYNC110 - no event says that the queue has room
+                while not self._reach(path):  # noqa: ASYNC110 - no event tells that the queue has room
                     await asyncio.sleep(_QUEUE_FULL_S)
-                # A daemon that refuses says why before it hangs up: its answer is read even so.
+                # A daemon that refuses the client sends its reason before it hangs up: read the answer.
                 with contextlib.suppress(BrokenPipeError):
                     await self._loop.sock_sendall(self._sock, self.protocol.hello())
                 self.protocol.welcome(await self._receive())
@@ -52,7 +51,7 @@ class AsyncConnection(BaseConnection):
         return self
 
     def _reach(self, path: str) -> bool:
-        """Connects; False while the daemon's queue of connections is full, for which there is no event."""
+        """Connects; returns False while the daemon's queue of connections is full."""
         try:
             self._sock.connect(path)
         except BlockingIOError:
@@ -60,26 +59,19 @@ class AsyncConnection(BaseConnection):
         return True
 
     async def call(self, message: Any, ends_s: float) -> Any:
-        """Sends a request, returns its answer. Any exception, and a cancellation, closes the connection."""
+        """See BaseConnection. A cancellation also closes the connection."""
         self._check_usable()
         try:
             async with _until(ends_s):
-                self._send(self.protocol.send(message))
-                return await self._receive()
-        except BaseException:
-            self.close()
-            raise
-
-    async def fetch(self, message: Any, ends_s: float) -> tuple[Any, int]:
-        """Like `call`, for an answer that brings a descriptor: (answer, fd), fd -1 if it brings none."""
-        self._check_usable()
-        try:
-            async with _until(ends_s):
-                self._send(self.protocol.send(message))
+                # Nothing waits for the rest of the frame: the daemon answers only after all of it.
+                self._outbox.add(self.protocol.send(message))
+                self._flush()
+                if not isinstance(message, m.Map):
+                    return await self._receive()
                 await self._readable()
                 while (answer := self._read_with_descriptor()) is None:
                     await self._readable()
-                return answer, self._take_descriptor()
+                return answer
         except BaseException:
             self.close()
             raise
@@ -93,26 +85,14 @@ class AsyncConnection(BaseConnection):
             self._loop.remove_reader(self._sock.fileno())
 
     def close(self) -> None:
-        """Closes this process's end. Call it in the loop of the connection."""
-        # A forked process shares the parent's epoll set, which must keep watching.
+        """Closes this process's end of the connection. Call it in the loop of the connection."""
+        # A forked process shares the epoll set of the parent, which must keep watching.
         if self._watched and os.getpid() == self.pid:
             self._unwatch()
         super().close()
 
-    def _send(self, frame: bytes) -> None:
-        """Sends a frame behind those that wait. Returns at once: the answer comes only after all are sent."""
-        self._outbox.add(frame)
-        self._flush()
-
-    def _watch(self) -> None:
-        if self._watched:
-            return
-        self._watched = True
-        try:
-            self._loop.call_soon_threadsafe(self._add_writer)
-        except RuntimeError:
-            # The loop is closed and sends no more.
-            self._give_up()
+    def _start_watching(self) -> None:
+        self._loop.call_soon_threadsafe(self._add_writer)
 
     def _add_writer(self) -> None:
         if self._watched:
@@ -148,12 +128,12 @@ class AsyncConnection(BaseConnection):
 
 
 def _until(ends_s: float) -> asyncio.Timeout:
-    """Ends its block with TimeoutError at that monotonic second."""
+    """Ends its block with TimeoutError at a time in monotonic seconds."""
     return asyncio.timeout(max(ends_s - time.monotonic(), 0.001))
 
 
 class AsyncClient(BaseClient, Awaiting):
-    """A client whose calls are awaited. Made and used in one event loop."""
+    """A client whose calls are awaited. Belongs to one event loop."""
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> AsyncNamespace:
         """Returns the blocks of one layout. Needs no daemon yet. See `Client.namespace`."""
@@ -163,16 +143,11 @@ class AsyncClient(BaseClient, Awaiting):
         """Closes all connections; later calls miss."""
         self._close()
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def _perform(self, call: Call[T]) -> T:
-        exchange = self._exchange()
-        result: T = await self._drive(exchange, self._flow(exchange, call))
-        return result
 
     async def _drive(self, exchange: Exchange, flow: Flow[Any]) -> Any:
         try:
@@ -192,13 +167,11 @@ class AsyncClient(BaseClient, Awaiting):
             return await exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return await _in_thread(step.call)
-        if isinstance(step, Fetch):
-            return await exchange.connection.fetch(step.message, exchange.ends_s)
         return await AsyncConnection(self._token, self._maps).connect(self.path, exchange.ends_s)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
-    """Runs a copy in a thread. A cancelled caller waits for its end: until then it writes to the buffer."""
+    """Runs a copy in a thread. A cancelled caller waits for its end, because it writes to the buffer."""
     copying = asyncio.get_running_loop().run_in_executor(None, call)
     cancelled: asyncio.CancelledError | None = None
     while not copying.done():
@@ -215,9 +188,5 @@ async def _in_thread(call: Callable[[], T]) -> T:
 class AsyncNamespace(NamespaceCalls, Awaiting):
     """The blocks of one layout. Calls are awaited; leases and reservations work as with `Namespace`.
 
-    `keys` are one chain in prompt order: each block's parent is the one before it.
+    `keys` are one chain in prompt order: the parent of each block is the one before it.
     """
-
-    def __init__(self, client: AsyncClient, scope: Scope) -> None:
-        super().__init__(client, scope)
-        self._perform = client._perform

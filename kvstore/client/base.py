@@ -1,6 +1,6 @@
-"""What both clients share: settings, idle connections, retries, and what counts as a miss.
+"""The part that both clients share: settings, idle connections, retries, and failures as misses.
 
-All of it is flows: a driver (`sync`, `aio`) opens connections, exchanges messages and runs copies.
+It consists of flows. A driver (`sync`, `aio`) opens connections, exchanges messages and runs copies.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from kvstore.types import Layout
 R = TypeVar("R")
 
 IDLE_CONNECTIONS = 64
-"""Most idle connections that a client keeps. Connections with leases are kept beyond that."""
+"""Most idle connections of a client. Connections with leases are kept beyond this number."""
 
 
 class BaseClient(ClientCalls):
-    """Base of both clients. Their `_perform` and `_drive` wait for connections and answers."""
+    """Base of both clients. Their `_drive` waits for connections and answers."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class BaseClient(ClientCalls):
     ) -> None:
         """Makes a client of the daemon at `url` (`unix:///path`; None: KVSTORE_SOCKET, or the default path).
 
-        Needs no daemon yet. `deadline_s` bounds every call that does not bring its own. If the daemon is
+        Needs no daemon yet. `deadline_s` bounds every call without a deadline of its own. If the daemon is
         away, late or full, a call misses or is denied; with `strict`, it raises UnavailableError or
-        DeniedError instead. Blocks that were not stored are counted in `PutResult.denied` either way. Bad
-        arguments always raise MisuseError. `token` authenticates the tenant (None: KVSTORE_TOKEN).
-        `recompute_tokens_per_s` is how fast the engine computes KV: `acquire`, `get` and `lookup` then leave
-        out blocks that load more slowly than the engine computes them.
+        DeniedError instead. `PutResult.denied` counts blocks that were not stored either way. Bad arguments
+        always raise MisuseError. `token` authenticates the tenant (None: KVSTORE_TOKEN).
+        `recompute_tokens_per_s` is the speed at which the engine computes KV: `acquire`, `get` and `lookup`
+        then leave out blocks that are slower to load than to compute.
         """
         self.path = socket_path(url)
         self.deadline_s = check_deadline(deadline_s)
@@ -72,7 +72,7 @@ class BaseClient(ClientCalls):
         self._reset()
 
     def _reset(self) -> None:
-        """Starts without connections: at first, and in a forked process."""
+        """Drops all connections, at construction and in a forked process."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[BaseConnection] = []
@@ -82,23 +82,23 @@ class BaseClient(ClientCalls):
     def _scope(self, layout: Layout, owner: str, ttl_s: float) -> Scope:
         return Scope(layout, check_owner(owner), check_keep(ttl_s), self._prompts)
 
-    # -- the driver's part
-
     def _drive(self, exchange: Exchange, flow: Flow[Any]) -> Any:
-        """Performs the steps of a flow; its result, or a coroutine of it."""
+        """Performs the steps of a flow; returns its result, or a coroutine of it. The driver's part."""
         raise NotImplementedError
 
     # -- flows around a call
 
-    def answer(self, value: Any) -> Any:
-        """A result that needs no daemon: the value, or something to await."""
-        return self._drive(self._exchange(), returns(value))
+    def _perform(self, call: Call[Any]) -> Any:
+        """Makes a call; returns its result, or a coroutine of it."""
+        exchange = Exchange(0.0, self._resume, self._give_back)
+        return self._drive(exchange, self._flow(exchange, call))
 
-    def _exchange(self) -> Exchange:
-        return Exchange(0.0, self._resume, self._give_back)
+    def answer(self, value: Any) -> Any:
+        """Returns a result that needs no daemon: the value, or a coroutine of it."""
+        return self._drive(Exchange(0.0, self._resume, self._give_back), returns(value))
 
     def _flow(self, exchange: Exchange, call: Call[R]) -> Flow[R]:
-        """All of a call: on an idle connection, or else, or if that has ended, on a new one.
+        """Makes a call on an idle connection; on a new one if there is none, or if the idle one has ended.
 
         A call with a miss raises only MisuseError, unless strict.
         """
@@ -110,7 +110,7 @@ class BaseClient(ClientCalls):
                 try:
                     return (yield from self._attempt(exchange, connection, call))
                 except (ConnectionError, RemoteProtocolError):
-                    # A daemon that restarts or reloads its tenants closes idle connections: no miss yet.
+                    # A daemon that restarts or reloads its tenants closes idle connections: try a new one.
                     pass
             self._backoff.check()
             return (yield from self._attempt(exchange, (yield Connect()), call))
@@ -135,7 +135,7 @@ class BaseClient(ClientCalls):
         return result
 
     def _missed(self, error: KVStoreError, miss: Callable[[], R] | None) -> R:
-        """The miss of a call that failed. Raises the error if there is none, or if strict."""
+        """Returns the miss of a failed call. Raises the error if there is none, or if strict."""
         if miss is None or self.strict:
             raise error
         result = miss()
@@ -153,7 +153,7 @@ class BaseClient(ClientCalls):
         return gone
 
     def _resume(self, exchange: Exchange, flow: Flow[Any], lost: Any) -> Any:
-        """Drives a later flow of a call that has kept its connection."""
+        """Drives a later flow of a call on its kept connection."""
         return self._drive(exchange, self._resumed(exchange, flow, lost))
 
     def _resumed(self, exchange: Exchange, flow: Flow[R], lost: R) -> Flow[R]:
@@ -169,7 +169,7 @@ class BaseClient(ClientCalls):
     # -- connections
 
     def _borrow(self) -> BaseConnection | None:
-        """Takes an idle connection, if there is one. Raises UnavailableError if the client is closed."""
+        """Returns an idle connection, None without one. Raises UnavailableError if the client is closed."""
         if os.getpid() != self._pid:
             self._reset()
         with self._lock:
@@ -183,7 +183,7 @@ class BaseClient(ClientCalls):
         return None
 
     def _give_back(self, connection: BaseConnection) -> None:
-        """Makes a connection idle, or closes it if it is broken or there are too many."""
+        """Makes a connection idle. Closes it if it is broken or too many are idle."""
         if connection.pid != os.getpid():
             return
         with self._lock:

@@ -1,6 +1,6 @@
 """Connections to the daemon: the part that blocking and asyncio connections share, and the back-off.
 
-Not covered: how a request waits for its answer, which `sync` and `aio` do.
+Not covered: the wait of a request for its answer (`sync`, `aio`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Backoff:
             raise UnavailableError("the daemon is away", "waiting before the next attempt")
 
     def failed(self, error: Exception) -> None:
-        """Counts a failure. A single late call may have had a short deadline: only several in a row count.
+        """Delays reconnection. Late calls do so only from the third in a row on: a deadline may be short.
 
-        A daemon that refuses this client will refuse it again: logs that once, until a call succeeds.
+        Logs the first refusal since the last success: the daemon will refuse the client again.
         """
         if isinstance(error, RemoteProtocolError) and not self._refused:
             self._refused = True
@@ -62,7 +62,7 @@ class Backoff:
 
 
 class BaseConnection:
-    """The part that blocking and asyncio connections share: the socket, posts, and the end.
+    """The part that blocking and asyncio connections share: the socket, posts and closing.
 
     `post` never waits. Bytes that the socket does not take stay in the outbox. They are sent before the next
     request, or by `_watch` as soon as the daemon reads again.
@@ -74,22 +74,25 @@ class BaseConnection:
         self.protocol = ProtocolState(token, maps)
         self._outbox = self.protocol.outbox
         self._descriptor = -1
+        self._watched = False
         self._sending = threading.Lock()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | flags)
 
     def call(self, message: Any, ends_s: float) -> Any:
-        """Sends a request; its answer, or a coroutine of it. Any exception closes the connection.
+        """Sends a request; returns its answer, or a coroutine of it. Any exception closes the connection.
 
-        `ends_s` is the deadline in monotonic seconds. Raises TimeoutError when it has passed.
+        `ends_s` is the deadline in monotonic seconds. Raises TimeoutError when it has passed. The answer to
+        a Map may bring a descriptor, see `take_descriptor`.
         """
         raise NotImplementedError
 
-    def fetch(self, message: Any, ends_s: float) -> Any:
-        """Like `call`, for an answer that brings a descriptor: (answer, fd), fd -1 if it brings none."""
-        raise NotImplementedError
+    def take_descriptor(self) -> int:
+        """Returns the descriptor that the last answer has brought, -1 without one. The caller closes it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
 
     def post(self, message: Any) -> None:
-        """Sends a message that has no answer, at once or as soon as the daemon reads; from any thread.
+        """Sends a message without an answer, at once or as soon as the daemon reads; from any thread.
 
         Does nothing in a forked process, or if the connection has ended.
         """
@@ -101,7 +104,7 @@ class BaseConnection:
             self._give_up()
 
     def ended(self) -> bool:
-        """Whether the connection has ended, on either side. Its leases have ended with it."""
+        """Returns whether the connection has ended, on either side. Its leases have ended with it."""
         if self.closed:
             return True
         try:
@@ -112,37 +115,32 @@ class BaseConnection:
             return True
 
     def close(self) -> None:
-        """Closes this process's end."""
+        """Closes this process's end of the connection."""
         self.closed = True
         # Another thread must not post to the descriptor after the kernel has reused it.
         with self._sending:
             self._sock.close()
         self._outbox.clear()
+        if (descriptor := self.take_descriptor()) >= 0:
+            os.close(descriptor)
 
     def _check_usable(self) -> None:
-        """Raises ConnectionError if the connection was closed here, or is another process's.
-
-        A fork leaves the connection to the parent: two processes must not read from it.
-        """
+        """Raises ConnectionError if the connection was closed, or belongs to the parent of this process."""
         if os.getpid() != self.pid:
             raise ConnectionAbortedError("the connection belongs to another process")
         if self.closed:
             raise ConnectionResetError("the connection was closed")
 
     def _read_with_descriptor(self) -> Any:
-        """Receives once: the answer if it is complete, else None. Keeps the descriptor that comes with it."""
+        """Receives once; returns the answer if it is complete. Keeps a descriptor for `take_descriptor`."""
         data, descriptors, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if descriptors:
             self._descriptor = descriptors[0]
         return self.protocol.receive(data)
 
-    def _take_descriptor(self) -> int:
-        descriptor, self._descriptor = self._descriptor, -1
-        return descriptor
-
     def _flush(self) -> None:
-        """Sends waiting frames as far as the socket takes them at once; `_watch` sends the rest."""
-        # The holder of the lock looks at the outbox again after releasing it.
+        """Sends the waiting frames that the socket takes at once; `_watch` sends the rest."""
+        # The holder of the lock checks the outbox again after releasing it.
         while self._outbox and self._sending.acquire(blocking=False):
             try:
                 if not self._push():
@@ -152,7 +150,7 @@ class BaseConnection:
                 self._sending.release()
 
     def _push(self) -> bool:
-        """Sends without waiting, under the lock; False if frames are left."""
+        """Sends without waiting; returns False if frames are left. The caller holds the lock."""
         try:
             while (head := self._outbox.head()) is not None:
                 self._outbox.sent(self._sock.send(head, socket.MSG_DONTWAIT))
@@ -163,14 +161,24 @@ class BaseConnection:
         return True
 
     def _watch(self) -> None:
-        """Arranges that waiting frames are sent when the daemon reads again. Called under the lock."""
+        """Sends waiting frames when the daemon reads again. The caller holds the lock."""
+        if self._watched:
+            return
+        self._watched = True
+        try:
+            self._start_watching()
+        except RuntimeError:
+            # The interpreter is shutting down, or the loop is closed: no frames are sent any more.
+            self._give_up()
+
+    def _start_watching(self) -> None:
         raise NotImplementedError
 
     def _is_late(self) -> bool:
         return self._outbox.waited_s(time.monotonic()) >= POST_WAIT_S
 
     def _give_up(self) -> None:
-        """Ends the connection, from any thread: the daemon ends its leases then."""
+        """Ends the connection, from any thread. The daemon then ends its leases."""
         self.closed = True
         self._outbox.clear()
         # Only `close` closes the descriptor: another thread may be using it.

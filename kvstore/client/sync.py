@@ -1,7 +1,7 @@
-"""The blocking client: thread-safe, a deadline on every call, and a miss whenever the daemon is away.
+"""The blocking client: thread-safe, with a deadline on every call and a miss whenever the daemon is away.
 
-Each call has a connection of its own, so a slow call never delays another thread's. A forked process starts
-with connections of its own. Reconnecting backs off from 50 ms to 2 s; calls in between miss at once.
+Each call has a connection of its own, so a slow call never delays another thread. A forked process opens its
+own connections. Reconnecting backs off from 50 ms to 2 s; calls in between miss at once.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from kvstore.client.base import BaseClient
-from kvstore.client.calls.call import Blocking, Call, Exchange, Fetch, Flow, Step, Work
+from kvstore.client.calls.call import Blocking, Exchange, Flow, Step, Work
 from kvstore.client.calls.namespace import NamespaceCalls
-from kvstore.client.calls.scope import Scope
 from kvstore.client.connection import RECEIVE_BYTES, BaseConnection
 from kvstore.client.extents import Maps
 from kvstore.types import Layout
-
-R = TypeVar("R")
+from kvstore.wire import messages as m
 
 _WATCH_EVERY_S = 0.05
 
@@ -33,11 +31,10 @@ class Connection(BaseConnection):
     def __init__(self, path: str, token: str, maps: Maps, ends_s: float) -> None:
         super().__init__(token, maps)
         self._timeout_s = -1.0
-        self._watched = False
         try:
             self._set_timeout(ends_s)
             self._sock.connect(path)
-            # A daemon that refuses says why before it hangs up: its answer is read even so.
+            # A daemon that refuses the client sends its reason before it hangs up: read the answer.
             with contextlib.suppress(BrokenPipeError):
                 self._sock.sendall(self.protocol.hello())
             self.protocol.welcome(self._receive(ends_s))
@@ -46,23 +43,15 @@ class Connection(BaseConnection):
             raise
 
     def call(self, message: Any, ends_s: float) -> Any:
-        """Sends a request, returns its answer. Any exception closes the connection."""
+        """See BaseConnection."""
         self._check_usable()
         try:
             self._send(self.protocol.send(message), ends_s)
-            return self._receive(ends_s)
-        except BaseException:
-            self.close()
-            raise
-
-    def fetch(self, message: Any, ends_s: float) -> tuple[Any, int]:
-        """Like `call`, for an answer that brings a descriptor: (answer, fd), fd -1 if it brings none."""
-        self._check_usable()
-        try:
-            self._send(self.protocol.send(message), ends_s)
+            if not isinstance(message, m.Map):
+                return self._receive(ends_s)
             while (answer := self._read_with_descriptor()) is None:
                 self._set_timeout(ends_s)
-            return answer, self._take_descriptor()
+            return answer
         except BaseException:
             self.close()
             raise
@@ -79,20 +68,12 @@ class Connection(BaseConnection):
                     self._set_timeout(ends_s)
         self._flush()
 
-    def _watch(self) -> None:
-        if self._watched:
-            return
-        self._watched = True
-        try:
-            threading.Thread(
-                target=self._deliver, args=(self._sock.fileno(),), name="kvstore-posts", daemon=True
-            ).start()
-        except RuntimeError:
-            # The interpreter is shutting down and starts no threads.
-            self._give_up()
+    def _start_watching(self) -> None:
+        descriptor = self._sock.fileno()
+        threading.Thread(target=self._deliver, args=(descriptor,), name="kvstore-posts", daemon=True).start()
 
     def _deliver(self, descriptor: int) -> None:
-        """Sends waiting frames whenever the daemon reads. Runs in a thread that ends with the last one."""
+        """Sends waiting frames whenever the daemon reads. Runs in a thread that ends after the last frame."""
         writable = select.poll()
         writable.register(descriptor, select.POLLOUT)
         while True:
@@ -118,7 +99,7 @@ class Connection(BaseConnection):
         if left <= 0:
             raise TimeoutError("the deadline has passed")
         # A message costs one system call with a timeout of the kernel, three with Python's. Setting the
-        # timeout costs one more, so a timeout that is nearly right stays.
+        # timeout costs one more, so a nearly right timeout is not set again.
         if not 0.9 * left <= self._timeout_s <= 1.05 * left:
             self._timeout_s = left
             value = struct.pack("ll", int(left), int(left % 1 * 1e6) or 1)
@@ -127,14 +108,14 @@ class Connection(BaseConnection):
 
 
 class Client(BaseClient, Blocking):
-    """A client whose calls return when they are done. Thread-safe; every call has a connection of its own."""
+    """A blocking client. Thread-safe; every call has a connection of its own."""
 
     def namespace(self, layout: Layout, owner: str = "", ttl_s: float = 0.0) -> Namespace:
         """Returns the blocks of one layout. Needs no daemon yet.
 
-        `owner` is the tenant whose blocks they are, "" for one's own: another tenant's blocks can be read
-        while that tenant publishes them to this one. Blocks expire `ttl_s` after they were stored (0: as
-        configured).
+        `owner`: the tenant that owns the blocks, "" for the client's own. Another tenant's blocks can be read
+        while that tenant publishes them to this one. Blocks expire `ttl_s` seconds after they were stored
+        (0: as configured).
         """
         return Namespace(self, self._scope(layout, owner, ttl_s))
 
@@ -142,16 +123,11 @@ class Client(BaseClient, Blocking):
         """Closes all connections; later calls miss."""
         self._close()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _perform(self, call: Call[R]) -> R:
-        exchange = self._exchange()
-        result: R = self._drive(exchange, self._flow(exchange, call))
-        return result
 
     def _drive(self, exchange: Exchange, flow: Flow[Any]) -> Any:
         try:
@@ -171,8 +147,6 @@ class Client(BaseClient, Blocking):
             return exchange.connection.call(step, exchange.ends_s)
         if isinstance(step, Work):
             return step.call()
-        if isinstance(step, Fetch):
-            return exchange.connection.fetch(step.message, exchange.ends_s)
         return self._connect(exchange.ends_s)
 
     def _connect(self, ends_s: float) -> Connection:
@@ -180,11 +154,7 @@ class Client(BaseClient, Blocking):
 
 
 class Namespace(NamespaceCalls, Blocking):
-    """The blocks of one layout. Thread-safe. Calls raise nothing but MisuseError, unless strict.
+    """The blocks of one layout. Thread-safe. Calls raise only MisuseError, unless strict.
 
-    `keys` are one chain in prompt order: each block's parent is the one before it.
+    `keys` are one chain in prompt order: the parent of each block is the one before it.
     """
-
-    def __init__(self, client: Client, scope: Scope) -> None:
-        super().__init__(client, scope)
-        self._perform = client._perform

@@ -88,8 +88,7 @@ def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
         _, error = answered(make, OPENED, busy)
         assert isinstance(error, DeniedError)
         assert (error.message, error.hint) == ("too many requests wait", "try again in 0.25 s")
-    assert isinstance(answered(client_calls.status, busy)[1], DeniedError)
-    assert isinstance(answered(lambda e: client_calls.forget_all(e, "m", ""), busy)[1], DeniedError)
+    assert isinstance(answered(client_calls.ask(m.Status(0), scope.value_of), busy)[1], DeniedError)
 
 
 def test_a_put_that_is_refused_on_its_way_counts_what_was_stored() -> None:

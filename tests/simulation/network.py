@@ -223,6 +223,7 @@ class Link:
         self.due: dict[int, tuple[str, float]] = {}
         self._answered = 0
         self._spoiled = False
+        self._descriptor = -1
         self._transport: Transport | None = None
         self._in: _Pipe | None = None
         self._received: list[tuple[bytes, int]] = []
@@ -250,13 +251,15 @@ class Link:
         return self
 
     async def call(self, message: Any, ends_s: float) -> Any:
-        return (await self.fetch(message, ends_s))[0]
-
-    async def fetch(self, message: Any, ends_s: float) -> tuple[Any, int]:
         self._check()
         async with self._until(ends_s):
             self._send(self.protocol.send(message), message)
-            return await self._receive()
+            answer, self._descriptor = await self._receive()
+            return answer
+
+    def take_descriptor(self) -> int:
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
 
     @contextlib.asynccontextmanager
     async def _until(self, ends_s: float) -> AsyncIterator[None]:
@@ -283,6 +286,8 @@ class Link:
         if self._gone is None:
             self._gone = ConnectionAbortedError("closed here")
             self._drop_received()
+            if (descriptor := self.take_descriptor()) >= 0:
+                os.close(descriptor)
             if self._transport is not None:
                 self._transport.out.cut = True
                 self._in.end(partial(self._transport.lost, None))

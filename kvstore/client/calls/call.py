@@ -1,12 +1,12 @@
-"""What a call is, and how one method becomes a method of the blocking and of the asyncio client.
+"""`call` turns one method into a method of the blocking client and one of the asyncio client.
 
 A method marked with `call` checks its arguments and returns a `Call`: the flow that makes the call, its
 deadline and its miss. `Blocking` and `Awaiting` replace these methods in their subclasses by methods that
 perform the call and return its result, or a coroutine of it.
 
-Type checkers see `call` as a descriptor: ParamSpec carries the method's parameters, and the overloads of
-`__get__` choose between the result and a coroutine by the class of the object. So there is no second list of
-signatures, and no generated file that can be out of date. `help()` and `inspect` see plain functions.
+Type checkers see a descriptor: ParamSpec carries the parameters of the method, and the overloads of `__get__`
+choose between the result and a coroutine by the class of the object. No second list of signatures exists, and
+no generated file. `help()` and `inspect` see plain functions.
 """
 
 from __future__ import annotations
@@ -20,48 +20,40 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from kvstore.client.connection import BaseConnection
 from kvstore.client.protocol import ProtocolState
-from kvstore.wire import messages as m
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Flow = Generator[Any, Any, R]
-"""The steps of a call. A step is a request message, `Fetch`, `Work` or `Connect`; its result is sent back in.
+"""The steps of a call. A step is a request message, `Work` or `Connect`; its result is sent back in.
 
-What a step raises is raised in the flow. The flow returns the result of the call.
+Exceptions of a step are raised in the flow. The flow returns the result of the call.
 """
 
 
 class Step:
-    """Base of steps that are no request messages."""
+    """Base of steps other than request messages."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True)
-class Fetch(Step):
-    """Send a request whose answer brings a descriptor; the result is (message, fd), fd -1 if none."""
-
-    message: m.Map
-
-
-@dataclass(slots=True)
 class Work(Step):
-    """Run `call`, which copies bytes and may take long: outside the event loop if there is one."""
+    """Runs `call`, which copies bytes and may take long: outside the event loop if there is one."""
 
     call: Callable[[], Any]
 
 
 @dataclass(slots=True)
 class Connect(Step):
-    """Open a connection to the daemon; the result is the connection."""
+    """Opens a connection to the daemon; the result is the connection."""
 
 
 class Exchange:
-    """A call under way: its connection and its deadline, in monotonic seconds.
+    """A running call: its connection and its deadline, in monotonic seconds.
 
-    A call whose result needs the connection again, such as a reservation, sets `kept`: no other call gets the
-    connection until `resume` has driven one more flow on it, or `finish` is called.
+    A reservation needs the connection of its call again and sets `kept`: no other call gets the connection
+    until `resume` has driven one more flow on it, or `finish` is called.
     """
 
     __slots__ = ("_give_back", "_resume", "connection", "ends_s", "kept", "protocol")
@@ -80,26 +72,26 @@ class Exchange:
         self._give_back = give_back
 
     def use(self, connection: BaseConnection) -> None:
-        """Makes the call on this connection."""
+        """Sets the connection of the call."""
         self.connection, self.protocol = connection, connection.protocol
 
     def left_s(self) -> float:
-        """Seconds that the daemon may take: the rest of the deadline, less a margin for the way back."""
+        """Returns the seconds that the daemon may take: the time left, less a margin for the answer."""
         return max(0.0, (self.ends_s - time.monotonic()) * 0.9 - 0.002)
 
     def post(self, message: Any) -> None:
-        """Sends a message that has no answer. Never waits."""
+        """Sends a message without an answer. Never waits."""
         self.connection.post(message)
 
     def resume(self, flow: Flow[R], lost: R) -> Any:
-        """Drives a later flow of this call: its result, or something to await.
+        """Drives a later flow of this call; returns its result, or an awaitable of it.
 
         `lost` is the result if the connection or the daemon fails.
         """
         return self._resume(self, flow, lost)
 
     def finish(self) -> None:
-        """Gives a kept connection back to the client."""
+        """Returns a kept connection to the client."""
         if self.kept:
             self.kept = False
             self._give_back(self.connection)
@@ -107,7 +99,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class Call(Generic[R]):
-    """One call: `flow` makes it on a connection, `miss` makes the result if the daemon is away or refuses.
+    """One call. `flow` makes it on a connection; `miss` returns the result if the daemon is away or refuses.
 
     Without `miss` the failure is raised. `deadline_s` None: the deadline of the client.
     """
@@ -118,25 +110,19 @@ class Call(Generic[R]):
 
 
 class Blocking:
-    """Base of classes whose calls return when they are done. `_perform` makes a call; its result."""
-
-    _perform: Callable[[Call[Any]], Any]
+    """Base of classes with blocking calls. `_perform` makes a call and returns its result."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name, each in _calls_of(cls):
-            setattr(cls, name, each.blocking())
+        _bind_calls(cls, call.blocking)
 
 
 class Awaiting:
-    """Base of classes whose calls are awaited. `_perform` makes a call; a coroutine of its result."""
-
-    _perform: Callable[[Call[Any]], Coroutine[Any, Any, Any]]
+    """Base of classes with awaited calls. `_perform` makes a call and returns a coroutine of its result."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name, each in _calls_of(cls):
-            setattr(cls, name, each.awaiting())
+        _bind_calls(cls, call.awaiting)
 
 
 class call(Generic[P, R]):
@@ -153,11 +139,11 @@ class call(Generic[P, R]):
     @overload
     def __get__(self, instance: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
     def __get__(self, instance: object, owner: type) -> Any:
-        """Seen by type checkers; `Blocking` and `Awaiting` replace the descriptor."""
+        """Returns the descriptor. For type checkers: `Blocking` and `Awaiting` replace it by a method."""
         return self
 
     def blocking(self) -> Callable[..., R]:
-        """The method of a blocking client."""
+        """Returns the method of a blocking client."""
         describe = self._describe
 
         @wraps(describe)
@@ -169,7 +155,7 @@ class call(Generic[P, R]):
         return method
 
     def awaiting(self) -> Callable[..., Coroutine[Any, Any, R]]:
-        """The method of an asyncio client. Arguments are checked when it is awaited."""
+        """Returns the method of an asyncio client. It checks its arguments when it is awaited."""
         describe = self._describe
 
         @wraps(describe)
@@ -181,20 +167,22 @@ class call(Generic[P, R]):
         return method
 
     def _sign(self, method: Any) -> None:
-        """Replaces the annotation Call[X] by X."""
+        """Replaces the annotation Call[X] by X, for `help()` and `inspect`."""
         signature = inspect.signature(self._describe)
         result = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
         method.__annotations__ = {**self._describe.__annotations__, "return": result}
         method.__signature__ = signature.replace(return_annotation=result)
 
 
-def _calls_of(cls: type) -> list[tuple[str, call[Any, Any]]]:
-    """The calls that a class inherits and that are not bound yet."""
+def _bind_calls(cls: type, method_of: Callable[[call[Any, Any]], Any]) -> None:
+    """Replaces the calls that a class inherits by methods."""
     named = {name: each for base in reversed(cls.__mro__) for name, each in vars(base).items()}
-    return [(name, each) for name, each in named.items() if isinstance(each, call)]
+    for name, each in named.items():
+        if isinstance(each, call):
+            setattr(cls, name, method_of(each))
 
 
 def returns(value: R) -> Flow[R]:
-    """A flow without steps."""
+    """Returns a flow without steps."""
     return value
     yield

@@ -1,4 +1,4 @@
-"""The namespace that a call is about, and the flows that every call on keys shares."""
+"""The namespace of a call, and the flows that all calls on keys share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.client.calls.call import Exchange, Fetch, Flow, Work
+from kvstore.client.calls.call import Call, Exchange, Flow, Work
 from kvstore.client.calls.chain import Chain
 from kvstore.client.gpu import open_extent
 from kvstore.client.leases import Slots
@@ -21,9 +21,9 @@ from kvstore.wire import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A namespace as callers name it: a layout, the tenant that owns it ("": the caller's), its TTL (s).
+    """A namespace as callers name it: a layout, its owner ("": the caller's tenant), and its TTL in seconds.
 
-    `ttl_s` 0: as the tenant is configured. `prompts`: the open prompts of the client.
+    `ttl_s` 0: the TTL of the tenant's configuration. `prompts`: the open prompts of the client.
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class Scope:
 
 
 def open_namespace(exchange: Exchange, scope: Scope) -> Flow[tuple[int, bytes]]:
-    """(number, fingerprint) of the namespace on this connection; opens it on first use."""
+    """Returns (number, fingerprint) of the namespace on this connection. Opens it on first use."""
     layout, protocol = scope.layout, exchange.protocol
     # By identity: hashing the seven fields of a layout costs more than the rest of this step.
     name = id(layout), scope.owner, scope.ttl_s
@@ -50,9 +50,9 @@ def open_namespace(exchange: Exchange, scope: Scope) -> Flow[tuple[int, bytes]]:
 
 
 def count(exchange: Exchange, scope: Scope, make: Callable[..., Any], chain: Chain, *more: Any) -> Flow[int]:
-    """Sends a request about keys, in batches; the sum of the numbers that answer them.
+    """Sends a request about keys in batches; returns the sum of the answers.
 
-    `make` is the message's class, `more` its fields behind the keys.
+    `make` is the class of the message, `more` its fields after the keys.
     """
     namespace, _ = yield from open_namespace(exchange, scope)
     total, batch = 0, exchange.protocol.batch_keys
@@ -63,24 +63,24 @@ def count(exchange: Exchange, scope: Scope, make: Callable[..., Any], chain: Cha
 
 
 def map_slots(exchange: Exchange, answer: Any, layout: Layout, writable: bool) -> Flow[Slots]:
-    """The slots that an answer grants, mapped. Extents that are not mapped yet are requested first."""
+    """Returns the granted slots of an answer, mapped. Requests extents that are not mapped yet."""
     maps = exchange.protocol.maps
     mapped: dict[int, Any] = {}
     # The upper half of a record's first field, read as 32-bit numbers.
     for extent in set(np.frombuffer(answer.slots, "<u4")[1 :: SLOT_RECORD.itemsize // 4].tolist()):
         known = maps.get(extent, writable)
-        if known is None and extent < HBM_EXTENTS:
-            reply, fd = yield Fetch(m.Map(0, extent, writable))
-            known = maps.add(extent, writable, fd, checked(reply).extent_bytes)
-        elif known is None:
+        if known is None:
             reply = checked((yield m.Map(0, extent, writable)))
-            known = yield Work(partial(open_extent, maps, extent, reply))
+            if extent < HBM_EXTENTS:
+                known = maps.add(extent, writable, exchange.connection.take_descriptor(), reply.extent_bytes)
+            else:
+                known = yield Work(partial(open_extent, maps, extent, reply))
         mapped[extent] = known
     return Slots(mapped, answer.slots, answer.slot_bytes, layout.block_bytes)
 
 
 def checked(answer: Any) -> Any:
-    """The answer itself. Raises DeniedError if the daemon refuses."""
+    """Returns the answer. Raises DeniedError if the daemon refuses."""
     if isinstance(answer, m.Denied):
         raise DeniedError(answer.why, answer.hint)
     if isinstance(answer, m.Busy):
@@ -89,18 +89,21 @@ def checked(answer: Any) -> Any:
 
 
 def value_of(answer: Any) -> int:
-    """The number that an answer carries. Raises DeniedError if the daemon refuses."""
+    """Returns the number in an answer. Raises DeniedError if the daemon refuses."""
     return int(checked(answer).value)
 
 
 class Caller(Protocol):
-    """What the calls of a namespace use of their client."""
+    """The part of a client that the calls of its namespaces use. `base` imports this module."""
 
     deadline_s: float
     recompute_tokens_per_s: float
 
+    def _perform(self, call: Call[Any]) -> Any:
+        """Makes a call; returns its result, or a coroutine of it."""
+
     def answer(self, value: Any) -> Any:
-        """A result that needs no daemon: the value, or something to await."""
+        """Returns a result that needs no daemon: the value, or a coroutine of it."""
 
 
 class Scoped:
@@ -110,3 +113,4 @@ class Scoped:
         self.layout = scope.layout
         self._scope = scope
         self._client = client
+        self._perform = client._perform
