@@ -21,7 +21,8 @@ from kvstore.config import parse
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.composition import Daemon, compose
+from kvstore.daemon import lifecycle
+from kvstore.daemon.composition import Daemon
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.tenancy.auth import Principal, Role
 
@@ -110,8 +111,8 @@ def in_process(
     with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
         async def start() -> tuple[Daemon, InProcess]:
-            daemon = compose(config, asyncio.get_running_loop(), open_tiers(config, {}))
-            await daemon.lifecycle.start()
+            daemon = Daemon(config, asyncio.get_running_loop(), open_tiers(config, {}))
+            await lifecycle.start(daemon)
             growing = daemon.view.tiers
             ends = time.monotonic() + _WITHIN_S
             while any(tier.growing for tier in growing) and time.monotonic() < ends:  # noqa: ASYNC110
@@ -122,7 +123,7 @@ def in_process(
         try:
             yield inside, runner
         finally:
-            runner.run(daemon.lifecycle.stop(10.0))
+            runner.run(lifecycle.stop(daemon, 10.0))
 
 
 def written_folder(

@@ -1,8 +1,4 @@
-"""Builds the objects of one daemon and gives each the ports that it uses. Nothing is decided here.
-
-Read from top to bottom: an object is built after everything that it uses. A few objects call back into rooms
-that are built later: `_connect` sets these calls.
-"""
+"""Builds the objects of one daemon and passes each the objects that it uses. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from kvstore.core import actions as ac
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.queues.device_queue import TierSpec
-from kvstore.core.view import View
 from kvstore.daemon.kv_events.tracker import Routing
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator import devices as nvme_devices
@@ -38,10 +33,8 @@ from kvstore.daemon.operator.status import Status
 from kvstore.daemon.operator.tenants import TenantCommands
 from kvstore.daemon.operator.trace_recorder import TraceRecorder
 from kvstore.daemon.requests.block_waits import Waits
-from kvstore.daemon.requests.services import Services
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.executor import Executor
-from kvstore.daemon.runtime.lifecycle import Lifecycle
 from kvstore.daemon.runtime.policy_state import PolicyStateFile
 from kvstore.daemon.runtime.problems import Problems
 from kvstore.daemon.runtime.scrubber import Scrubber
@@ -80,266 +73,186 @@ class Storage:
     problems: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Daemon:
-    """The parts of one daemon that `main` runs and that the server and its commands use."""
+    """One daemon over opened tiers, not started yet. Its attributes are the objects that are passed to rooms.
 
-    loop: asyncio.AbstractEventLoop
-    config: ConfigInUse
-    instance: bytes
-    placement: Placement
-    core: Executor
-    tiers: TierSet
-    lifecycle: Lifecycle
-    reload: Reload
-    authenticator: Authenticator
-    quotas: TenantQuotas
-    namespaces: Namespaces
-    catalog: NamespaceCatalog
-    data_keys: DataKeys
-    deletion: Deletion
-    network: NetworkTier | None
-    kv_events: Routing
-    waits: Waits
-    devices: Devices
-    event_log: EventLog
-    status: Status
-    tenants: TenantCommands
-    recorder: TraceRecorder
-    hits: HitCounters
-    copies: CopyLatency
-
-    @property
-    def view(self) -> View:
-        """The state of the core."""
-        return self.placement.view
-
-
-def compose(
-    config: Config,
-    loop: asyncio.AbstractEventLoop,
-    storage: Storage,
-    *,
-    random_bits: Callable[[int], int] = secrets.randbits,
-    clock: Callable[[], float] = time.time,
-) -> Daemon:
-    """Returns a daemon over opened tiers, ready to start.
-
-    `random_bits` returns a number of that many random bits, `clock` Unix time in s.
+    Read the constructor from top to bottom: an object is built after the objects that it uses. Calls from an
+    object into one that is built later are set where that one is built.
     """
-    now, in_use = loop.time, ConfigInUse(config)
-    instance = random_bits(64).to_bytes(8, "little")
-    placement = _placement(config, storage, random_bits(64))
-    view = placement.view
 
-    # Names
-    authenticator = Authenticator(config)
-    namespaces, domains = Namespaces(), Domains()
-    event_log = EventLog(view, namespaces, authenticator, instance, now, clock)
-    problems = Problems()
+    commands: Commands
+    """The operators' commands. Set by `make_server`."""
 
-    # The core and its tiers
-    tiers = TierSet(view, storage.dram, storage.devices, storage.pools)
-    copies = CopyLatency()
-    core = Executor(loop, placement, event_log, problems)
-    core.use(
-        TierActions(
+    def __init__(
+        self,
+        config: Config,
+        loop: asyncio.AbstractEventLoop,
+        storage: Storage,
+        *,
+        random_bits: Callable[[int], int] = secrets.randbits,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`random_bits` returns a number of that many random bits, `clock` Unix time in s.
+
+        `stopwatch` returns s and advances while a request runs, unlike the event loop's time.
+        """
+        self.clock, self.stopwatch = clock, stopwatch
+        self.config = in_use = ConfigInUse(config)
+        self.instance = random_bits(64).to_bytes(8, "little")
+        self.placement = _placement(config, storage, random_bits(64))
+
+        # The core, names and reports
+        self.core = core = Executor(loop, self.placement)
+        self.view = view = core.view
+        self.authenticator = authenticator = Authenticator(config)
+        self.namespaces, domains = Namespaces(), Domains()
+        self.event_log = EventLog(core, self.namespaces, authenticator, self.instance, clock)
+        self.problems = Problems()
+        for problem in storage.problems:
+            self.problems.report(problem)
+
+        # Tiers
+        self.tiers = TierSet(view, storage.dram, storage.devices, storage.pools)
+        self.copies = CopyLatency()
+        self.tier_actions = TierActions(
             core,
-            tiers,
-            namespaces,
+            self.tiers,
+            self.namespaces,
+            self.event_log,
+            self.problems,
             partial(_owner, domains, authenticator),
             clock,
-            record_latency=copies.add,
+            self.copies.add,
         )
-    )
-    durable = Durability(core, tiers.devices, core.post)
-    scrubber = Scrubber(loop, core, view)
+        self.durability = Durability(core, self.tiers)
+        self.scrubber = Scrubber(core)
 
-    # Tenants
-    data_keys = DataKeys(tiers.devices, in_use, core.post)
-    network = None
-    if storage.network is not None:
-        network = NetworkTier(
-            storage.network,
-            config.network,
-            loop=loop,
-            post=core.post,
-            core=core,
-            view=view,
-            dram=storage.dram,
-            namespaces=namespaces,
-            encrypts=lambda tenant: data_keys.are_wanted_by(authenticator.name(tenant)),
-            event_log=event_log,
+        # Tenants
+        self.data_keys = DataKeys(core, self.tiers, in_use)
+        self.quotas = TenantQuotas(core, authenticator, self.namespaces, domains, self.data_keys, in_use)
+        self.network: NetworkTier | None = None
+        if storage.network is not None:
+            self.network = NetworkTier(
+                storage.network,
+                config.network,
+                core=core,
+                dram=storage.dram,
+                namespaces=self.namespaces,
+                encrypts=lambda tenant: self.data_keys.are_wanted_by(authenticator.name(tenant)),
+                event_log=self.event_log,
+            )
+            self.quotas.listeners.append(self.network.set_tenant)
+            core.on(ac.OfferBlocks, self.network.uploads.offer)
+        else:
+            core.on(ac.OfferBlocks, lambda offer: None)
+        self.policy_state = PolicyStateFile(core, in_use, authenticator.name, self.quotas.known, clock)
+        self.catalog = NamespaceCatalog(
+            core,
+            self.durability,
+            self.tiers,
+            self.namespaces,
+            domains,
+            authenticator,
+            self.data_keys,
+            self.event_log,
+            in_use,
+            has_network=self.network is not None,
         )
-    quotas = TenantQuotas(core, view, authenticator, namespaces, domains, data_keys, in_use)
-    policy_state = PolicyStateFile(core, view, in_use, authenticator.name, quotas.known, clock)
-    catalog = NamespaceCatalog(
-        core,
-        durable,
-        view,
-        tiers,
-        namespaces,
-        domains,
-        authenticator,
-        data_keys,
-        event_log,
-        in_use,
-        has_network=network is not None,
-    )
-    deletion = Deletion(
-        durable,
-        catalog,
-        namespaces,
-        authenticator,
-        quotas,
-        data_keys,
-        event_log,
-        in_use,
-        network.deletion if network is not None else None,
-        policy_state.discard,
-    )
+        core.on(ac.NamespaceClosed, self.catalog.closed)
+        self.recovery = Recovery(
+            core,
+            self.tiers,
+            self.durability,
+            self.catalog,
+            self.namespaces,
+            domains,
+            authenticator,
+            self.quotas,
+            clock,
+        )
+        self.deletion = Deletion(
+            self.durability,
+            self.catalog,
+            self.namespaces,
+            authenticator,
+            self.quotas,
+            self.data_keys,
+            self.event_log,
+            in_use,
+            self.network.deletion if self.network is not None else None,
+            self.policy_state.discard,
+        )
 
-    # Listeners of stored blocks
-    waits = Waits(loop, namespaces, network, view.stored, core.handle)
-    kv_events = Routing(loop, core, core.post, view, namespaces, authenticator, problems, config.events)
+        # Listeners of stored blocks
+        self.waits = Waits(core, self.namespaces, self.network)
+        core.on(ac.BlocksArrived, self.waits.came)
+        core.look_at_devices = self._look_at_devices
+        self.catalog.on_closed = self.waits.end
+        self.kv_events = Routing(core, self.namespaces, authenticator, self.problems, config.events)
+        core.on(ac.CopyReport, self.kv_events.moved)
+        self.catalog.on_freed = self.kv_events.forgotten
 
-    # Operators
-    devices = Devices(core, view, tiers, durable, catalog, namespaces, quotas, event_log, in_use)
-    resizing = Resizing(view, tiers, devices, in_use)
-    reload = Reload(core, quotas, devices, resizing, scrubber, event_log, network, in_use)
-    tenants = TenantCommands(view, authenticator, deletion, in_use)
-    status = Status(view, tiers, namespaces, tenants, problems, instance, now, network, kv_events)
+        # Operators
+        self.devices = Devices(
+            core,
+            self.tiers,
+            self.durability,
+            self.catalog,
+            self.namespaces,
+            self.quotas,
+            self.event_log,
+            in_use,
+        )
+        core.on(ac.DeviceAdded, self.devices.added)
+        resizing = Resizing(view, self.tiers, self.devices, in_use)
+        self.reload = Reload(
+            core,
+            self.quotas,
+            self.devices,
+            resizing,
+            self.scrubber,
+            self.event_log,
+            self.network,
+            in_use,
+        )
+        self.tenants = TenantCommands(view, authenticator, self.deletion, in_use)
+        self.status = Status(
+            core,
+            self.tiers,
+            self.namespaces,
+            self.tenants,
+            self.problems,
+            self.instance,
+            self.network,
+            self.kv_events,
+        )
+        self.hits, self.calls, self.lag = HitCounters(), Calls(), Lag(loop, stopwatch)
+        self.recorder = TraceRecorder(core.now, lambda: view.limits.batch_keys)
 
-    # Start and stop
-    recovery = Recovery(
-        core, view, tiers, durable, catalog, namespaces, domains, authenticator, quotas, clock
-    )
+    def _look_at_devices(self) -> None:
+        if self.event_log.look_at_devices():
+            self.waits.look()
 
-    def prepare() -> None:
-        for problem in storage.problems:
-            problems.report(problem)
-        reload.check(config)
-        quotas.apply(config)
-
-    lifecycle = Lifecycle(
-        core,
-        view,
-        tiers,
-        durable,
-        recovery,
-        policy_state,
-        scrubber,
-        event_log,
-        problems,
-        in_use,
-        prepare=prepare,
-        network=network,
-        kv_events=kv_events,
-        gpu_lost=partial(gpus.lost, core, view, problems),
-    )
-    daemon = Daemon(
-        loop=loop,
-        config=in_use,
-        instance=instance,
-        placement=placement,
-        core=core,
-        tiers=tiers,
-        lifecycle=lifecycle,
-        reload=reload,
-        authenticator=authenticator,
-        quotas=quotas,
-        namespaces=namespaces,
-        catalog=catalog,
-        data_keys=data_keys,
-        deletion=deletion,
-        network=network,
-        kv_events=kv_events,
-        waits=waits,
-        devices=devices,
-        event_log=event_log,
-        status=status,
-        tenants=tenants,
-        recorder=TraceRecorder(now, lambda: view.limits.batch_keys),
-        hits=HitCounters(),
-        copies=copies,
-    )
-    _connect(daemon)
-    return daemon
-
-
-def _connect(daemon: Daemon) -> None:
-    """Sets the calls from the core and from tenants into rooms that are built after these."""
-    core, network, waits = daemon.core, daemon.network, daemon.waits
-    core.on(ac.CopyReport, daemon.kv_events.moved)
-    core.on(ac.BlocksArrived, waits.came)
-    core.on(ac.NamespaceClosed, daemon.catalog.closed)
-    core.on(ac.DeviceAdded, daemon.devices.added)
-    core.on(ac.DeviceRemoved, daemon.lifecycle.device_removed)
-    core.on(ac.OfferBlocks, network.uploads.offer if network is not None else lambda offer: None)
-    daemon.catalog.on_closed = waits.end
-    daemon.catalog.on_freed = daemon.kv_events.forgotten
-    if network is not None:
-        daemon.quotas.listeners.append(network.set_tenant)
-
-    def look_at_devices() -> None:
-        if daemon.event_log.look_at_devices():
-            waits.look()
-
-    core.look_at_devices = look_at_devices
-
-
-def compose_server(
-    daemon: Daemon,
-    settings: LiveConfig,
-    *,
-    clock: Callable[[], float] = time.time,
-    stopwatch: Callable[[], float] = time.perf_counter,
-) -> Server:
-    """Returns the server of a started daemon, and lets `settings` change the daemon.
-
-    `clock` returns Unix time in s, by which tokens expire. `stopwatch` returns s, also while a request runs.
-    """
-    core, view, names, tenants = daemon.core, daemon.view, daemon.namespaces, daemon.authenticator
-    calls, lag = Calls(), Lag(daemon.loop, stopwatch)
-    services = Services(
-        loop=daemon.loop,
-        config=daemon.config,
-        instance=daemon.instance,
-        core=core,
-        view=view,
-        tiers=daemon.tiers,
-        authenticator=tenants,
-        namespaces=names,
-        catalog=daemon.catalog,
-        data_keys=daemon.data_keys,
-        deletion=daemon.deletion,
-        network=daemon.network,
-        kv_events=daemon.kv_events,
-        waits=daemon.waits,
-        hits=daemon.hits,
-        recorder=daemon.recorder,
-        clock=clock,
-        stopwatch=stopwatch,
-        calls=calls,
-        lag=lag,
-        status=daemon.status.of,
-    )
-    server = Server(services)
-    services.commands = Commands(
-        daemon.loop,
-        daemon.status,
-        Metrics(core, view, tenants, daemon.hits, calls, daemon.copies, lag),
-        daemon.event_log,
-        daemon.tenants,
-        NamespaceCommands(view, names, tenants, daemon.catalog, daemon.deletion),
-        BlockCommands(core, names, daemon.deletion),
-        settings,
-        DeviceCommands(core, view, names, tenants),
-    )
-    daemon.status.server = server.summary
-    daemon.reload.listeners.append(lambda config: server.reconfigure())
-    settings.told_to(daemon.reload.consequences, daemon.reload.apply, daemon.devices.opener)
-    return server
+    def make_server(self, settings: LiveConfig) -> Server:
+        """Returns the server of the started daemon, and lets `settings` change the daemon."""
+        core, names, tenants = self.core, self.namespaces, self.authenticator
+        self.commands = Commands(
+            core.loop,
+            self.status,
+            Metrics(core, tenants, self.hits, self.calls, self.copies, self.lag),
+            self.event_log,
+            self.tenants,
+            NamespaceCommands(self.view, names, tenants, self.catalog, self.deletion),
+            BlockCommands(core, names, self.deletion),
+            settings,
+            DeviceCommands(core, names, tenants),
+        )
+        server = Server(self)
+        self.status.server = server.status
+        self.reload.listeners.append(lambda config: server.reconfigure())
+        settings.told_to(self.reload.consequences, self.reload.apply, self.devices.opener)
+        return server
 
 
 def _owner(domains: Domains, authenticator: Authenticator, domain: int) -> Owner:

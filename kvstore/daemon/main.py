@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.config import Config
-from kvstore.daemon.composition import Storage, compose, compose_server
+from kvstore.daemon import lifecycle
+from kvstore.daemon.composition import Daemon, Storage
 from kvstore.daemon.operator.devices import open_devices
 from kvstore.daemon.operator.gpus import Pinner, open_pools
 from kvstore.daemon.operator.settings import LiveConfig
@@ -87,10 +88,10 @@ async def _serve(settings: LiveConfig) -> int:
         if config.daemon.operator_socket is not None:
             listeners.append(listen(config.daemon.operator_socket, _OPERATORS_MODE))
             made.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
-        daemon = compose(config, loop, open_tiers(config, given))
-        await daemon.lifecycle.start()
-        server = compose_server(daemon, settings)
-        server.services.lag.start()
+        daemon = Daemon(config, loop, open_tiers(config, given))
+        await lifecycle.start(daemon)
+        server = daemon.make_server(settings)
+        daemon.lag.start()
         listening = [
             Listener(loop, each, partial(server.connect, among_operators))
             for among_operators, each in zip((False, True), listeners, strict=False)
@@ -112,7 +113,7 @@ async def _serve(settings: LiveConfig) -> int:
         for served in listening:
             served.close()
         await server.close()
-        await daemon.lifecycle.stop(daemon.config().daemon.stop_timeout)
+        await lifecycle.stop(daemon, daemon.config().daemon.stop_timeout)
     finally:
         for each in listeners:
             each.close()

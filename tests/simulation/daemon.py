@@ -17,7 +17,8 @@ from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
 from kvstore.core.policy.admission import Rule
-from kvstore.daemon.composition import Storage, compose, compose_server
+from kvstore.daemon import lifecycle
+from kvstore.daemon.composition import Daemon, Storage
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
@@ -192,12 +193,13 @@ class Life:
             self.pool = SimPool(gpu, self.process, limit, setup.extent_bytes, number)
         pools: dict[str, Any] = {"hbm0": self.pool} if self.pool is not None else {}
         self.devices_at_start = len(devices) + len(pools)
-        self.daemon = compose(
+        self.daemon = Daemon(
             config,
             self.process,
             Storage(self.dram, devices, pools),
             random_bits=dice.getrandbits,
             clock=lambda: disk.loop.now,
+            stopwatch=_Stopwatch(disk),
         )
         if len(pools) == 0:
             # Nobody takes what is offered; who counts as shared must be right all the same.
@@ -212,9 +214,7 @@ class Life:
             return handle(event, now)
 
         self.daemon.placement.handle = counted  # type: ignore[method-assign]
-        self.server = compose_server(
-            self.daemon, LiveConfig(None), clock=lambda: disk.loop.now, stopwatch=_Stopwatch(disk)
-        )
+        self.server = self.daemon.make_server(LiveConfig(None))
         # In the order of their coming: a set of objects has another one in every process.
         self.server.table.connections = _Ordered()  # type: ignore[assignment]
         self._serving = self._serve()
@@ -239,7 +239,7 @@ class Life:
         return next((i for i, t in tiers if t.spec.name == name and i != DRAM and not t.gone), None)
 
     async def _serve(self) -> None:
-        await self.daemon.lifecycle.start()
+        await lifecycle.start(self.daemon)
         self._net.listener = (self.process, self.server.connect)
         self.up = True
 
@@ -252,7 +252,7 @@ class Life:
 
     async def _stop(self) -> None:
         await self.server.close()
-        await self.daemon.lifecycle.stop(self.daemon.config().daemon.stop_timeout)
+        await lifecycle.stop(self.daemon, self.daemon.config().daemon.stop_timeout)
         self.stopped = True
 
     def rot(self) -> None:

@@ -14,9 +14,9 @@ from kvstore.client import connection as client_connection
 from kvstore.client.calls import call, namespace, reads, scope, writes
 from kvstore.client.leases import Reservation
 from kvstore.config import Config
-from kvstore.daemon import composition
+from kvstore.daemon import composition, lifecycle
 from kvstore.daemon.operator import devices, resizing
-from kvstore.daemon.runtime import lifecycle
+from kvstore.daemon.runtime import tier_actions
 from kvstore.daemon.server import connection
 from kvstore.daemon.server.peer_credentials import Peer
 from kvstore.tiers.nvme import journal
@@ -57,7 +57,8 @@ def in_simulation(world: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(client_connection, "random", world.dice))
         stack.enter_context(mock.patch.object(aio, "AsyncConnection", world.net.link))
         stack.enter_context(mock.patch.object(writes, "_fill", filled))
-        stack.enter_context(mock.patch.object(lifecycle, "threading", threading))
+        for module in (lifecycle, tier_actions):
+            stack.enter_context(mock.patch.object(module, "threading", threading))
         stack.enter_context(mock.patch.object(devices, "_open", opened))
         stack.enter_context(mock.patch.object(devices, "_check_empty", return_value=None))
         for module in (devices, resizing):

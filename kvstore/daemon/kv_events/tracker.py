@@ -20,9 +20,9 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import MOST_TIERS
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.view import View
 from kvstore.daemon.kv_events.publisher import CLEARED, Event, Publisher, Removed, Stored
-from kvstore.daemon.runtime.ports import Core, Post, Problems
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.problems import Problems
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.errors import KVStoreError
@@ -82,19 +82,15 @@ class Routing:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
-        core: Core,
-        post: Post,
-        view: View,
+        core: Executor,
         namespaces: Namespaces,
         authenticator: Authenticator,
         problems: Problems,
         settings: Events,
     ) -> None:
-        self._loop = loop
+        self._loop = core.loop
         self._core = core
-        self._post = post
-        self._view = view
+        self._view = core.view
         self._namespaces = namespaces
         self._authenticator = authenticator
         self._problems = problems
@@ -300,7 +296,7 @@ class Routing:
 
     def _subscribed(self) -> None:
         """Plans a repeat for a new subscriber. Runs on the publisher's thread."""
-        self._post(self._plan_repeat)
+        self._core.post(self._plan_repeat)
 
     def _plan_repeat(self) -> None:
         if self._repeat is None:

@@ -21,7 +21,7 @@ from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
-from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.network.base import Name, Object, Outcome
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Downloads:
     """Downloads under way, by name. A read longer than `hedge_after_s` (0: no limit) is repeated once."""
 
-    _core: Core
+    _core: Executor
     _dram: DramTier
     _executor: BackendExecutor
     _eligibility: Eligibility

@@ -27,7 +27,8 @@ from kvstore.daemon.network.executor import BackendExecutor
 from kvstore.daemon.network.existence import RESERVE_S, ExistenceChecks
 from kvstore.daemon.network.tasks import Callback, Copied, Tasks, ask
 from kvstore.daemon.network.uploads import Uploads
-from kvstore.daemon.runtime.ports import Core, Requester
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
 from kvstore.types import slot_bytes
 
@@ -36,7 +37,7 @@ from kvstore.types import slot_bytes
 class NetworkRequests:
     """Answers requests from this node and the network. Times are in s of the event loop."""
 
-    _core: Core
+    _core: Executor
     _view: View
     _executor: BackendExecutor
     _eligibility: Eligibility

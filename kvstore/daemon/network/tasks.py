@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from kvstore.daemon.runtime.ports import Core, Requester
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Callback:
         self._call(action)
 
 
-async def ask(core: Core, event: Any) -> Any:
+async def ask(core: Executor, event: Any) -> Any:
     """Sends a request to the core and returns its answer."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

@@ -10,14 +10,12 @@ remove, grow or probe them. The backend owns its capacity and evicts by its own 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from kvstore.config import Network
 from kvstore.core import events as ev
 from kvstore.core.policy.admission import Rule
-from kvstore.core.view import View
 from kvstore.daemon.network.deletion import Deletion
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
@@ -26,7 +24,8 @@ from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.requests import NetworkRequests
 from kvstore.daemon.network.tasks import Tasks
 from kvstore.daemon.network.uploads import Uploads
-from kvstore.daemon.runtime.ports import Core, EventLog, Post
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import EventLog
 from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.network.base import Backend
@@ -43,18 +42,16 @@ class NetworkTier:
         backend: Backend,
         config: Network,
         *,
-        loop: asyncio.AbstractEventLoop,
-        post: Post,
-        core: Core,
-        view: View,
+        core: Executor,
         dram: DramTier,
         namespaces: Namespaces,
         encrypts: Callable[[int], bool],
         event_log: EventLog,
     ) -> None:
         """`encrypts` returns whether a tenant's blocks are encrypted at rest."""
+        loop, view = core.loop, core.view
         changed = self._health_changed
-        executor = BackendExecutor(loop, post, backend, config.threads, config.timeout, changed)
+        executor = BackendExecutor(loop, core.post, backend, config.threads, config.timeout, changed)
         tasks, eligibility = Tasks(loop, namespaces), Eligibility(executor, encrypts)
         existence = ExistenceChecks(executor, eligibility, loop.time)
         downloads = Downloads(core, dram, executor, eligibility, existence, tasks, config.hedge_after)

@@ -23,7 +23,7 @@ from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.tasks import CLIENT, Copied, Tasks, ask
-from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.network.base import Backend, Name, Object, Outcome
@@ -45,7 +45,7 @@ class Upload:
 class Uploads:
     """Uploads under way, by name."""
 
-    _core: Core
+    _core: Executor
     _view: View
     _dram: DramTier
     _namespaces: Namespaces

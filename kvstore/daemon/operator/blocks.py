@@ -9,7 +9,7 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.operator.command import Later, command
 from kvstore.daemon.operator.namespaces import by_id
-from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.deletion import Deletion
 from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.errors import MisuseError
@@ -22,7 +22,7 @@ LONGEST_S = 86400.0
 class BlockCommands:
     """Sends requests about blocks to the core."""
 
-    def __init__(self, core: Core, namespaces: Namespaces, deletion: Deletion) -> None:
+    def __init__(self, core: Executor, namespaces: Namespaces, deletion: Deletion) -> None:
         self._core = core
         self._namespaces = namespaces
         self._deletion = deletion

@@ -7,9 +7,9 @@ from typing import Any
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
 from kvstore.core.queues.device_queue import DEMAND, DRAINING, FENCED, PREFETCH, SCRUB, SERVING, WRITE_BACK
-from kvstore.core.view import AdmissionStatus, TierView, TransferStatus, View
+from kvstore.core.view import AdmissionStatus, TierView, TransferStatus
 from kvstore.daemon.operator.command import MOST_AT_ONCE, check_limit, command
-from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import DRAM
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import Namespaces
@@ -22,9 +22,9 @@ _CLASS_NAMES = {kind: name for name, kind in CLASSES.items()}
 class DeviceCommands:
     """Shows and sets the state of devices."""
 
-    def __init__(self, core: Core, view: View, namespaces: Namespaces, authenticator: Authenticator) -> None:
+    def __init__(self, core: Executor, namespaces: Namespaces, authenticator: Authenticator) -> None:
         self._core = core
-        self._view = view
+        self._view = core.view
         self._namespaces = namespaces
         self._authenticator = authenticator
 

@@ -16,9 +16,10 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.policy.admission import Rule
 from kvstore.core.queues.device_queue import TierSpec
-from kvstore.core.view import TierView, View
+from kvstore.core.view import TierView
 from kvstore.daemon.runtime.durability import Durability
-from kvstore.daemon.runtime.ports import Core, CurrentConfig, EventLog
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import CurrentConfig, EventLog
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.namespaces import Namespaces
@@ -130,8 +131,7 @@ class Devices:
 
     def __init__(
         self,
-        core: Core,
-        view: View,
+        core: Executor,
         tiers: TierSet,
         durability: Durability,
         catalog: NamespaceCatalog,
@@ -141,7 +141,7 @@ class Devices:
         config: CurrentConfig,
     ) -> None:
         self._core = core
-        self._view = view
+        self._view = core.view
         self._tiers = tiers
         self._durability = durability
         self._catalog = catalog
@@ -187,8 +187,7 @@ class Devices:
             self._event_log.add("leaving", tier=tier.name)
             self._core.handle(ev.RemoveDevice(tier.number))
         for name, device in opened.items():
-            self._tiers.devices[name] = device
-            self._durability.devices_changed()
+            self._tiers.add(name, device)
             device.put_generation(self._durability.generation)
             for pool in self._tiers.pools.values():
                 pool.watch(device)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core.residency.decision_log import EVERY_TIER, DecisionKind, Noted
-from kvstore.core.view import Health, View
+from kvstore.core.view import Health
 from kvstore.daemon.operator.command import command
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.errors import MisuseError
@@ -52,20 +53,19 @@ class EventLog:
 
     def __init__(
         self,
-        view: View,
+        core: Executor,
         namespaces: Namespaces,
         authenticator: Authenticator,
         instance: bytes,
-        now: Callable[[], float],
         clock: Callable[[], float],
         max_entries: int = _MOST_ENTRIES,
     ) -> None:
-        """`now` returns the event loop's time in s, `clock` Unix time in s."""
-        self._view = view
+        """`clock` returns Unix time in s."""
+        self._now = core.now
+        self._view = core.view
         self._namespaces = namespaces
         self._authenticator = authenticator
         self._instance = instance
-        self._now = now
         self._clock = clock
         self._max_entries = max_entries
         self._entries: list[LogEntry] = []

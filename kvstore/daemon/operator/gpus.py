@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from kvstore.config import Config, format_size
 from kvstore.core import events as ev
 from kvstore.core.queues.device_queue import TierSpec
-from kvstore.core.view import View
 from kvstore.cuda.device import Gpu, resolve, uuids, why_not
 from kvstore.cuda.errors import CudaError
-from kvstore.daemon.runtime.ports import Core, Problems
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.problems import Problems
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import HBM_EXTENTS, Tier, extent_bytes
@@ -86,7 +86,7 @@ class Pinner:
                 _log.warning("extent %d of DRAM stays pinned: %s", number, error)
 
 
-def lost(core: Core, view: View, problems: Problems, tier: int, error: CudaError) -> None:
+def lost(core: Executor, problems: Problems, tier: int, error: CudaError) -> None:
     """Reports a lost GPU, or a lost CUDA context on it. Its blocks are served from lower tiers."""
-    problems.report(f"{view.tiers[tier].name} is lost: {error}")
+    problems.report(f"{core.view.tiers[tier].name} is lost: {error}")
     core.handle(ev.LoseDevice(tier))

@@ -17,7 +17,7 @@ from kvstore.daemon.operator.command import command
 from kvstore.daemon.operator.device_commands import brief
 from kvstore.daemon.operator.latency import BOUNDS_S, Calls, CopyLatency, Lag
 from kvstore.daemon.operator.tenants import holding
-from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.types import Tier
 
@@ -32,8 +32,7 @@ class Metrics:
 
     def __init__(
         self,
-        core: Core,
-        view: View,
+        core: Executor,
         authenticator: Authenticator,
         hits: HitCounters,
         calls: Calls,
@@ -41,7 +40,7 @@ class Metrics:
         lag: Lag,
     ) -> None:
         self._core = core
-        self._view = view
+        self._view = core.view
         self._authenticator = authenticator
         self._hits = hits
         self._calls = calls

@@ -15,7 +15,8 @@ from kvstore.config import Config, Network
 from kvstore.core import events as ev
 from kvstore.daemon.operator.devices import Devices
 from kvstore.daemon.operator.resizing import Resizing
-from kvstore.daemon.runtime.ports import Core, EventLog
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import EventLog
 from kvstore.daemon.runtime.scrubber import Scrubber
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.tiers.nvme.tier import NvmeTier
@@ -43,7 +44,7 @@ class Reload:
 
     def __init__(
         self,
-        core: Core,
+        core: Executor,
         quotas: TenantQuotas,
         devices: Devices,
         resizing: Resizing,

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvstore.core.view import TierView, View
+from kvstore.core.view import TierView
 from kvstore.daemon.operator.command import command
 from kvstore.daemon.operator.tenants import TenantCommands
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.namespaces import Namespaces
@@ -22,43 +23,42 @@ class StatusPart(Protocol):
 
 
 class Status:
-    """The status of one daemon. `instance` is the daemon's id, `server` returns the server's part."""
+    """The status of one daemon. `instance` is the daemon's id."""
 
     def __init__(
         self,
-        view: View,
+        core: Executor,
         tiers: TierSet,
         namespaces: Namespaces,
         tenants: TenantCommands,
         problems: list[str],
         instance: bytes,
-        now: Callable[[], float],
         network: StatusPart | None,
         kv_events: StatusPart,
     ) -> None:
-        """`now` returns the event loop's time in s."""
-        self.server: Callable[[], dict[str, Any]] = dict
-        self._view = view
+        self.server: Callable[[Principal | None], dict[str, Any]] = lambda who: {}
+        """Returns the server's part of the status: for a principal, or for operators."""
+        self._core = core
+        self._view = core.view
         self._tiers = tiers
         self._namespaces = namespaces
         self._tenants = tenants
         self._problems = problems
         self._instance = instance
-        self._now = now
-        self._started = now()
+        self._started = core.now()
         self._network = network
         self._kv_events = kv_events
 
     @command
     def status(self) -> dict[str, Any]:
         """Returns the status without tenants, of which there may be thousands."""
-        return {**self.server(), **self._summary()}
+        return {**self.server(None), **self._summary()}
 
     def of(self, who: Principal) -> dict[str, Any]:
         """Returns what a principal may see: operators see everything, others their own tenant."""
         if not who.operator:
-            return {"tenants": [self._tenants.usage(who.name)]}
-        return {**self._summary(), "tenants": self._tenants.all_usage()}
+            return {**self.server(who), "tenants": [self._tenants.usage(who.name)]}
+        return {**self.server(who), **self._summary(), "tenants": self._tenants.all_usage()}
 
     def _summary(self) -> dict[str, Any]:
         view, devices = self._view, self._tiers.devices.values()
@@ -66,7 +66,7 @@ class Status:
         return {
             "pid": os.getpid(),
             "instance": self._instance.hex(),
-            "uptime_s": round(self._now() - self._started, 3),
+            "uptime_s": round(self._core.now() - self._started, 3),
             "tiers": [self._tier(tier) for tier in view.tiers if not tier.gone],
             "blocks": totals.blocks,
             "namespaces": len(self._namespaces),
@@ -85,7 +85,7 @@ class Status:
         }
 
     def _tier(self, tier: TierView) -> dict[str, Any]:
-        capacity, health, traffic = tier.capacity(), tier.health(), tier.traffic(self._now())
+        capacity, health, traffic = tier.capacity(), tier.health(), tier.traffic(self._core.now())
         return {
             "name": tier.name,
             "limit_bytes": capacity.limit_bytes,

@@ -17,7 +17,7 @@ def ping(session: Session, q: m.Ping) -> None:
 
 def status(session: Session, q: m.Status) -> None:
     """Answers with the state of the daemon that the peer may see."""
-    session.send(m.Report(q.id, session.services.server_status(session.principal)))
+    session.send(m.Report(q.id, session.services.status.of(session.principal)))
 
 
 def control(session: Session, q: m.Control) -> None:

@@ -15,6 +15,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.network.tier import NetworkTier
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 LONGEST_S = 60.0
@@ -43,23 +44,11 @@ class Wait:
 class Waits:
     """All calls of one daemon that wait for a block."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        namespaces: Namespaces,
-        network: NetworkTier | None,
-        stored: Callable[[int, Keys], int],
-        handle: Callable[[ev.Event], None],
-    ) -> None:
-        """`stored` returns how many leading keys of a namespace are stored on this node.
-
-        `handle` runs an event: the core reports watched blocks as BlocksArrived.
-        """
-        self._loop = loop
+    def __init__(self, core: Executor, namespaces: Namespaces, network: NetworkTier | None) -> None:
+        self._core = core
+        self._loop = core.loop
         self._namespaces = namespaces
         self._network = network
-        self._stored = stored
-        self._handle = handle
         self._by_number: dict[int, dict[bytes, set[Wait]]] = {}
         # In the order in which the network is asked.
         self._by_tenant: dict[int, dict[Wait, None]] = {}
@@ -84,7 +73,7 @@ class Waits:
         wait.timer = self._loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
         self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
         self._by_tenant.setdefault(tenant, {})[wait] = None
-        self._handle(ev.Watch(key))
+        self._core.handle(ev.Watch(key))
         self._namespaces.use(space)
         if self._network is not None and not self._asking:
             self._asking = True
@@ -107,7 +96,7 @@ class Waits:
         del self._by_tenant[wait.tenant][wait]
         if not self._by_tenant[wait.tenant]:
             del self._by_tenant[wait.tenant]
-        self._handle(ev.Unwatch(wait.key))
+        self._core.handle(ev.Unwatch(wait.key))
         self._namespaces.drop(wait.space)
 
     def came(self, came: ac.BlocksArrived) -> None:
@@ -119,7 +108,7 @@ class Waits:
     def look(self) -> None:
         """A device can be read again: what it has need not be waited for."""
         for wait in [wait for waits in self._by_tenant.values() for wait in waits]:
-            if self._stored(wait.number, Keys(wait.key, len(wait.key))):
+            if self._core.view.stored(wait.number, Keys(wait.key, len(wait.key))):
                 self._wake(wait)
 
     def end(self, number: int, but: int = -1) -> None:

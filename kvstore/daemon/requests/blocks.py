@@ -74,7 +74,8 @@ def acquire(session: Session, q: m.Acquire) -> None:
     """Leases the stored prefix; with `q.wait_s`, waits for its first block."""
     services, (space, event) = session.services, _named(session, q)
     _check_count(session, event.keys)
-    waits = q.wait_s > 0 and event.keys.n and not services.view.stored(space.number, event.keys.take(0, 1))
+    stored = services.core.view.stored
+    waits = q.wait_s > 0 and event.keys.n and not stored(space.number, event.keys.take(0, 1))
     if waits:
         _check_waits(session, q)
     services.recorder.acquired(session.number, space, q.key_bytes, q.keys)
@@ -183,6 +184,6 @@ def hand_off(session: Session, q: m.HandOff) -> None:
 
 def _check_count(session: Session, keys: Keys) -> None:
     """Raises DeniedError for more keys than one call may have, before any of them is looked up."""
-    most = session.services.view.limits.batch_keys
+    most = session.services.core.view.limits.batch_keys
     if keys.n > most:
         raise DeniedError(f"{keys.n} keys in one call", f"at most {most} keys a call (limits.batch_keys)")

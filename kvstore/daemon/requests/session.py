@@ -84,7 +84,7 @@ class Session:
         for wait in self.waits:
             self.services.waits.cancel(wait)
         self.prompts.leave()
-        self.services.core.leave(self)
+        self.services.core.pending.forget(self)
         if self.services.network is not None:
             self.services.network.tasks.cancel(self)
 

@@ -1,4 +1,4 @@
-"""Runs the placement core: actions, tiers, start and stop, and the ports that other rooms take.
+"""Runs the placement core: executor, actions on tiers, durable answers, scrubber, saved policy state.
 
 Imports `core` and `tiers`, and no sibling. `ports` may be imported from every room.
 """

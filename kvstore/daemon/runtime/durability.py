@@ -7,60 +7,55 @@ older generation starts empty (see `kvstore.daemon.tenancy.recovery`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from kvstore.core import actions as ac
-from kvstore.daemon.runtime.ports import Core, Post, Requester
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import Answer, Requester
+from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.errors import TierError
-from kvstore.tiers.nvme.tier import NvmeTier
-
-Action = ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
 
 
 class Durability:
-    """A `DurableCore`. `generation` counts changes of the set of devices that an invalidation followed."""
+    """Sends durable requests to the core.
 
-    def __init__(self, core: Core, devices: Mapping[str, NvmeTier], post: Post) -> None:
-        """`devices` by name. The mapping changes when devices are added or removed."""
+    `generation` counts changes of the set of devices that an invalidation followed.
+    """
+
+    def __init__(self, core: Executor, tiers: TierSet) -> None:
         self.generation = 0
         self._core = core
-        self._devices = devices
-        self._post = post
-        self._devices_changed = True
-
-    def devices_changed(self) -> None:
-        """Marks that a device was added or removed: an absent device misses the next invalidation."""
-        self._devices_changed = True
+        self._tiers = tiers
+        self._recorded_changes = -1
 
     def ask(self, requester: Requester, request: int, event: Any) -> None:
         """Sends a request. Its answer goes to `requester` when the effect is on all devices."""
-        if self._devices_changed:
-            self._devices_changed = False
+        if self._tiers.changes != self._recorded_changes:
+            self._recorded_changes = self._tiers.changes
             self.generation += 1
-            for device in self._devices.values():
+            for device in self._tiers.devices.values():
                 device.put_generation(self.generation)
-        if self._devices:
-            requester = _DurableAnswer(requester, self._devices, self._post)
+        if self._tiers.devices:
+            requester = _DurableAnswer(requester, self._core, self._tiers)
         self._core.ask(requester, request, event)
 
 
 class _DurableAnswer:
     """A requester that holds an answer back until all devices are durable."""
 
-    def __init__(self, requester: Requester, devices: Mapping[str, NvmeTier], post: Post) -> None:
+    def __init__(self, requester: Requester, core: Executor, tiers: TierSet) -> None:
         self._requester = requester
-        self._devices = devices
-        self._post = post
+        self._core = core
+        self._tiers = tiers
 
-    def answer(self, request: int, action: Action) -> None:
+    def answer(self, request: int, action: Answer) -> None:
         """See Requester."""
-        waits_for, outcome = len(self._devices), action
+        waits_for, outcome = len(self._tiers.devices), action
         if not waits_for:
             self._requester.answer(request, action)
 
         def done(error: Exception | None) -> None:
-            self._post(ended, error)
+            self._core.post(ended, error)
 
         def ended(error: Exception | None) -> None:
             nonlocal waits_for, outcome
@@ -71,7 +66,7 @@ class _DurableAnswer:
             if not waits_for:
                 self._requester.answer(request, outcome)
 
-        for device in self._devices.values():
+        for device in self._tiers.devices.values():
             try:
                 device.when_durable(done)
             except TierError as refused:

@@ -19,8 +19,8 @@ from kvstore.core import events as ev
 from kvstore.core.reuse.classes import CLASSES
 from kvstore.core.reuse.curves import Counts
 from kvstore.core.reuse.reuse import ReuseState
-from kvstore.core.view import View
-from kvstore.daemon.runtime.ports import Core, CurrentConfig
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import CurrentConfig
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ class PolicyStateFile:
 
     def __init__(
         self,
-        core: Core,
-        view: View,
+        core: Executor,
         config: CurrentConfig,
         name_of: Callable[[int], str],
         number_of: Callable[[str], int | None],
@@ -42,7 +41,7 @@ class PolicyStateFile:
     ) -> None:
         """`name_of` and `number_of` translate tenants. `clock` returns Unix time in s."""
         self._core = core
-        self._view = view
+        self._view = core.view
         self._config = config
         self._name_of = name_of
         self._number_of = number_of

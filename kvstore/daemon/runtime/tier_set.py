@@ -27,6 +27,8 @@ class TierSet:
         self.dram = dram
         self.devices = devices
         self.pools = dict(pools)
+        self.changes = 0
+        """Counts added and removed NVMe devices."""
         self._view = view
         self._by_name: Mapping[str, StorageTier] = ChainMap[str, Any](
             {self.name_of(DRAM): dram}, self.devices, self.pools
@@ -48,11 +50,17 @@ class TierSet:
         """Returns the GPU pool of this number."""
         return self.pools[self.name_of(tier)]
 
+    def add(self, name: str, device: NvmeTier) -> None:
+        """Adds an NVMe device."""
+        self.devices[name] = device
+        self.changes += 1
+
     def take(self, tier: int) -> StorageTier:
         """Removes a device or pool from the set and returns it. The caller closes it."""
-        removed = self.at(tier)
-        for tiers in (self.devices, self.pools):
-            tiers.pop(self.name_of(tier), None)
+        name, removed = self.name_of(tier), self.at(tier)
+        if self.devices.pop(name, None) is not None:
+            self.changes += 1
+        self.pools.pop(name, None)
         return removed
 
     def pool_on(self, uuid: str) -> int:
@@ -68,8 +76,8 @@ class TierSet:
         """Returns the number of the memory tier that has an extent, None if there is none."""
         if extent < HBM_EXTENTS:
             return DRAM
-        return next((tier for tier in self._view.memory[1:] if self._has(tier, extent)), None)
-
-    def _has(self, tier: int, extent: int) -> bool:
-        pool = self.pools.get(self.name_of(tier))
-        return pool is not None and pool.base <= extent < pool.base + HBM_EXTENTS
+        for tier in self._view.memory[1:]:
+            pool = self.pools.get(self.name_of(tier))
+            if pool is not None and pool.base <= extent < pool.base + HBM_EXTENTS:
+                return tier
+        return None

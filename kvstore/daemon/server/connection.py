@@ -69,8 +69,8 @@ class Connection(asyncio.BufferedProtocol):
         self._queue = ConnectionQueue(self, self._transport)
         unread, unfinished = TenantBytes(table.unread_bytes), TenantBytes(table.unfinished_bytes)
         self._outbox = Outbox(self.number, self._transport, unread, self._timer)
-        self._reader = FrameReader(services.loop, unfinished, self._queue.is_held_up, self._end)
-        self._hello_timer = services.loop.call_later(_HELLO_WITHIN_S, self._hello_late)
+        self._reader = FrameReader(services.core.loop, unfinished, self._queue.is_held_up, self._end)
+        self._hello_timer = services.core.loop.call_later(_HELLO_WITHIN_S, self._hello_late)
         table.add(self)
         crowded_out = table.crowded_out(peer.uid)
         if crowded_out is not None:
@@ -217,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
         table.scheduler.join(self._queue, who.tenant)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        frame_bytes, limits = services.config().limits.frame_bytes, services.view.limits
+        frame_bytes, limits = services.config().limits.frame_bytes, services.core.view.limits
         self._reader.greet(who.tenant, frame_bytes)
         self._identified(self.session, who)
         self._outbox.unread.tenant = who.tenant

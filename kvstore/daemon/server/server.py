@@ -21,10 +21,9 @@ class Server:
     def __init__(self, services: Services) -> None:
         self.services = services
         self.scheduler = RequestScheduler(
-            services.loop, services.stopwatch, services.config().limits.queued_requests
+            services.core.loop, services.stopwatch, services.config().limits.queued_requests
         )
         self.table = ConnectionTable(self.scheduler)
-        services.server_status = self.status
         self._set_shares()
 
     def connect(self, among_operators: bool = False) -> Connection:
@@ -45,21 +44,16 @@ class Server:
             weight, requests = (tenant.share, tenant.requests) if tenant is not None else (1.0, None)
             self.scheduler.set(registry.add(name), weight, float(requests or 0))
 
-    def status(self, who: Principal) -> dict[str, Any]:
-        """Returns the state of the daemon that a peer may see: operators see all, others their own tenant."""
-        sessions = [c.session for c in self.table.connections]
-        mine = [s for s in sessions if who.operator or (s is not None and s.principal.tenant == who.tenant)]
-        more = self.queues() if who.operator else {}
-        return {"version": VERSION, "connections": len(mine), **more, **self.services.status(who)}
-
-    def summary(self) -> dict[str, Any]:
-        """Returns the server's part of the daemon's status."""
-        return {"version": VERSION, "connections": len(self.table.connections), **self.queues()}
-
-    def queues(self) -> dict[str, Any]:
-        """Returns counts of waiting and of refused requests, and of connections by wire version."""
-        spoken = Counter(str(c.version) for c in self.table.connections if c.session is not None)
+    def status(self, who: Principal | None) -> dict[str, Any]:
+        """Returns the server's part of the status: all of it for operators (None), else the tenant's own."""
+        connections = self.table.connections
+        if who is not None and not who.operator:
+            mine = [c for c in connections if c.session and c.session.principal.tenant == who.tenant]
+            return {"version": VERSION, "connections": len(mine)}
+        spoken = Counter(str(c.version) for c in connections if c.session is not None)
         return {
+            "version": VERSION,
+            "connections": len(connections),
             "queued_requests": self.scheduler.waiting,
             "refused_requests": self.scheduler.refused,
             "wire_versions": dict(sorted(spoken.items())),

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
-from kvstore.core.view import View
-from kvstore.daemon.runtime.ports import Core, CurrentConfig, DurableCore, EventLog, Requester
+from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import CurrentConfig, EventLog, Requester
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.auth import Authenticator, Principal, Role
 from kvstore.daemon.tenancy.data_keys import DataKeys
@@ -29,9 +30,8 @@ class NamespaceCatalog:
 
     def __init__(
         self,
-        core: Core,
-        durable: DurableCore,
-        view: View,
+        core: Executor,
+        durable: Durability,
         tiers: TierSet,
         namespaces: Namespaces,
         domains: Domains,
@@ -48,7 +48,7 @@ class NamespaceCatalog:
         """Called when only one tenant, or no tenant (-1), may still wait for blocks of a namespace."""
         self._core = core
         self._durable = durable
-        self._view = view
+        self._view = core.view
         self._tiers = tiers
         self._namespaces = namespaces
         self._domains = domains

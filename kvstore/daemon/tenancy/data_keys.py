@@ -8,10 +8,12 @@ covered here: see `kvstore.tiers.nvme.encryption`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvstore.daemon.runtime.ports import CurrentConfig, Ended, Post
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import CurrentConfig, Ended
+from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.tiers.nvme.tier import NvmeTier
 
 _log = logging.getLogger(__name__)
@@ -20,11 +22,10 @@ _log = logging.getLogger(__name__)
 class DataKeys:
     """The data keys on all NVMe devices."""
 
-    def __init__(self, devices: Mapping[str, NvmeTier], config: CurrentConfig, post: Post) -> None:
-        """`devices` by name. The mapping changes when devices are added or removed."""
-        self._devices = devices
+    def __init__(self, core: Executor, tiers: TierSet, config: CurrentConfig) -> None:
+        self._core = core
+        self._devices = tiers.devices
         self._config = config
-        self._post = post
 
     def are_used_by(self, name: str) -> bool:
         """Returns whether a tenant's blocks are encrypted on any device."""
@@ -70,6 +71,6 @@ class DataKeys:
                 ended(failed)
 
         for device, change in changes:
-            device.change_key(change, name, partial(self._post, changed))
+            device.change_key(change, name, partial(self._core.post, changed))
         if not changes:
             ended(None)

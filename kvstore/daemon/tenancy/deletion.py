@@ -15,7 +15,8 @@ from typing import Protocol
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.daemon.runtime.ports import CurrentConfig, DurableCore, Ended, EventLog, Requester
+from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.ports import CurrentConfig, Ended, EventLog, Requester
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.data_keys import DataKeys
@@ -51,7 +52,7 @@ class Deletion:
 
     def __init__(
         self,
-        durable: DurableCore,
+        durable: Durability,
         catalog: NamespaceCatalog,
         namespaces: Namespaces,
         authenticator: Authenticator,

@@ -14,8 +14,8 @@ from kvstore.config import Config, Tenant
 from kvstore.core import events as ev
 from kvstore.core.capacity.quotas import UNLIMITED, Quota
 from kvstore.core.queues.device_queue import TierSpec
-from kvstore.core.view import View
-from kvstore.daemon.runtime.ports import Core, CurrentConfig
+from kvstore.daemon.runtime.executor import Executor
+from kvstore.daemon.runtime.ports import CurrentConfig
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.data_keys import DataKeys
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
@@ -34,8 +34,7 @@ class TenantQuotas:
 
     def __init__(
         self,
-        core: Core,
-        view: View,
+        core: Executor,
         authenticator: Authenticator,
         namespaces: Namespaces,
         domains: Domains,
@@ -45,7 +44,7 @@ class TenantQuotas:
         self.listeners: list[Callable[[ev.SetTenant], None]] = []
         """Called with each change of a tenant's quotas, weight or bandwidth."""
         self._core = core
-        self._view = view
+        self._view = core.view
         self._authenticator = authenticator
         self._namespaces = namespaces
         self._domains = domains

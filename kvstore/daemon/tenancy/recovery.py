@@ -16,7 +16,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Where
 from kvstore.core.view import View
 from kvstore.daemon.runtime.durability import Durability
-from kvstore.daemon.runtime.ports import Core
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import DRAM, TierSet
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
@@ -34,8 +34,7 @@ class Recovery:
 
     def __init__(
         self,
-        core: Core,
-        view: View,
+        core: Executor,
         tiers: TierSet,
         durability: Durability,
         catalog: NamespaceCatalog,
@@ -47,7 +46,7 @@ class Recovery:
     ) -> None:
         """`clock` returns Unix time in s."""
         self._core = core
-        self._view = view
+        self._view = core.view
         self._tiers = tiers
         self._durability = durability
         self._catalog = catalog

@@ -16,7 +16,8 @@ import pytest
 
 from kvstore import Client
 from kvstore.config import parse
-from kvstore.daemon.composition import compose
+from kvstore.daemon import lifecycle
+from kvstore.daemon.composition import Daemon
 from kvstore.daemon.main import open_tiers
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
@@ -414,8 +415,8 @@ def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
     config, both_of_them = parse(text), parse(f'{text}[nvme.devices.nvme1]\npath = "{second}"\n')
 
     async def run() -> None:
-        daemon = compose(config, asyncio.get_running_loop(), open_tiers(config, {}))
-        await daemon.lifecycle.start()
+        daemon = Daemon(config, asyncio.get_running_loop(), open_tiers(config, {}))
+        await lifecycle.start(daemon)
         daemon.placement.residency.blocks._fresh = 50
         daemon.reload.apply(both_of_them, [], daemon.devices.opener(both_of_them)())
         assert len(daemon.view.tiers) == 2
@@ -423,7 +424,7 @@ def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
         await asyncio.sleep(0.5)
         assert daemon.view.tiers[2].gone
         assert list(daemon.tiers.devices) == ["nvme"]
-        await daemon.lifecycle.stop(1.0)
+        await lifecycle.stop(daemon, 1.0)
 
     asyncio.run(run())
     assert not os.listdir(second / "slabs")

@@ -210,8 +210,9 @@ def event_log(most: int = 4) -> tuple[EventLog, Callable[[int], None]]:
     """One over a ring of 16 decisions, and how to have it decide about so many blocks."""
     ring, rows, _, _ = rows_of(16)
     nobody: Any = SimpleNamespace(at=lambda _: None, fingerprints={})
-    view: Any = SimpleNamespace(decisions=ring, tiers=[TIER])
-    log = EventLog(view, nobody, Authenticator(Config()), b"i", lambda: 5.0, lambda: 1000.0, most)
+    view = SimpleNamespace(decisions=ring, tiers=[TIER])
+    core: Any = SimpleNamespace(view=view, now=lambda: 5.0)
+    log = EventLog(core, nobody, Authenticator(Config()), b"i", lambda: 1000.0, most)
     return log, lambda n: ring.record(DecisionKind.DROPPED, 0, rows[:n], 3.0)
 
 

@@ -21,7 +21,8 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.queues.device_queue import FENCED
-from kvstore.daemon.composition import compose, compose_server
+from kvstore.daemon import lifecycle
+from kvstore.daemon.composition import Daemon
 from kvstore.daemon.main import open_tiers
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.server.connection import Connection
@@ -55,10 +56,10 @@ class Node:
         if folder is not None:
             devices["nvme"] = NvmeTier.open(folder, 8 * MIB, 4 * MIB, self.engine)
         storage = replace(open_tiers(config, {}), devices=devices)
-        self.daemon = compose(config, asyncio.get_running_loop(), storage)
+        self.daemon = Daemon(config, asyncio.get_running_loop(), storage)
 
     async def start(self) -> None:
-        await self.daemon.lifecycle.start()
+        await lifecycle.start(self.daemon)
         await self.until(lambda: not any(tier.growing for tier in self.daemon.placement.residency.tiers))
         space, _ = self.daemon.catalog.open(WHO, LAYOUT)
         assert space is not None
@@ -117,7 +118,7 @@ def on_node(folder: Path | None, work: Callable[[Node], Awaitable[None]]) -> Non
         node = Node(folder)
         await node.start()
         await work(node)
-        await node.daemon.lifecycle.stop(5)
+        await lifecycle.stop(node.daemon, 5)
 
     asyncio.run(run())
 
@@ -283,15 +284,15 @@ def served(file: Path, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        daemon = compose(config, loop, open_tiers(config, {}))
-        await daemon.lifecycle.start()
-        server, path = compose_server(daemon, LiveConfig(None)), file.with_name("socket")
+        daemon = Daemon(config, loop, open_tiers(config, {}))
+        await lifecycle.start(daemon)
+        server, path = daemon.make_server(LiveConfig(None)), file.with_name("socket")
         listening = await loop.create_unix_server(server.connect, path)
         async with AsyncClient(f"unix://{path}", strict=True, deadline_s=10) as client:
             await work(client)
         listening.close()
         await server.close()
-        await daemon.lifecycle.stop(5)
+        await lifecycle.stop(daemon, 5)
 
     asyncio.run(run())
 
