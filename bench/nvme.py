@@ -87,7 +87,7 @@ def read(bench: Bench) -> Iterator[Result]:
             async def reader(todo: Iterator[list[bytes]]) -> None:
                 for keys in todo:
                     grant = await inside.acquire(keys)
-                    expect(grant.tiers.tolist(), [Tier.NVME] * z.chain, "tiers of a chain")
+                    expect(grant.slots["tier"].tolist(), [Tier.NVME] * z.chain, "tiers of a chain")
                     inside.release(grant.lease)
 
             async def sample(_: int) -> float:
@@ -231,7 +231,7 @@ def write_put(bench: Bench) -> Iterator[Result]:
 
 async def _read_back(inside: InProcess, keys: list[bytes], z: Sizes) -> None:
     grant = await inside.acquire(keys)
-    _check(grant.tiers.tolist(), inside.slots(grant), z)
+    _check(grant.slots["tier"].tolist(), inside.slots(grant), z)
     inside.release(grant.lease)
 
 

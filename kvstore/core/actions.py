@@ -1,4 +1,4 @@
-"""Everything that placement asks of the shell. Each result comes back as an event."""
+"""The actions of the placement core. The daemon executes them. Their results return as events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 GRANTED, PRESENT, PENDING, DENIED = range(4)
-"""What became of one key of a reservation: write it; already there; somebody else writes it; not stored."""
+"""The status of one key of a reservation: slot granted; stored; written by another client; no slot."""
 
 NO_ROOM, WORTH_LESS = "no room", "worth less than what is stored"
-"""Why keys were DENIED."""
+"""The reasons why keys were DENIED."""
 
 U32 = npt.NDArray[np.uint32]
 
@@ -39,7 +39,7 @@ class Where:
 
 @dataclass(slots=True)
 class BlockIds:
-    """Who the blocks of an action are, one entry a block. `words` is (n, 8): keys padded with zeros."""
+    """Namespaces, keys and checksums, one entry a block. `words` is (n, 8): keys padded with zeros."""
 
     namespace: npt.NDArray[np.uint16]
     words: npt.NDArray[np.uint64]
@@ -47,11 +47,11 @@ class BlockIds:
     checksum: npt.NDArray[np.uint64]
 
     def key(self, i: int) -> bytes:
-        """Key of block i."""
+        """Returns the key of block i."""
         return bytes(self.words[i].tobytes()[: int(self.key_bytes[i])])
 
     def only(self, which: npt.NDArray[np.bool_]) -> BlockIds:
-        """The same for some of the blocks."""
+        """Returns the ids of some of the blocks."""
         return BlockIds(self.namespace[which], self.words[which], self.key_bytes[which], self.checksum[which])
 
     def __len__(self) -> int:
@@ -59,31 +59,10 @@ class BlockIds:
 
 
 @dataclass(slots=True)
-class _Slots:
-    """An answer with slots: one `SLOT_RECORD` each."""
-
-    request: int
-    lease: int
-    slot_bytes: int
-    slots: npt.NDArray[np.void]
-
-    @property
-    def where(self) -> Where:
-        """Where the slots are."""
-        return Where(self.slots["place"])
-
-    @property
-    def version(self) -> U32:
-        """Their versions."""
-        return self.slots["version"]
-
-
-@dataclass(slots=True)
 class Stored:
-    """How many leading keys of a question were stored, by the number of the tier that would serve them.
+    """Leading keys of a request that were stored, by the number of the tier that would serve them.
 
-    `unworthy` of them were left out because computing them again is faster, `late` because they did not come
-    in time.
+    `unworthy` of them were left out because recomputing is faster, `late` because of the deadline.
     """
 
     by_tier: dict[int, int] = field(default_factory=dict)
@@ -92,13 +71,43 @@ class Stored:
 
     @property
     def blocks(self) -> int:
-        """How many there were in all."""
+        """The number of stored keys."""
         return sum(self.by_tier.values())
+
+
+class Action:
+    """An output of the core."""
+
+    __slots__ = ()
+
+
+# -- answers
+
+
+@dataclass(slots=True)
+class _Answer(Action):
+    """The answer to a request."""
+
+    request: int
+
+
+@dataclass(slots=True)
+class _Slots(_Answer):
+    """An answer with slots: one `SLOT_RECORD` each."""
+
+    lease: int
+    slot_bytes: int
+    slots: npt.NDArray[np.void]
+
+    @property
+    def where(self) -> Where:
+        """The places of the slots."""
+        return Where(self.slots["place"])
 
 
 @dataclass(slots=True)
 class Grant(_Slots):
-    """Answer to Acquire: the leading blocks, readable until the lease ends. lease 0: nothing was found.
+    """Answers Acquire: the leading blocks, readable until the lease ends. lease 0: no block was found.
 
     `sources`: the number of the tier in which each block was found.
     """
@@ -108,62 +117,61 @@ class Grant(_Slots):
 
     @property
     def checksum(self) -> npt.NDArray[np.uint64]:
-        """What the bytes must hash to."""
+        """The checksums of the blocks."""
         return self.slots["checksum"]
-
-    @property
-    def tiers(self) -> U32:
-        """Where each block was found."""
-        return self.slots["tier"]
 
 
 @dataclass(slots=True)
 class Reserved(_Slots):
-    """Answer to Reserve: `status` for every key asked, slots for the GRANTED ones in the same order."""
+    """Answers Reserve: the `status` of every key, and slots for the GRANTED keys in the same order."""
 
     status: npt.NDArray[np.uint8]
     why: str
 
 
 @dataclass(slots=True)
-class Answer:
-    """A number: blocks found, stored, pinned, dropped."""
+class Answer(_Answer):
+    """Answers with a number of blocks: found, stored, pinned, dropped."""
 
-    request: int
     value: int
 
 
 @dataclass(slots=True)
 class Found(Answer):
-    """Answer to Lookup. `gaps`: stored blocks may lie beyond missing ones, for now."""
+    """Answers Lookup. `gaps`: stored blocks may lie behind missing ones for now."""
 
     gaps: bool
     stored: Stored = field(default_factory=Stored)
 
 
 @dataclass(slots=True)
-class Explained:
-    """Answer to Explain: plain values, one map a key and namespace that knows something of it."""
+class Explained(_Answer):
+    """Answers Explain: one map of plain values for each known key and namespace."""
 
-    request: int
     blocks: list[dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Deny:
-    """No, and why. With `retry_s` above 0 it is only for now: try again so much later."""
+class Deny(_Answer):
+    """Refuses a request. With `retry_s` above 0, the client may retry after this time."""
 
-    request: int
     why: str
     hint: str = ""
     retry_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Copy:
-    """Move bytes from one tier's slots to another's. Ends with CopyDone. `parents`: keys, empty for roots.
+Reply = Grant | Reserved | Answer | Explained | Deny
+"""The actions that answer a request."""
 
-    `urgent`: somebody waits. `lives`: see Stamp.
+
+# -- bytes and headers
+
+
+@dataclass(slots=True)
+class Copy(Action):
+    """Copies blocks from one tier to another. Ends with CopyDone. `parents`: keys, empty for roots.
+
+    `urgent`: a request waits. `lives`: see WriteHeader.
     """
 
     transfer: int
@@ -179,67 +187,8 @@ class Copy:
 
 
 @dataclass(slots=True)
-class WriteHeader:
-    """Memory tiers: these slots now hold these blocks; write their headers.
-
-    `parents` says whose children they are, keys of 0 bytes for roots; `lives` how many seconds longer they
-    may be served (infinity: for good), None if all of them for good.
-    """
-
-    tier: int
-    identity: BlockIds
-    parents: BlockIds
-    where: Where
-    version: U32
-    lives: npt.NDArray[np.float64] | None
-
-
-@dataclass(slots=True)
-class OfferBlocks:
-    """Copy these blocks from DRAM to the network."""
-
-    identity: BlockIds
-
-
-@dataclass(slots=True)
-class Drop:
-    """These slots hold nothing any more: void their headers, or delete their records.
-
-    Of a slot that a copy is still on its way into, no record may appear.
-    """
-
-    tier: int
-    identity: BlockIds
-    where: Where
-
-
-@dataclass(slots=True)
-class CopyReport:
-    """Reports that these blocks gained or lost a copy in a tier. Sent only while `Outbox.telling`.
-
-    `parents` has the parents of blocks that gained a copy, keys of 0 bytes for roots; None if they lost one.
-    """
-
-    tier: int
-    identity: BlockIds
-    parents: BlockIds | None
-
-    @property
-    def gained(self) -> bool:
-        """Whether the blocks gained the copy."""
-        return self.parents is not None
-
-
-@dataclass(slots=True)
-class BlocksArrived:
-    """Reports that these blocks gained a copy in a tier. A lookup may wait for them; see `Outbox.awaited`."""
-
-    identity: BlockIds
-
-
-@dataclass(slots=True)
-class Probe:
-    """Read these slots again and compare with the checksums. Ends with ProbeDone."""
+class Probe(Action):
+    """Reads slots and compares the bytes with the checksums. Ends with ProbeDone."""
 
     probe: int
     tier: int
@@ -249,78 +198,112 @@ class Probe:
 
 
 @dataclass(slots=True)
-class FormatExtent:
-    """Cut an extent into slots of a size, for a domain."""
+class OfferBlocks(Action):
+    """Offers blocks in DRAM to the network tier."""
+
+    identity: BlockIds
+
+
+@dataclass(slots=True)
+class BlocksArrived(Action):
+    """Reports that blocks gained a copy in a tier. A lookup may wait for them; see `Outbox.awaited`."""
+
+    identity: BlockIds
+
+
+@dataclass(slots=True)
+class TierAction(Action):
+    """An action in one tier."""
 
     tier: int
+
+
+@dataclass(slots=True)
+class WriteHeader(TierAction):
+    """Writes the headers of blocks in slots of a memory tier.
+
+    `parents` has keys of 0 bytes for roots. `lives`: the seconds until each block expires (infinity: never);
+    None: no block expires.
+    """
+
+    identity: BlockIds
+    parents: BlockIds
+    where: Where
+    version: U32
+    lives: npt.NDArray[np.float64] | None
+
+
+@dataclass(slots=True)
+class Drop(TierAction):
+    """Voids the headers of slots, or deletes their records. Later ends of copies into them get no record."""
+
+    identity: BlockIds
+    where: Where
+
+
+@dataclass(slots=True)
+class CopyReport(TierAction):
+    """Reports that blocks gained or lost a copy in a tier. Sent only while `Outbox.telling`.
+
+    `parents` has the parents of blocks that gained a copy, keys of 0 bytes for roots; None if they lost one.
+    """
+
+    identity: BlockIds
+    parents: BlockIds | None
+
+    @property
+    def gained(self) -> bool:
+        """Whether the blocks gained the copy."""
+        return self.parents is not None
+
+
+# -- extents, devices, namespaces
+
+
+@dataclass(slots=True)
+class MakeExtents(TierAction):
+    """Makes `count` extents. Each ends with ExtentReady; ExtentsEnd follows the last."""
+
+    count: int
+
+
+@dataclass(slots=True)
+class ExtentAction(TierAction):
+    """An action on one extent."""
+
     extent: int
+
+
+@dataclass(slots=True)
+class FormatExtent(ExtentAction):
+    """Cuts an extent into slots of one size, for a domain."""
+
     slot_bytes: int
     domain: int = 0
 
 
 @dataclass(slots=True)
-class RenewExtent:
-    """Replace an extent that gets another owner, so that its old bytes stay hidden. Ends with ExtentReady."""
-
-    tier: int
-    extent: int
+class RenewExtent(ExtentAction):
+    """Replaces an extent, so that its next owner cannot read old bytes. Ends with ExtentReady."""
 
 
 @dataclass(slots=True)
-class RemoveExtent:
-    """Free the memory or disk space of an extent. Ends with ExtentLost."""
-
-    tier: int
-    extent: int
+class RemoveExtent(ExtentAction):
+    """Frees the memory or disk space of an extent. Ends with ExtentLost."""
 
 
 @dataclass(slots=True)
-class DeviceAdded:
-    """A device was added under this number, without extents. SetLimit requests extents."""
-
-    tier: int
+class DeviceAdded(TierAction):
+    """Reports the number of a new device, which has no extents yet. SetLimit requests extents."""
 
 
 @dataclass(slots=True)
-class DeviceRemoved:
-    """A device that was being removed is empty. Later actions do not name it."""
-
-    tier: int
+class DeviceRemoved(TierAction):
+    """Reports that a device that was being removed is empty. Later actions do not name it."""
 
 
 @dataclass(slots=True)
-class NamespaceClosed:
-    """A namespace without blocks was closed because of a limit. Its number is free."""
+class NamespaceClosed(Action):
+    """Reports that a namespace without blocks was closed because of a limit. Its number is free."""
 
     namespace: int
-
-
-@dataclass(slots=True)
-class MakeExtents:
-    """Make `count` extents. Each one ends with ExtentReady, and the last is followed by ExtentsEnd."""
-
-    tier: int
-    count: int
-
-
-Action = (
-    Grant
-    | Reserved
-    | Answer
-    | Explained
-    | Deny
-    | Copy
-    | WriteHeader
-    | OfferBlocks
-    | Drop
-    | CopyReport
-    | BlocksArrived
-    | Probe
-    | FormatExtent
-    | RenewExtent
-    | RemoveExtent
-    | MakeExtents
-    | DeviceAdded
-    | DeviceRemoved
-    | NamespaceClosed
-)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +17,40 @@ from kvstore.core.reuse.reuse import ReuseState
 OK, CORRUPT, FAILED = range(3)
 """Results of one block: copied or verified; wrong checksum; the device failed."""
 
-
 UNKNOWN = -1
-"""The tenant of an extent whose tenant does not exist any more."""
+"""The tenant of an extent whose tenant was deleted."""
+
+
+class Event:
+    """An input of the core."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)
-class OpenNamespace:
+class TierEvent(Event):
+    """An event of one tier. `tier` is its number: 0 is DRAM, each device and GPU pool has one above."""
+
+    tier: int
+
+
+@dataclass(slots=True)
+class KeyedRequest(Event):
+    """A request about keys of one namespace."""
+
+    request: int
+    namespace: int
+    keys: Keys
+
+
+@dataclass(slots=True)
+class OpenNamespace(Event):
     """Opens namespace number `namespace` of `tenant`, with payloads of `block_bytes`.
 
-    `domain` selects the extents, and so who may map them. Blocks are misses `ttl_s` after their storing (0:
-    never). `extra_bytes` are added to each payload below tier 0, for encryption. `block_tokens` are only
-    counted (0: unknown). At a limit, the oldest unused namespaces are closed, unless `may_close` is False.
-    Those `in_use` stay.
+    `domain` selects the extents, and thereby the tenants that may map them. Blocks are misses `ttl_s` after
+    their storing (0: never). `extra_bytes` are added to each payload below tier 0, for encryption.
+    `block_tokens` are only counted (0: unknown). At a limit, the oldest unused namespaces are closed, unless
+    `may_close` is False. Those `in_use` stay.
     """
 
     request: int
@@ -45,7 +66,7 @@ class OpenNamespace:
 
 
 @dataclass(slots=True)
-class SetTenant:
+class SetTenant(Event):
     """Sets the quotas of a tenant by tier, its weight at devices, and the bytes that it may pin.
 
     `rate` limits its transfers (bytes/s; 0: no limit), with bursts of `burst` bytes.
@@ -60,10 +81,10 @@ class SetTenant:
 
 
 @dataclass(slots=True)
-class Configure:
+class Configure(Event):
     """Changes settings. None leaves a setting as it is.
 
-    `report_moves`: whether `CopyReport` actions report which blocks come to a tier and leave it.
+    `report_moves`: whether `CopyReport` actions report gained and lost copies.
     """
 
     write_policy: str | None = None
@@ -75,73 +96,60 @@ class Configure:
 
 
 @dataclass(slots=True)
-class SetPolicy:
+class SetPolicy(Event):
     """Changes the eviction policy. The new one starts with the order of the old one."""
 
     name: str
 
 
 @dataclass(slots=True)
-class SetAdmission:
-    """Sets the admission rule of tier number `tier`."""
+class SetAdmission(TierEvent):
+    """Sets the admission rule of a tier."""
 
-    tier: int
     rule: Rule
 
 
 @dataclass(slots=True)
-class SetSharing:
-    """Sets the rule by which blocks are offered to the network, once each. None: no block is."""
+class SetSharing(Event):
+    """Sets the rule by which blocks are offered to the network, each once. None: no block is offered."""
 
     rule: Rule | None
 
 
 @dataclass(slots=True)
-class SetDevice:
-    """Sets the state of the device of tier number `tier` (above 0). See `queues.device_queue`."""
+class SetDevice(TierEvent):
+    """Sets the state of a device. See `queues.device_queue`."""
 
-    tier: int
     state: str
 
 
 @dataclass(slots=True)
-class SetLimit:
-    """Sets the size of all extents of tier number `tier` together. Extents are made or removed.
+class SetLimit(TierEvent):
+    """Sets the size of all extents of a tier together: at least one extent, at most `Extents.most_bytes`."""
 
-    At least one extent, at most `Extents.most_bytes`.
-    """
-
-    tier: int
     limit_bytes: int
 
 
 @dataclass(slots=True)
-class AddDevice:
+class AddDevice(Event):
     """Adds a device to an existing lower tier. Ends with DeviceAdded; the device has no extents then."""
 
     spec: TierSpec
 
 
 @dataclass(slots=True)
-class RemoveDevice:
-    """Empties and removes the device of tier number `tier`. Ends with DeviceRemoved."""
-
-    tier: int
+class RemoveDevice(TierEvent):
+    """Empties and removes a device. Ends with DeviceRemoved."""
 
 
 @dataclass(slots=True)
-class LoseDevice:
-    """The device of tier number `tier` is lost with all its blocks. Ends with DeviceRemoved."""
-
-    tier: int
+class LoseDevice(TierEvent):
+    """A device is lost with all its blocks. Ends with DeviceRemoved."""
 
 
 @dataclass(slots=True)
-class Publish:
-    """Moves a namespace to extents of another domain, which others may map.
-
-    Answered when the blocks in tier 0 have been moved.
-    """
+class Publish(Event):
+    """Moves a namespace to extents of another domain. Answered when its blocks in DRAM have moved."""
 
     request: int
     namespace: int
@@ -149,23 +157,23 @@ class Publish:
 
 
 @dataclass(slots=True)
-class Forget:
-    """Deletes namespaces. Answered, when nothing is left, with the number of deleted blocks."""
+class Forget(Event):
+    """Deletes namespaces. Answered at the end with the number of deleted blocks."""
 
     request: int
     namespaces: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class ForgetTenant:
-    """Deletes all namespaces of a tenant. Answered when all its extents have been renewed too."""
+class ForgetTenant(Event):
+    """Deletes all namespaces of a tenant. Answered when its extents have been renewed too."""
 
     request: int
     tenant: int
 
 
 @dataclass(slots=True)
-class Reserve:
+class Reserve(Event):
     """Reserves slots for those of `keys` (one chain, in order) that are not stored. `parent` precedes them.
 
     `tier`: see Acquire. `loading`: the blocks are downloaded for a request.
@@ -182,7 +190,7 @@ class Reserve:
 
 
 @dataclass(slots=True)
-class Commit:
+class Commit(Event):
     """Makes the blocks of a reservation readable. `checksums` has one entry for each granted key.
 
     `written` marks the granted keys whose slots are filled. The other slots are freed.
@@ -196,7 +204,7 @@ class Commit:
 
 
 @dataclass(slots=True)
-class Abort:
+class Abort(Event):
     """Frees the slots of a reservation."""
 
     client: int
@@ -204,7 +212,7 @@ class Abort:
 
 
 @dataclass(slots=True)
-class Acquire:
+class Acquire(Event):
     """Leases the slots of the longest stored prefix of `keys`, promoted where needed, until `deadline`.
 
     `tenant` asks. `recompute_s`: the time to recompute one block (0: unknown); blocks that take longer to
@@ -224,7 +232,7 @@ class Acquire:
 
 
 @dataclass(slots=True)
-class Release:
+class Release(Event):
     """Ends a lease."""
 
     client: int
@@ -232,12 +240,9 @@ class Release:
 
 
 @dataclass(slots=True)
-class Lookup:
+class Lookup(KeyedRequest):
     """Counts the leading keys that are stored and worth loading by `deadline`. See Acquire."""
 
-    request: int
-    namespace: int
-    keys: Keys
     tenant: int = 0
     deadline: float = math.inf
     recompute_s: float = 0.0
@@ -245,61 +250,44 @@ class Lookup:
 
 
 @dataclass(slots=True)
-class Prefetch:
+class Prefetch(KeyedRequest):
     """Promotes the stored prefix to memory tier `tier`, as far as there is room. Answered at once."""
 
-    request: int
-    namespace: int
-    keys: Keys
     tenant: int = 0
     tier: int = 0
 
 
 @dataclass(slots=True)
-class Pin:
+class Pin(KeyedRequest):
     """Keeps the stored prefix from eviction until `until`."""
 
-    request: int
-    namespace: int
-    keys: Keys
     until: float
 
 
 @dataclass(slots=True)
-class Unpin:
+class Unpin(KeyedRequest):
     """Undoes Pin for the stored prefix."""
 
-    request: int
-    namespace: int
-    keys: Keys
-
 
 @dataclass(slots=True)
-class Invalidate:
+class Invalidate(KeyedRequest):
     """Drops the blocks of these keys from every tier."""
 
-    request: int
-    namespace: int
-    keys: Keys
-
 
 @dataclass(slots=True)
-class Hint:
+class Hint(KeyedRequest):
     """Tells what a client expects of the stored prefix: the next use in `next_use_s` (None: unknown).
 
     `closed`: the session is over. `priority`: -1, 0 or 1.
     """
 
-    request: int
-    namespace: int
-    keys: Keys
     next_use_s: float | None = None
     closed: bool = False
     priority: int = 0
 
 
 @dataclass(slots=True)
-class Explain:
+class Explain(Event):
     """Asks for the state of these keys in each of these namespaces, and for the latest decisions."""
 
     request: int
@@ -308,20 +296,17 @@ class Explain:
 
 
 @dataclass(slots=True)
-class Suspect:
-    """A reader found wrong checksums under these keys in tier number `tier`.
+class Suspect(KeyedRequest):
+    """A reader found wrong checksums under these keys in `tier`.
 
-    Answered, unless `request` is 0, with the number of corrupt blocks, after these were dropped.
+    Unless `request` is 0, it is answered with the number of corrupt blocks after these were dropped.
     """
 
-    request: int
-    namespace: int
-    keys: Keys
     tier: int = 0
 
 
 @dataclass(slots=True)
-class Tell:
+class Tell(Event):
     """Reports where blocks are, as CopyReport. Does nothing unless `Configure.report_moves` is set."""
 
     namespace: int
@@ -329,14 +314,14 @@ class Tell:
 
 
 @dataclass(slots=True)
-class ClientLost:
+class ClientLost(Event):
     """A connection ended. Its leases and reservations end too."""
 
     client: int
 
 
 @dataclass(slots=True)
-class CopyDone:
+class CopyDone(Event):
     """A copy ended. `results` has OK, CORRUPT or FAILED for each of its blocks."""
 
     transfer: int
@@ -344,7 +329,7 @@ class CopyDone:
 
 
 @dataclass(slots=True)
-class ProbeDone:
+class ProbeDone(Event):
     """A probe ended. `results` has OK, CORRUPT, or FAILED (not readable) for each of its slots."""
 
     probe: int
@@ -352,23 +337,21 @@ class ProbeDone:
 
 
 @dataclass(slots=True)
-class Scrub:
-    """Probes the next blocks of tier number `tier`, up to `limit_bytes`, unless a probe is under way."""
+class Scrub(TierEvent):
+    """Probes the next blocks of a tier, up to `limit_bytes`, unless a probe is under way."""
 
-    tier: int
     limit_bytes: int
 
 
 @dataclass(slots=True)
-class ExtentReady:
-    """An extent of tier number `tier` can be used.
+class ExtentReady(TierEvent):
+    """An extent can be used.
 
     `slot_bytes` is 0 for a new extent. For an extent of an earlier process, `versions` are the last versions
     of its slots, `tenant` and `domain` its owners; if `tenant` is `UNKNOWN`, the extent is renewed first.
-    `replaces` is the extent that it was renewed from; -1: none.
+    `replaces` is the extent that it renews; -1: none.
     """
 
-    tier: int
     extent: int
     slot_bytes: int = 0
     versions: npt.NDArray[np.uint32] | None = None
@@ -378,30 +361,25 @@ class ExtentReady:
 
 
 @dataclass(slots=True)
-class ExtentLost:
+class ExtentLost(TierEvent):
     """An extent is gone: its renewal failed, or it was removed on request."""
 
-    tier: int
     extent: int
 
 
 @dataclass(slots=True)
-class ExtentsEnd:
-    """Tier number `tier` gets no more extents: it is complete, or memory or disk is full."""
-
-    tier: int
+class ExtentsEnd(TierEvent):
+    """A tier gets no more extents: it is complete, or memory or disk is full."""
 
 
 @dataclass(slots=True)
-class Restore:
-    """Adds blocks that tier number `tier` already holds, coldest last. Every column has one entry a block.
+class Restore(TierEvent):
+    """Adds blocks that a tier already holds, coldest last. Every column has one entry a block.
 
-    `ends` is the time when a block expires, in the clock of `now`; infinity: never.
-
-    Tiers are restored from the lowest up. If two tiers disagree about a block, the later event is right.
+    `ends` is the time when a block expires, in the clock of `now`; infinity: never. Tiers are restored from
+    the lowest up. If two tiers disagree about a block, the later event is right.
     """
 
-    tier: int
     namespace: npt.NDArray[np.uint32]
     keys: npt.NDArray[np.uint8]
     key_bytes: npt.NDArray[np.uint8]
@@ -422,7 +400,7 @@ class Restore:
 
 
 @dataclass(slots=True)
-class RestoreReuse:
+class RestoreReuse(Event):
     """Continues from the reuse statistics that an earlier process saved `elapsed_s` ago, before any block."""
 
     state: ReuseState
@@ -430,71 +408,24 @@ class RestoreReuse:
 
 
 @dataclass(slots=True)
-class Watch:
+class Watch(Event):
     """Reports blocks with this key as `Came` when they are stored, until as many `Unwatch` events."""
 
     key: bytes
 
 
 @dataclass(slots=True)
-class Unwatch:
+class Unwatch(Event):
     """Undoes one `Watch` of this key."""
 
     key: bytes
 
 
 @dataclass(slots=True)
-class Flush:
+class Flush(Event):
     """Queues writes of all blocks that only memory holds, before a stop."""
 
 
 @dataclass(slots=True)
-class Tick:
+class Tick(Event):
     """Takes a step of every job."""
-
-    _: None = field(default=None, repr=False)
-
-
-Event = (
-    OpenNamespace
-    | SetTenant
-    | Configure
-    | SetPolicy
-    | SetAdmission
-    | SetSharing
-    | SetDevice
-    | SetLimit
-    | AddDevice
-    | RemoveDevice
-    | LoseDevice
-    | Publish
-    | Forget
-    | ForgetTenant
-    | Reserve
-    | Commit
-    | Abort
-    | Acquire
-    | Release
-    | Lookup
-    | Prefetch
-    | Pin
-    | Unpin
-    | Invalidate
-    | Hint
-    | Explain
-    | Suspect
-    | Tell
-    | ClientLost
-    | CopyDone
-    | ProbeDone
-    | Scrub
-    | ExtentReady
-    | ExtentLost
-    | ExtentsEnd
-    | Restore
-    | RestoreReuse
-    | Watch
-    | Unwatch
-    | Flush
-    | Tick
-)

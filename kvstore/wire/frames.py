@@ -1,4 +1,4 @@
-"""Frames: four bytes of length (little-endian), then one message of that length."""
+"""Frames: the length of a message (u32, little-endian), then the message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_FRAME_BYTES = 4 << 20
 
 
 def pack(message: Any, limit_bytes: int = DEFAULT_FRAME_BYTES, version: int = VERSION) -> bytes:
-    """A message as a frame, in a version of the wire. Raises LocalProtocolError above the limit."""
+    """Returns a message as a frame, in a version of the wire. Raises LocalProtocolError above the limit."""
     body = encode(message, version)
     if len(body) > limit_bytes:
         raise LocalProtocolError(
@@ -25,22 +25,21 @@ def pack(message: Any, limit_bytes: int = DEFAULT_FRAME_BYTES, version: int = VE
 
 
 class Frames:
-    """Cuts a stream of bytes into messages; keeps at most one unfinished frame."""
+    """Cuts a stream of bytes into messages. Buffers at most one unfinished frame."""
 
     def __init__(
         self, limit_bytes: int = DEFAULT_FRAME_BYTES, decode: Callable[[memoryview], Any] = decode
     ) -> None:
-        """`limit_bytes` may change at any time; `ended` counts frames that have come whole."""
+        """`limit_bytes` may be changed at any time. `ended` counts the complete frames."""
         self.limit_bytes = limit_bytes
         self.ended = 0
         self._decode = decode
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Any]:
-        """Takes in received bytes, yields the messages that are complete.
+        """Adds received bytes. Yields the complete messages.
 
-        Raises RemoteProtocolError for a frame over the limit or a message that makes no sense; nothing
-        after that can be trusted.
+        Raises RemoteProtocolError for a frame over the limit or a bad message. The stream is useless then.
         """
         buffer = self._buffer
         if (
@@ -65,7 +64,7 @@ class Frames:
                     break
                 start, at = at + 4, at + 4 + length
                 self.ended += 1
-                # Let go of at once: a buffer that is looked at can't grow.
+                # Released at once, because a buffer with a view cannot grow.
                 with memoryview(buffer) as received, received[start:at] as body:
                     message = self._decode(body)
                 yield message
@@ -75,10 +74,10 @@ class Frames:
 
     @property
     def waiting_bytes(self) -> int:
-        """What has come of a frame that has not ended."""
+        """Bytes of the unfinished frame so far."""
         return len(self._buffer)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a frame has begun and not ended: true at the end of a stream means it was cut."""
+        """Whether a frame is unfinished. At the end of a stream, this means that the stream was cut."""
         return bool(self._buffer)

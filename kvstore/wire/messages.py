@@ -1,17 +1,22 @@
-"""Messages: a MessagePack array each, the tag first, then the fields in order.
+"""The messages of the protocol between client and daemon, and their encoding.
 
-Requests carry an `id` that their answer repeats; messages without one are answered by nothing. Arrays of
-numbers travel as little-endian bytes, keys as one run of bytes: a list of 1024 keys costs three times more.
-Times are relative (s), since the two sides share no clock.
+A message is a MessagePack array: the tag, then the fields in order. An answer repeats the `id` of its
+request. A message without an id has no answer. Columns of numbers are little-endian bytes. The keys of a
+request are one byte string, because a list of 1,024 keys would cost three times as much. Times are relative
+(seconds), because client and daemon share no clock. `validate`, where a message has it, raises
+RemoteProtocolError for values that have the right types but make no sense.
+
+Not covered: the length before each message. See `frames`.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 import msgpack
 
@@ -19,46 +24,65 @@ from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
 VERSION = 8
+"""The newest version of the wire."""
 OLDEST = 7
-"""The oldest that is spoken too. Fields are added at a message's end, `_since` a version. None is
-ever used for something else."""
+"""The oldest supported version. New fields are added at the end of a message, `_since` a version. No field
+changes its meaning."""
 
 MAGIC = "kvstore"
 MAX_TENANT_CHARS = 64
 NAMESPACES = 1024
-"""How many namespaces the daemon remembers of one connection: those that were used last."""
+"""Namespaces that the daemon remembers for one connection: the last used ones."""
 MAX_PROMPT_BLOCKS = 1 << 20
-"""What more is said to be asked for does not count."""
+"""The most blocks of one prompt that are counted."""
 LOW, NORMAL, HIGH = range(3)
 """Priorities of a hint."""
 REQUEST_RECORD = struct.Struct("<dII")
-"""Head of a recorded request: s since the start of the recording, tokens of a block (0: unknown), hashes."""
+"""Head of a recorded request: seconds since the recording began, tokens per block (0: unknown), hashes."""
 
 LONGEST = 1024
-"""The most values that one list or map of a request has."""
+"""The most values in one list or map of a request."""
 MOST_VALUES = LONGEST
-"""The most that all lists and maps of a request have together."""
+"""The most values in all lists and maps of a request together."""
 MOST_OF_OPERATORS = 16 * LONGEST
 """The same for operators, who send whole configurations."""
 _SHORT_BYTES = 4096
-"""What is no longer than this needs no counting."""
+"""Shorter messages cannot hold too many values."""
 
-_SHOWN = (int, float, str, bytes)  # what may be repeated to a peer: never something nested
+_SHOWN = (int, float, str, bytes)  # types whose values are repeated to a peer: nothing nested
+
+_T = TypeVar("_T")
+_CLASSES: dict[int, type] = {}
 
 
 def _since(version: int, default: Any) -> Any:
-    """A field that peers of older versions neither send nor get: `default` is what it is to them."""
+    """Declares a field that older versions do not have. `default` is its value for older peers."""
     return field(default=default, metadata={"since": version})
 
 
+@dataclass_transform()
+def _message(tag: int) -> Callable[[type[_T]], type[_T]]:
+    """Makes a class a message with this tag. A tag is never given to another message."""
+
+    def declare(cls: type[_T]) -> type[_T]:
+        assert tag not in _CLASSES, f"tag {tag} has two messages"
+        _CLASSES[tag] = dataclass(slots=True)(cls)
+        return _CLASSES[tag]
+
+    return declare
+
+
 def span(oldest: int, newest: int) -> str:
-    """A range of versions, to people."""
+    """Returns a range of versions in words."""
     return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
-@dataclass(slots=True)
+# -- greeting
+
+
+@_message(0)
 class Hello:
-    """First of a client. `version`: the oldest that it speaks; first in `capabilities`: the newest."""
+    """A client's first message. `version`: the oldest that it speaks; first in `capabilities`: the newest."""
 
     magic: str
     version: int
@@ -72,11 +96,11 @@ class Hello:
         return max(said, self.version) if type(said) is int else self.version
 
 
-@dataclass(slots=True)
+@_message(1)
 class Welcome:
-    """The daemon's answer to Hello: from now on, both speak `version`, the newest that both can.
+    """Answers Hello. Both sides then speak `version`, the newest that both support.
 
-    `instance` differs after every start of the daemon. `release`: what its software is called.
+    `instance` is a new random value after every start of the daemon, `release` the version of its software.
     """
 
     version: int
@@ -88,95 +112,173 @@ class Welcome:
     release: str = _since(8, "")
 
 
+@_message(24)
+class Failure:
+    """Reports that the peer broke the protocol. The connection ends after it."""
+
+    why: str
+    hint: str
+
+
 @dataclass(slots=True)
-class Ping:
-    """Nothing asked; answered by Value(0)."""
+class _Numbered:
+    """A request with its number, or an answer with the number of its request."""
 
     id: int
 
 
-@dataclass(slots=True)
-class Open:
-    """Make the namespace of a layout known on this connection; answered by Opened.
+# -- answers of several requests
 
-    `owner` is the tenant that it belongs to, "" for the asker's own. Its blocks are misses `ttl_s` after they
-    were stored; 0: as the tenant's configuration says.
+
+@_message(20)
+class Value(_Numbered):
+    """Answers with a number."""
+
+    value: int
+
+
+@_message(19)
+class Report(_Numbered):
+    """Answers with a map: the state of the daemon, or the result of an operator's command."""
+
+    status: dict[str, Any]
+
+
+@_message(23)
+class Denied(_Numbered):
+    """Refuses a request. The connection stays open."""
+
+    why: str
+    hint: str
+
+
+@_message(29)
+class Busy(_Numbered):
+    """Refuses a request for now. The client may retry after `retry_s`."""
+
+    retry_s: float
+    why: str
+
+
+# -- namespaces and tenants
+
+
+@_message(3)
+class Open(_Numbered):
+    """Opens the namespace of a layout on this connection. Answered by Opened.
+
+    `owner` is the tenant of the namespace ("": the peer's own). Blocks are misses `ttl_s` after their storing
+    (0: the TTL of the tenant's configuration).
     """
 
-    id: int
     layout: dict[str, Any]
     owner: str
     ttl_s: float
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError for an owner that can be no tenant."""
         _check_tenants((self.owner,))
 
 
-@dataclass(slots=True)
-class Opened:
-    """`namespace` names the layout on this connection; `fingerprint` seeds its checksums."""
+@_message(4)
+class Opened(_Numbered):
+    """`namespace` is the layout's number on this connection; `fingerprint` seeds its checksums."""
 
-    id: int
     namespace: int
     fingerprint: bytes
 
 
-@dataclass(slots=True)
-class _Keyed:
-    """A request about keys of one namespace: `keys` holds keys of `key_bytes` bytes one after another."""
+@_message(26)
+class Publish(_Numbered):
+    """Lets these tenants, and no others, read a namespace of the peer. Answered by Value when in force."""
 
-    id: int
+    namespace: int
+    tenants: tuple[Any, ...]
+
+    def validate(self) -> None:
+        _check_tenants(self.tenants)
+
+
+@_message(27)
+class Forget(_Numbered):
+    """Deletes one of the peer's namespaces; 0: all of this model and revision, where "" matches any.
+
+    Answered by Value when the deletion is complete: the number of deleted blocks.
+    """
+
+    namespace: int
+    model: str
+    revision: str
+
+
+@_message(28)
+class DeleteTenant(_Numbered):
+    """Deletes all blocks of a tenant. Answered by Value: the number of blocks."""
+
+    name: str
+
+    def validate(self) -> None:
+        _check_tenants((self.name,))
+
+
+# -- requests about keys
+
+
+@dataclass(slots=True)
+class _Keyed(_Numbered):
+    """A request about keys of one namespace. `keys` is one byte string of keys of `key_bytes` bytes each."""
+
     namespace: int
     key_bytes: int
     keys: bytes
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError for keys that can't be cut."""
         _check_keys(self.key_bytes, self.keys)
 
 
 @dataclass(slots=True)
-class Lookup(_Keyed):
-    """Length of the stored prefix that is worth loading within `timeout_s`; answered by Found.
+class _Read(_Keyed):
+    """A request for the stored prefix. Blocks that do not load within `timeout_s` are left out.
 
-    `recompute_s` is what computing one block anew takes: blocks that take longer to load are left out. 0:
-    nobody knows, and what is stored is counted, whenever it could be loaded.
-
-    For the hit ratio only: this is the first question for a prompt of `asks` blocks (0: for none), of these
-    keys `known` leading ones have been counted as found before, and each key stands for `step` blocks.
+    `recompute_s`: the time to recompute one block (0: unknown). Blocks that take longer to load are left out.
+    `device`: the UUID of a GPU whose memory is preferred. DRAM is used if its pool has too little room.
     """
 
     timeout_s: float
     recompute_s: float
     device: str = ""
+
+
+@_message(5)
+class Lookup(_Read):
+    """Asks for the length of the stored prefix. Answered by Found. `recompute_s` 0: `timeout_s` is ignored.
+
+    For the hit ratio only: this is the first request for a prompt of `asks` blocks (0: it is not the first),
+    `known` leading keys were counted as found before, and each key stands for `step` blocks.
+    """
+
     asks: int = 0
     known: int = 0
     step: int = 1
 
 
-@dataclass(slots=True)
-class Acquire(_Keyed):
-    """Slots of the longest stored prefix within `timeout_s`; answered by Granted. See Lookup.
+@_message(6)
+class Acquire(_Read):
+    """Leases the slots of the stored prefix. Answered by Granted.
 
-    `device`: the UUID of a GPU; slots are in its memory if it has a pool with room for all, else in DRAM.
-    While not even the first block is stored anywhere, the answer waits for it: up to `wait_s`, 60 s at most.
-    `asks`, `known`: see Lookup.
+    If the first block is not stored, the answer waits for it up to `wait_s`, at most 60 s. See Lookup for
+    `asks` and `known`.
     """
 
-    timeout_s: float
-    recompute_s: float
-    device: str = ""
     wait_s: float = 0.0
     asks: int = 0
     known: int = 0
 
 
-@dataclass(slots=True)
+@_message(7)
 class Reserve(_Keyed):
-    """Slots for those keys that are not stored yet; answered by Reserved. `device`: see Acquire.
+    """Reserves slots for the keys that are not stored yet. Answered by Reserved. `device`: see Acquire.
 
-    `tokens`: what the blocks were computed from, equally many u32 for each key; empty: not said.
+    `tokens`: the tokens of the blocks, the same number of u32 for each key; empty: unknown.
     """
 
     parent: bytes
@@ -185,239 +287,60 @@ class Reserve(_Keyed):
     tokens: bytes = b""
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError for keys that can't be cut and for a parent that is too long."""
         _check_keys(self.key_bytes, self.keys)
         if len(self.parent) > MAX_KEY_BYTES:
             raise RemoteProtocolError(f"a parent key of {len(self.parent)} bytes")
 
 
-@dataclass(slots=True)
+@_message(11)
 class Prefetch(_Keyed):
-    """Answered by Value: blocks that are, or will soon be, in memory. `device`: see Acquire."""
+    """Loads the stored prefix into memory. Answered by Value: blocks that are, or will soon be, in memory."""
 
     device: str = ""
 
 
-@dataclass(slots=True)
+@_message(12)
 class Pin(_Keyed):
-    """Answered by Value: blocks kept for `ttl_s`."""
+    """Protects the stored prefix from eviction for `ttl_s`. Answered by Value: the number of blocks."""
 
     ttl_s: float
 
 
-@dataclass(slots=True)
+@_message(13)
 class Unpin(_Keyed):
-    """Answered by Value: blocks no longer kept."""
+    """Undoes Pin. Answered by Value: the number of unpinned blocks."""
 
 
-@dataclass(slots=True)
+@_message(14)
 class Invalidate(_Keyed):
-    """Answered by Value: blocks forgotten."""
+    """Drops blocks from every tier. Answered by Value: the number of dropped blocks."""
 
 
-@dataclass(slots=True)
+@_message(15)
 class Suspect(_Keyed):
-    """The reader's checksum did not match under these keys, in the memory of `device` ("": DRAM).
+    """Reports wrong checksums under these keys, in the memory of `device` ("": DRAM).
 
-    Unless `id` is 0 a Value answers, when what is bad is out of the way: how many blocks were.
+    Unless `id` is 0, it is answered by Value after the corrupt blocks were dropped: their number.
     """
 
     device: str = ""
 
 
-@dataclass(slots=True)
-class Commit:
-    """The slots of a reservation are filled: a u64 checksum and a 0/1 byte for each granted key."""
-
-    id: int
-    lease: int
-    checksums: bytes
-    written: bytes
-
-    def validate(self) -> None:
-        """Raises RemoteProtocolError when the two columns differ in length."""
-        if len(self.checksums) != 8 * len(self.written):
-            raise RemoteProtocolError(
-                f"{len(self.checksums)} bytes of checksums for {len(self.written)} blocks"
-            )
-
-
-@dataclass(slots=True)
-class Abort:
-    """A reservation is given up."""
-
-    lease: int
-
-
-@dataclass(slots=True)
-class Release:
-    """A lease is given back. The reader could not use its last `unused` blocks; `corrupt` ones were wrong."""
-
-    lease: int
-    unused: int = 0
-    corrupt: int = 0
-
-
-@dataclass(slots=True)
-class Map:
-    """Pass me the descriptor of an extent; answered by Mapped with one descriptor, writable or read-only.
-
-    For an extent in a GPU's memory, numbered from `HBM_EXTENTS` on, by MappedHbm instead.
-    """
-
-    id: int
-    extent: int
-    writable: bool
-
-
-@dataclass(slots=True)
-class Mapped:
-    """`extent_bytes` is the length of the extent whose descriptor comes with this frame."""
-
-    id: int
-    extent_bytes: int
-
-
-@dataclass(slots=True)
-class MappedHbm:
-    """`extent_bytes` on the GPU `device`, which `handle` (CUDA IPC) opens for reading and writing."""
-
-    id: int
-    extent_bytes: int
-    device: str
-    handle: bytes
-
-
-@dataclass(slots=True)
-class Status:
-    """Answered by Report."""
-
-    id: int
-
-
-@dataclass(slots=True)
-class Report:
-    """State of the daemon, as `kvstore status` shows it."""
-
-    id: int
-    status: dict[str, Any]
-
-
-@dataclass(slots=True)
-class Value:
-    """A number for an answer."""
-
-    id: int
-    value: int
-
-
-@dataclass(slots=True)
-class Found:
-    """Answer to Lookup. With `gaps`, stored blocks may lie beyond missing ones: ask all keys.
-
-    `stored`: leading blocks that are stored, worth loading or not.
-    """
-
-    id: int
-    value: int
-    gaps: bool
-    stored: int = 0
-
-
-@dataclass(slots=True)
-class Granted:
-    """A lease on leading blocks: a `SLOT_RECORD` each. `stored`: see Found."""
-
-    id: int
-    lease: int
-    slot_bytes: int
-    slots: bytes
-    stored: int = 0
-
-
-@dataclass(slots=True)
-class Reserved:
-    """What became of each key (a u8), and a `SLOT_RECORD` for each granted one."""
-
-    id: int
-    lease: int
-    slot_bytes: int
-    slots: bytes
-    status: bytes
-    why: str
-
-
-@dataclass(slots=True)
-class Denied:
-    """The request of this id is refused; the connection goes on."""
-
-    id: int
-    why: str
-    hint: str
-
-
-@dataclass(slots=True)
+@_message(38)
 class HandOff(_Keyed):
-    """Have the stored prefix on the network, for another node, within `timeout_s`.
+    """Uploads the stored prefix to the network, for another node, within `timeout_s`.
 
-    Answered by Value: how many leading blocks are.
+    Answered by Value: the number of leading blocks that the network has.
     """
 
     timeout_s: float
 
 
-@dataclass(slots=True)
-class Publish:
-    """Let these tenants, and no others, read a namespace of one's own; answered by Value when it holds."""
-
-    id: int
-    namespace: int
-    tenants: tuple[Any, ...]
-
-    def validate(self) -> None:
-        """Raises RemoteProtocolError for what can be no tenant."""
-        _check_tenants(self.tenants)
-
-
-@dataclass(slots=True)
-class Forget:
-    """Delete a namespace of one's own; or with number 0 all of this model and revision, where "" is any.
-
-    Answered by Value when nothing is left: how many blocks were deleted.
-    """
-
-    id: int
-    namespace: int
-    model: str
-    revision: str
-
-
-@dataclass(slots=True)
-class DeleteTenant:
-    """Delete all that a tenant has stored; answered by Value: how many blocks."""
-
-    id: int
-    name: str
-
-    def validate(self) -> None:
-        """Raises RemoteProtocolError for what can be no tenant."""
-        _check_tenants((self.name,))
-
-
-@dataclass(slots=True)
-class Busy:
-    """The request of this id is refused for now: try again in `retry_s`."""
-
-    id: int
-    retry_s: float
-    why: str
-
-
-@dataclass(slots=True)
+@_message(30)
 class Hint(_Keyed):
-    """Next use of the stored prefix is expected in `next_use_s`, if it is `expected` at all.
+    """Announces the next use of the stored prefix: in `next_use_s` if it is `expected`, else unknown.
 
-    `closed`: its session is over. `priority`: LOW, NORMAL or HIGH. Answered by Value: blocks it is about.
+    `closed`: the session is over. `priority`: LOW, NORMAL or HIGH. Answered by Value: the number of blocks.
     """
 
     expected: bool
@@ -426,133 +349,186 @@ class Hint(_Keyed):
     priority: int
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError for keys that can't be cut and for priorities there are not."""
         _check_keys(self.key_bytes, self.keys)
         if self.priority > HIGH:
             raise RemoteProtocolError(f"a hint of priority {self.priority}", f"{LOW} to {HIGH}")
 
 
-@dataclass(slots=True)
-class Explain:
-    """What is known of keys in the namespaces of a tenant (of a model); answered by Explained.
+@_message(31)
+class Explain(_Numbered):
+    """Asks for the state of keys in the namespaces of a tenant (and model). Answered by Explained.
 
-    `tenant` "": one's own, or for operators everybody's. `model` "": any.
+    `tenant` "": the peer's own; for operators all tenants. `model` "": any.
     """
 
-    id: int
     tenant: str
     model: str
     key_bytes: int
     keys: bytes
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError for keys that can't be cut and for what can be no tenant."""
         _check_keys(self.key_bytes, self.keys)
         _check_tenants((self.tenant,))
 
 
-@dataclass(slots=True)
-class Explained:
-    """A map of plain values for each key and namespace that knows something of it."""
+@_message(32)
+class Explained(_Numbered):
+    """One map of plain values for each key and namespace with a record of the key."""
 
-    id: int
     blocks: tuple[Any, ...]
 
 
-@dataclass(slots=True)
-class RecordStart:
-    """Record what is asked for, for so many seconds, with at most `max_bytes` kept; for operators.
+@_message(25)
+class Found(_Numbered):
+    """Answers Lookup. `gaps`: stored blocks may lie behind missing ones, so all keys must be asked.
 
-    Answered by Value(0). It ends with the connection at the latest.
+    `stored`: the number of leading stored blocks, whether worth loading or not.
     """
 
-    id: int
+    value: int
+    gaps: bool
+    stored: int = 0
+
+
+# -- leases and reservations
+
+
+@dataclass(slots=True)
+class _Slots(_Numbered):
+    """An answer with slots: one `SLOT_RECORD` each."""
+
+    lease: int
+    slot_bytes: int
+    slots: bytes
+
+
+@_message(21)
+class Granted(_Slots):
+    """Answers Acquire: a lease on leading blocks. `stored`: see Found."""
+
+    stored: int = 0
+
+
+@_message(22)
+class Reserved(_Slots):
+    """Answers Reserve: the `status` of each key (u8), slots for granted keys, `why` others were denied."""
+
+    status: bytes
+    why: str
+
+
+@_message(8)
+class Commit(_Numbered):
+    """Commits a reservation: a u64 checksum and a byte (1: slot filled) for each granted key."""
+
+    lease: int
+    checksums: bytes
+    written: bytes
+
+    def validate(self) -> None:
+        if len(self.checksums) != 8 * len(self.written):
+            raise RemoteProtocolError(
+                f"{len(self.checksums)} bytes of checksums for {len(self.written)} blocks"
+            )
+
+
+@_message(9)
+class Abort:
+    """Ends a reservation. Its slots are freed."""
+
+    lease: int
+
+
+@_message(10)
+class Release:
+    """Ends a lease. The reader did not use the last `unused` blocks; `corrupt` of them were corrupt."""
+
+    lease: int
+    unused: int = 0
+    corrupt: int = 0
+
+
+# -- shared memory
+
+
+@_message(16)
+class Map(_Numbered):
+    """Asks for the descriptor of an extent. Answered by Mapped.
+
+    Extents of GPU memory have numbers from `HBM_EXTENTS` on. They are answered by MappedHbm.
+    """
+
+    extent: int
+    writable: bool
+
+
+@_message(17)
+class Mapped(_Numbered):
+    """`extent_bytes` is the length of the extent. Its file descriptor is passed with this frame."""
+
+    extent_bytes: int
+
+
+@_message(37)
+class MappedHbm(_Numbered):
+    """`extent_bytes` on the GPU `device`. `handle` (CUDA IPC) opens them for reading and writing."""
+
+    extent_bytes: int
+    device: str
+    handle: bytes
+
+
+# -- operators
+
+
+@_message(2)
+class Ping(_Numbered):
+    """Answered by Value(0)."""
+
+
+@_message(18)
+class Status(_Numbered):
+    """Asks for the state of the daemon, as `kvstore status` shows it. Answered by Report."""
+
+
+@_message(36)
+class Control(_Numbered):
+    """Runs a command for operators: see `daemon.operator`. Answered by Report or Value."""
+
+    call: str
+    arguments: dict[str, Any]
+
+
+@_message(33)
+class RecordStart(_Numbered):
+    """Records requests for `seconds`, in at most `max_bytes` of memory. For operators; answered by Value(0).
+
+    The recording ends with the connection at the latest.
+    """
+
     seconds: float
     max_bytes: int
 
 
-@dataclass(slots=True)
-class RecordRead:
-    """What this connection's recording has kept since the last time; answered by Recorded."""
-
-    id: int
+@_message(34)
+class RecordRead(_Numbered):
+    """Asks for the requests recorded since the last RecordRead. Answered by Recorded."""
 
 
-@dataclass(slots=True)
-class Recorded:
-    """Some requests of a recording, each `REQUEST_RECORD` and then its keys' hashes, u64 each.
+@_message(35)
+class Recorded(_Numbered):
+    """Some recorded requests, each a `REQUEST_RECORD` and the hashes of its keys (u64).
 
-    `dropped`: requests for which there was no room, of all so far. `ended`: nothing more comes.
+    `dropped`: the number of requests so far that did not fit into memory. `ended`: the recording is complete.
     """
 
-    id: int
     requests: bytes
     dropped: int
     ended: bool
 
 
-@dataclass(slots=True)
-class Control:
-    """A request of an operator's, by name and with arguments: see `daemon.control`.
-
-    Answered by Report, or by Value where all there is to say is how many.
-    """
-
-    id: int
-    call: str
-    arguments: dict[str, Any]
-
-
-@dataclass(slots=True)
-class Failure:
-    """The peer broke the protocol; the connection ends after this."""
-
-    why: str
-    hint: str
-
-
-ALL: tuple[type, ...] = (
-    Hello,
-    Welcome,
-    Ping,
-    Open,
-    Opened,
-    Lookup,
-    Acquire,
-    Reserve,
-    Commit,
-    Abort,
-    Release,
-    Prefetch,
-    Pin,
-    Unpin,
-    Invalidate,
-    Suspect,
-    Map,
-    Mapped,
-    Status,
-    Report,
-    Value,
-    Granted,
-    Reserved,
-    Denied,
-    Failure,
-    Found,
-    Publish,
-    Forget,
-    DeleteTenant,
-    Busy,
-    Hint,
-    Explain,
-    Explained,
-    RecordStart,
-    RecordRead,
-    Recorded,
-    Control,
-    MappedHbm,
-    HandOff,
-)
-"""The tag of a message is its place here: append only."""
+ALL = tuple(_CLASSES[tag] for tag in range(len(_CLASSES)))
+"""All messages, in the order of their tags."""
 
 
 def _check_keys(key_bytes: int, keys: bytes) -> None:
@@ -569,14 +545,8 @@ def _check_tenants(names: tuple[Any, ...]) -> None:
         )
 
 
-def _plain(hint: Any) -> type:
-    """The class that a field's value must have."""
-    cls: type = getattr(hint, "__origin__", hint)
-    return cls
-
-
 class _Codec:
-    """How one message class is packed and checked, worked out once."""
+    """Packs and checks one message class."""
 
     def __init__(self, tag: int, cls: type) -> None:
         hints = get_type_hints(cls)
@@ -584,7 +554,9 @@ class _Codec:
         self.cls = cls
         self.names = tuple(f.name for f in fields(cls))
         self.values = attrgetter("__class__", *self.names)
-        self.types = (int, *(_plain(hints[name]) for name in self.names))
+        # `dict[str, Any]` must be a `dict`.
+        plain = (getattr(hints[name], "__origin__", hints[name]) for name in self.names)
+        self.types: tuple[type, ...] = (int, *plain)
         self.numbers = tuple(i for i, wanted in enumerate(self.types) if wanted in (int, float))
         self.validate = getattr(cls, "validate", None)
         self.since = tuple(f.metadata.get("since", OLDEST) for f in fields(cls))
@@ -593,16 +565,16 @@ class _Codec:
         self._older = {self.fields_at(version) for version in range(OLDEST, VERSION)}
 
     def fields_at(self, version: int) -> int:
-        """How many fields the message has in a version."""
+        """Returns the number of fields that the message has in a version."""
         return sum(since <= version for since in self.since)
 
     def complete(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What an older peer has sent, with the defaults of what has come since."""
+        """Adds the defaults of the fields that an older peer does not send."""
         n = len(items) - 1
         return items + self._defaults[n:] if n in self._older else items
 
     def check(self, items: tuple[Any, ...]) -> None:
-        """Raises RemoteProtocolError for a field of the wrong type, or a number that is negative or none."""
+        """Raises RemoteProtocolError for a field of the wrong type, or a negative or infinite number."""
         if len(items) != len(self.types):
             raise RemoteProtocolError(
                 f"{self.cls.__name__} has {len(items) - 1} fields instead of {len(self.names)}"
@@ -623,7 +595,7 @@ _BY_CLASS = {codec.cls: codec for codec in _BY_TAG}
 
 
 def encode(message: Any, version: int = VERSION) -> bytes:
-    """One message as MessagePack, in a version of the wire. LocalProtocolError for what does not fit."""
+    """Encodes a message in a version of the wire. Raises LocalProtocolError for bad values."""
     codec = _BY_CLASS[type(message)]
     values = codec.values(message)[1:]
     if version < codec.newest:
@@ -636,7 +608,7 @@ def encode(message: Any, version: int = VERSION) -> bytes:
 
 
 class _Counted:
-    """Lists and maps of one message as they end, each counted with what it holds."""
+    """Counts the values in all lists and maps of one message. Raises ValueError above `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
@@ -648,37 +620,12 @@ class _Counted:
         return container
 
 
-def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The message in one frame. Raises RemoteProtocolError naming what is wrong with it."""
+def decode(data: bytes | bytearray | memoryview, **bounds: Any) -> Any:
+    """Returns the message in one frame. Raises RemoteProtocolError. `bounds`: see `msgpack.unpackb`."""
     try:
-        items = msgpack.unpackb(data, use_list=False)
+        items = msgpack.unpackb(data, use_list=False, **bounds)
     except Exception as error:
-        raise _no_messagepack(data, error) from None
-    return _message(items)
-
-
-def decode_request(data: bytes | bytearray | memoryview, most_values: int = MOST_VALUES) -> Any:
-    """`decode` for what anybody may have sent: few values, so that it is quick at any size.
-
-    Raises RemoteProtocolError also for a list or map of more than `LONGEST` values, and for more than
-    `most_values` in all lists and maps together.
-    """
-    count = _Counted(most_values) if len(data) > _SHORT_BYTES else None
-    try:
-        items = msgpack.unpackb(
-            data, use_list=False, max_ext_len=0, max_array_len=LONGEST, max_map_len=LONGEST,
-            list_hook=count, object_hook=count,
-        )  # fmt: skip
-    except Exception as error:
-        raise _no_messagepack(data, error) from None
-    return _message(items)
-
-
-def _no_messagepack(data: bytes | bytearray | memoryview, error: Exception) -> RemoteProtocolError:
-    return RemoteProtocolError(f"a frame of {len(data)} bytes is not MessagePack: {error}"[:200])
-
-
-def _message(items: Any) -> Any:
+        raise RemoteProtocolError(f"a frame of {len(data)} bytes is not MessagePack: {error}"[:200]) from None
     if not isinstance(items, tuple) or not items or type(items[0]) is not int:
         raise RemoteProtocolError("a frame is not an array that starts with a tag")
     if not 0 <= items[0] < len(_BY_TAG):
@@ -694,3 +641,15 @@ def _message(items: Any) -> Any:
     if codec.validate is not None:
         codec.validate(message)
     return message
+
+
+def decode_request(data: bytes | bytearray | memoryview, most_values: int = MOST_VALUES) -> Any:
+    """Decodes a message of an untrusted peer: few values, so that decoding is quick at any size.
+
+    Raises RemoteProtocolError also for a list or map of more than `LONGEST` values, and for more than
+    `most_values` in all lists and maps together.
+    """
+    count = _Counted(most_values) if len(data) > _SHORT_BYTES else None
+    return decode(
+        data, max_ext_len=0, max_array_len=LONGEST, max_map_len=LONGEST, list_hook=count, object_hook=count
+    )

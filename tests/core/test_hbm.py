@@ -75,12 +75,12 @@ def test_a_block_of_dram_comes_into_a_pool_and_is_a_hit_there_from_then_on() -> 
     w.finish_all()
     grant = answer(w, first)
     assert w.tier_of(grant) == gpu
-    assert grant.tiers.tolist() == [Tier.DRAM] * 4, "that is where they were found"
+    assert grant.slots["tier"].tolist() == [Tier.DRAM] * 4, "that is where they were found"
     assert w.read(1, keys, grant) == values(keys)
     again = w.acquire(0, 1, keys, at=gpu)
     assert isinstance(again, ac.Grant)
     assert w.tier_of(again) == gpu
-    assert again.tiers.tolist() == [Tier.HBM] * 4
+    assert again.slots["tier"].tolist() == [Tier.HBM] * 4
     assert not w.copies
     assert w.p.view.counters["hit_blocks_hbm0"] == w.p.view.counters["hit_blocks_dram"] == 4
     assert w.p.view.counters["promoted_blocks"] == 4

@@ -524,4 +524,4 @@ def test_a_reader_that_verifies_notices_rot() -> None:
     w.rot(w.places(0, grant.where)[1])
     assert w.read(1, [b"a", b"b"], grant) == [payload(1, b"a"), None]
     assert hash_of(payload(1, b"b")) == int(grant.checksum[1])
-    assert np.array_equal(grant.tiers, [1, 1])
+    assert np.array_equal(grant.slots["tier"], [1, 1])

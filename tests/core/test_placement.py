@@ -30,7 +30,7 @@ def _plain(a: ac.Action) -> tuple[object, ...]:
     if isinstance(a, ac.Reserved):
         return ("room", *(STATUS[s] for s in a.status.tolist()))
     if isinstance(a, ac.Grant):
-        return ("grant", len(a.where), a.tiers.tolist())
+        return ("grant", len(a.where), a.slots["tier"].tolist())
     if isinstance(a, ac.Answer):
         return ("answer", a.value)
     if isinstance(a, ac.Deny):

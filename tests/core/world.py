@@ -316,7 +316,7 @@ class World:
         return self._request
 
     def _run(self, action: ac.Action) -> None:
-        if isinstance(action, ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny):
+        if isinstance(action, ac.Reply):
             if action.request:
                 assert action.request not in self.answers, "answered twice"
                 self.answers[action.request] = action
@@ -699,7 +699,7 @@ class World:
             if tier:
                 continue
             header = self.headers[place]
-            told = (namespace, keys[i], int(grant.version[i]), int(grant.checksum[i]))
+            told = (namespace, keys[i], int(grant.slots["version"][i]), int(grant.checksum[i]))
             assert (header.namespace, header.key, header.version, header.checksum) == told, "a header lies"
         return out
 

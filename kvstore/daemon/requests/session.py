@@ -90,9 +90,7 @@ class Session:
 
     # -- answers
 
-    def answer(
-        self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
-    ) -> None:
+    def answer(self, request: int, action: ac.Reply) -> None:
         """See Requester."""
         recorder = self.services.recorder
         # While requests are recorded, clients look up all keys of a long prompt instead of every n-th.

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstore.core import actions as ac
 from kvstore.daemon.runtime.executor import Executor
-from kvstore.daemon.runtime.ports import Answer, Requester
+from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.errors import TierError
 
@@ -48,7 +48,7 @@ class _DurableAnswer:
         self._core = core
         self._tiers = tiers
 
-    def answer(self, request: int, action: Answer) -> None:
+    def answer(self, request: int, action: ac.Reply) -> None:
         """See Requester."""
         waits_for, outcome = len(self._tiers.devices), action
         if not waits_for:

@@ -21,14 +21,10 @@ Post = Callable[..., None]
 """Calls a function with arguments on the event loop's thread. Any thread may post."""
 
 
-Answer = ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
-"""An action that answers a request."""
-
-
 class Requester(Protocol):
     """The sender of a request, usually a connection."""
 
-    def answer(self, request: int, action: Answer, /) -> None:
+    def answer(self, request: int, action: ac.Reply, /) -> None:
         """Receives the only answer to the request of this number."""
 
 

@@ -199,9 +199,7 @@ class Then:
         self._then = then
         self._at_last = at_last
 
-    def answer(
-        self, request: int, action: ac.Grant | ac.Reserved | ac.Answer | ac.Explained | ac.Deny
-    ) -> None:
+    def answer(self, request: int, action: ac.Reply) -> None:
         """See Requester."""
 
         def ended(error: Exception | None) -> None:
