@@ -6,7 +6,7 @@ RUNS ?= 200
 # Byte code is kept, or each of the tests' processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simulate crash test-engines test-gpu check format bench install uninstall deb clean
+.PHONY: demo test test-all simulate crash test-engines test-gpu check docs format bench install uninstall deb clean
 
 demo: $(READY)
 	$(BIN)/kvstore demo
@@ -50,6 +50,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench check
+
+# The documentation site, in build/site. Fails for a broken link or anchor.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
