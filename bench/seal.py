@@ -29,7 +29,7 @@ from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import SEAL_BYTES, Layout, slot_bytes
+from kvstore.types import ENCRYPTION_BYTES, Layout, slot_bytes
 
 BLOCKS = 32
 
@@ -74,17 +74,17 @@ def run(bench: Bench) -> Iterator[Result]:
 def _cipher(bench: Bench, memory: arena.Extent, z: Sizes) -> Iterator[Result]:
     block_bytes = z.block_bytes
     seal = BlockCipher(os.urandom(32), bytes(16), block_bytes)
-    size = slot_bytes(block_bytes + SEAL_BYTES)
+    size = slot_bytes(block_bytes + ENCRYPTION_BYTES)
     payload, slot = memory.view[:block_bytes], memory.view[block_bytes : block_bytes + size]
-    seal.seal(b"key", payload, slot)
+    seal.encrypt(b"key", payload, slot)
 
     into = memory.view[-block_bytes:]
 
     def sealing() -> None:
-        seal.seal(b"key", payload, slot)
+        seal.encrypt(b"key", payload, slot)
 
     def opening() -> None:
-        expect(seal.open(b"key", slot, into), True, "a block opened")
+        expect(seal.decrypt(b"key", slot, into), True, "a block opened")
 
     def copying() -> None:
         into[:] = payload
@@ -140,8 +140,10 @@ class _Tier:
         self._nbytes = BLOCKS * z.block_bytes
         stack.callback(tier.close)
         tier.load()
-        tier.allocate(lambda _: None, lambda _: None)
-        size = slot_bytes(z.block_bytes + SEAL_BYTES * sealed)
+        made = threading.Event()
+        tier.start(lambda _: None, lambda _: made.set())
+        made.wait()
+        size = slot_bytes(z.block_bytes + ENCRYPTION_BYTES * sealed)
         tier.format(0, size, Owner("bench"))
         fingerprint = z.layout.fingerprint("bench")
         tier.put_namespace(1, Namespace("bench", z.layout.to_map(), fingerprint))
@@ -160,12 +162,14 @@ class _Tier:
 
     def write(self, _: int) -> float:
         """GiB/s down."""
-        return self._timed(lambda done: self._tier.write(self._copy, self._slots, self._lengths, done))
+        return self._timed(lambda done: self._tier.writer.write(self._copy, self._slots, self._lengths, done))
 
     def read(self, _: int) -> float:
         """GiB/s up."""
         return self._timed(
-            lambda done: self._tier.read(self._copy, self._slots, self._fingerprints, self._lengths, done)
+            lambda done: self._tier.reader.read(
+                self._copy, self._slots, self._fingerprints, self._lengths, done
+            )
         )
 
     def check(self) -> None:

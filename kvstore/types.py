@@ -116,8 +116,8 @@ def slot_bytes(block_bytes: int) -> int:
     return -(-block_bytes // ALIGN) * ALIGN
 
 
-SEAL_BYTES = 28
-"""What a sealed block takes on NVMe beyond its payload: a tag of 16 bytes and a nonce of 12."""
+ENCRYPTION_BYTES = 28
+"""Bytes that encryption adds to a block on NVMe: a tag of 16 bytes and a nonce of 12."""
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:

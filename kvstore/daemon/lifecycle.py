@@ -35,7 +35,7 @@ async def start(daemon: Daemon) -> None:
     daemon.reload.check(config)
     daemon.quotas.apply(config)
     for device in tiers.devices.values():
-        for problem in device.problems:
+        for problem in device.journal.problems:
             problems.report(problem)
     if tiers.devices:
         daemon.policy_state.restore()
@@ -60,7 +60,7 @@ def _start_tiers(daemon: Daemon) -> None:
     for tier, pool in enumerate(tiers.pools.values(), DRAM + 1 + len(tiers.devices)):
         pool.start(*reporters(tier), partial(core.post, gpus.lost, core, daemon.problems, tier))
         for device in tiers.devices.values():
-            pool.watch(device)
+            pool.watch(device.engine)
     tiers.dram.start(*reporters(DRAM))
 
 

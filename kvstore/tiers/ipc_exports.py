@@ -1,7 +1,7 @@
-"""Which processes were given an extent, and whether all of them have ended.
+"""Tracks the processes that were given an extent, and whether all of them have ended.
 
-A pidfd polls readable from the end of its process on, whoever has its number by then. Not here: what an
-extent is, and what waits for it.
+A pidfd becomes readable when its process ends, and never refers to a later process of the same number. What
+happens to the extent then is not covered here.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from pathlib import Path
 
 
 class IpcExports:
-    """By number of extent, descriptors of the processes that may map it. One thread at a time may call."""
+    """Pidfds of the processes that may map an extent, by extent number. One thread at a time may call."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, dict[int, int]] = {}
+        self._pidfds: dict[int, dict[int, int]] = {}
 
     def add(self, number: int, pidfd: int) -> None:
-        """A process has an extent from now on. Takes the descriptor over, and keeps one a process."""
-        self.free(number)
+        """Records that a process was given an extent. Takes over the descriptor and keeps one a process."""
+        self.unused(number)
         pid = _process(pidfd)
-        holders = self._holders.setdefault(number, {})
-        if pid in holders:
+        known = self._pidfds.setdefault(number, {})
+        if pid in known:
             os.close(pidfd)
         else:
-            holders[pid] = pidfd
+            known[pid] = pidfd
 
-    def free(self, number: int) -> bool:
-        """Whether no process that is still there was given this extent."""
-        holders = self._holders.get(number, {})
-        for pid, pidfd in list(holders.items()):
+    def unused(self, number: int) -> bool:
+        """Returns whether all processes that were given this extent have ended."""
+        known = self._pidfds.get(number, {})
+        for pid, pidfd in list(known.items()):
             if _ended(pidfd):
                 os.close(pidfd)
-                del holders[pid]
-        if not holders:
-            self._holders.pop(number, None)
-        return not holders
+                del known[pid]
+        if not known:
+            self._pidfds.pop(number, None)
+        return not known
 
     def close(self) -> None:
         """Closes all descriptors."""
-        for holders in self._holders.values():
-            for pidfd in holders.values():
+        for known in self._pidfds.values():
+            for pidfd in known.values():
                 os.close(pidfd)
-        self._holders.clear()
+        self._pidfds.clear()
 
 
 def _ended(pidfd: int) -> bool:
@@ -53,8 +53,8 @@ def _ended(pidfd: int) -> bool:
 
 
 def _process(pidfd: int) -> int:
-    """Its process as a number, -1 if that has ended; of one that is there, nobody else has it."""
+    """Returns the process id, -1 if the process has ended."""
     for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
         if line.startswith("Pid:"):
             return int(line.split()[1])
-    raise OSError(f"descriptor {pidfd} is of no process")
+    raise OSError(f"descriptor {pidfd} is not a pidfd")

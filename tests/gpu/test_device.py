@@ -236,7 +236,7 @@ class TestNvme:
         blocks = [noise(SLOT - 100, i) for i in range(30)]
         copy, slots = folder.copy(number, blocks), slots_of(gpu, *blocks)
         whole: Any = slots[0].root
-        folder.tier.register(whole)
+        folder.tier.engine.register(whole)
         assert folder.write(copy, slots) == [OK] * 30
         here = [aligned(SLOT) for _ in blocks]
         assert folder.read(copy, here) == [OK] * 30
@@ -248,5 +248,5 @@ class TestNvme:
         assert [held(slot)[: SLOT - 100] for slot in slots] == blocks
         wrong = folder.copy(number, [b"?" + block[1:] for block in blocks])
         assert folder.read(wrong, slots) == [CORRUPT] * 30
-        folder.tier.unregister(whole)
+        folder.tier.engine.unregister(whole)
         gpu.free(whole)

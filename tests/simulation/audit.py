@@ -120,7 +120,7 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
     spaces = life.daemon.namespaces
     extents = r.tiers[DRAM].extents
     readable = 0
-    for number, table in life.dram._headers.items():
+    for number, table in life.dram.headers._tables.items():
         if number in extents.ready:
             readable += int((table["version"] != 0).sum())
     owned = np.flatnonzero(extents.owner >= 0)
@@ -135,7 +135,7 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
         slots,
         strict=True,
     ):
-        header = life.dram._headers[extent][index]
+        header = life.dram.headers._tables[extent][index]
         number, key = int(r.blocks.namespace[row]), r.blocks.key(row)
         assert header["version"] == extents.version[slot], "a header has another version"
         assert header["key"].tobytes()[: header["key_bytes"]] == key, "a header names another block"

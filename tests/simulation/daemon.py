@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.arena import Extent
 from kvstore.config import FIRST_DEVICE, Config, NvmeDevice, parse
 from kvstore.core import events as ev
 from kvstore.core.policy import POLICIES
@@ -22,7 +23,8 @@ from kvstore.daemon.composition import Daemon, Storage
 from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.errors import TierError
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.job_thread import JobThread
+from kvstore.tiers.job_thread import ExtentJobs
+from kvstore.tiers.nvme.encryption import TenantKeys
 from kvstore.tiers.nvme.journal import Journal
 from kvstore.tiers.nvme.tier import NvmeTier
 from tests.simulation.device import Disk, SimEngine, SimSlabs, SimStore, Writer
@@ -32,6 +34,7 @@ from tests.simulation.pool import Gpus, SimPool
 
 DRAM, NVME = 0, 1
 SECOND_DEVICE = "nvme1"
+NO_KEYS = TenantKeys(Path(os.devnull), None, {})
 TENANTS = ("one", "two")
 """Known by tokens that are their names."""
 
@@ -230,7 +233,7 @@ class Life:
         disk.skewed |= skew != 0.0
         limit = config.nvme.limits[name]
         return _Nvme(
-            self.process, writer.journal, SimSlabs(disk), engine, limit, lambda: disk.loop.now + skew
+            self.process, writer.journal, SimSlabs(disk), engine, limit, NO_KEYS, lambda: disk.loop.now + skew
         )
 
     def tier_of(self, name: str) -> int | None:
@@ -300,12 +303,12 @@ class _Dram(DramTier):
     ) -> None:
         super().__init__(limit, size, False, manager, given)
         self._disk = disk
-        self._worker = _Worker(process)
+        self._jobs = _Worker(process)
         self._checkers = _Checkers(process)  # type: ignore[assignment]
         self.renewed: set[int] = set()
 
-    def _renew(self, number: int, *rest: Any) -> None:
-        super()._renew(number, *rest)
+    def _free(self, number: int, extent: Extent) -> None:
+        super()._free(number, extent)
         self.renewed.add(number)
 
     def _new(self) -> int:
@@ -317,7 +320,7 @@ class _Dram(DramTier):
 class _Nvme(NvmeTier):
     def __init__(self, process: Process, *parts: Any) -> None:
         super().__init__(*parts)
-        self._worker = _Worker(process)
+        self._jobs = _Worker(process)
 
 
 class _Checkers:
@@ -333,7 +336,7 @@ class _Checkers:
         pass
 
 
-class _Worker(JobThread):
+class _Worker(ExtentJobs):
     """Does its jobs some time later; what they report comes one after another, with pauses."""
 
     def __init__(self, process: Process) -> None:
@@ -342,7 +345,7 @@ class _Worker(JobThread):
         self._free_at = 0.0
 
     def submit(self, job: Callable[..., None], *args: Any) -> None:
-        if not self._closed:
+        if not self.closed:
             self._free_at = max(self._free_at, self._process.time()) + self._process.delay()
             self._process.call_at(self._free_at, job, *map(self._later, args))
 

@@ -191,6 +191,7 @@ class SimEngine:
     """See `kvstore.tiers.base.IOEngine`. Blocks move in one or two pieces, in any order."""
 
     name = "simulated"
+    device_memory = False
 
     def __init__(self, disk: Disk, process: Process) -> None:
         self._disk = disk
@@ -201,6 +202,8 @@ class SimEngine:
 
     def release(self, fd: int) -> None:
         pass
+
+    register = unregister = release
 
     def submit(
         self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False

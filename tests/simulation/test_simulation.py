@@ -38,11 +38,12 @@ from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy import recovery
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.recovery import Recovery
-from kvstore.tiers.dram import DramTier
+from kvstore.tiers.nvme import reads
 from kvstore.tiers.nvme import recovery as nvme_recovery
-from kvstore.tiers.nvme import tier
 from kvstore.tiers.nvme.journal import Journal, _Change, _Put
 from kvstore.tiers.nvme.tier import NvmeTier
+from kvstore.tiers.nvme.writes import BlockWriter
+from kvstore.tiers.slot_headers import SlotHeaders
 from tests.simulation.run import simulate
 
 SEEDS = 300
@@ -90,19 +91,19 @@ def test_what_was_found_with_all_that_there_is_now_stays_fixed(seed: int) -> Non
 
 
 def test_a_device_that_was_away_is_up_to_date_only_when_it_has_forgotten(monkeypatch: Patch) -> None:
-    order: list[tuple[NvmeTier, str]] = []
-    load, put = NvmeTier.load, NvmeTier.put_generation
+    order: list[tuple[Journal, str]] = []
+    load, put = NvmeTier.load, Journal.put_generation
 
     def loads(device: NvmeTier, keep: bool = True) -> Any:
-        order.append((device, "keeps" if keep else "forgets"))
+        order.append((device.journal, "keeps" if keep else "forgets"))
         return load(device, keep)
 
-    def puts(device: NvmeTier, generation: int) -> None:
-        order.append((device, "is up to date"))
-        put(device, generation)
+    def puts(journal: Journal, generation: int) -> None:
+        order.append((journal, "is up to date"))
+        put(journal, generation)
 
     monkeypatch.setattr(NvmeTier, "load", loads)
-    monkeypatch.setattr(NvmeTier, "put_generation", puts)
+    monkeypatch.setattr(Journal, "put_generation", puts)
     simulate(1646)
     away = [device for device, what in order if what == "forgets"]
     assert away, "no device was away"
@@ -144,29 +145,30 @@ def early_reports(patch: Patch) -> None:
 
 def unsynced_records(patch: Patch) -> None:
     """Records are committed before their bytes are safe."""
-    patch.setattr(NvmeTier, "_sync_slabs", lambda self: None)
+    patch.setattr(BlockWriter, "_sync_slabs", lambda self: None)
 
 
 def hasty_writes(patch: Patch) -> None:
     """A slot is written again while its last owner's record is still there."""
-    patch.setattr(NvmeTier, "write", _calling(NvmeTier.write, lambda self: self._unsettled.clear()))
+    hasty = _calling(BlockWriter.write, lambda self: self._undurable_drops.clear())
+    patch.setattr(BlockWriter, "write", hasty)
 
 
 def late_records(patch: Patch) -> None:
     """What was dropped while it was written gets its record nonetheless."""
-    drop = NvmeTier.drop
+    drop = BlockWriter.drop
 
-    def dropped(self: NvmeTier, identity: Any, where: Any) -> None:
+    def dropped(self: BlockWriter, identity: Any, where: Any) -> None:
         writing = dict(self._writing)
         drop(self, identity, where)
         self._writing.update(writing)
 
-    patch.setattr(NvmeTier, "drop", dropped)
+    patch.setattr(BlockWriter, "drop", dropped)
 
 
 def trusting_readers(patch: Patch) -> None:
     """Neither the daemon nor the client looks at checksums."""
-    patch.setattr(tier, "verify", lambda *_: True)
+    patch.setattr(reads, "verify", lambda *_: True)
 
     def is_good(self: Lease, i: int, digest: Callable[[int, int], int]) -> bool:
         digest(i, 0)
@@ -177,7 +179,7 @@ def trusting_readers(patch: Patch) -> None:
 
 def readable_leftovers(patch: Patch) -> None:
     """Headers of blocks that were dropped stay."""
-    patch.setattr(DramTier, "void", lambda self, where: None)
+    patch.setattr(SlotHeaders, "void", lambda self, where: None)
 
 
 def hasty_answers(patch: Patch) -> None:

@@ -36,6 +36,8 @@ class FaultyEngine:
 
     def __init__(self, inner: IOEngine, faults: Faults, seed: int = 0) -> None:
         self.name = f"faulty {inner.name}"
+        self.device_memory = inner.device_memory
+        self.release, self.register, self.unregister = inner.release, inner.register, inner.unregister
         self.faults = faults
         self.injected = dict.fromkeys(("error", "short", "corrupt", "reorder", "delay", "broken"), 0)
         self._inner = inner
@@ -43,9 +45,6 @@ class FaultyEngine:
         self._lock = threading.Condition()
         self._under_way = 0
         self._closed = False
-
-    def release(self, fd: int) -> None:
-        self._inner.release(fd)
 
     def submit(self, ios: Sequence[BlockIO], done: Done, urgent: bool = False) -> None:
         for io in ios:

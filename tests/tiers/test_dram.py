@@ -60,7 +60,7 @@ def keeper() -> Iterator[Keeper]:
 def tier_of(keeper: Keeper, limit: int = EXTENTS * MIB) -> DramTier:
     """The next daemon's tier, with what the keeper has; what follows runs at once."""
     tier = DramTier(limit, MIB, False, keeper, keeper.handed_over())
-    tier._worker = AtOnce()  # type: ignore[assignment]
+    tier._jobs = AtOnce()
     return tier
 
 
@@ -68,7 +68,7 @@ def make(tier: DramTier) -> list[int]:
     """Makes what is missing; the numbers of it."""
     made: list[int] = []
     errors: list[TierError | None] = []
-    tier.make(made.append, errors.append)
+    tier.start(made.append, errors.append)
     assert errors == [None]
     return made
 
@@ -99,7 +99,7 @@ def stamp(tier: DramTier, where: Where, expires: float | None = None) -> None:
     identity = BlockIds(np.ones(n, np.uint16), words, sizes, np.zeros(n, np.uint64))
     column = None if expires is None else np.full(n, expires)
     versions = np.full(n, 7, np.uint32)
-    tier.stamp(identity, identity, where, versions, {1: bytes(16)}, {1: ALIGN}, column)
+    tier.headers.write(identity, identity, where, versions, {1: bytes(16)}, {1: ALIGN}, column)
 
 
 def renew(tier: DramTier, number: int) -> int:
@@ -211,8 +211,9 @@ class TestRenew:
 
     def test_it_ends_with_the_tier(self, keeper: Keeper) -> None:
         made = DramTier(MIB, MIB, False, keeper)
-        made.make(lambda _: None, lambda _: None)
-        made._stop.set()
+        made._jobs = AtOnce()
+        made.start(lambda _: None, lambda _: None)
+        made._jobs.closed = True
         made.renew(0, lambda _: pytest.fail("closed"), lambda _: pytest.fail("closed"))
         made.close()
         assert keeper.extents == []
@@ -255,7 +256,7 @@ def test_a_kill_at_any_step_leaves_nothing_of_it(
     again = tier_of(keeper)
     assert SECRET not in bytes(mapped.view)
     found = again.load()
-    assert 0 not in found.formats
+    assert 0 not in found.slot_bytes
     assert not len(found.headers)
     make(again)
     assert len(contents(again)) == EXTENTS
@@ -270,7 +271,7 @@ class TestTakingOver:
     def test_whose_an_extent_is_stays(self, tier: DramTier, keeper: Keeper) -> None:
         tier.format(1, 2 * ALIGN, Owner(tag=B))
         found = load(keeper)
-        assert found.formats == {0: ALIGN, 1: 2 * ALIGN, 2: 0}
+        assert found.slot_bytes == {0: ALIGN, 1: 2 * ALIGN, 2: 0}
         assert found.owners == {0: A, 1: B}
         assert (found.extent.tolist(), found.index.tolist()) == ([0], [1])
 
@@ -281,10 +282,10 @@ class TestTakingOver:
         tier._extents[0].view[8:LABEL_BYTES] = b"\x01" * (LABEL_BYTES - 8)
         assert int(label["number"][0]) != 0
         found = load(keeper)
-        assert (found.formats, found.owners) == ({0: ALIGN, 1: 0, 2: 0}, {0: A})
+        assert (found.slot_bytes, found.owners) == ({0: ALIGN, 1: 0, 2: 0}, {0: A})
         label[0] = (MAGIC, 1, 0)
         found = load(keeper)
-        assert (found.formats, found.owners) == ({0: ALIGN, 1: 0, 2: 0}, {0: A})
+        assert (found.slot_bytes, found.owners) == ({0: ALIGN, 1: 0, 2: 0}, {0: A})
 
     def test_one_that_is_half_cut_is_not_used(
         self, tier: DramTier, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
@@ -296,7 +297,7 @@ class TestTakingOver:
             patch.setattr(OwnershipTable, "end_cut", killed)
             with pytest.raises(Killed):
                 tier.format(1, ALIGN, Owner(tag=B))
-        assert load(keeper).formats == {0: ALIGN, 2: 0}
+        assert load(keeper).slot_bytes == {0: ALIGN, 2: 0}
         assert keeper.extents == ["dram-000000", "dram-000002"]
 
     def test_extents_of_a_daemon_without_owners_are_the_default_tenants(
@@ -306,7 +307,7 @@ class TestTakingOver:
         tier._extents[0].label["slot_bytes"] = ALIGN
         tier._extents[1].label["slot_bytes"] = 1
         found = load(keeper)
-        assert (found.formats, found.owners) == ({0: ALIGN}, {0: bytes(16)})
+        assert (found.slot_bytes, found.owners) == ({0: ALIGN}, {0: bytes(16)})
         assert found.headers["expires"].tolist() == [0.0]
         assert sorted(keeper.kept) == ["dram-000000", OWNERS]
         assert load(keeper).owners == {0: bytes(16)}, "from the table that was made"
@@ -323,7 +324,7 @@ class TestTakingOver:
             keeper.keep(OWNERS, other.fd)
             other.close()
         tier._extents[0].label["slot_bytes"] = ALIGN
-        assert load(keeper).formats == {}
+        assert load(keeper).slot_bytes == {}
         assert keeper.extents == []
         again = tier_of(keeper)
         assert make(again) == [0, 1, 2]
@@ -333,7 +334,7 @@ class TestTakingOver:
         for name in ("dram-0", "dram-x", "dram-0000001"):
             keeper.keep(name, tier._extents[1].fd)
         keeper.forget("dram-000001")
-        assert load(keeper).formats == {0: ALIGN, 2: 0}
+        assert load(keeper).slot_bytes == {0: ALIGN, 2: 0}
         assert keeper.extents == ["dram-000000", "dram-000002"]
 
     def test_when_blocks_expire_stays(self, tier: DramTier, keeper: Keeper) -> None:

@@ -14,6 +14,7 @@ from kvstore.daemon.operator.gpus import Pinner
 from kvstore.tiers.dram import DramTier
 from kvstore.types import LABEL_BYTES
 from tests.cuda.faking import fake_cuda
+from tests.tiers.nvme.at_once import make_extents
 from tests.tiers.test_hbm import MIB, Site
 
 
@@ -36,7 +37,7 @@ class Pins:
 def test_extents_are_pinned_when_they_are_made_and_let_go_before_they_are_given_back() -> None:
     pins = Pins()
     tier = DramTier(3 * 2 * MIB, 2 * MIB, False, pins=pins)
-    tier.make(lambda _: None, lambda error: None)
+    make_extents(tier)
     assert pins.told == [("pin", 0), ("pin", 1), ("pin", 2)]
     for number in range(3):
         tier.format(number, 4096)
@@ -54,12 +55,12 @@ def test_extents_are_pinned_when_they_are_made_and_let_go_before_they_are_given_
 
 def test_what_an_earlier_daemon_left_is_pinned_too() -> None:
     first = DramTier(2 * 2 * MIB, 2 * MIB, False, keeper := _Keeper())
-    first.make(lambda _: None, lambda error: None)
+    make_extents(first)
     pins, over = Pins(), threading.Event()
     second = DramTier(2 * 2 * MIB, 2 * MIB, False, None, dict(keeper.kept), pins)
     second.load()
     second.start(lambda _: None, lambda error: None)
-    second._worker.submit(over.set)
+    second._jobs.submit(over.set)
     assert over.wait(10)
     assert sorted(pins.told) == [("pin", 0), ("pin", 1)]
     first.close()
@@ -87,7 +88,7 @@ def test_what_cuda_refuses_is_left_as_it_is(refused: bool) -> None:
         site = Site().start()
         pinner = Pinner([site.tier])
         tier = DramTier(2 * 2 * MIB, 2 * MIB, False, pins=pinner)
-        tier.make(lambda _: None, lambda error: None)
+        make_extents(tier)
         assert len(pinned) == (0 if refused else 2)
         tier.format(0, 4096)
         assert len(tier.slots(Where(_places(0)))) == 1

@@ -32,10 +32,10 @@ def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
     placement = Placement([TierSpec(Tier.DRAM, MIB, MIB, table=True)], max_blocks=rows)
     found = tier.load()
     placement.handle(ev.OpenNamespace(0, 1, ALIGN), 0.0)
-    for extent, size in found.formats.items():
+    for extent, size in found.slot_bytes.items():
         placement.handle(ev.ExtentReady(0, extent, size, found.versions[extent]), 0.0)
     ends = np.full(len(found.headers), np.inf)
-    owners = dict.fromkeys(found.formats, 0 if known else -1)
+    owners = dict.fromkeys(found.slot_bytes, 0 if known else -1)
     placement.handle(in_memory(found, owners, lambda *_: 1, ends), 0.0)
     void_unrestored(placement.view, tier, found)
     placement.check()
@@ -57,7 +57,7 @@ def test_a_header_that_is_altered_changes_no_payload_size(keeper: Keeper) -> Non
         sizes.append(size)
         return 1
 
-    restore = in_memory(found, dict.fromkeys(found.formats, 0), number_of, np.full(5, np.inf))
+    restore = in_memory(found, dict.fromkeys(found.slot_bytes, 0), number_of, np.full(5, np.inf))
     assert sizes == [ALIGN]
     assert len(restore.index) == 4, "without the one that is altered"
     after.close()

@@ -60,7 +60,7 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
             _check_empty(path)
             devices[name] = _open(config, name, first)
             found = devices[name].load()
-            if found.formats or len(found.restore.index):
+            if found.slot_bytes or len(found.restore.index):
                 raise TierError(
                     f"{path} holds a cache already", "restart the daemon to have it, or empty the folder"
                 )
@@ -71,9 +71,9 @@ def open_new(config: Config, names: Iterable[str], first: NvmeTier | None) -> di
                     "empty the folder",
                 )
             devices[name].begin_empty(found)
-            for tenant in devices[name].encrypted:
-                if first is not None and first.has_key(tenant):
-                    devices[name].make_key(tenant)
+            for tenant in devices[name].keys.encrypted:
+                if first is not None and not first.keys.lacks_key(tenant):
+                    devices[name].keys.make(tenant)
     except BaseException:
         close_all(devices)
         raise
@@ -100,7 +100,7 @@ def close_all(devices: Mapping[str, NvmeTier]) -> None:
 def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     limit, path = config.nvme.limits[name], config.nvme.paths[name]
     # A tenant that is encrypted on one device is encrypted on all, even if it is not configured any more.
-    encrypt = dict.fromkeys(first.encrypted if first is not None else (), True)
+    encrypt = dict.fromkeys(first.keys.encrypted if first is not None else (), True)
     encrypt |= {tenant: each.encrypt for tenant, each in config.tenants.items()}
     master = MasterKey.load(config.encryption.key_file)
     engine = best_engine(config.nvme.io_threads)
@@ -188,9 +188,9 @@ class Devices:
             self._core.handle(ev.RemoveDevice(tier.number))
         for name, device in opened.items():
             self._tiers.add(name, device)
-            device.put_generation(self._durability.generation)
+            device.journal.put_generation(self._durability.generation)
             for pool in self._tiers.pools.values():
-                pool.watch(device)
+                pool.watch(device.engine)
             for space in self._namespaces:
                 self._catalog.record(space, [device])
             self._core.handle(ev.AddDevice(spec(name, device, config)))

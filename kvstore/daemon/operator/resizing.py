@@ -65,7 +65,7 @@ class Resizing:
             raise ConfigError(f"{said}, pins keep {pinned} bytes", f"unpin blocks, or raise {key}")
         if tier.kind == Tier.NVME:
             more = (limit // capacity.extent_bytes - capacity.extents) * capacity.extent_bytes
-            free = self._tiers.device_at(tier.number).free_bytes() if more > 0 else 0
+            free = self._tiers.device_at(tier.number).slabs.free_bytes() if more > 0 else 0
             if more > free:
                 why = f"{said}, which takes {more} more, the folder's file system has {free} free"
                 raise ConfigError(why, f"make room there, or lower {key}")

@@ -34,7 +34,7 @@ class Durability:
             self._recorded_changes = self._tiers.changes
             self.generation += 1
             for device in self._tiers.devices.values():
-                device.put_generation(self.generation)
+                device.journal.put_generation(self.generation)
         if self._tiers.devices:
             requester = _DurableAnswer(requester, self._core, self._tiers)
         self._core.ask(requester, request, event)
@@ -68,6 +68,6 @@ class _DurableAnswer:
 
         for device in self._tiers.devices.values():
             try:
-                device.when_durable(done)
+                device.journal.when_durable(done)
             except TierError as refused:
                 done(refused)

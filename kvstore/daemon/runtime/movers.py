@@ -49,13 +49,13 @@ def within_dram(source: DramTier, target: DramTier, job: CopyJob) -> None:
 def to_nvme(source: DramTier | HbmTier, target: NvmeTier, job: CopyJob) -> None:
     """Writes slots of memory to a device and records them."""
     slots = [*source.slots(job.copy.source_where)]
-    target.write(job.copy, slots, job.lengths, job.done, job.stored_at)
+    target.writer.write(job.copy, slots, job.lengths, job.done, job.stored_at)
 
 
 def from_nvme(source: NvmeTier, target: DramTier | HbmTier, job: CopyJob) -> None:
     """Reads blocks from a device into slots of memory."""
     slots = [*target.slots(job.copy.target_where)]
-    source.read(job.copy, slots, job.fingerprints, job.lengths, job.done, job.copy.urgent)
+    source.reader.read(job.copy, slots, job.fingerprints, job.lengths, job.done, job.copy.urgent)
 
 
 def to_gpu(source: DramTier | HbmTier, target: HbmTier, job: CopyJob) -> None:

@@ -106,7 +106,7 @@ class TierActions:
         names, ends = self._namespaces, None
         if action.lives is not None:
             ends = np.where(action.lives < np.inf, self._clock() + action.lives, 0.0)
-        self._tiers.dram.stamp(
+        self._tiers.dram.headers.write(
             action.identity,
             action.parents,
             action.where,

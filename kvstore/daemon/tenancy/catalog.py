@@ -20,7 +20,7 @@ from kvstore.daemon.tenancy.namespaces import Domains, NamespaceEntry, Namespace
 from kvstore.errors import MisuseError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import SEAL_BYTES, Layout
+from kvstore.types import ENCRYPTION_BYTES, Layout
 
 _MOST_READERS = 64
 
@@ -114,7 +114,7 @@ class NamespaceCatalog:
         return space, answer
 
     def _event(self, space: NamespaceEntry, number: int) -> ev.OpenNamespace:
-        extra = SEAL_BYTES if self._data_keys.are_used_by(self._authenticator.name(space.tenant)) else 0
+        extra = ENCRYPTION_BYTES if self._data_keys.are_used_by(self._authenticator.name(space.tenant)) else 0
         tokens = space.layout.block_tokens if space.layout is not None else 0
         return ev.OpenNamespace(
             0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra, tokens

@@ -29,7 +29,7 @@ class DataKeys:
 
     def are_used_by(self, name: str) -> bool:
         """Returns whether a tenant's blocks are encrypted on any device."""
-        return any(device.encrypts(name) for device in self._devices.values())
+        return any(device.keys.encrypts(name) for device in self._devices.values())
 
     def are_wanted_by(self, name: str) -> bool:
         """Returns whether a tenant's blocks are, or by the configuration will be, encrypted."""
@@ -38,29 +38,29 @@ class DataKeys:
 
     def exist(self, name: str) -> bool:
         """Returns whether namespaces of a tenant can be opened without making a key first."""
-        return all(device.has_key(name) for device in self._devices.values())
+        return not any(device.keys.lacks_key(name) for device in self._devices.values())
 
     def set_encrypted(self, name: str, wanted: bool, empty: bool) -> None:
         """Encrypts a tenant that is `empty`: it has no namespaces. Any other change needs a restart."""
         for device in self._devices.values():
-            if device.encrypts(name) != wanted:
+            if device.keys.encrypts(name) != wanted:
                 if wanted and empty:
-                    device.encrypt(name)
+                    device.keys.encrypt(name)
                 else:
                     _log.warning("needs a restart: tenants.%s.encrypt", name)
 
     def make(self, name: str, ended: Ended) -> None:
         """Makes the keys that a tenant lacks, on threads. `ended` gets the first error, if any."""
-        lacking = [device for device in self._devices.values() if not device.has_key(name)]
-        self._change([(device, device.make_key) for device in lacking], name, ended)
+        lacking = [device for device in self._devices.values() if device.keys.lacks_key(name)]
+        self._change([(device, device.keys.make) for device in lacking], name, ended)
 
     def erase(self, name: str, ended: Ended) -> None:
         """Erases a tenant's keys, on threads. `ended` gets the first error, if any."""
         devices = self._devices.values() if self.are_used_by(name) else ()
-        self._change([(device, device.erase_key) for device in devices], name, ended)
+        self._change([(device, device.keys.erase) for device in devices], name, ended)
 
     def _change(
-        self, changes: Sequence[tuple[NvmeTier, Callable[[str], None]]], name: str, ended: Ended
+        self, changes: Sequence[tuple[NvmeTier, Callable[[str], object]]], name: str, ended: Ended
     ) -> None:
         left, failed = len(changes), None
 
@@ -71,6 +71,6 @@ class DataKeys:
                 ended(failed)
 
         for device, change in changes:
-            device.change_key(change, name, partial(self._core.post, changed))
+            device.keys.change(change, name, partial(self._core.post, changed))
         if not changes:
             ended(None)

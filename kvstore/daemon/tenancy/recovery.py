@@ -65,22 +65,23 @@ class Recovery:
         forgotten.
         """
         devices = self._tiers.devices
-        generation = self._durability.generation = max(device.generation for device in devices.values())
+        generation = max(device.journal.generation for device in devices.values())
+        self._durability.generation = generation
         for tier, (name, device) in enumerate(devices.items(), DRAM + 1):
-            current = device.generation == generation
+            current = device.journal.generation == generation
             if not current:
                 _log.warning("%s was absent while blocks were invalidated: it starts empty", name)
             self._restore_device(tier, device, current)
             if not current:
                 # Only now: after a crash before this, the device must still count as absent.
-                device.put_generation(generation)
+                device.journal.put_generation(generation)
         if len(devices) > 1:
             for namespace in self._namespaces:
                 self._catalog.record(namespace)
 
     def _restore_device(self, tier: int, device: NvmeTier, keep: bool) -> None:
         found, names = device.load(keep), self._namespaces
-        self._restore_extents(tier, found.formats, found.owners if keep else {})
+        self._restore_extents(tier, found.slot_bytes, found.owners if keep else {})
         used = np.unique(found.restore.namespace).tolist()
         others = _others(names, found.namespaces)
         # A namespace without blocks needs no number, unless other tenants may read it.
@@ -129,7 +130,7 @@ class Recovery:
         dram = self._tiers.dram
         found = dram.load()
         owner_of = {}
-        for extent, size in sorted(found.formats.items()):
+        for extent, size in sorted(found.slot_bytes.items()):
             owner = self._domains.by_tag(found.owners[extent]) if size else (0, 0)
             if owner is None:
                 _log.warning("extent %d of the previous daemon belongs to no known tenant", extent)
@@ -140,8 +141,8 @@ class Recovery:
         restore = in_memory(found, owner_of, self._number_of, self._expiry(found))
         self._core.handle(restore)
         void_unrestored(self._view, dram, found)
-        if found.formats:
-            _log.info("%d blocks restored from %d DRAM extents", len(restore.index), len(found.formats))
+        if found.slot_bytes:
+            _log.info("%d blocks restored from %d DRAM extents", len(restore.index), len(found.slot_bytes))
 
     def _number_of(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
         """Returns the number of a tenant's namespace in memory, 0 if it can have none."""
@@ -179,4 +180,4 @@ def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
 def void_unrestored(view: View, dram: DramTier, found: Inherited) -> None:
     """Voids slots that were not restored, or a later daemon could restore invalidated blocks."""
     gone = view.tiers[DRAM].lacks_block(found.extent, found.index)
-    dram.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
+    dram.headers.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))

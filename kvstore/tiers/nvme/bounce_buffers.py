@@ -1,8 +1,8 @@
-"""Blocks that cannot go straight between slots and slabs: sealed ones, and a GPU's past an engine's reach.
+"""Moves blocks that cannot go straight between slots and slabs: see `transforms.py`.
 
-Wraps the engine that moves the bytes and is one itself. Blocks are packed on threads of its own and unpacked
-on the inner engine's, one by one, so that the device is busy meanwhile. Its buffers hold what is in files: of
-sealed blocks only ciphertext. Not here: what is packed how (`bounced.py`).
+Wraps an I/O engine and is one. Blocks are packed on threads of its own and unpacked on the inner engine's,
+one by one, so that the device stays busy. Its buffers hold the bytes of the file: of encrypted blocks only
+ciphertext.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _Waiting = tuple[TransformedIO, Callable[[Outcomes], None], bool]
 
 
 class BounceBufferEngine:
-    """An `IOEngine` that takes `TransformedIO` too. Other blocks go straight to the inner engine."""
+    """An `IOEngine` that also takes `TransformedIO`. Other blocks go straight to the inner engine."""
 
     def __init__(self, inner: IOEngine, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Takes over `inner`. `buffer_bytes` is the most memory for blocks on their way, at least one's."""
+        """Takes over `inner`. `buffer_bytes` limits the memory of blocks under way."""
         self.name = inner.name
+        self.device_memory = inner.device_memory
         self._inner = inner
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-pack")
         self._changed = threading.Condition()
@@ -44,42 +45,28 @@ class BounceBufferEngine:
         self._passed_over = 0
         self._moving = 0
         self._closed = False
+        self.release = inner.release
+        self.register = inner.register
+        self.unregister = inner.unregister
 
     def submit(self, ios: Sequence[BlockIO], done: Callable[[Outcomes], None], urgent: bool = False) -> None:
-        """See `IOEngine.submit`. A read whose block is another's has a `TagError`."""
-        bounced = [(i, io) for i, io in enumerate(ios) if isinstance(io, TransformedIO)]
-        if not bounced:
+        """See `IOEngine.submit`. A read that finds another block's bytes ends with a `TagError`."""
+        transformed = [(i, io) for i, io in enumerate(ios) if isinstance(io, TransformedIO)]
+        if not transformed:
             self._inner.submit(ios, done, urgent)
             return
         for io in ios:
             io.check()
         plain = [i for i, io in enumerate(ios) if not isinstance(io, TransformedIO)]
-        batch = _Batch(len(ios), len(bounced) + bool(plain), done)
+        batch = _Batch(len(ios), len(transformed) + bool(plain), done)
         with self._changed:
             if self._closed:
                 raise TierError("the I/O engine is closed")
             if plain:
                 self._inner.submit([ios[i] for i in plain], partial(batch.end, plain), urgent)
-            lane = self._urgent if urgent else self._others
-            lane.extend((io, partial(batch.end, [i]), urgent) for i, io in bounced)
+            queue = self._urgent if urgent else self._others
+            queue.extend((io, partial(batch.end, [i]), urgent) for i, io in transformed)
         self._start()
-
-    @property
-    def device_memory(self) -> bool:
-        """See `IOEngine`. A `DeviceIO` moves in any case."""
-        return self._inner.device_memory
-
-    def release(self, fd: int) -> None:
-        """See `IOEngine.release`."""
-        self._inner.release(fd)
-
-    def register(self, buffer: DeviceBuffer) -> None:
-        """See `IOEngine.register`."""
-        self._inner.register(buffer)
-
-    def unregister(self, buffer: DeviceBuffer) -> None:
-        """See `IOEngine.unregister`."""
-        self._inner.unregister(buffer)
 
     def close(self) -> None:
         """See `IOEngine.close`."""
@@ -91,23 +78,23 @@ class BounceBufferEngine:
         self._inner.close()
 
     def _pin(self, io: TransformedIO, buffer: memoryview) -> None:
-        """A GPU reaches pinned memory without a copy more."""
+        """Pins a buffer, so that a GPU reaches it without another copy."""
         if isinstance(io.buffer, DeviceBuffer):
             self._buffers.pin(buffer, io.buffer.gpu)
 
     def _start(self) -> None:
-        """Starts as many of the waiting blocks as there are buffers for, the oldest of each kind first."""
+        """Starts waiting blocks while there are buffers, the oldest of each urgency first."""
         while True:
             with self._changed:
                 both = bool(self._urgent and self._others)
                 others_turn = both and self._passed_over == OTHERS_EVERY - 1
-                lane = self._others if others_turn or not self._urgent else self._urgent
-                buffer = self._buffers.take(lane[0][0].slot_bytes) if lane else None
+                queue = self._others if others_turn or not self._urgent else self._urgent
+                buffer = self._buffers.take(queue[0][0].slot_bytes) if queue else None
                 if buffer is None:
                     return
                 if both:
                     self._passed_over = 0 if others_turn else self._passed_over + 1
-                io, done, urgent = lane.popleft()
+                io, done, urgent = queue.popleft()
                 self._moving += 1
             ended = partial(self._ended, io, buffer, done)
             if io.write:
@@ -142,9 +129,8 @@ class BounceBufferEngine:
             if error is None and not io.write:
                 self._pin(io, buffer)
                 if not io.unpack(buffer):
-                    error = TagError(
-                        errno.EBADMSG, f"{io.slot_bytes} bytes at {io.offset} are not this block"
-                    )
+                    what = f"{io.slot_bytes} bytes at {io.offset} are not this block"
+                    error = TagError(errno.EBADMSG, what)
         except OSError as failure:
             error = failure.with_traceback(None)
         except Exception as failure:
@@ -160,7 +146,7 @@ class BounceBufferEngine:
 
 
 class _Batch:
-    """What is left of one submit: so many parts, each some of its blocks."""
+    """Collects the outcomes of one `submit`, which ends in several parts."""
 
     def __init__(self, blocks: int, parts: int, done: Callable[[Outcomes], None]) -> None:
         self._outcomes: Outcomes = [None] * blocks
@@ -179,7 +165,7 @@ class _Batch:
 
 
 class _Buffers:
-    """Page-aligned memory, at most `limit_bytes` of it; what is given back is kept for the next."""
+    """At most `limit_bytes` of page-aligned memory. Returned buffers are reused."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._left_bytes = limit_bytes
@@ -187,7 +173,7 @@ class _Buffers:
         self._pinned: dict[int, Gpu | None] = {}
 
     def take(self, nbytes: int) -> memoryview | None:
-        """A buffer with anything in it, None if there is no room for one."""
+        """Returns a buffer with undefined contents, None if the limit is reached."""
         if self._free[nbytes]:
             return self._free[nbytes].pop()
         for size, buffers in self._free.items():
@@ -203,16 +189,16 @@ class _Buffers:
         self._free[len(buffer)].append(buffer)
 
     def pin(self, buffer: memoryview, gpu: Gpu) -> None:
-        """Pins a buffer that was taken, once, if the driver does; may take a millisecond."""
+        """Pins a taken buffer, once, if CUDA allows it. Takes up to a millisecond."""
         if id(buffer) not in self._pinned:
             self._pinned[id(buffer)] = None
-            # Of a GPU that is lost, the copy will say so.
+            # If the GPU is lost, the copy reports it.
             with contextlib.suppress(CudaError):
                 if gpu.register(buffer):
                     self._pinned[id(buffer)] = gpu
 
     def close(self) -> None:
-        """Unpins what was given back."""
+        """Unpins the free buffers."""
         for buffers in self._free.values():
             for buffer in buffers:
                 self._unpin(buffer)
@@ -220,6 +206,6 @@ class _Buffers:
     def _unpin(self, buffer: memoryview) -> None:
         gpu = self._pinned.pop(id(buffer), None)
         if gpu is not None:
-            # Of a GPU that is lost, nothing is pinned any more.
+            # A lost GPU has nothing pinned.
             with contextlib.suppress(CudaError):
                 gpu.unregister(buffer)

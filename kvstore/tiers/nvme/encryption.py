@@ -1,20 +1,20 @@
-"""Encryption at rest: what a tenant that asks for it has on NVMe is AES-256-GCM under keys of its own.
+"""Encryption at rest: blocks of encrypted tenants are AES-256-GCM on NVMe, under a data key for each tenant.
 
     master key   32 bytes in a file or a systemd credential, never in the tier's folder
-    data key     32 random bytes a tenant, wrapped by the master key (`keys.py`)
-    block key    derived from the data key and the block's name: nonces need not differ between blocks
+    data key     32 random bytes a tenant, wrapped by the master key (`key_files.py`)
+    block key    derived from the data key and the block's name: nonces may repeat between blocks
     slot         ciphertext | tag 16 | nonce 12 | zeros up to the slot's end
 
-The block's name, namespace fingerprint | length u32 | key, is also the associated data, so what was sealed
-as one block never opens as another. DRAM stays plain, so that engines read it in place. GPUDirect is
-excluded: bytes that go from the device straight to a GPU pass no processor that could open them.
+The block's name, namespace fingerprint | length u32 | key, is the associated data too, so one block never
+decrypts as another. DRAM stays plain, because engines read it in place. GPUDirect is excluded: bytes that go
+from the device straight to a GPU pass no processor that could decrypt them.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -22,32 +22,33 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.errors import TierError
+from kvstore.tiers.job_thread import JobThread
 from kvstore.tiers.nvme.key_files import KEY_BYTES, KeyFiles, MasterKey
-from kvstore.types import SEAL_BYTES
+from kvstore.types import ENCRYPTION_BYTES
 
 _NONCE_BYTES = 12
 
 
 class BlockCipher:
-    """Seals and opens the blocks of one namespace, payloads of `block_bytes`. Any thread, the GIL free."""
+    """Encrypts and decrypts blocks of one namespace, payloads of `block_bytes`. Safe on any thread."""
 
     def __init__(self, data_key: bytes, fingerprint: bytes, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._data_key = data_key
         self._name = fingerprint + block_bytes.to_bytes(4, "little")
 
-    def seal(self, key: bytes, payload: memoryview, slot: memoryview) -> None:
-        """Fills `slot` with the sealed form of block `key`; of `payload` only `block_bytes` count."""
+    def encrypt(self, key: bytes, payload: memoryview, slot: memoryview) -> None:
+        """Fills `slot` with block `key`, encrypted. Uses the first `block_bytes` of `payload`."""
         name, nonce = self._name + key, os.urandom(_NONCE_BYTES)
-        size, end = self.block_bytes, self.block_bytes + SEAL_BYTES
+        size, end = self.block_bytes, self.block_bytes + ENCRYPTION_BYTES
         tagged = end - _NONCE_BYTES
         self._cipher(name).encrypt_into(nonce, payload[:size], name, slot[:tagged])
         slot[tagged:end] = nonce
         slot[end:] = bytes(len(slot) - end)
 
-    def open(self, key: bytes, slot: memoryview, payload: memoryview) -> bool:
-        """Whether `slot` holds block `key` as it was sealed; only then `payload` has its bytes."""
-        name, end = self._name + key, self.block_bytes + SEAL_BYTES
+    def decrypt(self, key: bytes, slot: memoryview, payload: memoryview) -> bool:
+        """Fills `payload` from `slot`. Returns False, and `payload` is undefined, for another block."""
+        name, end = self._name + key, self.block_bytes + ENCRYPTION_BYTES
         tagged = end - _NONCE_BYTES
         nonce = slot[tagged:end]
         try:
@@ -61,19 +62,16 @@ class BlockCipher:
 
 
 class TenantKeys:
-    """Which tenants of a folder are encrypted on NVMe, and their data keys.
-
-    Any thread may call: who makes or destroys a key waits for the disk, and for others that do.
-    """
+    """The encrypted tenants of a folder and their data keys. Any thread may call; changes are slow."""
 
     def __init__(self, folder: Path, master: MasterKey | None, encrypt: Mapping[str, bool]) -> None:
-        """Opens the data keys that the folder has. Makes and destroys nothing.
+        """Opens the data keys of the folder. Writes nothing.
 
-        `encrypt` says of tenants whether they are to be encrypted; of those that it leaves out, those are
-        that have a data key. TierError names the tenant whose key cannot be opened, or that wants one
-        without a master key.
+        `encrypt` says which tenants to encrypt. A tenant that it omits is encrypted if it has a data key.
+        TierError names a tenant whose key cannot be opened, or that needs one without a master key.
         """
         self._changing = threading.RLock()
+        self._jobs = JobThread("kvstore-keys")
         self._files = KeyFiles(folder)
         self._master = master
         self._keys: dict[str, bytes] = {}
@@ -81,49 +79,50 @@ class TenantKeys:
             self._keys[tenant] = self._unwrap(tenant, wrapped)
         self._encrypted = {tenant for tenant in self._keys if encrypt.get(tenant, True)}
         self._encrypted |= {tenant for tenant, wanted in encrypt.items() if wanted}
-        self.turned = {t for t in encrypt if (t in self._encrypted) != (t in self._keys)}
-        """Tenants that were plain here and are to be encrypted, or the other way: nothing that the folder
-        has of them may stay. See `settle`."""
+        self.changed = {t for t in encrypt if (t in self._encrypted) != (t in self._keys)}
+        """Tenants with encryption newly turned on or off. Their stored blocks must be deleted, then `settle`
+        called."""
         for tenant in sorted(self._encrypted):
             self._master_for(tenant)
 
     def settle(self) -> None:
-        """What there was of the turned tenants is durably gone: they get their data keys, or lose them."""
-        for tenant in sorted(self.turned):
+        """Makes or erases the data keys of the changed tenants. Their old blocks must be durably deleted."""
+        for tenant in sorted(self.changed):
             if tenant in self._encrypted:
                 self.make(tenant)
             else:
                 self.erase(tenant)
-        self.turned = set()
+        self.changed = set()
 
     def encrypts(self, tenant: str) -> bool:
-        """Whether what this tenant has on NVMe is sealed."""
+        """Returns whether a tenant is encrypted: its blocks need `ENCRYPTION_BYTES` more each."""
         return tenant in self._encrypted
 
     @property
     def encrypted(self) -> frozenset[str]:
-        """Those whose blocks are sealed."""
+        """The encrypted tenants."""
         return frozenset(self._encrypted)
 
-    def add(self, tenant: str) -> None:
-        """From now on a tenant is encrypted that has nothing on NVMe. TierError without a master key."""
+    def encrypt(self, tenant: str) -> None:
+        """Encrypts a tenant without stored blocks from now on. TierError without a master key."""
         self._master_for(tenant)
         self._encrypted.add(tenant)
 
-    def can_open(self, tenant: str) -> bool:
-        """Whether the tenant has a data key."""
+    def has_key(self, tenant: str) -> bool:
+        """Returns whether a tenant has a data key."""
         return tenant in self._keys
 
-    def seal(self, tenant: str, fingerprint: bytes, block_bytes: int) -> BlockCipher:
-        """The seal of one namespace. A tenant without a data key gets one, which is durable then.
+    def lacks_key(self, tenant: str) -> bool:
+        """Returns whether an encrypted tenant still needs a data key."""
+        return tenant in self._encrypted and tenant not in self._keys
 
-        TierError if it cannot be written.
-        """
+    def cipher(self, tenant: str, fingerprint: bytes, block_bytes: int) -> BlockCipher:
+        """Returns the cipher of a namespace. Makes the tenant's data key if absent. See `make`."""
         data_key = self._keys.get(tenant) or self.make(tenant)
         return BlockCipher(data_key, fingerprint, block_bytes)
 
     def make(self, tenant: str) -> bytes:
-        """The tenant's data key, durable; a new one if it has none. TierError if it cannot be written."""
+        """Returns the tenant's data key, durable; makes one if absent. TierError if it cannot be written."""
         with self._changing:
             if tenant not in self._keys:
                 data_key = os.urandom(KEY_BYTES)
@@ -132,13 +131,33 @@ class TenantKeys:
             return self._keys[tenant]
 
     def erase(self, tenant: str) -> None:
-        """Destroys the tenant's data key: what it sealed is noise from then on, copies of slabs included.
+        """Destroys the tenant's data key, if any: its blocks can never be decrypted again.
 
-        Durable on return, as far as the device overwrites in place. TierError if it may still be there.
+        Durable on return, as far as the device overwrites in place. TierError if the key may still exist.
         """
         with self._changing:
             self._files.erase(tenant)
             self._keys.pop(tenant, None)
+
+    def change(
+        self, change: Callable[[str], object], tenant: str, done: Callable[[Exception | None], None]
+    ) -> None:
+        """Runs `make` or `erase` on a thread. `done` gets the error, if any, on that thread."""
+
+        def run() -> None:
+            error = None
+            try:
+                change(tenant)
+            except Exception as failure:
+                error = failure
+            done(error)
+
+        if not self._jobs.submit(run):
+            done(TierError(f"the key of tenant {tenant} cannot be changed: the device is being closed"))
+
+    def close(self) -> None:
+        """Returns when all changes have ended."""
+        self._jobs.close()
 
     def _master_for(self, tenant: str) -> MasterKey:
         if self._master is None:

@@ -1,8 +1,8 @@
-"""Checks a tier's folder while no daemon uses it: every record against its slab, every block's checksum.
+"""Checks an NVMe folder that no daemon uses: every record against its slab, and every block's checksum.
 
-Free slots are no problem, and neither is a slab of full size that no extent record names: it waits to be
-given to a size of blocks. A record with several problems is told once, with the first in the order of `Kind`.
-Not here: printing, and whether the records can be read at all (`store.py`).
+A slab of full size without an extent record is unassigned, not damaged. A record with several problems is
+reported once, with the first in the order of `Kind`. Not covered here: printing, and records that LMDB cannot
+read (`store.py`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvstore.tiers.nvme.store import Changes, Loaded, Namespace, RecordStore
 from kvstore.types import ALIGN
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes of blocks have been checked, and of how many."""
+"""Receives the checked bytes of blocks and their total."""
 
-_RUN_BYTES = 8 << 20  # read at once
+_RUN_BYTES = 8 << 20  # for each read
 _MAP_BYTES = 8 << 30
 
 
 class Kind(StrEnum):
-    """What can be wrong. Three concern an extent, the others a block's record."""
+    """Problems. Three concern an extent, the others a block's record."""
 
     NO_SLAB = "extent without its slab"
     SHORT_SLAB = "slab shorter than its extent"
@@ -62,7 +62,7 @@ _GOOD = 0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem. `extent`, `index` (the slot) and `namespace` are numbers where they are known."""
+    """One problem. `extent`, `index` (the slot) and `namespace` are numbers, None if unknown."""
 
     kind: Kind
     extent: int | None = None
@@ -73,10 +73,10 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found. `verdict` has for each row of `blocks` 0 or the number of its kind.
+    """The result of a check. `verdict` has 0 or the number of a `Kind` for each row of `blocks`.
 
-    `damaged` has raw keys of the table of blocks, `orphans` files; `repaired` says whether all that was found
-    is repaired. `unchecked` is how many sealed blocks were not read, for want of the master key.
+    `damaged` has raw keys of the table of blocks, `orphans` files. `repaired` means that all problems are.
+    `unchecked` counts encrypted blocks that were not read without the master key.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ class Report:
     repaired: bool = False
 
     def counts(self) -> dict[Kind, int]:
-        """How often each kind was found; kinds that were not are left out."""
+        """Returns how often each kind was found, without kinds that were not."""
         found = Counter({Kind.NO_SLAB: len(self.no_slab), Kind.SHORT_SLAB: len(self.short)})
         found.update({Kind.ORPHAN: len(self.orphans), Kind.DAMAGED: len(self.damaged)})
         rows = np.bincount(self.verdict, minlength=len(Kind) + 1).tolist()
@@ -100,7 +100,7 @@ class Report:
         return {kind: found[kind] for kind in Kind if found[kind]}
 
     def findings(self) -> Iterator[Finding]:
-        """Every problem, those of extents first."""
+        """Yields every problem, those of extents first."""
         yield from (Finding(Kind.NO_SLAB, extent) for extent in self.no_slab)
         yield from (Finding(Kind.SHORT_SLAB, extent) for extent in self.short)
         yield from (Finding(Kind.ORPHAN, extent) for extent in self.orphans)
@@ -120,19 +120,18 @@ class Report:
 def fsck(
     folder: Path, limit_bytes: int | None, repair: bool, progress: Progress, master: MasterKey | None = None
 ) -> Report:
-    """Checks a folder; with `repair`, deletes bad records and orphan slabs and gives short slabs their size.
+    """Checks a folder. `repair` deletes bad records and orphan slabs and gives short slabs their size.
 
-    `limit_bytes` is nvme.limit where it is known: slabs beyond it that nothing names are orphans too. Of two
-    records that name one slot, the one stays whose checksum proves it. Sealed blocks are opened with
-    `master`; without it their bytes are not checked and they stay. TierError if there is no such folder, if a
-    daemon uses it, if it cannot be read or repaired, or if `master` is not its master key.
+    `limit_bytes` is nvme.limit if known: unnamed slabs beyond it are orphans too. Of two records for one
+    slot, the record that the checksum proves is kept. Encrypted blocks are kept unchecked without `master`.
+    TierError if the folder is absent, in use, unreadable or unrepairable, or if `master` is another key.
     """
     with closing(RecordStore(folder, None, _MAP_BYTES)) as store:
         try:
             loaded = store.load()
-            keys = set(KeyFiles(folder).load())
-            seals = TenantKeys(folder, master, {}) if master is not None else None
-            report = _check(folder, loaded, store.extent_bytes, limit_bytes, progress, keys, seals)
+            with_key = set(KeyFiles(folder).load())
+            keys = TenantKeys(folder, master, {}) if master is not None else None
+            report = _check(folder, loaded, store.extent_bytes, limit_bytes, progress, with_key, keys)
             if repair:
                 _repair(store, report)
         except (OSError, lmdb.Error) as error:
@@ -146,13 +145,13 @@ def _check(
     extent_bytes: int,
     limit_bytes: int | None,
     progress: Progress,
-    keys: Set[str],
-    seals: TenantKeys | None,
+    with_key: Set[str],
+    keys: TenantKeys | None,
 ) -> Report:
     paths = {int(p.stem): p for p in sorted(folder.glob("slabs/*.slab")) if p.stem.isdecimal()}
     sizes = {extent: path.stat().st_size for extent, path in paths.items()}
     count = None if limit_bytes is None else limit_bytes // extent_bytes
-    verdict = _places(loaded, sizes, extent_bytes, keys)
+    verdict = _places(loaded, sizes, extent_bytes, with_key)
     report = Report(folder, len(loaded.extents), loaded.blocks, verdict, loaded.damaged)
     report.no_slab = sorted(loaded.extents.keys() - paths.keys())
     for extent, path in paths.items():
@@ -162,18 +161,19 @@ def _check(
                 report.short[extent] = path
         elif short or (count is not None and extent >= count):
             report.orphans[extent] = path
-    _read(loaded, paths, report, progress, seals)
+    _read(loaded, paths, report, progress, keys)
     return report
 
 
 def _places(
-    loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int, keys: Set[str]
+    loaded: Loaded, slab_sizes: dict[int, int], extent_bytes: int, with_key: Set[str]
 ) -> npt.NDArray[np.uint8]:
-    """A verdict a record, as far as it can be told without its bytes. `keys`: tenants with a data key."""
+    """Returns the verdicts that need no block bytes. `with_key`: tenants with a data key."""
     blocks = loaded.blocks
     stored = mapped(blocks.ns, {n: space.stored_bytes for n, space in loaded.namespaces.items()}, absent=-1)
-    keyless = [n for n, space in loaded.namespaces.items() if space.sealed and space.tenant not in keys]
-    payloads = {n: int(space.layout["block_bytes"]) for n, space in loaded.namespaces.items()}
+    spaces = loaded.namespaces.items()
+    keyless = [n for n, space in spaces if space.encrypted and space.tenant not in with_key]
+    payloads = {n: int(space.layout["block_bytes"]) for n, space in spaces}
     length = mapped(blocks.ns, payloads, absent=-1)
     slot = mapped(blocks.extent, loaded.extents, absent=-1)
     slab = mapped(blocks.extent, slab_sizes, absent=-1)
@@ -193,14 +193,14 @@ def _places(
 
 
 def _read(
-    loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress, seals: TenantKeys | None
+    loaded: Loaded, paths: dict[int, Path], report: Report, progress: Progress, keys: TenantKeys | None
 ) -> None:
-    """Reads the blocks of all good records in the order of the device and verifies them."""
+    """Reads the blocks of all good records in device order and verifies them."""
     blocks, verdict = report.blocks, report.verdict
-    proofs = _proofs(loaded, seals)
-    within_reach = np.isin(blocks.ns, list(proofs))
-    report.unchecked = int((~within_reach & (verdict == _GOOD)).sum())
-    rows = np.flatnonzero(within_reach & (verdict == _GOOD))
+    proofs = _proofs(loaded, keys)
+    readable = np.isin(blocks.ns, list(proofs))
+    report.unchecked = int((~readable & (verdict == _GOOD)).sum())
+    rows = np.flatnonzero(readable & (verdict == _GOOD))
     rows = rows[np.lexsort((blocks.index[rows], blocks.extent[rows]))]
     total = int(blocks.length[rows].sum(dtype=np.int64))
     for some in np.split(rows, np.flatnonzero(np.diff(blocks.extent[rows])) + 1):
@@ -215,7 +215,7 @@ def _read(
                 _verify_run(fd, slot_bytes, run, proofs, report)
                 report.checked_bytes += int(blocks.length[run].sum(dtype=np.int64))
                 progress(report.checked_bytes, total)
-            # What is read once must not push out what others on this machine read often.
+            # A single pass must not evict the page cache of other processes.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
@@ -226,35 +226,35 @@ def _read(
 
 
 _Proof = Callable[[bytes, int, int, memoryview], bool]
-"""Whether a slot holds the block of this key, length and checksum."""
+"""Returns whether a slot holds the block of this key, length and checksum."""
 
 
-def _proofs(loaded: Loaded, seals: TenantKeys | None) -> dict[int, _Proof]:
-    """How blocks are verified, by namespace; sealed ones are left out where there are no seals."""
+def _proofs(loaded: Loaded, keys: TenantKeys | None) -> dict[int, _Proof]:
+    """Returns the verification of each namespace. Omits encrypted namespaces without a key."""
 
-    def proof(space: Namespace, seal: BlockCipher | None) -> _Proof:
+    def proof(space: Namespace, cipher: BlockCipher | None) -> _Proof:
         def prove(key: bytes, length: int, checksum: int, slot: memoryview) -> bool:
-            if seal is not None:
+            if cipher is not None:
                 payload = memoryview(bytearray(length))
-                if not seal.open(key, slot, payload):
+                if not cipher.decrypt(key, slot, payload):
                     return False
                 slot = payload
             return arena.checksum(slot[:length], arena.seed(space.fingerprint, key, length)) == checksum
 
         return prove
 
-    found = {n: proof(space, None) for n, space in loaded.namespaces.items() if not space.sealed}
+    found = {n: proof(space, None) for n, space in loaded.namespaces.items() if not space.encrypted}
     for n, space in loaded.namespaces.items():
-        if space.sealed and seals is not None and seals.can_open(space.tenant):
+        if space.encrypted and keys is not None and keys.has_key(space.tenant):
             length = int(space.layout["block_bytes"])
-            found[n] = proof(space, seals.seal(space.tenant, space.fingerprint, length))
+            found[n] = proof(space, keys.cipher(space.tenant, space.fingerprint, length))
     return found
 
 
 def _runs(
     rows: npt.NDArray[np.int64], index: npt.NDArray[np.uint32], slot_bytes: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Rows of one extent, in order, cut into runs of neighbours of at most `_RUN_BYTES`."""
+    """Cuts the sorted rows of one extent into runs of neighbours of at most `_RUN_BYTES`."""
     slots = max(1, _RUN_BYTES // slot_bytes)
     at = index[rows].astype(np.int64)
     return np.split(rows, np.flatnonzero((np.diff(at) > 1) | (np.diff(at // slots) > 0)) + 1)
@@ -282,7 +282,7 @@ def _verify_run(
 
 
 def _pread(fd: int, nbytes: int, offset: int) -> memoryview:
-    """All of `nbytes`, or what there is before the file's end."""
+    """Reads `nbytes`, or fewer at the end of the file."""
     parts, got = [], 0
     while got < nbytes and (part := os.pread(fd, nbytes - got, offset + got)):
         parts.append(part)
@@ -291,7 +291,7 @@ def _pread(fd: int, nbytes: int, offset: int) -> memoryview:
 
 
 def _repair(store: RecordStore, report: Report) -> None:
-    """Records go first: a crash in between leaves files that the next check finds."""
+    """Deletes records first: a crash in between leaves files that the next check finds."""
     blocks = report.blocks
     bad = np.flatnonzero(report.verdict).tolist()
     raw = [*report.damaged, *(ID.pack(int(blocks.ns[i])) + _key(blocks, i) for i in bad)]

@@ -1,6 +1,6 @@
-"""What a folder holds when a daemon starts: records that name a slot of theirs become blocks, others go.
+"""Start-up recovery of an NVMe folder: usable records become blocks, the others are deleted.
 
-Nothing is read from slabs here: whether a slot's bytes are right, its checksum says when it is read.
+No slab is read here. The checksum of a block is verified when the block is read.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Namespaces by number, slot size and tenant of each extent, blocks (latest first).
+    """Namespaces by number, slot size and tenant of each extent, and blocks, latest first.
 
-    `stored_at` says when each of these was stored, `latest` when the latest ever was (s since 1970).
+    `stored_at` is the time of each block, `latest` the largest time on record (s since 1970).
     """
 
     namespaces: dict[int, Namespace]
-    formats: dict[int, int]
+    slot_bytes: dict[int, int]
     owners: dict[int, str]
     restore: Restore
     stored_at: npt.NDArray[np.float64]
     latest: float
 
 
-def recover(journal: Journal, slabs: Slabs, count: int, seals: TenantKeys | None = None) -> Recovered:
-    """Opens the slabs of `count` extents on record, the lowest, and tells what is in them.
+def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Recovered:
+    """Opens the slabs of the `count` lowest extents on record and returns their contents.
 
-    Those beyond, records that name no slot of theirs, and sealed blocks without a data key are forgotten
-    with a warning. So is all of a tenant that is to be encrypted from now on, or no longer; that is durable.
+    Deletes, with a warning, the other extents, records without a usable slot, and encrypted blocks without a
+    data key. If a tenant's encryption was turned on or off, deletes all of its blocks, durably.
     """
     loaded = journal.load()
-    if seals is not None and seals.turned:
-        loaded = _without(journal, slabs, loaded, seals.turned)
-        seals.settle()
+    if keys.changed:
+        loaded = _without(journal, slabs, loaded, keys.changed)
+        keys.settle()
     sizes = _open_slabs(slabs, loaded.extents, count)
-    formats = {extent: loaded.extents[extent] for extent in sizes}
+    slot_sizes = {extent: loaded.extents[extent] for extent in sizes}
     owners = {extent: loaded.owners[extent] for extent in sizes}
     if loaded.damaged:
         _log.error("%d records are damaged: their blocks are lost", len(loaded.damaged))
         journal.forget(loaded.damaged)
-    usable = _fits(loaded.blocks, loaded.namespaces, formats, sizes)
+    usable = _fits(loaded.blocks, loaded.namespaces, slot_sizes, sizes)
     _forget(journal, loaded.blocks, ~usable, "their slabs are gone or beyond the limit")
-    noise = usable & np.isin(loaded.blocks.ns, _without_key(loaded, seals))
-    _forget(journal, loaded.blocks, noise, "they are encrypted and their tenant's data key is gone")
-    usable &= ~noise
+    keyless = usable & np.isin(loaded.blocks.ns, _without_key(loaded, keys))
+    _forget(journal, loaded.blocks, keyless, "they are encrypted and their tenant's data key is gone")
+    usable &= ~keyless
     strays = usable & strangers(loaded)
     _forget(journal, loaded.blocks, strays, "they lie in another tenant's extents")
     usable &= ~strays
-    for extent in set(loaded.extents) - set(formats):
+    for extent in set(loaded.extents) - set(slot_sizes):
         slabs.remove(extent)
         journal.delete_extent(extent)
     latest = float(loaded.blocks.stored_at.max(initial=0.0))
     restore, stored_at = _restore(loaded.blocks, usable), loaded.blocks.stored_at[::-1][usable[::-1]]
-    return Recovered(loaded.namespaces, formats, owners, restore, stored_at, latest)
+    return Recovered(loaded.namespaces, slot_sizes, owners, restore, stored_at, latest)
 
 
 def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) -> Loaded:
-    """What is left without these tenants' blocks and slabs, where bytes of evicted blocks lie too."""
+    """Deletes the blocks and slabs of tenants. Slabs hold bytes of evicted blocks too."""
     blocks = loaded.blocks
     theirs = [n for n, space in loaded.namespaces.items() if space.tenant in tenants]
     gone = np.isin(blocks.ns, theirs)
@@ -83,14 +83,13 @@ def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) 
     return journal.load()
 
 
-def _without_key(loaded: Loaded, seals: TenantKeys | None) -> list[int]:
-    """Sealed namespaces that nobody can open."""
-    sealed = [(n, space.tenant) for n, space in loaded.namespaces.items() if space.sealed]
-    return [n for n, tenant in sealed if seals is None or not seals.can_open(tenant)]
+def _without_key(loaded: Loaded, keys: TenantKeys) -> list[int]:
+    """Returns encrypted namespaces whose data key is gone."""
+    return [n for n, s in loaded.namespaces.items() if s.encrypted and not keys.has_key(s.tenant)]
 
 
 def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, int]:
-    """The bytes that each slab had, of those that are on record and could be opened."""
+    """Opens slabs on record. Returns the size in bytes that each had."""
     sizes: dict[int, int] = {}
     for extent in slabs.stored():
         if extent in extents and len(sizes) < count:
@@ -102,12 +101,12 @@ def _open_slabs(slabs: Slabs, extents: dict[int, int], count: int) -> dict[int, 
 
 
 def _fits(
-    blocks: Blocks, namespaces: dict[int, Namespace], formats: dict[int, int], sizes: dict[int, int]
+    blocks: Blocks, namespaces: dict[int, Namespace], slot_sizes: dict[int, int], sizes: dict[int, int]
 ) -> npt.NDArray[np.bool_]:
-    """Which records name a slot that is there, has their namespace's size, and is nobody else's."""
+    """Returns which records name an existing slot of their namespace's size that no later record names."""
     payloads = {n: space.layout["block_bytes"] for n, space in namespaces.items()}
     wanted = mapped(blocks.ns, {n: slot_bytes(space.stored_bytes) for n, space in namespaces.items()})
-    found = mapped(blocks.extent, formats)
+    found = mapped(blocks.extent, slot_sizes)
     fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
     fits &= blocks.length == mapped(blocks.ns, payloads)
     fits &= (blocks.index.astype(np.int64) + 1) * found <= mapped(blocks.extent, sizes)
@@ -118,7 +117,7 @@ def _fits(
 
 
 def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
-    """Which records say that a block of one tenant lies in an extent of another."""
+    """Returns which records place a block of one tenant in an extent of another."""
     tenants = {name: i for i, name in enumerate({space.tenant for space in loaded.namespaces.values()})}
     theirs = {n: tenants[space.tenant] for n, space in loaded.namespaces.items()}
     owners = {extent: tenants.get(owner, -1) for extent, owner in loaded.owners.items()}
@@ -136,7 +135,7 @@ def _forget(journal: Journal, blocks: Blocks, which: npt.NDArray[np.bool_], why:
 
 
 def _restore(blocks: Blocks, usable: npt.NDArray[np.bool_]) -> Restore:
-    """The usable records as an event, latest first."""
+    """Returns the usable records as an event, latest first."""
     everything = Restore(
         1,
         blocks.ns[::-1],

@@ -3,7 +3,7 @@
 Tables, with ids as u32 big-endian and numbers as u64 little-endian:
 
     meta          "format", "extent_bytes" -> number
-    namespaces    id -> MessagePack [tenant, layout map, fingerprint, whether sealed, readers, TTL (s)]
+    namespaces    id -> MessagePack [tenant, layout map, fingerprint, encrypted, readers, TTL (s)]
     extents       id -> slot bytes | whose it is: the tenant's name in UTF-8
     blocks        namespace id, key -> record (`records.py`)
 
@@ -34,7 +34,7 @@ import msgpack
 from kvstore.errors import TierError
 from kvstore.tiers.base import DEFAULT_TENANT
 from kvstore.tiers.nvme.records import ID, Blocks, unpack
-from kvstore.types import SEAL_BYTES
+from kvstore.types import ENCRYPTION_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ Changes: TypeAlias = dict[str, dict[bytes, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What a namespace id stands for. `sealed`: its blocks are encrypted under the tenant's data key.
+    """What a namespace id stands for. `encrypted`: its blocks are encrypted under the tenant's data key.
 
     `readers` are the tenants that it is published to; blocks end `ttl_s` after they were stored (0: never).
     """
@@ -64,20 +64,20 @@ class Namespace:
     tenant: str
     layout: dict[str, Any]
     fingerprint: bytes
-    sealed: bool = False
+    encrypted: bool = False
     readers: tuple[str, ...] = ()
     ttl_s: float = 0.0
 
     def pack(self) -> bytes:
         """The record's value."""
-        columns = [self.tenant, self.layout, self.fingerprint, self.sealed, self.readers, self.ttl_s]
+        columns = [self.tenant, self.layout, self.fingerprint, self.encrypted, self.readers, self.ttl_s]
         packed: bytes = msgpack.packb(columns)
         return packed
 
     @property
     def stored_bytes(self) -> int:
         """What one of its blocks takes in a slab, before that is rounded up to a slot."""
-        return int(self.layout["block_bytes"]) + SEAL_BYTES * self.sealed
+        return int(self.layout["block_bytes"]) + ENCRYPTION_BYTES * self.encrypted
 
 
 @dataclass(frozen=True, slots=True)

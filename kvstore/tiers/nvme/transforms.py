@@ -1,8 +1,8 @@
-"""Blocks that are something else in the file than in their buffer, or lie where an engine cannot reach.
+"""Blocks that are encrypted in the file, or in GPU memory that the engine cannot reach.
 
-Each passes through a host buffer that has it as it is in the file. Plain text of sealed blocks for a GPU is
-in host memory of the thread that seals or opens them. Not here: whose these buffers are, and when what moves
-(`bounce.py`).
+Each passes through a host buffer that holds its bytes as in the file. Plain text of encrypted blocks for a
+GPU stays in memory of the thread that encrypts or decrypts them. Not covered here: these buffers and the
+order of I/O (`bounce_buffers.py`).
 """
 
 from __future__ import annotations
@@ -19,87 +19,89 @@ from kvstore.tiers.base import BlockIO, Memory
 from kvstore.tiers.nvme.encryption import BlockCipher
 
 Check: TypeAlias = Callable[[memoryview], bool]
-"""Whether host memory holds the bytes that a block must have."""
+"""Returns whether host memory holds the bytes of a block."""
 
 _own = threading.local()
 
 
 class TagError(OSError):
-    """What was read is not what was written as this block: it does not open, or does not match."""
+    """The bytes in the file are not those of this block: they do not decrypt, or fail its checksum."""
 
 
 class TransformedIO(BlockIO):
-    """A block that takes `slot_bytes` in the file, a multiple of `ALIGN`, and as many of a host buffer."""
+    """A block that takes `slot_bytes` in the file and in a host buffer, a multiple of `ALIGN`."""
 
     __slots__ = ()
 
     slot_bytes: int
 
     def pack(self, slot: memoryview) -> None:
-        """Fills `slot`, which may have anything in it, with what is to be in the file."""
+        """Fills the whole `slot` with the bytes for the file."""
         raise NotImplementedError
 
     def unpack(self, slot: memoryview) -> bool:
-        """Takes over what the file has; False, and the block's buffer holds anything, if it is another's."""
+        """Fills the block's buffer from `slot`. Returns False, buffer undefined, if that is another block."""
         raise NotImplementedError
 
 
 @dataclass(slots=True)
 class EncryptedIO(TransformedIO):
-    """One block that is sealed in the file and plain in `buffer`, where only its payload is read or written.
+    """One block that is encrypted in the file. Only the payload of `buffer` is read or written.
 
-    `holds` looks at what was opened for a GPU, before it goes there; host memory is looked at by whoever
-    reads.
+    `check_block` verifies a block that was decrypted for a GPU, before it is copied there. A reader verifies
+    blocks in host memory.
     """
 
-    seal: BlockCipher
+    cipher: BlockCipher
     key: bytes
     slot_bytes: int
-    holds: Check | None = None
+    check_block: Check | None = None
 
     def pack(self, slot: memoryview) -> None:
         """See TransformedIO."""
         buffer = self.buffer
         if isinstance(buffer, DeviceBuffer):
-            plain = _aside(buffer.nbytes)
-            lower(buffer, plain)
+            plain = _thread_memory(buffer.nbytes)
+            copy_from_gpu(buffer, plain)
             buffer = plain
-        self.seal.seal(self.key, buffer, slot)
+        self.cipher.encrypt(self.key, buffer, slot)
 
     def unpack(self, slot: memoryview) -> bool:
         """See TransformedIO."""
         buffer = self.buffer
         if not isinstance(buffer, DeviceBuffer):
-            return self.seal.open(self.key, slot, buffer)
-        plain, length = _aside(buffer.nbytes), self.seal.block_bytes
-        if not self.seal.open(self.key, slot, plain) or (self.holds is not None and not self.holds(plain)):
+            return self.cipher.decrypt(self.key, slot, buffer)
+        plain, length = _thread_memory(buffer.nbytes), self.cipher.block_bytes
+        if not self.cipher.decrypt(self.key, slot, plain):
             return False
-        lift(plain[:length], buffer[:length])
+        if self.check_block is not None and not self.check_block(plain):
+            return False
+        copy_to_gpu(plain[:length], buffer[:length])
         return True
 
 
 @dataclass(slots=True)
 class DeviceIO(TransformedIO):
-    """One block of `length` bytes whose `buffer` is a GPU's memory, for an engine that cannot reach it.
+    """One block of `length` bytes in GPU memory, for an engine that cannot reach GPU memory.
 
-    `holds` looks at what was read before it goes there.
+    `check_block` verifies the block in host memory, before it is copied to the GPU.
     """
 
     slot_bytes: int
     length: int
-    holds: Check | None = None
+    check_block: Check | None = None
 
     def pack(self, slot: memoryview) -> None:
         """See TransformedIO."""
-        lower(self._payload, slot[: self.length])
+        copy_from_gpu(self._payload, slot[: self.length])
         # The buffer may have held another tenant's block.
         slot[self.length :] = bytes(len(slot) - self.length)
 
     def unpack(self, slot: memoryview) -> bool:
         """See TransformedIO."""
-        if self.holds is not None and not self.holds(slot):
+        if self.check_block is not None and not self.check_block(slot):
             return False
-        lift(slot[: self.length], self._payload)
+        copy_to_gpu(slot[: self.length], self._payload)
         return True
 
     @property
@@ -108,13 +110,13 @@ class DeviceIO(TransformedIO):
         return self.buffer[: self.length]
 
 
-def lower(source: DeviceBuffer, target: memoryview) -> None:
-    """Copies from a GPU, on a stream of this thread, and waits. OSError if the GPU refuses."""
+def copy_from_gpu(source: DeviceBuffer, target: memoryview) -> None:
+    """Copies from a GPU on this thread's stream, and waits. OSError if CUDA fails."""
     _copy(source.gpu.thread_stream, target, source)
 
 
-def lift(source: memoryview, target: DeviceBuffer) -> None:
-    """Copies to a GPU, as `lower` copies from one."""
+def copy_to_gpu(source: memoryview, target: DeviceBuffer) -> None:
+    """Copies to a GPU on this thread's stream, and waits. OSError if CUDA fails."""
     _copy(target.gpu.thread_stream, target, source)
 
 
@@ -127,8 +129,8 @@ def _copy(stream: Callable[[], Stream], target: Memory, source: Memory) -> None:
         raise OSError(errno.EIO, str(error)) from None
 
 
-def _aside(nbytes: int) -> memoryview:
-    """Host memory of this thread's own, with anything in it, until it is asked for again."""
+def _thread_memory(nbytes: int) -> memoryview:
+    """Returns memory of the calling thread with undefined contents, valid until the next call."""
     known: memoryview | None = getattr(_own, "memory", None)
     if known is None or len(known) < nbytes:
         known = _own.memory = memoryview(mmap.mmap(-1, nbytes))

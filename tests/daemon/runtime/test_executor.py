@@ -166,7 +166,7 @@ def test_a_look_that_raises_ends_and_takes_no_block_away(
         await node.put()
         await node.quiet()
         with monkeypatch.context() as patched:
-            for module in ("tiers.dram", "tiers.nvme.tier"):
+            for module in ("tiers.dram", "tiers.nvme.reads"):
                 patched.setattr(f"kvstore.{module}.verify", broken)
             node.daemon.core.handle(ev.Scrub(tier, MIB))
             await node.quiet()
@@ -247,7 +247,7 @@ def test_memory_and_core_that_disagree_end_the_daemon(
         await node.quiet()
         with monkeypatch.context() as patched:
             patched.setattr(os, "abort", lambda: ended.append(True))
-            patched.setattr(node.daemon.tiers.dram, "void", broken)
+            patched.setattr(node.daemon.tiers.dram, "drop", broken)
             await node.ask(ev.Invalidate(0, node.space.number, JOINED))
 
     on_node(tmp_path / "nvme", work)

@@ -19,11 +19,12 @@ from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.recovery import Recovered
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.types import SEAL_BYTES, Layout, slot_bytes
+from kvstore.types import ENCRYPTION_BYTES, Layout, slot_bytes
+from tests.tiers.nvme.at_once import make_extents
 
 MIB = 1 << 20
 BLOCK = 8190  # sealed, it takes a page more
-SEALED_SLOT = slot_bytes(BLOCK + SEAL_BYTES)
+SEALED_SLOT = slot_bytes(BLOCK + ENCRYPTION_BYTES)
 WAIT_S = 30.0
 MASTER = MasterKey("the test's key", bytes(range(32)))
 OTHER_MASTER = MasterKey("another key", bytes(32))
@@ -49,7 +50,7 @@ class Folder:
         self.tier = NvmeTier.open(path, 4 * MIB, MIB, PosixEngine(2), master, encrypt)
         try:
             self.found: Recovered = self.tier.load()
-            self.tier.allocate(lambda _: None, lambda _: None)
+            make_extents(self.tier)
             self.fingerprints = {}
             for number, tenant in self.TENANTS.items():
                 layout = Layout(model=f"model {number}", block_bytes=BLOCK)
@@ -62,7 +63,7 @@ class Folder:
             raise
 
     def slot_bytes(self, number: int) -> int:
-        return slot_bytes(BLOCK + SEAL_BYTES * self.tier.encrypts(self.TENANTS[number]))
+        return slot_bytes(BLOCK + ENCRYPTION_BYTES * self.tier.keys.encrypts(self.TENANTS[number]))
 
     def identity(self, number: int, key: bytes) -> BlockIds:
         checksum = arena.checksum(payload(key), arena.seed(self.fingerprints[number], key, BLOCK))
@@ -80,14 +81,14 @@ class Folder:
         slot = memoryview(bytearray(slot_bytes(BLOCK)))
         slot[:BLOCK] = data or payload(key)
         ended = _Ended()
-        self.tier.write(self.copy(number, key, index), [aligned(bytes(slot))], {number: BLOCK}, ended)
+        self.tier.writer.write(self.copy(number, key, index), [aligned(bytes(slot))], {number: BLOCK}, ended)
         return ended.result()
 
     def read(self, number: int, key: bytes, index: int = 0) -> int:
         """The outcome of reading a block; OK only if its bytes came with it."""
         slot, ended = aligned(bytes(slot_bytes(BLOCK))), _Ended()
         copy = self.copy(number, key, index)
-        self.tier.read(copy, [slot], self.fingerprints, {number: BLOCK}, ended)
+        self.tier.reader.read(copy, [slot], self.fingerprints, {number: BLOCK}, ended)
         outcome = ended.result()
         assert outcome != OK or slot[:BLOCK] == payload(key)
         return outcome

@@ -60,7 +60,7 @@ def put(tier: NvmeTier, number: int) -> None:
     copy = Copy(1, 0, 1, identity(number), [b""], PLACE, PLACE, np.ones(1, np.uint32), False, None)
     slot = memoryview(mmap.mmap(-1, ALIGN))  # aligned, as direct I/O has it
     slot[:LENGTH] = PAYLOADS[number]
-    [results] = _told(lambda done: tier.write(copy, [slot], {number: LENGTH}, done))
+    [results] = _told(lambda done: tier.writer.write(copy, [slot], {number: LENGTH}, done))
     assert results.tolist() == [0]
 
 

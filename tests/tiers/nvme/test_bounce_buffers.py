@@ -15,11 +15,11 @@ from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.encryption import BlockCipher
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.transforms import EncryptedIO, TagError
-from kvstore.types import ALIGN, SEAL_BYTES
+from kvstore.types import ALIGN, ENCRYPTION_BYTES
 from tests.tiers.faulty import Faults, FaultyEngine
 from tests.tiers.test_io_engine import Waiter, aligned, noise, run
 
-BLOCK, SLOT = 2 * ALIGN - SEAL_BYTES, 2 * ALIGN
+BLOCK, SLOT = 2 * ALIGN - ENCRYPTION_BYTES, 2 * ALIGN
 SEAL = BlockCipher(bytes(32), bytes(16), BLOCK)
 
 
@@ -38,6 +38,7 @@ class ByHand:
     """Moves nothing before it is told to."""
 
     name = "by hand"
+    device_memory = False
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Sequence[BlockIO], Callable[[list[OSError | None]], None]]] = []
@@ -53,6 +54,11 @@ class ByHand:
     def end(self, error: OSError | None = None) -> None:
         ios, done = self.waiting.pop(0)
         done([error] * len(ios))
+
+    def release(self, fd: int) -> None:
+        pass
+
+    register = unregister = release
 
     def close(self) -> None:
         assert not self.waiting

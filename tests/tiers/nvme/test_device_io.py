@@ -29,8 +29,9 @@ from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.tiers.nvme.transforms import DeviceIO, EncryptedIO, TagError
-from kvstore.types import ALIGN, SEAL_BYTES, Layout, slot_bytes
+from kvstore.types import ALIGN, ENCRYPTION_BYTES, Layout, slot_bytes
 from tests.cuda.faking import fake_cuda
+from tests.tiers.nvme.at_once import make_extents
 from tests.tiers.test_hbm import Told, held
 from tests.tiers.test_io_engine import Waiter, aligned, noise, run
 
@@ -156,7 +157,7 @@ class TestEngines:
 
     def test_sealed_ones_are_opened_on_their_way(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
         seal = BlockCipher(bytes(32), bytes(16), LENGTH)
-        size = slot_bytes(LENGTH + SEAL_BYTES)
+        size = slot_bytes(LENGTH + ENCRYPTION_BYTES)
         blocks = [noise(LENGTH, i) for i in range(10)]
 
         def sealed(i: int, buffer: DeviceBuffer, write: bool, holds: Any = None) -> EncryptedIO:
@@ -237,13 +238,13 @@ class Folder:
         master = MasterKey("the test's key", bytes(range(32)))
         self.tier = NvmeTier.open(path, 2 * MIB, MIB, engine, master, {"one": False, "two": True})
         self.tier.load()
-        self.tier.allocate(lambda _: None, lambda _: None)
+        make_extents(self.tier)
         self.names: dict[int, bytes] = {}
         for number, tenant in ((1, "one"), (2, "two")):
             layout = Layout(model="m", block_bytes=LENGTH)
             self.names[number] = layout.fingerprint(tenant)
             self.tier.put_namespace(number, Namespace(tenant, layout.to_map(), self.names[number]))
-            self.tier.format(number - 1, slot_bytes(LENGTH + (number == 2) * SEAL_BYTES), Owner(tenant))
+            self.tier.format(number - 1, slot_bytes(LENGTH + (number == 2) * ENCRYPTION_BYTES), Owner(tenant))
 
     def copy(self, number: int, blocks: Sequence[bytes]) -> Copy:
         n = len(blocks)
@@ -258,12 +259,12 @@ class Folder:
 
     def write(self, copy: Copy, slots: Sequence[Any]) -> list[int]:
         told = Told()
-        self.tier.write(copy, slots, {1: LENGTH, 2: LENGTH}, told)
+        self.tier.writer.write(copy, slots, {1: LENGTH, 2: LENGTH}, told)
         return told.result()
 
     def read(self, copy: Copy, slots: Sequence[Any]) -> list[int]:
         told = Told()
-        self.tier.read(copy, slots, self.names, {1: LENGTH, 2: LENGTH}, told)
+        self.tier.reader.read(copy, slots, self.names, {1: LENGTH, 2: LENGTH}, told)
         return told.result()
 
 
@@ -338,9 +339,9 @@ class TestTier:
 
     def test_the_engine_is_told_of_allocations(self, folder: Folder, io: PosixEngine, gpu: Gpu) -> None:
         whole = gpu.allocate(4 * MIB)
-        folder.tier.register(whole)
+        folder.tier.engine.register(whole)
         if isinstance(io, Reaching):
             assert io.registered == [whole.address]
-        folder.tier.unregister(whole)
+        folder.tier.engine.unregister(whole)
         if isinstance(io, Reaching):
             assert io.registered == []

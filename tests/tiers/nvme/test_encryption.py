@@ -23,7 +23,7 @@ from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
 from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.key_files import KeyFiles, MasterKey
 from kvstore.tiers.nvme.store import RecordStore
-from kvstore.types import SEAL_BYTES
+from kvstore.types import ENCRYPTION_BYTES
 from tests.tiers.nvme.encrypted import (
     BLOCK,
     MASTER,
@@ -66,7 +66,9 @@ class TestBlocks:
             assert spilled(tmp_path, b"public") == ["slabs/000002.slab"], "where it is plain it is found"
 
     @pytest.mark.parametrize(
-        "offset", [0, BLOCK // 2, BLOCK - 1, *range(BLOCK, BLOCK + SEAL_BYTES)], ids=lambda at: f"byte {at}"
+        "offset",
+        [0, BLOCK // 2, BLOCK - 1, *range(BLOCK, BLOCK + ENCRYPTION_BYTES)],
+        ids=lambda at: f"byte {at}",
     )
     def test_any_bit_that_changes_is_found(self, tmp_path: Path, offset: int) -> None:
         with opened(tmp_path) as folder:
@@ -95,7 +97,7 @@ class TestBlocks:
             assert folder.read(1, b"a") == CORRUPT
 
     def test_it_is_sealed_on_another_thread(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        threads, seal, open_ = set(), BlockCipher.seal, BlockCipher.open
+        threads, seal, open_ = set(), BlockCipher.encrypt, BlockCipher.decrypt
 
         def sealing(self: BlockCipher, *args: Any) -> None:
             threads.add(threading.current_thread())
@@ -105,8 +107,8 @@ class TestBlocks:
             threads.add(threading.current_thread())
             return open_(self, *args)
 
-        monkeypatch.setattr(BlockCipher, "seal", sealing)
-        monkeypatch.setattr(BlockCipher, "open", opening)
+        monkeypatch.setattr(BlockCipher, "encrypt", sealing)
+        monkeypatch.setattr(BlockCipher, "decrypt", opening)
         with opened(tmp_path) as folder:
             folder.write(1, b"a")
             folder.read(1, b"a")
@@ -116,7 +118,7 @@ class TestBlocks:
     def test_other_threads_run_meanwhile(self) -> None:
         """The event loop is one of them: the GIL is free while a block is sealed or opened."""
         size = 8 * MIB
-        seal, slot = BlockCipher(bytes(32), bytes(16), size), memoryview(bytearray(size + SEAL_BYTES))
+        cipher, slot = BlockCipher(bytes(32), bytes(16), size), memoryview(bytearray(size + ENCRYPTION_BYTES))
         payload, turns, stop = memoryview(bytearray(size)), [0], threading.Event()
 
         def take_turns() -> None:
@@ -137,8 +139,8 @@ class TestBlocks:
         sys.setswitchinterval(1000)  # nobody gets the GIL but from a thread that gives it up
         thread.start()
         try:
-            assert turns_within(lambda: seal.seal(b"a", payload, slot)) > 0
-            assert turns_within(lambda: seal.open(b"a", slot, payload)) > 0
+            assert turns_within(lambda: cipher.encrypt(b"a", payload, slot)) > 0
+            assert turns_within(lambda: cipher.decrypt(b"a", slot, payload)) > 0
             assert turns_within(payload.tobytes) == 0, "so what keeps the GIL is found"
         finally:
             sys.setswitchinterval(before)
@@ -146,28 +148,28 @@ class TestBlocks:
             thread.join()
 
     def test_nothing_repeats_where_the_same_is_sealed_again(self) -> None:
-        seal, same = BlockCipher(bytes(32), bytes(16), 4096), memoryview(bytes(4096))
+        cipher, same = BlockCipher(bytes(32), bytes(16), 4096), memoryview(bytes(4096))
         slots = [memoryview(bytearray(2 * 4096)) for _ in range(500)]
         for slot in slots:
-            seal.seal(b"a", same, slot)
-        tagged = 4096 + SEAL_BYTES - 12
+            cipher.encrypt(b"a", same, slot)
+        tagged = 4096 + ENCRYPTION_BYTES - 12
         assert len({bytes(slot[tagged : tagged + 12]) for slot in slots}) == len(slots), "nonces"
         assert len({bytes(slot[:16]) for slot in slots}) == len(slots)
-        assert {bytes(slot[4096 + SEAL_BYTES :]) for slot in slots} == {bytes(4096 - SEAL_BYTES)}
+        assert {bytes(slot[4096 + ENCRYPTION_BYTES :]) for slot in slots} == {bytes(4096 - ENCRYPTION_BYTES)}
 
     def test_blocks_have_keys_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """So that even the same nonce twice says nothing about two blocks."""
         monkeypatch.setattr(os, "urandom", bytes)
-        seals = [
+        ciphers = [
             BlockCipher(bytes(32), bytes(16), 4096),
             BlockCipher(bytes(32), b"f" * 16, 4096),
             BlockCipher(b"k" * 32, bytes(16), 4096),
         ]
         streams = set()
-        for seal in seals:
+        for cipher in ciphers:
             for key in (b"a", b"b"):
                 slot = memoryview(bytearray(2 * 4096))
-                seal.seal(key, memoryview(bytes(4096)), slot)
+                cipher.encrypt(key, memoryview(bytes(4096)), slot)
                 streams.add(bytes(slot[:4096]))
         assert len(streams) == 6
 
@@ -214,11 +216,11 @@ class TestKeys:
             folder.write(1, b"a")
         wrapped = key_file(path).read_bytes()
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("keys"))
-        seals = TenantKeys(path, MASTER, {"team": True})
-        seals.erase("team")
+        keys = TenantKeys(path, MASTER, {"team": True})
+        keys.erase("team")
         assert not any(wrapped in data for data in files(path).values())
-        assert not seals.can_open("team")
-        seals.erase("team")
+        assert not keys.has_key("team")
+        keys.erase("team")
         # The slabs and their records are brought back from the copy; the key has no copy.
         shutil.rmtree(path / "slabs")
         shutil.copytree(copy, path, dirs_exist_ok=True)
@@ -236,7 +238,7 @@ class TestKeys:
     ) -> None:
         with opened(tmp_path) as folder:
             folder.write(1, b"a")
-        seals = TenantKeys(tmp_path, MASTER, {"team": True})
+        keys = TenantKeys(tmp_path, MASTER, {"team": True})
 
         def crash(*_: object) -> None:
             raise KeyboardInterrupt
@@ -244,7 +246,7 @@ class TestKeys:
         with monkeypatch.context() as patch:
             patch.setattr(Path if step == "unlink" else keys_module.os, step, crash)
             with pytest.raises(KeyboardInterrupt):
-                seals.erase("team")
+                keys.erase("team")
         assert key_file(tmp_path).read_bytes() == bytes(60)
         assert KeyFiles(tmp_path).load() == {}
         with opened(tmp_path) as folder:
@@ -267,7 +269,7 @@ class TestKeys:
 
     def test_a_disk_that_keeps_no_key_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with opened(tmp_path) as folder:
-            folder.tier.erase_key("team")
+            folder.tier.keys.erase("team")
 
             def full(*_: object) -> None:
                 raise OSError(28, "No space left on device")
@@ -354,19 +356,19 @@ class TestTurning:
 
     def test_a_tenant_that_comes_later_is_encrypted_from_its_first_block(self, tmp_path: Path) -> None:
         with opened(tmp_path, encrypt={}) as folder:
-            assert not folder.tier.encrypts("late")
-            folder.tier.encrypt("late")
-            assert folder.tier.encrypts("late")
+            assert not folder.tier.keys.encrypts("late")
+            folder.tier.keys.encrypt("late")
+            assert folder.tier.keys.encrypts("late")
             folder.tier.put_namespace(9, Namespace("late", {"block_bytes": BLOCK}, bytes(16)))
-        assert TenantKeys(tmp_path, MASTER, {}).can_open("late")
+        assert TenantKeys(tmp_path, MASTER, {}).has_key("late")
         with opened(tmp_path / "none", None, {}) as folder, pytest.raises(TierError, match="late"):
-            folder.tier.encrypt("late")
+            folder.tier.keys.encrypt("late")
 
     def test_records_say_which_namespaces_are_sealed(self, tmp_path: Path) -> None:
         with opened(tmp_path):
             pass
         store = RecordStore(tmp_path, None, 8 << 20)
-        assert {n: space.sealed for n, space in store.load().namespaces.items()} == {
+        assert {n: space.encrypted for n, space in store.load().namespaces.items()} == {
             1: True,
             2: True,
             3: False,

@@ -24,7 +24,7 @@ from kvstore.tiers.nvme.fsck import Finding, Kind, fsck
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.records import ID, RecordBatch
 from kvstore.tiers.nvme.store import RecordStore, pack_extent
-from kvstore.types import SEAL_BYTES
+from kvstore.types import ENCRYPTION_BYTES
 from tests.daemons import cli, names, payloads
 from tests.tiers.nvme.encrypted import BLOCK, MASTER, OTHER_MASTER, SEALED_SLOT, opened
 
@@ -338,7 +338,7 @@ def test_what_no_key_can_open_any_more_is_told(sealed: Path, master: MasterKey |
 def test_sealed_blocks_need_sealed_slots(sealed: Path) -> None:
     with closing(RecordStore(sealed, None, 1 << 30)) as store:
         row = store.load().namespaces[1]
-        plain = replace(row, layout={**row.layout, "block_bytes": SEALED_SLOT - SEAL_BYTES + 1})
+        plain = replace(row, layout={**row.layout, "block_bytes": SEALED_SLOT - ENCRYPTION_BYTES + 1})
         store.commit({"namespaces": {ID.pack(1): plain.pack()}})
     assert fsck(sealed, None, False, quiet, MASTER).counts() == {Kind.SLOT_BYTES: 2}
 

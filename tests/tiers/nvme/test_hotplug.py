@@ -13,6 +13,7 @@ from kvstore.errors import TierError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
+from tests.tiers.nvme.at_once import make_extents
 
 MIB = 1 << 20
 EXTENT, EXTENTS = 2 * MIB, 3
@@ -43,7 +44,7 @@ def all_of(device: NvmeTier, extents: int) -> list[int]:
 
 def test_slabs_that_nobody_had_do_not_count_twice(tmp_path: Path) -> None:
     before = opened(tmp_path)
-    before.allocate(lambda extent: None, lambda error: None)
+    make_extents(before)
     before.close()
     device = open_new(config(tmp_path), ["nvme1"], None)["nvme1"]
     assert all_of(device, EXTENTS) == [0, 1, 2]
@@ -66,11 +67,11 @@ def test_nobody_reads_a_namespace_because_it_was_published_to_him_once(tmp_path:
 
 def test_what_holds_blocks_is_not_taken(tmp_path: Path) -> None:
     before = opened(tmp_path)
-    before.allocate(lambda extent: None, lambda error: None)
+    make_extents(before)
     before.format(0, 4096)
     before.close()
     with pytest.raises(TierError, match="holds a cache already"):
         open_new(config(tmp_path), ["nvme1"], None)
     before = opened(tmp_path)
-    assert before.load().formats == {0: 4096}
+    assert before.load().slot_bytes == {0: 4096}
     before.close()

@@ -20,7 +20,7 @@ from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.types import ALIGN
 from tests.tiers.nvme import renewing
-from tests.tiers.nvme.at_once import AtOnce
+from tests.tiers.nvme.at_once import AtOnce, make_extents
 from tests.tiers.nvme.renewing import OTHER, PAYLOADS, SECRET, SPACES
 from tests.tiers.nvme.test_tier import MIB, Site
 
@@ -28,7 +28,7 @@ from tests.tiers.nvme.test_tier import MIB, Site
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
-    made.tier._worker = AtOnce()  # type: ignore[assignment]
+    made.tier._jobs = AtOnce()
     yield made
     while made.engine.waiting:
         made.engine.move()
@@ -137,9 +137,8 @@ def test_extents_that_are_missing_at_start_are_not_those_that_are_renewed(
     site = Site(tmp_path)
     site.tier._missing = [3]
     heard.renew(site, 0)
-    made: list[int] = []
-    site.tier._slabs.remove(3)
-    site.tier.allocate(made.append, lambda _: None)
+    site.tier.slabs.remove(3)
+    made = make_extents(site.tier)
     assert made == [3]
     site.step()
     site.tier.close()
@@ -166,7 +165,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("before") / "nvme"
     tier = renewing.open_tier(folder)
     tier.load()
-    tier.allocate(lambda _: None, lambda _: None)
+    make_extents(tier)
     renewing.put(tier, 1)
     tier.close()
     assert SECRET in slabs_of(folder)
@@ -188,10 +187,10 @@ def after_crash(folder: Path) -> dict[str, Any]:
     tier = renewing.open_tier(folder)
     found = tier.load()
     ready: list[int] = []
-    tier.allocate(ready.append, lambda error: ready.append(-1) if error else None)
+    ready += make_extents(tier)
     tier.close()
     data = slabs_of(folder)
-    assert sorted([*found.formats, *ready]) == [0, 1], "the tier is complete"
+    assert sorted([*found.slot_bytes, *ready]) == [0, 1], "the tier is complete"
     assert (SECRET in data) <= (found.owners.get(0) == "a"), "bytes of a, out of its hands"
     numbers = found.restore.namespace.tolist()
     for number, extent, index, checksum in zip(

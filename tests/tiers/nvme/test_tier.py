@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,23 @@ from kvstore.core.actions import BlockIds, Copy, Probe, Where
 from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.errors import TierError
 from kvstore.tiers.base import BlockIO
+from kvstore.tiers.nvme.encryption import TenantKeys
 from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import RecordStore
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN
+from tests.tiers.nvme.at_once import make_extents
 
 MIB = 1 << 20
+NO_KEYS = TenantKeys(Path(os.devnull), None, {})
 
 
 class Engine:
     """Moves nothing before it is told to."""
 
     name = "by hand"
+    device_memory = False
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Sequence[BlockIO], Callable[[list[OSError | None]], None]]] = []
@@ -42,6 +47,11 @@ class Engine:
         ios, done = self.waiting.pop(0)
         done(list(errors) or [None] * len(ios))
 
+    def release(self, fd: int) -> None:
+        pass
+
+    register = unregister = release
+
     def close(self) -> None:
         assert not self.waiting
 
@@ -54,10 +64,12 @@ class Site:
         self.store = RecordStore(folder, MIB, 8 << 20)
         self.journal = Journal(folder, self.store, wake=lambda: None)
         self.now = 1000.0
-        self.tier = NvmeTier(self.journal, Slabs(folder, MIB), self.engine, 4 * MIB, clock=lambda: self.now)
+        self.tier = NvmeTier(
+            self.journal, Slabs(folder, MIB), self.engine, 4 * MIB, NO_KEYS, lambda: self.now
+        )
         self.recovered = self.tier.load(keep)
         self.on_record = self.records()
-        self.tier.allocate(lambda _: None, lambda error: None)
+        make_extents(self.tier)
         self.tier.put_namespace(1, Namespace("default", {"block_bytes": 100}, bytes(16)))
         for extent in range(4):
             self.tier.format(extent, ALIGN)
@@ -78,7 +90,9 @@ class Site:
             where(*(b[1:] for b in blocks)), np.ones(len(blocks), np.uint32), False, None,
         )  # fmt: skip
         slots = [memoryview(bytearray(ALIGN)) for _ in blocks]
-        self.tier.write(copy, slots, {1: 100}, lambda r: self.results.update({number: r.tolist()}), stored_at)
+        self.tier.writer.write(
+            copy, slots, {1: 100}, lambda r: self.results.update({number: r.tolist()}), stored_at
+        )
         return number
 
     def drop(self, *blocks: tuple[bytes, int, int]) -> None:
@@ -190,7 +204,7 @@ def test_when_durable_comes_after_all_that_was_asked_before(site: Site) -> None:
     site.write((b"a", 0, 0))
     site.engine.move()
     site.drop((b"a", 0, 0))
-    site.tier.when_durable(told.append)
+    site.tier.journal.when_durable(told.append)
     assert told == []
     site.step()
     assert told == [None]
@@ -236,7 +250,7 @@ def test_what_is_not_kept_has_its_slabs_until_no_record_speaks_of_them(tmp_path:
     assert (slab.stat().st_ino, slab.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert not site.recovered.namespaces
     assert not len(site.recovered.restore.index)
-    assert sorted(site.recovered.formats) == [0, 1, 2, 3], "these are to be made anew"
+    assert sorted(site.recovered.slot_bytes) == [0, 1, 2, 3], "these are to be made anew"
     site.step()
     assert site.records() == {}
     site.tier.close()
@@ -259,7 +273,7 @@ def test_only_what_somebody_waits_for_is_urgent(site: Site) -> None:
         2, 1, 0, who(b"a"), [b""], where((0, 0)), where((0, 0)), np.ones(1, np.uint32), True, None
     )  # fmt: skip
     for urgent in ({}, {"urgent": True}, {"urgent": False}):
-        site.tier.read(copy, [memoryview(bytearray(ALIGN))], {}, {}, lambda _: None, **urgent)
+        site.tier.reader.read(copy, [memoryview(bytearray(ALIGN))], {}, {}, lambda _: None, **urgent)
     assert site.engine.urgent == [False, False, True, True, False]
     site.engine.waiting.clear()
 
