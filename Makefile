@@ -53,7 +53,7 @@ check: $(READY)
 
 # The documentation site, in build/site. Fails for a broken link or anchor.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
