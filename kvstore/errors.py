@@ -1,4 +1,4 @@
-"""Exceptions that kvstore raises deliberately. Each has a message that names its cause, and a hint.
+"""Exceptions of kvstore. The message of each states its cause, with a hint.
 
 Misses, denials and unavailable daemons are return values. They become exceptions only with `strict=True`.
 Any other exception is a bug.

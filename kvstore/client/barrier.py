@@ -1,6 +1,6 @@
-"""An exception barrier between the hooks of a connector and its engine: a hook that fails counts as a miss.
+"""An exception barrier between the hooks of a connector and its engine: a failed hook is a miss.
 
-Not covered: the value of the miss, which the hook returns behind its `with` block.
+Not covered: the value of the miss, which the hook returns after its `with` block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 class ExceptionBarrier:
-    """Counts failures per hook in `failures`. Logs at most one per minute, with the number since the last.
+    """Counts failures per hook in `failures`. Logs at most one per `every_s` seconds, with their number.
 
         with barrier("lookup"):
             return ns.lookup(keys)
@@ -36,7 +36,7 @@ class ExceptionBarrier:
 
     @contextmanager
     def __call__(self, hook: str) -> Iterator[None]:
-        """Suppresses exceptions of the block, except those like KeyboardInterrupt, which are no failures."""
+        """Suppresses and counts exceptions of the block, but not KeyboardInterrupt and the like."""
         try:
             yield
         except Exception as error:

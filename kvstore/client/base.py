@@ -16,7 +16,7 @@ from kvstore.client.calls.client import ClientCalls
 from kvstore.client.calls.scope import Scope
 from kvstore.client.checks import (
     check_deadline,
-    check_keep,
+    check_namespace_ttl,
     check_owner,
     check_speed,
     check_token,
@@ -80,7 +80,7 @@ class BaseClient(ClientCalls):
         self._backoff = Backoff()
 
     def _scope(self, layout: Layout, owner: str, ttl_s: float) -> Scope:
-        return Scope(layout, check_owner(owner), check_keep(ttl_s), self._prompts)
+        return Scope(layout, check_owner(owner), check_namespace_ttl(ttl_s), self._prompts)
 
     def _drive(self, exchange: Exchange, flow: Flow[Any]) -> Any:
         """Performs the steps of a flow; returns its result, or a coroutine of it. The driver's part."""

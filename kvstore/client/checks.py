@@ -1,4 +1,4 @@
-"""Checks of arguments: urls, deadlines, names, blocks and buffers. MisuseError comes before any message."""
+"""Checks arguments before any message is sent: urls, deadlines, names, blocks and buffers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ _MOST_TOKEN_CHARS = 4096
 
 
 def socket_path(url: str | None) -> str:
-    """The path in `unix:///path`, or in KVSTORE_SOCKET when url is None. Raises MisuseError otherwise."""
+    """Returns the path in `unix:///path`; url None: in KVSTORE_SOCKET. Raises MisuseError for other urls."""
     url = url or os.environ.get("KVSTORE_SOCKET") or "unix:///run/kvstore/kvstore.sock"
     path = url.removeprefix("unix://")
     if not path.startswith("/"):
         raise MisuseError(f"cannot connect to {url!r}", "unix:///absolute/path/of/kvstore.sock")
     if len(os.fsencode(path)) > 107:
-        raise MisuseError(
-            f"socket path of {len(os.fsencode(path))} bytes: {path}", "the kernel takes 107 at most"
-        )
+        raise MisuseError(f"socket path of {len(os.fsencode(path))} bytes: {path}", "at most 107 bytes")
     return path
 
 
@@ -38,47 +36,47 @@ def check_parent(parent: Key | None) -> None:
 
 
 def check_deadline(deadline_s: float) -> float:
-    """The deadline itself. Raises MisuseError unless it is a positive number of seconds."""
+    """Returns the deadline. Raises MisuseError unless it is a positive number of seconds."""
     if not 0 < deadline_s < 86400:
         raise MisuseError(f"deadline_s is {deadline_s!r}", "seconds, more than 0 and less than a day")
     return deadline_s
 
 
 def with_wait(deadline_s: float, wait_s: float) -> float:
-    """`deadline_s` plus `wait_s`, below a day. Raises MisuseError unless 0 <= wait_s < a day."""
+    """Returns `deadline_s` plus `wait_s`, less than a day. Raises MisuseError unless 0 <= wait_s < a day."""
     if not 0 <= wait_s < 86400:
         raise MisuseError(f"wait_s is {wait_s!r}", "seconds, 0 or more and less than a day")
     return min(check_deadline(deadline_s) + wait_s, 86399.0)
 
 
-def check_ttl(ttl_s: float) -> float:
-    """The time to live itself. Raises MisuseError unless it is more than 0 s and at most 30 days."""
+def check_pin_ttl(ttl_s: float) -> float:
+    """Returns the TTL of a pin. Raises MisuseError unless it is more than 0 s and at most 30 days."""
     if not 0 < ttl_s <= 30 * 86400:
         raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, more than 0 and at most 30 days")
     return float(ttl_s)
 
 
-def check_keep(ttl_s: float) -> float:
-    """The TTL of a namespace's blocks. Raises MisuseError unless it is 0 (as configured) or more seconds."""
+def check_namespace_ttl(ttl_s: float) -> float:
+    """Returns the TTL of a namespace's blocks. Raises MisuseError if it is negative. 0: as configured."""
     if not 0 <= ttl_s < math.inf:
-        raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, or 0 for what the daemon is configured to")
+        raise MisuseError(f"ttl_s is {ttl_s!r}", "seconds, or 0 for the configured TTL")
     return float(ttl_s)
 
 
 def check_owner(owner: str) -> str:
-    """The owner itself. Raises MisuseError unless it is a tenant's name, or "" for one's own tenant."""
+    """Returns the owner. Raises MisuseError unless it is a tenant's name, or "" for the own tenant."""
     return check_tenant(owner) if owner != "" else ""
 
 
 def check_token(token: str) -> str:
-    """The token itself. Raises MisuseError, which does not show it, unless it is short plain text."""
+    """Returns the token. Raises MisuseError without the token unless it is short plain text."""
     if not isinstance(token, str) or not token.isascii() or len(token) > _MOST_TOKEN_CHARS:
-        raise MisuseError("this can't be a token", "what `kvstore tenant token NAME` has printed: kvs_...")
+        raise MisuseError("this can't be a token", "`kvstore tenant token NAME` prints one: kvs_...")
     return token
 
 
 def check_readers(tenants: Sequence[str]) -> list[str]:
-    """The names of tenants. Raises MisuseError for invalid names, and for a name instead of a list."""
+    """Returns the tenants. Raises MisuseError for invalid names, and for a name instead of a list."""
     if isinstance(tenants, str):
         raise MisuseError(f"tenants is {tenants!r:.80}", f"a list of names: [{tenants!r:.80}]")
     return [check_tenant(name) for name in tenants]
@@ -91,7 +89,7 @@ def check_names(model: str, revision: str) -> None:
 
 
 def check_hint(next_use_s: float | None, closed: bool, priority: int) -> tuple[bool, float, bool, int]:
-    """A hint as it is sent. Raises MisuseError for an invalid time, flag or priority."""
+    """Returns the fields of a hint message. Raises MisuseError for an invalid time, flag or priority."""
     if next_use_s is not None and not (_is_number(next_use_s) and 0 <= next_use_s < math.inf):
         raise MisuseError(f"next_use_s is {next_use_s!r:.80}", "seconds from now, or None if unknown")
     if not isinstance(closed, bool):
@@ -106,7 +104,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_speed(recompute_tokens_per_s: float | None) -> float:
-    """The speed itself, 0 for None. Raises MisuseError unless it is a positive number of tokens/s."""
+    """Returns the speed, 0 for None. Raises MisuseError unless it is a positive number of tokens/s."""
     if recompute_tokens_per_s is None:
         return 0.0
     if not 0 < recompute_tokens_per_s < math.inf:
@@ -117,12 +115,12 @@ def check_speed(recompute_tokens_per_s: float | None) -> float:
 
 
 def recompute_s(layout: Layout, tokens_per_s: float) -> float:
-    """Seconds to recompute one block; 0 if the speed or the size of a block is unknown."""
+    """Returns the seconds to recompute one block; 0 if the speed or the tokens per block are unknown."""
     return layout.block_tokens / tokens_per_s if tokens_per_s else 0.0
 
 
 def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple[list[Any], Gpu | None]:
-    """One flat view per key, and the GPU that all are on. Raises MisuseError for a wrong number or size."""
+    """Returns one flat view per key, and the GPU of all blocks. Raises MisuseError for a wrong size."""
     if hasattr(blocks, "ndim") or is_on_device(blocks):
         whole = _flat(blocks, "blocks", len(keys) * block_bytes)
         views = [whole[i * block_bytes : (i + 1) * block_bytes] for i in range(len(keys))]
@@ -137,7 +135,7 @@ def check_blocks(keys: Sequence[Key], blocks: Buffer, block_bytes: int) -> tuple
 
 
 def check_out(keys: Sequence[Key], out: Buffer, block_bytes: int) -> tuple[Any, Gpu | None]:
-    """`out` as flat writable bytes, and its GPU. Raises MisuseError unless it has the size of all blocks."""
+    """Returns `out` as flat writable bytes, and its GPU. Raises MisuseError unless all blocks fill it."""
     flat = _flat(out, "out", len(keys) * block_bytes, writable=True)
     return flat, flat.gpu if isinstance(flat, DeviceBuffer) else None
 
@@ -152,7 +150,7 @@ def _flat(buffer: Buffer, what: str, nbytes: int, writable: bool = False) -> mem
 
 
 def check_token_ids(tokens: Any, keys: Sequence[Key], layout: Layout) -> bytes:
-    """Token ids of blocks as they are sent, empty for None. Raises MisuseError unless all are given."""
+    """Returns token ids in their wire format, empty for None. Raises MisuseError unless all are given."""
     if tokens is None:
         return b""
     raw = as_tokens(tokens)
@@ -164,7 +162,7 @@ def check_token_ids(tokens: Any, keys: Sequence[Key], layout: Layout) -> bytes:
 
 
 def check_device(device: int | str | None) -> Gpu | None:
-    """The GPU of this index or UUID. Raises MisuseError if it is missing or CUDA does not work here."""
+    """Returns the GPU of an index or UUID. Raises MisuseError if it is missing or CUDA does not work."""
     if device is None:
         return None
     if reason := why_not():

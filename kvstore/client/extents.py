@@ -1,11 +1,12 @@
 """Extents of the daemon that are mapped into this process, in host memory and in a GPU's memory.
 
-`Maps` is shared by all connections of one client to one run of the daemon. Not covered: what lies in a slot
-(`leases`) and how it is copied (`arena`, `gpu`).
+All connections of a client to one run of the daemon share `Maps`. Not covered: the contents of slots
+(`leases`) and copies (`arena`, `gpu`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import weakref
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class MappedExtent:
-    """A mapped extent. Computes the place of its slots once per slot size."""
+    """An extent in host memory. Computes the place of its slots once per slot size."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
@@ -38,12 +39,12 @@ class MappedExtent:
         return known
 
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> memoryview:
-        """The first `nbytes` bytes of a slot's payload."""
+        """Returns the first `nbytes` bytes of a slot's payload."""
         start = self._table(slot_bytes)[0] + index * slot_bytes
         return self.mapping.view[start : start + nbytes]
 
     def version(self, slot_bytes: int, index: int) -> int:
-        """The version in a slot's header, by one aligned 8-byte load, which is atomic."""
+        """Returns the version in a slot's header, by one aligned and so atomic 8-byte load."""
         return self._table(slot_bytes)[1][index * (HEADER_BYTES // 8) + 1]
 
     def register(self, gpu: Gpu) -> None:
@@ -52,38 +53,25 @@ class MappedExtent:
             self._registered = True
             view = self.mapping.view
             if gpu.register(view, readonly=view.readonly):
-                # Unregisters before the memory is unmapped: the finalizer keeps a view of it.
+                # The finalizer keeps a view, so it unregisters before the memory is unmapped.
                 weakref.finalize(self, quietly, gpu.unregister, view).atexit = False
 
 
 class DeviceExtent:
-    """An extent in a GPU's memory, mapped until its last view is gone."""
+    """An extent in a GPU's memory, mapped until its last view is deleted. Its slots have no headers."""
 
     def __init__(self, gpu: Gpu, handle: bytes, nbytes: int) -> None:
         """Maps the extent. Raises CudaError where CUDA IPC does not work."""
-        whole = gpu.open_export(handle, nbytes)
-        self._memory = _Export(whole)
-        weakref.finalize(self._memory, quietly, gpu.close_export, whole).atexit = False
+        self._whole = gpu.open_export(handle, nbytes)
+        weakref.finalize(self, quietly, gpu.close_export, self._whole).atexit = False
 
     def payload(self, slot_bytes: int, index: int, nbytes: int) -> DeviceBuffer:
-        """The first `nbytes` bytes of a slot's payload."""
-        start, whole = index * slot_bytes, self._memory.whole
-        return DeviceBuffer(whole.address + start, nbytes, whole.gpu, self._memory)
-
-    def version(self, slot_bytes: int, index: int) -> int:
-        """Extents in GPU memory have no headers: readers verify checksums instead."""
-        raise NotImplementedError
-
-
-class _Export:
-    """Keeps an extent mapped: every view of the extent refers to it."""
-
-    def __init__(self, whole: DeviceBuffer) -> None:
-        self.whole = whole
+        """Returns the first `nbytes` bytes of a slot's payload. The view keeps the extent mapped."""
+        return DeviceBuffer(self._whole.address + index * slot_bytes, nbytes, self._whole.gpu, self)
 
 
 def quietly(call: Callable[[Any], None], memory: Any) -> None:
-    """Gives memory back to its GPU; logs an error, since a lost GPU has released it already."""
+    """Frees memory of a GPU. Logs errors and ignores them: a lost GPU has freed its memory."""
     try:
         call(memory)
     except CudaError as error:
@@ -99,19 +87,17 @@ class Maps:
         self._without_pool: set[str] = set()
 
     def of(self, instance: bytes) -> Maps:
-        """The maps of that run of the daemon. All connections to the run share them."""
+        """Returns the maps of a run of the daemon. All connections to the run share them."""
         if instance != self.instance:
             self.instance, self._mapped, self._without_pool = instance, {}, set()
-        maps = Maps()
-        maps.instance, maps._mapped, maps._without_pool = self.instance, self._mapped, self._without_pool
-        return maps
+        return copy.copy(self)
 
     def get(self, extent: int, writable: bool) -> MappedExtent | DeviceExtent | None:
-        """A mapped extent, or None."""
+        """Returns a mapped extent, or None."""
         return self._mapped.get((extent, writable))
 
     def add(self, extent: int, writable: bool, fd: int, nbytes: int) -> MappedExtent:
-        """Maps a received descriptor, then closes the descriptor."""
+        """Maps a received descriptor and closes the descriptor."""
         try:
             mapped = MappedExtent(Mapping(fd, nbytes, writable))
         finally:
@@ -124,11 +110,11 @@ class Maps:
         self._mapped[extent, False] = self._mapped[extent, True] = mapped
 
     def pool_of(self, gpu: Gpu | None) -> str:
-        """The UUID of the GPU whose pool a request may use; "" if the pool cannot be mapped."""
+        """Returns the UUID of the GPU if a request may use its pool; "" if the pool cannot be mapped."""
         return "" if gpu is None or gpu.uuid in self._without_pool else gpu.uuid
 
     def leave_pool(self, gpu: Gpu | None, error: KVStoreError) -> bool:
-        """Stops using the pool of a GPU that cannot be mapped. False if that was done before."""
+        """Stops using a pool that cannot be mapped. Returns False if it was not in use."""
         if gpu is None or gpu.uuid in self._without_pool:
             return False
         self._without_pool.add(gpu.uuid)

@@ -1,9 +1,9 @@
-"""Which requests belong to the same prompt: the daemon's hit ratio counts each prompt once.
+"""Assigns requests to prompts: the daemon's hit ratio counts each prompt once.
 
-An engine looks a prompt up, perhaps often, then acquires the blocks found, perhaps in parts, and stores the
-rest. These requests belong to one prompt. Only the client can tell so by the keys: the requests go over
-several connections, and a long lookup does not send every key. Callers that know better, such as connectors
-with several processes, pass `prompt`.
+An engine looks up a prompt, perhaps often, then acquires the blocks found, perhaps in parts, and stores the
+rest. These requests belong to one prompt. Only the client can recognize them by their keys: they are sent
+over several connections, and a long lookup does not send every key. Callers with more information, such as
+connectors with several processes, pass `prompt`.
 
 Not covered: the hit ratio, which the daemon computes.
 """
@@ -22,18 +22,19 @@ from kvstore.types import Key
 from kvstore.wire.messages import MAX_PROMPT_BLOCKS
 
 POLL_S = 1.0
-"""A lookup of the same keys by the same thread or task within this time after the last one is a poll."""
+"""A lookup of the same keys by the same thread or task within this time (s) after the last one is a poll."""
 POLLED_S = 60.0
-"""Polls within this time after the first lookup belong to one prompt; later ones to another."""
+"""Polls within this time (s) after the first lookup belong to its prompt; later ones to another."""
 _OPEN = 64
 _OPEN_KEYS = 1 << 17
 
 
 class PromptRequests:
-    """The requests for one prompt. `keys`: the keys of the prompt from its start on.
+    """The requests for one prompt. `keys`: all keys of the prompt.
 
     `found`: how many leading keys are known to be stored. `delivered`: how many leading blocks were granted.
-    Positions count from the first key of the current call.
+    `new_blocks`: blocks of the prompt until the daemon has answered the first request; then 0. `base`: the
+    position of the current call's first key; methods count positions from there.
     """
 
     def __init__(self, keys: Sequence[Key], blocks: int, namespace: object = None) -> None:
@@ -44,12 +45,12 @@ class PromptRequests:
         self.delivered = 0
         self.looked_up = False
         self.began_s = self.polled_s = time.monotonic()
-        self._new_blocks = min(blocks, MAX_PROMPT_BLOCKS)
-        self._base = 0
+        self.new_blocks = min(blocks, MAX_PROMPT_BLOCKS)
+        self.base = 0
 
     @classmethod
     def declared(cls, keys: Sequence[Key], blocks: int) -> PromptRequests:
-        """A prompt of `blocks` blocks as its caller declares it; 0: this is not the first request for it.
+        """Returns a prompt of `blocks` blocks, as declared by the caller; 0: not its first request.
 
         Raises MisuseError if `blocks` is out of range.
         """
@@ -59,41 +60,32 @@ class PromptRequests:
         requests.found = 0 if blocks else len(keys)
         return requests
 
-    @property
-    def new_blocks(self) -> int:
-        """Blocks of the prompt until the daemon has answered the first request; then 0."""
-        return self._new_blocks
-
     def known(self, at: int = 0) -> int:
-        """How many keys from position `at` on the daemon has counted as found."""
-        return max(0, self.found - self._base - at)
+        """Returns how many keys from position `at` on the daemon has counted as found."""
+        return max(0, self.found - self.base - at)
 
     def note_answer(self, at: int, stored: int) -> None:
         """Notes an answer: `stored` blocks from position `at` on are stored."""
-        self._new_blocks = 0
-        self.found = max(self.found, self._base + at + stored if stored else 0)
+        self.new_blocks = 0
+        self.found = max(self.found, self.base + at + stored if stored else 0)
 
     def note_delivery(self, at: int, granted: int) -> None:
         """Notes that `granted` blocks from position `at` on were granted."""
-        self.delivered = self._base + at + granted
-
-    def restart(self) -> None:
-        """Counts positions from the start of the prompt."""
-        self._base = 0
+        self.delivered = self.base + at + granted
 
     def continues(self, keys: Sequence[Key], search: bool) -> bool:
-        """Whether a call for these keys belongs to the prompt; if so, positions count from its first key."""
+        """Returns whether a call for these keys belongs to the prompt; sets `base` if it does."""
         base = self.position(keys[0], search)
         end = base + len(keys)
         if base < 0 or end > len(self.keys) or self.keys[end - 1] != keys[-1]:
             return False
         if self.delivered and not base:
             return False  # A second delivery from the start is another prompt.
-        self._base = base
+        self.base = base
         return True
 
     def position(self, key: Key, search: bool) -> int:
-        """The position of a key in the prompt, or -1. Without `search`, only likely positions are tried."""
+        """Returns the position of a key in the prompt, or -1. Tries only likely positions unless `search`."""
         for place in (self.delivered, self.found):
             if place < len(self.keys) and self.keys[place] == key:
                 return place
@@ -104,20 +96,20 @@ class PromptRequests:
 
     @property
     def is_polled(self) -> bool:
-        """Whether a request for the same keys now belongs to this prompt."""
+        """Whether a request for the same keys at this time belongs to the prompt."""
         now = time.monotonic()
         return not self.delivered and now - self.polled_s <= POLL_S and now - self.began_s <= POLLED_S
 
 
 class Prompts:
-    """The open prompts of one client: requested lately, and neither delivered nor stored yet."""
+    """The open prompts of one client: recently requested, and neither delivered nor stored yet."""
 
     def __init__(self) -> None:
-        # Threads need no lock: each change is one operation, and a lost one costs one count.
+        # Threads need no lock: each change is one operation, and a lost change costs one count.
         self._open: list[PromptRequests] = []
 
     def of_lookup(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> PromptRequests:
-        """The prompt that a lookup of these keys belongs to."""
+        """Returns the prompt of a lookup."""
         if prompt is not None:
             return PromptRequests.declared(keys, prompt)
         requests = next(
@@ -126,11 +118,11 @@ class Prompts:
         if requests is None:
             requests = self._new(namespace, keys)
         requests.polled_s, requests.looked_up = time.monotonic(), True
-        requests.restart()
+        requests.base = 0
         return requests
 
     def of_acquire(self, namespace: object, keys: Sequence[Key], prompt: int | None) -> PromptRequests:
-        """The prompt that an acquire of these keys belongs to."""
+        """Returns the prompt of an acquire or get."""
         if prompt is not None:
             return PromptRequests.declared(keys, prompt)
         if not keys:
@@ -144,12 +136,12 @@ class Prompts:
         return self._new(namespace, keys)
 
     def end_acquire(self, requests: PromptRequests) -> None:
-        """Closes the prompt if all blocks found are delivered."""
+        """Closes the prompt if all found blocks are delivered."""
         if requests.delivered and requests.delivered >= requests.found:
             self._close(requests)
 
     def end_by_store(self, namespace: object, keys: Sequence[Key]) -> None:
-        """Closes the prompt whose keys are being stored: its blocks have been computed."""
+        """Closes the prompt of stored keys: its blocks have been computed."""
         if not keys or not self._open:
             return
         for requests, search in self._candidates(namespace):
@@ -158,11 +150,11 @@ class Prompts:
                 return
 
     def _own(self, namespace: object, caller: object) -> list[PromptRequests]:
-        """The open prompts of a caller in a namespace, the latest first."""
+        """Returns the open prompts of a caller in a namespace, the latest first."""
         return [p for p in reversed(self._open) if p.caller == caller and p.namespace == namespace]
 
     def _candidates(self, namespace: object) -> list[tuple[PromptRequests, bool]]:
-        """The prompts that a request may belong to, the likeliest first; whether to search their keys."""
+        """Returns the possible prompts of a request, the likeliest first; whether to search their keys."""
         caller = _caller()
         own = self._own(namespace, caller)
         others = [p for p in reversed(self._open) if p.caller != caller and p.namespace == namespace]
@@ -185,14 +177,12 @@ class Prompts:
 
 
 def _same(some: Sequence[Key], others: Sequence[Key]) -> bool:
-    """Whether two chains are equal: the keys of a chain depend on all keys before them."""
-    if len(some) != len(others):
-        return False
-    return not some or (some[0] == others[0] and some[-1] == others[-1])
+    """Returns whether two chains are equal. A key depends on all keys before it."""
+    return len(some) == len(others) and (not some or (some[0] == others[0] and some[-1] == others[-1]))
 
 
 def _caller() -> object:
-    """The running task or thread, as a reference: their ids are reused after they end."""
+    """Returns a reference to the running task or thread. Their ids are reused after they end."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

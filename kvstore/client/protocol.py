@@ -1,6 +1,6 @@
-"""The state of the protocol on one connection, without a socket: ids, handshake, frames to send, namespaces.
+"""Protocol state of one connection, without a socket: ids, handshake, frames to send, namespaces.
 
-Not covered: sockets, threads and time (`connection`, `sync`, `aio`), and mapped extents (`extents`).
+Not covered: sockets, threads and time (`connection`, `sync`, `aio`), mapped extents (`extents`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _Name = tuple[int, str, float]
 """A namespace as callers name it: the id of its layout, its owner, its TTL (s)."""
 
 _Opened = tuple[int, bytes, Layout]
-"""An open namespace: its number on the connection, its fingerprint, its layout (its id stays unique)."""
+"""An open namespace: number on the connection, fingerprint, layout (kept so that its id stays unique)."""
 
 POST_WAIT_S = 5.0
-"""Longest time that a post waits for the daemon to read it."""
+"""Longest time in seconds that a post waits in the outbox."""
 
 POST_BYTES = 256 << 10
-"""Most bytes of posts that wait on one connection."""
+"""Most bytes of waiting posts of one connection."""
 
 
 class Outbox:
-    """Frames to be sent to the daemon, in order, each whole before the next one begins.
+    """Frames to send to the daemon, in order. Each frame is sent whole before the next one begins.
 
-    A *post* is a message without an answer. Posts may wait for `POST_WAIT_S` and take `POST_BYTES` in all;
-    beyond that the connection must be closed, which makes the daemon end its leases. Thread-safe, except
-    that only one thread at a time may be between `head` and `sent`.
+    A *post* is a message without an answer. Posts may wait for `POST_WAIT_S` and have `POST_BYTES` in total;
+    beyond these limits the connection must be closed, so that the daemon ends its leases. Thread-safe,
+    except that only one thread at a time may be between `head` and `sent`.
     """
 
     def __init__(self) -> None:
@@ -54,19 +54,19 @@ class Outbox:
         self._frames.append((memoryview(frame), None))
 
     def post(self, frame: bytes, now_s: float) -> bool:
-        """Appends the frame of a post. False if waiting posts exceed `POST_BYTES`."""
+        """Appends the frame of a post. Returns False if waiting posts exceed `POST_BYTES`."""
         with self._lock:
             self._post_bytes += len(frame)
             self._frames.append((memoryview(frame), now_s))
             return self._post_bytes <= POST_BYTES
 
     def head(self) -> memoryview | None:
-        """The bytes to send next, None if no frame waits."""
+        """Returns the bytes to send next, None if no frame waits."""
         with self._lock:
             return self._frames[0][0] if self._frames else None
 
     def sent(self, nbytes: int) -> None:
-        """Removes the first `nbytes` bytes of the head: they are sent."""
+        """Removes the first `nbytes` bytes of the head, which have been sent."""
         with self._lock:
             if not self._frames:
                 return
@@ -78,12 +78,12 @@ class Outbox:
                 self._frames.popleft()
 
     def waited_s(self, now_s: float) -> float:
-        """Seconds that the oldest post has waited; 0 if none waits."""
+        """Returns the seconds that the oldest post has waited, 0 if none waits."""
         with self._lock:
             return next((now_s - posted_s for _, posted_s in self._frames if posted_s is not None), 0.0)
 
     def clear(self) -> None:
-        """Drops all frames: the connection has ended."""
+        """Drops all frames."""
         with self._lock:
             self._frames.clear()
             self._post_bytes = 0
@@ -92,7 +92,7 @@ class Outbox:
 class ProtocolState:
     """The state of one connection. `send` and `receive` convert messages to bytes and back.
 
-    `leases`: numbers of the leases that the connection holds.
+    `leases`: the numbers of the connection's leases.
     """
 
     def __init__(self, token: str, maps: Maps) -> None:
@@ -109,23 +109,23 @@ class ProtocolState:
         self._last_id = 0
 
     def namespace(self, name: _Name) -> _Opened | None:
-        """The open namespace of this name; None if it must be opened first."""
+        """Returns the open namespace of this name, None if it must be opened first."""
         known = self._namespaces.pop(name, None)
         return None if known is None else self.opened(name, known)
 
     def opened(self, name: _Name, known: _Opened) -> _Opened:
-        """Keeps an open namespace. Keeps fewer than the daemon, so every number here is valid there."""
+        """Keeps an open namespace; returns it. Keeps fewer than the daemon, which so knows all of them."""
         self._namespaces[name] = known
         if len(self._namespaces) > m.NAMESPACES // 2:
             del self._namespaces[next(iter(self._namespaces))]
         return known
 
     def hello(self) -> bytes:
-        """The first bytes to send."""
+        """Returns the first bytes to send."""
         return pack(m.Hello(m.MAGIC, m.OLDEST, self._token, (m.VERSION,)))
 
     def welcome(self, message: Any) -> None:
-        """Takes the answer to hello. Raises RemoteProtocolError if there is no common version."""
+        """Processes the answer to hello. Raises RemoteProtocolError if there is no common version."""
         if not isinstance(message, m.Welcome):
             raise RemoteProtocolError(f"the daemon greets with {type(message).__name__}")
         if not m.OLDEST <= message.version <= m.VERSION:
@@ -141,20 +141,19 @@ class ProtocolState:
         self.maps = self.maps.of(message.instance)
 
     def send(self, message: Any) -> bytes:
-        """The bytes of a message. Gives a request its id."""
-        if hasattr(message, "id"):
-            self._last_id += 1
-            message.id = self._last_id
+        """Returns the bytes of a request. Sets its id."""
+        self._last_id += 1
+        message.id = self._last_id
         return pack(message, self.frame_bytes, self.version)
 
     def post(self, message: Any) -> bytes:
-        """The bytes of a message that has no answer."""
+        """Returns the bytes of a message without an answer."""
         return pack(message, self.frame_bytes, self.version)
 
     def receive(self, data: bytes) -> Any:
-        """The message that is complete with `data`, or None.
+        """Returns the message that `data` completes, or None.
 
-        Raises RemoteProtocolError at a Failure, ConnectionResetError at the end of the stream (no data).
+        Raises RemoteProtocolError for a Failure, ConnectionResetError at the end of the stream (no data).
         """
         if not data:
             raise ConnectionResetError("the daemon closed the connection")

@@ -1,6 +1,6 @@
-"""Records the requests that a daemon gets, over a connection of its own.
+"""Records the requests to a daemon, over a connection of its own.
 
-Not covered: the ring of requests in the daemon, and what `kvstore lab` makes of a trace.
+Not covered: the ring of requests in the daemon (`daemon/operator/`), replays of a trace (`lab/`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ async def record(
 ) -> AsyncGenerator[Part, None]:
     """Yields the parts of a recording of `seconds` seconds. The daemon buffers at most `max_bytes` bytes.
 
-    The first part is empty and comes as soon as the daemon records. Closing the generator ends the recording.
-    Raises DeniedError if the daemon refuses, UnavailableError if it is away.
+    Yields an empty part as soon as the daemon records. Closing the generator ends the recording. Raises
+    DeniedError if the daemon refuses, UnavailableError if it is away.
     """
     path = socket_path(url)
     connection = AsyncConnection(
@@ -69,7 +69,7 @@ async def record(
             ended = answer.ended
             requests = list(_requests(answer.requests))
             yield Part(requests, answer.dropped, time.monotonic() - began)
-            # An answer has few requests: after a long one, more may wait.
+            # The size of an answer is bounded: after a long one, more requests may wait.
             await asyncio.sleep(_READ_EVERY_S if len(answer.requests) < _MUCH_BYTES else 0)
     except RemoteProtocolError as error:
         raise UnavailableError(f"the daemon at {path} refuses: {error.message}", error.hint) from None
@@ -80,7 +80,7 @@ async def record(
 
 
 def trace_line(request: RecordedRequest, block_tokens: int) -> bytes:
-    """A request as a line of a trace file for `kvstore lab`."""
+    """Returns a request as a line of a trace file for `kvstore lab`."""
     row = {
         "timestamp": round(1000 * request.time_s, 3),
         "input_length": block_tokens * len(request.hashes),

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ class Reader:
         assert isinstance(hello, m.Hello)
         self.send(m.Welcome(m.VERSION, b"x", 1 << 24, 128, 128))
 
-    def send(self, message: Any) -> None:
-        self._greeter_is(self._sock).sendall(pack(message))
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        socket.send_fds(self._greeter_is(self._sock), [pack(message)], descriptors)
 
     def _greeter_is(self, sock: socket.socket | None) -> socket.socket:
         assert sock is not None
@@ -357,6 +357,25 @@ def test_a_call_that_ends_within_a_frame_ends_its_connection(driver: Driver, rea
         driver.call(connection, m.Ping(0))
     # The half frame is the last that was sent.
     assert reader.drain() == ([], True)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_received_descriptor_is_taken_or_closed(driver: Driver, reader: Reader, taken: bool) -> None:
+    connection = driver.connection(reader.path)
+    thread, came = in_thread(lambda: driver.call(connection, m.Map(0, 1, False)))
+    reader.read(1)
+    there, back = os.pipe()
+    os.set_blocking(there, False)
+    reader.send(m.Mapped(1, 4096), [back])
+    os.close(back)
+    thread.join()
+    assert [answer.extent_bytes for answer in came] == [4096]
+    if taken:
+        os.close(connection.take_descriptor())
+    driver.in_place(connection.close)
+    # The end of the pipe, not BlockingIOError: its other end is closed.
+    assert os.read(there, 1) == b""
+    os.close(there)
 
 
 def test_a_peer_that_hangs_up_within_a_frame_ends_the_call(driver: Driver, reader: Reader) -> None:

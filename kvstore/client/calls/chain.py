@@ -8,7 +8,7 @@ from kvstore.types import Key, check_keys
 
 
 class Chain:
-    """Keys of one prompt in order: `keys` as the caller passed them, `joined` as they are sent.
+    """Keys of one prompt in order: `keys` as passed by the caller, `joined` as sent.
 
     Each key has `key_bytes` bytes. Raises MisuseError for keys that are empty, too long or not of one length.
     """
@@ -23,7 +23,7 @@ class Chain:
         return len(self.keys)
 
     def part(self, start: int, count: int) -> Chain:
-        """At most `count` keys from `start` on, without a second check."""
+        """Returns at most `count` keys from `start` on, without a second check."""
         if not start and count >= len(self.keys):
             return self
         part = Chain.__new__(Chain)

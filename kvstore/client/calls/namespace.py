@@ -1,4 +1,4 @@
-"""All calls on one namespace: those of `reads` and `writes`, and those that manage stored blocks."""
+"""All calls on one namespace: the calls of `reads` and `writes`, and the management of stored blocks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvstore.client.calls.chain import Chain
 from kvstore.client.calls.reads import ReadCalls
 from kvstore.client.calls.scope import Scope, checked, count, open_namespace, value_of
 from kvstore.client.calls.writes import WriteCalls
-from kvstore.client.checks import check_device, check_hint, check_readers, check_ttl
+from kvstore.client.checks import check_device, check_hint, check_pin_ttl, check_readers
 from kvstore.types import Key
 from kvstore.wire import messages as m
 
 
 class NamespaceCalls(ReadCalls, WriteCalls):
-    """The blocks of one layout. Calls raise MisuseError for bad arguments, and nothing else unless strict.
+    """The blocks of one layout. Calls raise only MisuseError (bad arguments), unless strict.
 
-    `keys` are one chain in prompt order: each block's parent is the one before it.
+    `keys` are one chain in prompt order: the parent of each block is the one before it.
     """
 
     @call
     def prefetch(self, keys: Sequence[Key], device: int | str | None = None) -> Call[int]:
-        """Starts loading the stored prefix into DRAM; returns how many blocks are there or on their way.
+        """Starts loading the stored prefix into DRAM; returns how many blocks are there or being loaded.
 
-        With `device`, into the daemon's pool on that GPU, if it has one.
+        With `device`, loads into the daemon's pool on that GPU, if it has one.
         """
         gpu = check_device(device)
         return self._count(m.Prefetch, keys, "" if gpu is None else gpu.uuid)
@@ -33,21 +33,21 @@ class NamespaceCalls(ReadCalls, WriteCalls):
     @call
     def pin(self, keys: Sequence[Key], ttl_s: float) -> Call[int]:
         """Protects the stored prefix from eviction for `ttl_s`; returns how many blocks are pinned."""
-        return self._count(m.Pin, keys, check_ttl(ttl_s))
+        return self._count(m.Pin, keys, check_pin_ttl(ttl_s))
 
     @call
     def unpin(self, keys: Sequence[Key]) -> Call[int]:
-        """Undoes `pin`; returns how many blocks were pinned."""
+        """Removes pins; returns how many blocks were pinned."""
         return self._count(m.Unpin, keys)
 
     @call
     def hint(
         self, keys: Sequence[Key], *, next_use_s: float | None = None, closed: bool = False, priority: int = 0
     ) -> Call[int]:
-        """Describes the expected use of the stored prefix; returns how many blocks that is. Advice only.
+        """Describes the expected use of the stored prefix; returns its number of blocks. Advice only.
 
         `next_use_s`: seconds until the next use, None if unknown. `closed`: the session is over. `priority`:
-        -1, 0 or 1. Blocks of this chain alone are evicted sooner if it is closed or its priority is -1.
+        -1, 0 or 1. Blocks only of this chain are evicted sooner if it is closed or its priority is -1.
         """
         return self._count(m.Hint, keys, *check_hint(next_use_s, closed, priority))
 
@@ -60,9 +60,9 @@ class NamespaceCalls(ReadCalls, WriteCalls):
 
     @call
     def publish(self, tenants: Sequence[str]) -> Call[bool]:
-        """Lets these tenants, and no others, read the namespace. An empty list revokes it. For admins.
+        """Lets only these tenants read the namespace; an empty list: no other tenant. For admins.
 
-        Returns whether it is done: False if the daemon is away or refuses (unless strict).
+        Returns False if the daemon is away or refuses (unless strict).
         """
         readers = check_readers(tenants)
         return Call(lambda exchange: publish(exchange, self._scope, readers), miss=bool)
@@ -73,13 +73,13 @@ class NamespaceCalls(ReadCalls, WriteCalls):
 
 
 def publish(exchange: Exchange, scope: Scope, tenants: Sequence[str]) -> Flow[bool]:
-    """Lets these tenants, and no others, read a namespace."""
+    """Lets only these tenants read a namespace."""
     namespace, _ = yield from open_namespace(exchange, scope)
     checked((yield m.Publish(0, namespace, tuple(tenants))))
     return True
 
 
 def forget(exchange: Exchange, scope: Scope) -> Flow[int]:
-    """Deletes a namespace; how many blocks."""
+    """Deletes a namespace; returns how many blocks."""
     namespace, _ = yield from open_namespace(exchange, scope)
     return value_of((yield m.Forget(0, namespace, "", "")))

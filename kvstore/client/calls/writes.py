@@ -36,8 +36,8 @@ class WriteCalls(Scoped):
 
         All of them may be device arrays of one GPU. Kernels that write these arrays must have ended.
 
-        `parent` is the key before keys[0], None for the start of a prompt. Blocks that are stored already
-        are not written again. `tokens`: the token ids of all blocks, `layout.block_tokens` each, which the
+        `parent` is the key before keys[0], None at the start of a prompt. Stored blocks are not written
+        again. `tokens`: the token ids of all blocks, `layout.block_tokens` each, which the
         daemon publishes in KV events; None: no events for these blocks.
         """
         chain = Chain(keys)
@@ -59,7 +59,7 @@ class WriteCalls(Scoped):
         device: int | str | None = None,
         tokens: Any = None,
     ) -> Call[Reservation]:
-        """Returns slots for those keys that are not stored yet, to be filled in place and committed.
+        """Returns slots for the keys that are not stored yet, to be filled in place and committed.
 
         With `device` the result is a `DeviceReservation`, filled from that GPU and stored in the daemon's
         pool on the GPU if possible. `tokens`: see put. The `commit` of an asyncio client is awaited.
