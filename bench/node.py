@@ -46,7 +46,7 @@ class Node:
     @property
     def slots(self) -> list[int]:
         """How many blocks each tier has room for."""
-        return [sum(c.total for c in t.extents.classes.values()) for t in self.placement.residency.tiers]
+        return [sum(c.total for c in t.slots.classes.values()) for t in self.placement.residency.tiers]
 
     def acquire(self, keys: Keys) -> tuple[int, int]:
         """(lease, how many leading blocks it is on)."""

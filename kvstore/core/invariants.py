@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
-from kvstore.core.capacity.extents import Slots
+from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.residency.residency import DEMOTE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _check_copies(leases: LeaseTable) -> None:
     coming: Counter[tuple[int, int]] = Counter()
     for t in leases.copies.under_way.values():
         rows, slots = t.rows[t.alive], t.source_slots[t.alive]
-        assert (r.tiers[t.source].extents.owner[slots] == rows).all(), "a copy of what is not there any more"
+        assert (r.tiers[t.source].slots.owner[slots] == rows).all(), "a copy of what is not there any more"
         assert not (marks[rows] & t.marks).any(), "two copies share a mark"
         marks[rows] |= t.marks
         coming.update((t.target, row) for row in rows.tolist())
@@ -86,7 +86,7 @@ def _check_rows(r: Residency) -> None:
 
 def _check_tier(leases: LeaseTable, tier: int) -> None:
     r = leases.residency
-    extents, slot = r.tiers[tier].extents, r.blocks.slot[tier]
+    extents, table, slot = r.tiers[tier].extents, r.tiers[tier].slots, r.blocks.slot[tier]
     assert extents.limit_bytes <= extents.bound_bytes, "a bound below the limit"
     assert extents.total * extents.extent_bytes <= extents.bound_bytes, "more extents than the limit allows"
     assert extents.used_bytes <= extents.capacity_bytes, "more in use than there is"
@@ -94,23 +94,23 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
     live = np.flatnonzero(r.blocks.state != FREE)
     rows = live[slot[live] >= 0]
     assert len(set(slot[rows].tolist())) == len(rows), "a slot has two owners"
-    assert (extents.owner[slot[rows]] == rows).all(), "a slot does not know its owner"
-    assert int((extents.owner >= 0).sum()) == len(rows), "a slot is owned by a row that is elsewhere"
-    refs = np.zeros(len(extents.refs), np.int64)
+    assert (table.owner[slot[rows]] == rows).all(), "a slot does not know its owner"
+    assert int((table.owner >= 0).sum()) == len(rows), "a slot is owned by a row that is elsewhere"
+    refs = np.zeros(len(table.refs), np.int64)
     for slots in _references(leases, tier):
         np.add.at(refs, slots, 1)
-    for retired in extents.retired:
+    for retired in table.retired:
         refs[retired] += 1
-    assert (refs == extents.refs).all(), "references miscounted"
-    free = {int(s) for c in extents.classes.values() for s in c.stack[: c.free].tolist()}
-    assert len(free) == sum(c.free for c in extents.classes.values()), "a slot is free twice"
-    for slot_class in extents.classes.values():
-        numbers = np.concatenate([extents.slots_of(e) for e in slot_class.extents])
-        unused = (extents.owner[numbers] < 0) & (extents.refs[numbers] == 0)
-        unused &= ~np.isin(extents.place[numbers] >> np.uint64(32), list(extents.leaving))
+    assert (refs == table.refs).all(), "references miscounted"
+    free = {int(s) for c in table.classes.values() for s in c.stack[: c.free].tolist()}
+    assert len(free) == sum(c.free for c in table.classes.values()), "a slot is free twice"
+    for slot_class in table.classes.values():
+        numbers = np.concatenate([table.classes.slots_of(e) for e in slot_class.extents])
+        unused = (table.owner[numbers] < 0) & (table.refs[numbers] == 0)
+        unused &= ~np.isin(table.place[numbers] >> np.uint64(32), list(table.closed))
         assert set(numbers[unused].tolist()) == free & set(numbers.tolist()), "used + free is not capacity"
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
-        owned = int((extents.owner[numbers] >= 0).sum())
+        owned = int((table.owner[numbers] >= 0).sum())
         assert known == owned, "the policy knows other blocks than the tier holds"
     for generation in r.tiers[tier].generations:
         generation.segments.check()
@@ -118,12 +118,13 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
 
 def _check_tenants(leases: LeaseTable, tier: int) -> None:
     extents = leases.residency.tiers[tier].extents
+    table = extents.slots
     holdings, shrinking = extents.holdings, leases.eviction.shrinking
     n = len(holdings.extents)
     held, fitted, used = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
-    for pool, members in extents.classes.items():
-        numbers = np.concatenate([extents.slots_of(e) for e in members.extents])
-        busy = (extents.owner[numbers] >= 0) | (extents.refs[numbers] > 0)
+    for pool, members in table.classes.items():
+        numbers = np.concatenate([table.classes.slots_of(e) for e in members.extents])
+        busy = (table.owner[numbers] >= 0) | (table.refs[numbers] > 0)
         held[pool.tenant] += len(members.extents)
         fitted[pool.tenant] += len(numbers) * pool.slot_bytes
         used[pool.tenant] += int(busy.sum()) * pool.slot_bytes
@@ -136,7 +137,7 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
     assert (fitted == holdings.fitted).all(), "slots of tenants miscounted"
     lacking = np.maximum(holdings.floor - held, 0).sum()
     assert lacking == holdings.unmet, "what floors lack is miscounted"
-    assert not extents.leaving & set(extents.unassigned), "an extent is leaving and has left"
+    assert not table.closed & set(extents.unassigned), "an extent is leaving and has left"
     for tenant in np.flatnonzero(used > holdings.limit).tolist():
         assert (tier, tenant) in shrinking or holdings.limit[tenant] == 0, "a tenant is over its limit"
     everything = len(extents.ready) + len(extents.renewing)
@@ -148,7 +149,7 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
             rows = rows[leases.residency.blocks.state[rows] != FREE]
             slots = leases.residency.blocks.slot[tier, rows]
             slots = slots[slots >= 0]
-            assert extents.are_of(space.pools[tier], slots).all(), "a block is in another tenant's extent"
+            assert table.are_of(space.pools[tier], slots).all(), "a block is in another tenant's extent"
 
 
 def _references(leases: LeaseTable, tier: int) -> list[Slots]:
@@ -159,7 +160,7 @@ def _references(leases: LeaseTable, tier: int) -> list[Slots]:
             out.append(transfer.source_slots)
         if transfer.target == tier:
             out.append(transfer.target_slots)
-    everything = np.arange(len(leases.residency.tiers[tier].extents.refs))
+    everything = np.arange(len(leases.residency.tiers[tier].slots.refs))
     out += [everything[x.slots] for x in leases.leases.values() if x.tier == tier]
     out += [x.slots for x in leases.reservations.values() if x.tier == tier]
     out += [x.slots[x.slots >= 0] for x in leases.waiting.values() if x.event.tier == tier]

@@ -42,6 +42,7 @@ from kvstore.core.requests.writes import Writes
 from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import CopyQueue
 from kvstore.core.transfers.eviction import Eviction
+from kvstore.core.transfers.rebalancing import Rebalancing
 from kvstore.core.transfers.transfers import Transfers
 from kvstore.core.view import View
 
@@ -70,7 +71,8 @@ class Placement:
         self.residency = r = Residency(specs, max_blocks, seed, policy)
         self.policy_migration = PolicyMigration(r, policy)
         self.copies = CopyQueue(r)
-        self.eviction = Eviction(r, self.copies)
+        rebalancing = Rebalancing(r)
+        self.eviction = Eviction(r, self.copies, rebalancing)
         self.transfers = Transfers(r, self.copies, self.eviction)
         self.limits = limits or Limits()
         self.leases = LeaseTable(r, self.copies, self.eviction, self.transfers, self.limits)
@@ -135,8 +137,8 @@ class Placement:
             ev.ProbeDone: verification.probe_done,
             ev.Scrub: verification.scrub,
             ev.ExtentReady: self._extent_ready,
-            ev.ExtentLost: lambda event, now: self.resizing.lost(event.tier, event.extent),
-            ev.ExtentsEnd: lambda event, now: self.resizing.ended(event.tier),
+            ev.ExtentLost: self.resizing.extent_lost,
+            ev.ExtentsEnd: self.resizing.extents_end,
             ev.Restore: lambda event, now: restore(self.leases, event, writes.write_through),
             ev.RestoreReuse: lambda event, now: r.reuse.load(event.state, event.elapsed_s, now),
             ev.Flush: lambda event, now: flush(self.leases),
@@ -167,7 +169,7 @@ class Placement:
         check(self.leases)
         for tier, state in enumerate(self.residency.tiers):
             beyond = state.extents.bound_bytes > state.extents.limit_bytes
-            assert not beyond or self.resizing.is_at_work(tier), (
+            assert not beyond or tier in self.resizing.shrinking, (
                 "over the limit, and nothing is done about it"
             )
 
@@ -192,11 +194,11 @@ class Placement:
         extents = self.residency.tiers[event.tier].extents
         extents.add(event.extent, event.replaces)
         if event.tenant == ev.UNKNOWN:
-            self.eviction.renew(event.tier, event.extent)
+            self.eviction.rebalancing.renew(event.tier, event.extent)
         cut = None
         if event.slot_bytes:
             cut = extents.assign(SlotPool(event.tenant, event.domain, event.slot_bytes), event.extent)
             self.eviction.shrink(event.tier, event.tenant)
         if event.versions is not None and cut is not None:
-            slots = extents.slots_of(event.extent)
-            extents.version[slots] = event.versions[: len(slots)]
+            slots = extents.slots.classes.slots_of(event.extent)
+            extents.slots.version[slots] = event.versions[: len(slots)]

@@ -183,7 +183,7 @@ class TierView:
         """Returns limits, use and extents. Costs time proportional to the number of slot pools."""
         extents = self._state.extents
         by_size: Counter[int] = Counter()
-        for pool, members in extents.classes.items():
+        for pool, members in extents.slots.classes.items():
             by_size[pool.slot_bytes] += len(members.extents)
         return Capacity(
             limit_bytes=extents.limit_bytes,
@@ -194,7 +194,7 @@ class TierView:
             max_bytes=extents.most_bytes,
             extents=extents.total,
             blocks=sum(len(policy) for policy in self._state.policies.values()),
-            retired_slots=len(extents.retired),
+            retired_slots=len(extents.slots.retired),
             extents_by_slot_bytes=dict(by_size),
         )
 
@@ -248,23 +248,23 @@ class TierView:
 
     def pool_of(self, extent: int) -> SlotPool | None:
         """Returns the slot pool that owns an extent. None if the extent is unassigned or unknown."""
-        return self._state.extents.pool_at(extent)
+        return self._state.slots.classes.pool_at(extent)
 
     def has_slots(
         self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.bool_]:
         """Returns which of these places are slots."""
-        return self._state.extents.has(extents, indexes)
+        return self._state.slots.classes.has(extents, indexes)
 
     def lacks_block(
         self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.bool_]:
         """Returns which of these places are in a usable extent and hold no block."""
-        mine = self._state.extents
-        empty = np.isin(extents, list(mine.ready))
-        slot = empty & mine.has(extents, indexes)
-        slots = mine.slots_at(extents[slot].astype(np.int64), indexes[slot].astype(np.int64))
-        empty[slot] = mine.owner[slots] < 0
+        table = self._state.slots
+        empty = np.isin(extents, list(self._state.extents.ready))
+        slot = empty & table.classes.has(extents, indexes)
+        slots = table.classes.slots_at(extents[slot].astype(np.int64), indexes[slot].astype(np.int64))
+        empty[slot] = table.owner[slots] < 0
         return empty
 
 
@@ -314,7 +314,7 @@ class View:
     @property
     def addable_devices(self) -> int:
         """How many devices can still be added at run time."""
-        return self._hotplug.room
+        return self._hotplug.addable
 
     # -- tenants and requests
 

@@ -384,7 +384,7 @@ class Faulty(Machine):
         if tier < len(self.w.p.residency.tiers) and not self.w.leaves(tier):
             self.w.send(ev.SetDevice(tier, state))
 
-    @precondition(lambda self: self.w.p.residency.topology.persistent and self.w.p.hotplug.room > 0)
+    @precondition(lambda self: self.w.p.residency.topology.persistent and self.w.p.hotplug.addable > 0)
     @rule(extents=st.integers(1, 3))
     def device_comes(self, extents: int) -> None:
         self.w.add(extents)

@@ -497,11 +497,11 @@ def test_a_slot_size_takes_over_no_more_than_an_even_share() -> None:
     full_of(w, 16)
     for i in range(10):
         w.put(0, 2, [b"%d" % i])
-    extents = {p.slot_bytes: len(c.extents) for p, c in w.p.residency.tiers[0].extents.classes.items()}
+    extents = {p.slot_bytes: len(c.extents) for p, c in w.p.residency.tiers[0].slots.classes.items()}
     assert extents == {ALIGN: 2, 2 * ALIGN: 2}
     for i in range(10):
         w.put(0, 1, [b"n%02d" % i])
-    extents = {p.slot_bytes: len(c.extents) for p, c in w.p.residency.tiers[0].extents.classes.items()}
+    extents = {p.slot_bytes: len(c.extents) for p, c in w.p.residency.tiers[0].slots.classes.items()}
     assert extents == {ALIGN: 2, 2 * ALIGN: 2}
 
 
@@ -731,7 +731,7 @@ def test_a_corrupt_block_on_nvme_is_quarantined_and_a_miss() -> None:
     assert ("drop", "nvme", keys[0]) in told(w)
     assert told(w)[-1] == ("grant", 0, [])
     assert w.p.view.counters["quarantined_blocks"] == 1
-    assert len(w.p.residency.tiers[1].extents.retired) == 1
+    assert len(w.p.residency.tiers[1].slots.retired) == 1
     assert w.lookup(1, keys[:1]) == 0
     assert w.put(0, 1, keys[:1]) == 1
 
@@ -748,7 +748,7 @@ def test_quarantine_in_dram_falls_back_to_the_lower_copy() -> None:
     assert told(w) == [("drop", "dram", b"a")]
     w.send(ev.Release(0, grant.lease))
     assert w.get(1, [b"a"]) == [payload(1, b"a")]
-    assert w.p.residency.tiers[0].extents.retired
+    assert w.p.residency.tiers[0].slots.retired
 
 
 def test_a_quarantined_slot_is_not_used_again() -> None:

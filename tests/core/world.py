@@ -589,8 +589,8 @@ class World:
         assert not p.copies.writing.total()
         assert not p.residency.blocks.copy_marks.any()
         for state in p.residency.tiers:
-            held = set(np.flatnonzero(state.extents.refs).tolist())
-            assert held <= state.extents.retired, "a slot is held by nobody"
+            held = set(np.flatnonzero(state.slots.refs).tolist())
+            assert held <= state.slots.retired, "a slot is held by nobody"
 
     # -- a client
 

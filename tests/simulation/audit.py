@@ -123,7 +123,7 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
     for number, table in life.dram.headers._tables.items():
         if number in extents.ready:
             readable += int((table["version"] != 0).sum())
-    owned = np.flatnonzero(extents.owner >= 0)
+    owned = np.flatnonzero(extents.slots.owner >= 0)
     assert readable == len(owned), f"{readable} headers are readable, {len(owned)} slots are owned"
     where = r.where(DRAM, owned)
     slots = life.dram.slots(where)
@@ -131,15 +131,15 @@ def _dram_is_sound(life: Life, corrupted: bool) -> None:
         owned.tolist(),
         where.extent.tolist(),
         where.index.tolist(),
-        extents.owner[owned].tolist(),
+        extents.slots.owner[owned].tolist(),
         slots,
         strict=True,
     ):
         header = life.dram.headers._tables[extent][index]
         number, key = int(r.blocks.namespace[row]), r.blocks.key(row)
-        assert header["version"] == extents.version[slot], "a header has another version"
+        assert header["version"] == extents.slots.version[slot], "a header has another version"
         assert header["key"].tobytes()[: header["key_bytes"]] == key, "a header names another block"
-        assert header["checksum"] == r.blocks.checksum[row] == extents.record["checksum"][slot], (
+        assert header["checksum"] == r.blocks.checksum[row] == extents.slots.record["checksum"][slot], (
             "checksums differ"
         )
         if not corrupted:
@@ -155,8 +155,8 @@ def _pool_is_sound(life: Life, pool: SimPool, corrupted: bool) -> None:
     [tier] = r.topology.memory[1:]
     extents = r.tiers[tier].extents
     assert len(pool.memory) * pool.extent_bytes <= extents.bound_bytes, "more GPU memory than allowed"
-    owned = np.flatnonzero(extents.owner >= 0)
-    for row, view in zip(extents.owner[owned].tolist(), pool.slots(r.where(tier, owned)), strict=True):
+    owned = np.flatnonzero(extents.slots.owner >= 0)
+    for row, view in zip(extents.slots.owner[owned].tolist(), pool.slots(r.where(tier, owned)), strict=True):
         number, key = int(r.blocks.namespace[row]), r.blocks.key(row)
         length = spaces.lengths[number]
         good = arena.checksum(view[:length], arena.seed(spaces.fingerprints[number], key, length))
@@ -293,7 +293,7 @@ def _limits_are_divided(life: Life) -> None:
         limit, number = tenant.nvme.limit, authenticator.number(name)
         # One that is being deleted has nothing in memory, from where it could get there.
         if limit is not None and number is not None and not quotas.is_suspended(number):
-            most = sum(t.extents.holdings.most(number) for t in tiers)
+            most = sum(t.extents.holdings.limit_of(number) for t in tiers)
             assert most <= limit, f"devices give {name} {most} bytes, {limit} are allowed"
 
 
@@ -315,5 +315,5 @@ def nothing_is_held(life: Life) -> None:
     assert not life.server.table.connections, "connections are left"
     for state in p.residency.tiers:
         assert state.gone or not state.leaving, f"{state.spec.name} is leaving, and is still there"
-        held = set(np.flatnonzero(state.extents.refs).tolist())
-        assert held <= state.extents.retired, "a slot is held by nobody"
+        held = set(np.flatnonzero(state.slots.refs).tolist())
+        assert held <= state.slots.retired, "a slot is held by nobody"

@@ -262,7 +262,7 @@ class Life:
         """A bit changes in a block in DRAM."""
         dice, faults = self._disk.dice, self._disk.faults
         r = self.daemon.placement.residency
-        owned = np.flatnonzero(r.tiers[DRAM].extents.owner >= 0)
+        owned = np.flatnonzero(r.tiers[DRAM].slots.owner >= 0)
         if len(owned) and faults.hits(dice, "dram_rot"):
             [slot] = self.dram.slots(r.where(DRAM, owned[[dice.randrange(len(owned))]]))
             slot[dice.randrange(2048)] ^= 1 << dice.randrange(8)

@@ -273,7 +273,7 @@ class World:
             placement = self.life.daemon.placement
             for number, held in placement.leases.reservations.items():
                 if number_on_connection(number) == room.lease:
-                    records = placement.residency.tiers[held.tier].extents.record[held.slots]
+                    records = placement.residency.tiers[held.tier].slots.record[held.slots]
                     if records.tobytes() == room._slots.records:
                         return True
         self.counts["writers_cut_off"] += 1
@@ -356,7 +356,7 @@ class World:
         nbytes = sum(residency.tiers[tier].extents.limit_bytes for tier in stay)
         rows = max(nbytes // composition._MIN_BLOCK_BYTES, composition._MIN_ROWS)
         lost = rows < residency.blocks.capacity
-        lost |= any(resizing.is_at_work(tier) for tier in stay if not back[tier])
+        lost |= any(tier in resizing.shrinking for tier in stay if not back[tier])
         self.counts["crashed_while_resizing"] += lost
         return lost
 

@@ -22,8 +22,8 @@ from kvstore.client import aio
 from kvstore.client.leases import Lease
 from kvstore.core.actions import DeviceRemoved
 from kvstore.core.blocks.block_table import Blocks
-from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import UNLIMITED, Holdings
+from kvstore.core.capacity.slot_table import SlotTable
 from kvstore.core.reconfiguration.hotplug import Hotplug
 from kvstore.core.requests.deletion import Deletion
 from kvstore.core.requests.leases import LeaseTable
@@ -226,7 +226,7 @@ def forgetful_recovery(patch: Patch) -> None:
 
 def free_while_read(patch: Patch) -> None:
     """A lease does not hold its slots."""
-    patch.setattr(Extents, "hold", lambda self, slots: None)
+    patch.setattr(SlotTable, "hold", lambda self, slots: None)
 
 
 def early_reading(patch: Patch) -> None:

@@ -39,7 +39,7 @@ def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
     placement.handle(in_memory(found, owners, lambda *_: 1, ends), 0.0)
     void_unrestored(placement.view, tier, found)
     placement.check()
-    return int((placement.residency.tiers[0].extents.owner >= 0).sum())
+    return int((placement.residency.tiers[0].slots.owner >= 0).sum())
 
 
 def test_a_header_that_is_altered_changes_no_payload_size(keeper: Keeper) -> None:

@@ -1,10 +1,9 @@
-"""One row a block: who it is, which tiers hold it, whose child it is. Columns only, no object a block.
+"""The block table: one row per block with its key, its slot in each tier and its parent. Columns, no objects.
 
-A row is FREE, RESERVED (a writer fills it), LIVE (readable in at least one tier) or a HOLE: a block whose
-bytes are gone while children of it stay. A hole is a miss; the next put of its key fills it, and everything
-below it is a hit again.
+A row is FREE, RESERVED (being written), LIVE (readable in at least one tier) or a HOLE: a block without bytes
+that has children. A hole is a miss. The next put of its key fills it, and its descendants are hits again.
 
-Columns are allocated at their full length as zero pages, so that memory is taken only by rows in use.
+Columns are allocated at their full length as zero pages, so only rows in use take memory.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from kvstore.types import MAX_KEY_BYTES
 
 _NAMESPACES = 1 << 16
 
-WHOSE = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
+KEY_INFO = np.dtype([("namespace", "<u2"), ("key_bytes", "u1"), ("zero", "u1")])
 
 FREE, RESERVED, LIVE, HOLE = range(4)
 
 MOST_TIERS = 16
-"""Devices of all tiers that there may be from start to stop, those that were removed included."""
+"""Tier instances in one run, including removed devices."""
 
 Rows = npt.NDArray[np.int64]
 Picked = slice | Rows
-"""Numbers to index columns with."""
+"""Row or slot numbers, as an index of columns."""
 
 
 def compact(numbers: npt.NDArray[np.int32]) -> Picked:
-    """The same numbers as a slice if each follows the one before: indexing by it costs a fifth."""
+    """Returns consecutive numbers as a slice, which indexes five times as fast, and others as an array."""
     first, n = int(numbers[0]), len(numbers)
     if numbers.tobytes() == np.arange(first, first + n, dtype=np.int32).tobytes():
         return slice(first, first + n)
@@ -39,19 +38,19 @@ def compact(numbers: npt.NDArray[np.int32]) -> Picked:
 
 
 class Blocks:
-    """Room for `capacity` blocks, at most 2**31 - 2, over `tiers` devices of tiers, at most `MOST_TIERS`.
+    """Up to `capacity` blocks (at most 2**31 - 2) in `tiers` tier instances (at most `MOST_TIERS`).
 
-    `rows_in`: how many rows each namespace has, by its number.
+    `rows_in` counts the rows of each namespace, by its number.
     """
 
     def __init__(self, capacity: int, tiers: int) -> None:
         self.capacity = capacity
         words = MAX_KEY_BYTES // 8
         self.words = zeros(capacity * words, np.uint64).reshape(capacity, words)
-        # Beside one another, so that a run of rows is compared at one go.
-        self.whose = zeros(capacity * WHOSE.itemsize, np.uint8).view(WHOSE)
-        self.namespace = self.whose["namespace"]
-        self.key_bytes = self.whose["key_bytes"]
+        # One column, so a run of rows takes one comparison.
+        self.key_info = zeros(capacity * KEY_INFO.itemsize, np.uint8).view(KEY_INFO)
+        self.namespace = self.key_info["namespace"]
+        self.key_bytes = self.key_info["key_bytes"]
         self.state = zeros(capacity, np.uint8)
         self.pinned = zeros(capacity, np.bool_)
         self.copy_marks = zeros(capacity, np.uint8)
@@ -62,7 +61,7 @@ class Blocks:
         self._slots = zeros(MOST_TIERS * capacity, np.int32).reshape(MOST_TIERS, capacity)
         self.slot = self._slots[:tiers]
         self._widened = 0
-        # Written, and so in memory, only for blocks that have an end.
+        # Written, and so in memory, only for blocks that expire.
         self.expires = zeros(capacity, np.float64)
         self.rows_in = np.zeros(_NAMESPACES, np.int64)
         self._spare = zeros(capacity, np.int32)
@@ -70,7 +69,7 @@ class Blocks:
         self._fresh = 0
 
     def widen(self, rows: int) -> bool:
-        """Prepares a slot column more, of so many rows at once; whether it is there now."""
+        """Prepares some rows of another slot column. Once it is complete, adds it and returns True."""
         end = min(self._widened + rows, self._fresh)
         column = self._slots[len(self.slot)]
         column[self._widened : end] = -1
@@ -86,12 +85,11 @@ class Blocks:
         return self._fresh - self._spares
 
     def take(self, namespace: int, keys: Keys, which: Rows) -> Rows:
-        """RESERVED rows for the keys numbered `which`, in no tier and without a parent; fewer when full."""
+        """Returns RESERVED rows for the keys numbered `which`, without slots and parents; fewer when full."""
         n = min(len(which), self.capacity - self.used)
         reused = min(n, self._spares)
         self._spares -= reused
-        # Rows leave in the reverse of the order in which they came, so that a chain dropped tail first
-        # and stored again lies in ascending rows.
+        # Last freed, first taken: a chain that was dropped tail first gets ascending rows when stored again.
         rows = np.concatenate(
             (
                 self._spare[self._spares : self._spares + reused][::-1].astype(np.int64),
@@ -114,12 +112,12 @@ class Blocks:
         return rows
 
     def give_back(self, rows: Rows) -> None:
-        """Makes rows FREE. They must be out of the index, out of every tier and without children."""
+        """Makes rows FREE. They must be out of the index, out of all tiers and without children."""
         self.state[rows] = FREE
         self.pinned[rows] = False
         self.copy_marks[rows] = 0
         self.children[rows] = 0
-        self.no_end(rows)
+        self.clear_expiry(rows)
         np.subtract.at(self.rows_in, self.namespace[rows], 1)
         end = self._spares + len(rows)
         self._spare[self._spares : end] = rows
@@ -128,7 +126,7 @@ class Blocks:
     def matches(
         self, rows: Rows, namespace: int, keys: Keys, which: Rows | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Whether each row holds exactly the key of that number (numbers 0, 1, ... if `which` is None)."""
+        """Returns whether each row has the key of that number (numbers 0, 1, ... if `which` is None)."""
         words = keys.words if which is None else keys.words[which]
         same: npt.NDArray[np.bool_] = (self.words[rows, : words.shape[1]] == words).all(axis=1)
         same &= self.namespace[rows] == namespace
@@ -136,7 +134,7 @@ class Blocks:
         return same
 
     def is_key(self, row: int, namespace: int, key: bytes) -> bool:
-        """Whether one row holds exactly this key."""
+        """Returns whether a row has this key."""
         return bool(
             self.words[row].tobytes()[: len(key)] == key
             and self.key_bytes[row] == len(key)
@@ -144,34 +142,34 @@ class Blocks:
         )
 
     def key(self, row: int) -> bytes:
-        """The key that a row holds."""
+        """Returns the key of a row."""
         return bytes(self.words[row].tobytes()[: int(self.key_bytes[row])])
 
     def keys_of(self, rows: npt.NDArray[np.signedinteger]) -> list[bytes]:
-        """The keys that rows hold, empty where a row is -1."""
+        """Returns the keys of rows, empty where a row is -1."""
         raw, sizes = self.words[rows].tobytes(), np.where(rows >= 0, self.key_bytes[rows], 0)
         starts = range(0, len(raw), MAX_KEY_BYTES)
         return [raw[at : at + size] for at, size in zip(starts, sizes.tolist(), strict=True)]
 
-    def no_end(self, rows: Rows) -> None:
-        """These may be read for good."""
+    def clear_expiry(self, rows: Rows) -> None:
+        """Removes the expiry of rows."""
         if self.expires[rows].any():
             self.expires[rows] = 0
 
     def expired(self, rows: Picked, now: float) -> npt.NDArray[np.bool_]:
-        """Which of these may not be read any more."""
+        """Returns which rows have expired."""
         ends = self.expires[rows]
         return (ends > 0) & (ends <= now)
 
     @property
     def rows_touched(self) -> int:
-        """Row numbers below this have been in use."""
+        """All row numbers that were ever in use are below this."""
         return self._fresh
 
     def ram_bytes(self) -> int:
-        """Bytes that the rows used so far take, columns and spare list."""
+        """Returns the bytes of the rows used so far: columns and spare list."""
         flat = (self.state, self.pinned, self.copy_marks, self.offered)
-        wide = (self.whose, self.parent, self.children, self.checksum)
+        wide = (self.key_info, self.parent, self.children, self.checksum)
         per_row = self.words.itemsize * self.words.shape[1] + self.slot.itemsize * len(self.slot)
         per_row += sum(column.itemsize for column in flat) + sum(column.itemsize for column in wide)
         return (per_row + self._spare.itemsize) * self._fresh

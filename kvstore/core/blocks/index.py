@@ -1,8 +1,8 @@
-"""From (namespace, key) to row: 64-byte buckets of eight (fingerprint, row) pairs, two choices of bucket.
+"""The index from (namespace, key) to row: 64-byte buckets of eight (fingerprint, row) pairs, two per key.
 
-The fingerprint only finds candidates; the row's full key decides, so that no two keys are ever taken for
-one another. Batches above `VECTOR_FROM` keys go through numpy, smaller ones through plain integers: each is
-the faster one on its side. Growth moves a few dozen buckets with every insertion, never all at once.
+A fingerprint only finds candidates. The full key of the row decides, so two keys are never confused. Batches
+of `VECTOR_FROM` keys and more use numpy, smaller ones plain integers, which are faster there. The index grows
+by moving a few dozen buckets with each insertion.
 
 Hash: multiply-and-add of the key's words with secret odd factors (a universal family), then a mixer.
 """
@@ -31,19 +31,19 @@ _MASK64 = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
 _SPREAD = 0x5BD1E995
 
-_WHOSE = struct.Struct("<HBx")
+_KEY_INFO = struct.Struct("<HBx")
 _WORDS = [f"<{n // 8}Q" for n in range(MAX_KEY_BYTES + 1)]
 
 U64 = npt.NDArray[np.uint64]
 
 
 def _words(key: bytes) -> tuple[int, ...]:
-    """The words of a key whose last one is short."""
+    """Returns the words of a key with a short last word."""
     return struct.unpack(f"<{-(-len(key) // 8)}Q", key + bytes(-len(key) % 8))
 
 
 def splitmix(seed: int, n: int) -> list[int]:
-    """n well mixed 64-bit numbers from one seed."""
+    """Returns n mixed 64-bit numbers from one seed."""
     out = []
     for i in range(1, n + 1):
         z = (seed + i * _MIX) & _MASK64
@@ -113,20 +113,20 @@ class Index:
         return self._hash(starts, blocks.words[rows])
 
     def fingerprints(self, rows: Rows) -> U64:
-        """A secret hash of each row's key, the same in every namespace."""
+        """Returns a secret hash of each row's key, which does not depend on the namespace."""
         with np.errstate(over="ignore"):
             starts = self._blocks.key_bytes[rows].astype(np.uint64) * np.uint64(self._size_factor)
             starts += np.uint64(1)
         return self._hash(starts, self._blocks.words[rows])
 
     def fingerprints_of(self, keys: Keys) -> U64:
-        """The same for keys."""
+        """Returns the same for keys."""
         return self._hash_keys(0, keys)
 
     # -- finding
 
     def find(self, namespace: int, keys: Keys) -> Rows:
-        """The row of each key, -1 where there is none."""
+        """Returns the row of each key, -1 for unknown keys."""
         if keys.n < VECTOR_FROM:
             return np.array([self.find_one(namespace, keys[i]) for i in range(keys.n)], np.int64)
         if not self.count:
@@ -137,18 +137,18 @@ class Index:
         return self._find_many(namespace, keys)
 
     def find_run(self, namespace: int, keys: Keys) -> int:
-        """The first row if the rows that follow one another from there on carry just these keys, else -1.
+        """Returns the first of consecutive rows that have exactly these keys, else -1.
 
-        Some of them may be free: a row keeps its key when it is given back.
+        Some of the rows may be free: a row keeps its key when it is freed.
         """
         blocks, n = self._blocks, keys.n
         raw = keys.raw if keys.size % 8 == 0 else keys.words.tobytes()
         for first in self._likely(self._hash_one(namespace, keys[0])) if n else ():
             run = slice(first, first + n)
-            # Compared as bytes, which costs a fraction of comparing as arrays at this size.
+            # Bytes compare several times as fast as arrays of this size.
             if (
                 blocks.words[run, : -(-keys.size // 8)].tobytes() == raw
-                and blocks.whose[run].tobytes() == _WHOSE.pack(namespace, keys.size) * n
+                and blocks.key_info[run].tobytes() == _KEY_INFO.pack(namespace, keys.size) * n
             ):
                 return first
         return -1
@@ -194,7 +194,7 @@ class Index:
         return found
 
     def find_one(self, namespace: int, key: bytes) -> int:
-        """The row of one key, or -1."""
+        """Returns the row of one key, or -1."""
         is_key = self._blocks.is_key
         for row in self._candidates(self._hash_one(namespace, key)):
             if is_key(row, namespace, key):
@@ -202,7 +202,7 @@ class Index:
         return -1
 
     def _likely(self, h: int) -> list[int]:
-        """One row where it nearly always is, or what `_candidates` finds."""
+        """Returns the row in its usual place, or what `_candidates` finds."""
         table, mark = self._table, (h >> 32) or 1
         at = (h & table.mask) * 2 * _WAYS
         marks = table.flat[at : at + _WAYS].tolist()
@@ -211,7 +211,7 @@ class Index:
         return self._candidates(h)
 
     def _candidates(self, h: int) -> list[int]:
-        """Rows whose keys may have this hash."""
+        """Returns the rows with keys that may have this hash."""
         mark = (h >> 32) or 1
         found: list[int] = []
         for table in self._tables:
@@ -225,7 +225,7 @@ class Index:
     # -- changing
 
     def make_room(self, rows: int) -> None:
-        """So many more rows are about to come. Only an empty index needs to know."""
+        """Enlarges an empty index for that many rows."""
         if not self.count:
             buckets = len(self._table.cells)
             while rows > _GROW_AT * _WAYS * buckets:
@@ -234,7 +234,7 @@ class Index:
             self._old, self._tables = None, [self._table]
 
     def add(self, rows: Rows, step: int = _ADD_ROWS) -> None:
-        """Enters rows whose keys are set and not in the index yet, so many at a time."""
+        """Adds rows with new keys, `step` rows at a time."""
         for at in range(0, len(rows), step):
             part = rows[at : at + step]
             self.count += len(part)
@@ -254,7 +254,7 @@ class Index:
             empty = table.cells[bucket[todo], :_WAYS] == 0
             way = empty.argmax(axis=1)
             fits = np.flatnonzero(empty[np.arange(len(todo)), way])
-            # Two keys of one batch may want one cell: the first gets it, the other goes on.
+            # Two keys of a batch may select one cell: the first gets it.
             _, lone = np.unique(bucket[todo[fits]] * _WAYS + way[fits], return_index=True)
             chosen = fits[lone]
             at = todo[chosen]
@@ -280,7 +280,7 @@ class Index:
         self._overflow.setdefault(h, []).append(row)
 
     def remove(self, rows: Rows) -> None:
-        """Takes rows out. They must be in, with their keys unchanged."""
+        """Removes rows, with the keys that they had when they were added."""
         self.count -= len(rows)
         h = self._hash_rows(rows)
         left = self._clear(self._table, rows, h)
@@ -293,7 +293,7 @@ class Index:
                 del self._overflow[int(h[i])]
 
     def _clear(self, table: _Table, rows: Rows, h: U64) -> Rows:
-        """Empties the cells that hold `rows`; returns the positions of those not found."""
+        """Empties the cells of `rows`. Returns the positions of rows that were not found."""
         first, second, _ = self._places(h, table.mask)
         todo = np.arange(len(rows))
         for bucket in (first, second):
@@ -319,7 +319,7 @@ class Index:
                 self._move_some(_ADD_ROWS)
 
     def _move_some(self, buckets: int) -> None:
-        """Moves so many buckets of the old table, and some of the keys that once found no place."""
+        """Moves some buckets of the old table, and some keys from the overflow."""
         if self._old is not None:
             part = self._old.cells[self._moved : self._moved + buckets]
             rows = part[:, _WAYS:][part[:, :_WAYS] != 0].astype(np.int64)
@@ -338,9 +338,5 @@ class Index:
                     self._add_one(self._table, row, h)
 
     def ram_bytes(self) -> int:
-        """Bytes of the tables."""
-        return (
-            self._table.cells.nbytes
-            + (self._old.cells.nbytes if self._old else 0)
-            + 100 * len(self._overflow)
-        )
+        """Returns the bytes of the tables."""
+        return sum(table.cells.nbytes for table in self._tables) + 100 * len(self._overflow)

@@ -1,4 +1,4 @@
-"""The keys of one request, as they came: one run of bytes, cut into equal keys."""
+"""The keys of one request: one run of bytes, cut into equal keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Keys:
         return self.raw[i * self.size : (i + 1) * self.size]
 
     def take(self, start: int, stop: int) -> Keys:
-        """Keys start to stop - 1 as a set of their own."""
+        """Returns the keys from `start` up to `stop`."""
         return Keys(self.raw[start * self.size : stop * self.size], self.size)
 
     @property

@@ -1,9 +1,8 @@
-"""Tenants: what each may have of every tier, and who gives way to whom. Pure decisions over plain numbers.
+"""Quotas of tenants in each tier, and the choice of the tenant that gives an extent to another.
 
-A tenant holds whole extents. Up to its floor they are its own: as many unassigned extents as floors still
-want stay back for them. Above floors extents go to whoever asks first, and once all are given, one at a time,
-from the tenant that is most over its share to one that would be less over it: weighted max-min fairness among
-those who want more.
+A tenant holds whole extents. Unassigned extents are reserved for floors that are not reached yet. Above the
+floors, extents are assigned in the order of requests. When all are assigned, one at a time moves from the
+tenant that is most above its share to one that would be less above its own: weighted max-min fairness.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 UNLIMITED = 1 << 62
-_QUIET_AFTER_S = 60.0
-_NOBODY = {"extents": 0, "fitted": 0, "used": 0, "floor": 0, "limit": UNLIMITED, "share": 1, "seen": 0}
+_IDLE_AFTER_S = 60.0
+_DEFAULTS = {"extents": 0, "fitted": 0, "used": 0, "floor": 0, "limit": UNLIMITED, "share": 1, "seen": 0}
 
 
 class SlotPool(NamedTuple):
-    """What an extent is cut for: whose it is, who may map it, how large its slots are.
+    """The slots of one size that a tenant has for one domain.
 
-    A domain is a set of tenants that may map the same extents: the owner's own number if that is only he.
+    A domain is a set of tenants that may map the same extents. The domain of the owner alone has its number.
     """
 
     tenant: int
@@ -32,9 +31,9 @@ class SlotPool(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """One tenant's part of one tier, in bytes: never taken below `floor`, never above `limit`.
+    """Bytes of one tier for one tenant: at least `floor` once reached, at most `limit`.
 
-    What is between floors is divided by `share` among those who want it.
+    The bytes above the floors are divided among the tenants that need them, by `share`.
     """
 
     floor: int = 0
@@ -44,10 +43,10 @@ class Quota:
 
 @dataclass(slots=True)
 class Holdings:
-    """What all tenants hold of one tier, a column each, by tenant number; extents and bytes.
+    """The quotas and the use of one tier, a column each, by tenant number. Floors are in extents.
 
-    `fitted` are bytes of all their slots, `used` of those in use. `unmet` is how many extents all floors
-    together still lack; `seen` when a tenant last did anything here.
+    `fitted` has the bytes of all slots, `used` of the slots in use. `seen`: the last activity of the tenant,
+    in s. `unmet`: extents that all floors together still lack.
     """
 
     extent_bytes: int
@@ -61,7 +60,7 @@ class Holdings:
     unmet: int = 0
 
     def set(self, tenant: int, quota: Quota) -> None:
-        """From now on. A floor counts in whole extents, rounded up."""
+        """Sets a quota. The floor is rounded up to whole extents."""
         self._reach(tenant)
         self.unmet -= self._lacks(tenant)
         self.floor[tenant] = -(-quota.floor // self.extent_bytes)
@@ -70,113 +69,101 @@ class Holdings:
         self.unmet += self._lacks(tenant)
 
     def drop_floors(self) -> None:
-        """Nobody has one any more."""
+        """Sets all floors to 0."""
         self.floor[:] = 0
         self.unmet = 0
 
     def of(self, tenant: int) -> tuple[int, Quota]:
-        """Bytes in use by a tenant, and its quota, the floor in whole extents."""
+        """Returns the used bytes and the quota of a tenant. The floor is in whole extents."""
         self._reach(tenant)
         floor = int(self.floor[tenant]) * self.extent_bytes
         return int(self.used[tenant]), Quota(floor, int(self.limit[tenant]), float(self.share[tenant]))
 
     def held(self, tenant: int) -> int:
-        """Bytes of the extents that a tenant holds."""
+        """Returns the bytes of a tenant's extents."""
         self._reach(tenant)
         return int(self.extents[tenant]) * self.extent_bytes
 
-    def due(self, tenant: int, capacity_bytes: int) -> int:
-        """Bytes that a tenant can have while all who have something want more."""
+    def fair_bytes(self, tenant: int, capacity_bytes: int) -> int:
+        """Returns the bytes that a tenant can have while all tenants with extents need more."""
         self._reach(tenant)
         there = self.extents > 0
         there[tenant] = True
         floor = self.floor * self.extent_bytes
         spare = max(0, capacity_bytes - int(floor.sum()))
-        due = int(floor[tenant]) + int(spare * self.share[tenant] / self.share[there].sum())
-        return min(due, int(self.limit[tenant]))
+        fair = int(floor[tenant]) + int(spare * self.share[tenant] / self.share[there].sum())
+        return min(fair, int(self.limit[tenant]))
 
-    def hold(self, tenant: int, extents: int) -> None:
-        """So many extents more (or less)."""
+    def add_extents(self, tenant: int, n: int) -> None:
+        """Adds n extents to those of a tenant. n may be negative."""
         self._reach(tenant)
         self.unmet -= self._lacks(tenant)
-        self.extents[tenant] += extents
+        self.extents[tenant] += n
         self.unmet += self._lacks(tenant)
 
-    def fit(self, tenant: int, nbytes: int) -> None:
-        """So many bytes of slots more (or less) have been cut from its extents."""
-        self.fitted[tenant] += nbytes
-
-    def use(self, tenant: int, nbytes: int) -> None:
-        """So many bytes of slots more (or less) are in use."""
-        self.used[tenant] += nbytes
-
-    def saw(self, tenant: int, now: float) -> None:
-        """A tenant does something here."""
+    def mark_active(self, tenant: int, now: float) -> None:
+        """Records activity of a tenant."""
         self._reach(tenant)
         self.seen[tenant] = now
 
     def room(self, tenant: int) -> int:
-        """Bytes that a tenant may use beyond what it does; never negative."""
+        """Returns the bytes that a tenant may use in addition."""
         self._reach(tenant)
         return max(0, int(self.limit[tenant] - self.used[tenant]))
 
-    def may_ever_use(self, tenant: int, nbytes: int) -> bool:
-        """Whether the limit allows so many bytes at all."""
-        self._reach(tenant)
-        return bool(self.limit[tenant] >= nbytes)
-
-    def most(self, tenant: int) -> int:
-        """The limit of a tenant, in bytes."""
+    def limit_of(self, tenant: int) -> int:
+        """Returns the limit of a tenant in bytes."""
         self._reach(tenant)
         return int(self.limit[tenant])
 
     def over(self, tenant: int) -> int:
-        """Bytes by which a tenant is over its limit, which was lowered."""
+        """Returns the bytes that a tenant uses above its limit, which was lowered."""
         return max(0, int(self.used[tenant] - self.limit[tenant]))
 
     def may_grow(self, tenant: int) -> bool:
-        """Whether its limit allows a tenant another extent."""
+        """Returns whether the limit of a tenant allows another extent."""
         self._reach(tenant)
         return bool(self.extents[tenant] * self.extent_bytes < self.limit[tenant])
 
     def may_hold_one_more(self, tenant: int, unassigned: int) -> bool:
-        """Whether one of the unassigned extents may be this tenant's: not over its limit, nor a floor's."""
+        """Returns whether a tenant may get one of the unassigned extents, given its limit and all floors."""
         if not self.may_grow(tenant):
             return False
         return bool(unassigned > self.unmet or (unassigned and self._lacks(tenant)))
 
     def is_at_floor(self, tenant: int) -> bool:
-        """Whether nothing may be taken from a tenant."""
+        """Returns whether a tenant has no extent above its floor."""
         self._reach(tenant)
         return bool(self.extents[tenant] <= self.floor[tenant])
 
     def above_floor(self, tenant: int) -> int:
-        """Bytes that a tenant uses beyond its floor."""
+        """Returns the bytes that a tenant uses above its floor."""
         self._reach(tenant)
         return max(0, int(self.used[tenant] - self.floor[tenant] * self.extent_bytes))
 
     def above_floors(self) -> list[int]:
-        """Tenants with more than their floors, those first that have most beyond it for their share."""
+        """Returns the tenants with extents above their floors, those with most extents per share first."""
         over = (self.extents - self.floor) / self.share
         first: list[int] = np.argsort(-over, kind="stable").tolist()
         return first[: int((over > 0).sum())]
 
     def giver(self, taker: int, now: float) -> int | None:
-        """Who should give an extent to `taker`, who wants one: see `giver`."""
+        """Returns the tenant that gives an extent to `taker`; None if none should. See `giver`."""
         if not self.may_grow(taker):
             return None
         idle = self.fitted - self.used >= 2 * self.extent_bytes
-        idle |= self.seen + _QUIET_AFTER_S < now
+        idle |= self.seen + _IDLE_AFTER_S < now
         return giver(taker, self.extents, self.floor, self.share, idle)
 
     def _lacks(self, tenant: int) -> int:
         return max(0, int(self.floor[tenant] - self.extents[tenant]))
 
     def _reach(self, tenant: int) -> None:
+        """Widens the columns to a tenant's number."""
         more = tenant + 1 - len(self.extents)
         if more > 0:
             more = max(more, len(self.extents))
-            for name, value in _NOBODY.items():
+            for name, value in _DEFAULTS.items():
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.full(more, value, column.dtype))))
 
@@ -188,12 +175,12 @@ def giver(
     share: npt.NDArray[np.float64],
     idle: npt.NDArray[np.bool_],
 ) -> int | None:
-    """Which tenant should give an extent to `taker`, by what all of them hold; None if none should.
+    """Returns the tenant that gives an extent to `taker`; None if none should.
 
-    Nobody goes below its floor. The giver is the one that stays most over its share, in extents above the
-    floor a unit of share, and at least as much as the taker will be: so no extent ever comes straight back.
-    Whoever is `idle`, has more than it uses or has been away, gives to anyone; who is below its floor takes
-    from anyone.
+    No tenant falls below its floor. The giver is the tenant that remains most above its share, in extents
+    above the floor per share. It must remain at least as far above as the taker will be, so no extent moves
+    back at once. An `idle` tenant, which has unused extents or was inactive for 60 s, gives to any taker. A
+    taker below its floor takes from any tenant.
     """
     left = (held - 1 - floor) / share
     left[taker] = -1.0

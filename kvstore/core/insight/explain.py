@@ -82,14 +82,14 @@ def _use(r: Residency, row: int, now: float) -> dict[str, Any]:
 def _copy(r: Residency, tier: int, row: int, now: float) -> dict[str, Any]:
     """Returns one copy: its place, its users, and the explanation of the policy."""
     state, slot = r.tiers[tier], int(r.blocks.slot[tier, row])
-    pool = state.extents.pool_of(slot)
-    place = int(state.extents.place[slot])
+    pool = state.slots.pool_of(slot)
+    place = int(state.slots.place[slot])
     policy = state.policies.get(pool)
     return {
         "tier": state.spec.name,
         "extent": place >> 32,
         "slot": place & 0xFFFFFFFF,
-        "users": int(state.extents.refs[slot]),
+        "users": int(state.slots.refs[slot]),
         "policy": type(policy).__name__.lower(),
         "says": _said(policy, row, now),
     }

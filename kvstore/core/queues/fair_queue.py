@@ -1,22 +1,22 @@
-"""Who goes next: fair turns of tenants within a class of work, and of the classes among each other.
+"""Fair queueing: of tenants within a class of work, and of classes.
 
-Tenants share a class by deficit round robin, weighted (Shreedhar and Varghese, "Efficient Fair Queuing using
-Deficit Round Robin", 1995). One that comes with an empty queue goes before the round, as in FQ-CoDel (RFC
-8290, section 4.2), until it has made up for what it left to the others lately: so bursts of a tenant that
-uses no more than its share hardly wait. Classes share by start-time fair queuing (Goyal, Vin and Cheng,
-1996), which is exact to one item and looks at all of them: there are few.
+Tenants share a class by weighted deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing using
+Deficit Round Robin", 1995). As in FQ-CoDel (RFC 8290, section 4.2), a tenant with an empty queue is served
+before the round, until it has caught up with what it left to others lately. So bursts of a tenant that uses
+no more than its share hardly wait. Classes share by start-time fair queueing (Goyal, Vin and Cheng, 1996),
+which is exact to one item and compares all classes: there are few.
 
-With q = `quantum` x weight, s = `saved` x weight, c = the cost of the dearest item, while something is always
-queued:
+With q = `quantum` x weight, s = `saved` x weight, c = the highest cost of an item, and queues that are never
+empty:
 
-    shares      what two tenants of the round get, by weight, differs by at most quantum + c/weight + c/weight
-    sparse      a newcomer waits for no tenant of the round, only for q + c of every other newcomer at a time
-    round       for its next q, anyone waits at most for 2 (q + c) + s + c of every other tenant
-    classes     what two classes get, by weight, differs by at most c/weight + c/weight
-    cap         over any time t a tenant gets at most rate x t + max(burst, c)
+    shares      two tenants of the round differ in service by weight by at most quantum + c/weight of each
+    sparse      a new tenant waits for no tenant of the round, and for q + c of each other new one at a time
+    round       for its next q, a tenant waits for at most 2 (q + c) + s + c of each other tenant
+    classes     two classes differ in service by weight by at most c/weight of each
+    cap         in any time t a tenant gets at most rate x t + max(burst, c)
 
-Every step is O(1) amortised while q >= c (else O(c / q)), and O(log n) for tenants held back by a cap.
-Not covered: time. `now` is the caller's, in seconds, and never goes back.
+Each step is O(1) amortised while q >= c (else O(c / q)), and O(log n) for tenants that their cap holds back.
+Not covered: time. `now` is given by the caller, in seconds, and never decreases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Tenant:
-    """`full_at`: when the bucket of its cap is full again."""
+    """`full_at`: when the token bucket of the tenant's cap is full again."""
 
     weight: float = 1.0
     rate: float = 0.0
@@ -42,7 +42,7 @@ class _Tenant:
     full_at: float = -math.inf
 
     def may_go_at(self, cost: int) -> float:
-        """When so much is in the bucket; what is dearer than the bucket waits until it is full."""
+        """Returns when the bucket covers a cost. A cost above `burst` waits until the bucket is full."""
         if not self.rate:
             return -math.inf
         return self.full_at - max(self.burst - cost, 0.0) / self.rate
@@ -54,9 +54,9 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
-    """What a tenant has queued in a class. It exists while it is in a list of its class, or parked.
+    """The queue of a tenant in a class. It exists while it is in a list of its class, or parked by its cap.
 
-    `got`: what it has got, by weight, on the scale of the class's `level`; kept while it is fresh.
+    `got`: the service of the tenant by weight, on the scale of the class's `level`; kept while it is fresh.
     """
 
     number: int
@@ -70,11 +70,11 @@ class _Flow(Generic[T]):
 
 @dataclass(slots=True)
 class _Class(Generic[T]):
-    """`fresh` flows go before those of the `round`. `start` is its virtual time, in cost by weight.
+    """One class. `fresh` flows are served before those of the `round`.
 
-    `level` is what tenants of the round have got, by weight. `gone` says the same of those that left lately;
-    who is not there has all that can be saved. `backlog` counts flows that have something queued, `active` is
-    the sum of their weights.
+    `start` is the virtual time of the class, in cost by weight. `level` is the service of the tenants of the
+    round, by weight. `gone` has the same for tenants that left lately; others have saved the maximum.
+    `backlog` counts the flows with queued items, `active` is the sum of their weights.
     """
 
     kind: int
@@ -90,11 +90,11 @@ class _Class(Generic[T]):
     fresh: deque[_Flow[T]] = field(default_factory=deque)
     round: deque[_Flow[T]] = field(default_factory=deque)
 
-    def filled(self, flow: _Flow[T]) -> None:
+    def activate(self, flow: _Flow[T]) -> None:
         self.backlog += 1
         self.active += flow.tenant.weight
 
-    def emptied(self, flow: _Flow[T]) -> None:
+    def deactivate(self, flow: _Flow[T]) -> None:
         self.backlog -= 1
         self.active -= flow.tenant.weight
         if not self.backlog:
@@ -103,15 +103,15 @@ class _Class(Generic[T]):
                 while flows:
                     self.leave(flows)
 
-    def come(self, number: int, tenant: _Tenant, quantum: float) -> _Flow[T]:
-        """A tenant has something queued that had nothing in any list."""
+    def enter(self, number: int, tenant: _Tenant, quantum: float) -> _Flow[T]:
+        """Adds the flow of a tenant that is in no list."""
         got = max(self.gone.pop(number, -math.inf), self.level - self.saved)
         flow = self.flows[number] = _Flow(number, tenant, quantum, got)
         (self.fresh if got < self.level else self.round).append(flow)
         return flow
 
     def leave(self, flows: deque[_Flow[T]]) -> None:
-        """The flow at the head of a list has nothing queued any more."""
+        """Removes the flow at the head of a list, which has no queued items."""
         flow = flows.popleft()
         del self.flows[flow.number]
         left = self.level - flow.deficit / flow.tenant.weight
@@ -125,9 +125,9 @@ class FairQueue(Generic[T]):
     """Queues of items with costs, by tenant and class (`kind`, counted from 0)."""
 
     def __init__(self, class_weights: Sequence[float], quantum: int, limit: int, saved: int) -> None:
-        """A tenant of weight 1 gets `quantum` a round, and may have `limit` queued in each class.
+        """A tenant of weight 1 gets `quantum` per round, and may queue up to `limit` in each class.
 
-        Of what it leaves to others while it has nothing queued, it gets up to `saved` when it comes back.
+        While its queue is empty it saves its share for later, up to `saved`.
         """
         self._quantum = quantum
         self._limit = limit
@@ -137,13 +137,13 @@ class FairQueue(Generic[T]):
         self._sequence = itertools.count()
 
     def set(self, tenant: int, weight: float, rate: float = 0.0, burst: float = 0.0) -> None:
-        """From now on: weight (above 0), at most `rate` cost units/s (0: no cap) with bursts of `burst`."""
+        """Sets a weight (above 0) and a cap: `rate` cost units/s (0: none) with bursts of `burst`."""
         full_at = self._tenants[tenant].full_at if tenant in self._tenants else -math.inf
         self._tenants[tenant] = _Tenant(weight, rate, burst, full_at)
         self._refer(tenant)
 
     def forget(self, tenant: int) -> None:
-        """It has weight 1 and no cap again. What it has queued stays."""
+        """Resets a tenant to weight 1 without a cap. Its queued items stay."""
         self._tenants.pop(tenant, None)
         self._refer(tenant)
 
@@ -160,16 +160,19 @@ class FairQueue(Generic[T]):
     # -- in
 
     def put(self, tenant: int, kind: int, cost: int, item: T) -> bool:
-        """Queues an item. False: its tenant has something queued in this class, and this would exceed it."""
+        """Queues an item. Returns False if its tenant would exceed its limit in this class.
+
+        The first item of a tenant may exceed the limit.
+        """
         c = self._classes[kind]
         flow = c.flows.get(tenant)
         if flow is None:
-            who = self._tenants.get(tenant) or _Tenant()
-            flow = c.come(tenant, who, self._quantum * who.weight)
+            known = self._tenants.get(tenant) or _Tenant()
+            flow = c.enter(tenant, known, self._quantum * known.weight)
         elif flow.items and flow.waiting + cost > self._limit:
             return False
         if not flow.items:
-            c.filled(flow)
+            c.activate(flow)
         flow.items.append((cost, item))
         flow.waiting += cost
         c.waiting += cost
@@ -178,9 +181,10 @@ class FairQueue(Generic[T]):
     # -- out
 
     def take(self, now: float, kinds: Sequence[int] | None = None) -> tuple[int, int, int, T] | None:
-        """(tenant, kind, cost, item) of who goes next among `kinds` (None: all); None if nobody may go now.
+        """Removes the next item of `kinds` (None: all). Returns (tenant, kind, cost, item), or None if none
+        is due.
 
-        A class that is left out meanwhile, or whose tenants are all held back, is not made up to for it.
+        A class does not catch up on time in which it is left out, or in which caps hold back all its tenants.
         """
         while self._parked and self._parked[0][0] <= now:
             _, _, c, flow = heapq.heappop(self._parked)
@@ -209,17 +213,17 @@ class FairQueue(Generic[T]):
         flow.deficit -= cost
         flow.tenant.spend(cost, now)
         if not flow.items:
-            chosen.emptied(flow)
+            chosen.deactivate(flow)
         return flow.number, chosen.kind, cost, item
 
     def _turn(self, c: _Class[T], now: float) -> bool:
-        """Whether somebody of a class may go now; then it is at the head of `fresh`, or else of `round`."""
+        """Puts the next flow to the head of `fresh`, else of `round`. Returns whether there is one."""
         while flows := c.fresh or c.round:
             flow = flows[0]
             if flows is c.fresh and flow.items and flow.got >= c.level:
                 c.round.append(flows.popleft())
             elif flow.deficit <= 0 and (flow.items or flows is c.round):
-                # Who was dear pays before it leaves the round.
+                # A flow in debt pays before it leaves the round.
                 flow.deficit += self._quantum * flow.tenant.weight
                 flows.rotate(-1)
             elif flow.items:
@@ -233,19 +237,19 @@ class FairQueue(Generic[T]):
         return False
 
     def _unpark(self, c: _Class[T], flow: _Flow[T]) -> None:
-        """A flow goes on where it was held back: with what is left of its quantum, at the head."""
+        """Returns a parked flow to the head of the round, with the rest of its quantum."""
         if flow.parked:
             flow.parked = False
             c.round.appendleft(flow)
 
     def ready_at(self, now: float) -> float:
-        """From when on a tenant held back by its cap may go; infinity if there is none."""
+        """Returns when the next tenant that its cap holds back may be served; infinity if there is none."""
         while self._parked and not self._parked[0][3].parked:
             heapq.heappop(self._parked)
         return max(now, self._parked[0][0]) if self._parked else math.inf
 
     def discard(self, unwanted: Callable[[T], bool]) -> list[T]:
-        """Takes out all such items, whoever's they are. Looks at every item."""
+        """Removes and returns all unwanted items. Costs time proportional to the number of items."""
         gone: list[T] = []
         for c in self._classes:
             for flow in [f for f in c.flows.values() if f.items]:
@@ -258,18 +262,18 @@ class FairQueue(Generic[T]):
                 flow.items, flow.waiting = kept, left
                 self._unpark(c, flow)
                 if not kept:
-                    c.emptied(flow)
+                    c.deactivate(flow)
         return gone
 
-    # -- how much
+    # -- amounts
 
     def weight(self, tenant: int) -> float:
-        """What a tenant's weight is."""
+        """Returns a tenant's weight."""
         known = self._tenants.get(tenant)
         return known.weight if known is not None else 1.0
 
     def waiting(self, kind: int, tenant: int | None = None) -> int:
-        """Cost queued in a class, by one tenant or all."""
+        """Returns the cost queued in a class, of one tenant or of all."""
         c = self._classes[kind]
         if tenant is None:
             return c.waiting
@@ -277,5 +281,5 @@ class FairQueue(Generic[T]):
         return flow.waiting if flow is not None else 0
 
     def active(self, kind: int) -> float:
-        """Sum of the weights of the tenants that have something queued in a class."""
+        """Returns the sum of the weights of the tenants with items in a class."""
         return self._classes[kind].active

@@ -1,8 +1,8 @@
-"""Devices that come while the daemon runs, those that go, and those that are lost.
+"""Devices that are added, removed or lost at run time.
 
-One that comes has no extents at first: whoever is told that it is there has more asked for. One that goes
-takes no more writes and is read until it is empty: its extents leave as with a lower limit. What only it has
-is lost, and what pins keep there keeps it. Of one that is lost nothing can be read from then on.
+An added device has no extents at first; the daemon raises its limit. A removed device gets no more writes and
+is read until its extents are removed, as with a lower limit; blocks that only it has are dropped, and pinned
+blocks keep it. A lost device cannot be read any more.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ _NEXT_LOOK_S = 0.05
 
 
 class Hotplug:
-    """Those of one residency."""
+    """The devices of one residency that are being added or removed.
+
+    `_next_row` has for each lost device the first row whose copy may not be forgotten yet.
+    """
 
     def __init__(self, residency: Residency, copies: CopyQueue, resizing: Resizing) -> None:
         self._r = residency
         self._copies = copies
         self._resizing = resizing
         self._next_row: dict[int, int] = {}
-        self._coming: deque[TierSpec] = deque()
-        self._going: set[int] = set()
+        self._adding: deque[TierSpec] = deque()
+        self._removing: set[int] = set()
         self._next_step = math.inf
 
     @property
-    def room(self) -> int:
-        """How many may still come."""
-        return MOST_TIERS - len(self._r.tiers) - len(self._coming)
+    def addable(self) -> int:
+        """How many devices can still be added."""
+        return MOST_TIERS - len(self._r.tiers) - len(self._adding)
 
     def add(self, event: ev.AddDevice, now: float) -> None:
-        assert self.room > 0
+        assert self.addable > 0
         assert len(self._r.tiers) > 1
-        self._coming.append(event.spec)
+        self._adding.append(event.spec)
         self._next_step = now
         self.step(now)
 
@@ -56,46 +59,46 @@ class Hotplug:
         state = self._r.tiers[event.tier]
         state.device.state, state.leaving = FENCED if state.lost else DRAINING, True
         state.extents.holdings.drop_floors()
-        self._going.add(event.tier)
+        self._removing.add(event.tier)
         self._resizing.set_limit(ev.SetLimit(event.tier, 0), now)
         self._next_step = now
         self.step(now)
 
     def lose(self, event: ev.LoseDevice, now: float) -> list[Arrived]:
-        """Returns which blocks were on their way, and do not arrive because of it."""
+        """Forgets the copies of a lost device, in steps. Returns the cancelled copies."""
         state = self._r.tiers[event.tier]
         if state.lost or state.gone:
             return []
         state.device.state, state.lost, state.leaving = FENCED, True, True
         self._r.topology.losing.add(event.tier)
         self._next_row[event.tier] = 0
-        gone = self._copies.lose(event.tier)
+        cancelled = self._copies.lose(event.tier)
         self._next_step = now
         self.step(now)
-        return gone
+        return cancelled
 
     def step(self, now: float) -> None:
-        """It is `now`: goes on with those that come, and lets go of those that are empty."""
+        """See Job."""
         if now < self._next_step:
             return
-        if self._coming and self._r.blocks.widen(_ROWS_AT_ONCE):
-            self._join(self._coming.popleft())
+        if self._adding and self._r.blocks.widen(_ROWS_AT_ONCE):
+            self._join(self._adding.popleft())
         for tier in list(self._next_row):
             self._forget_some(tier, now)
-        for tier in sorted(self._going):
-            if not self._r.tiers[tier].extents.total and not self._resizing.is_at_work(tier):
-                self._going.discard(tier)
+        for tier in sorted(self._removing):
+            if not self._r.tiers[tier].extents.total and tier not in self._resizing.shrinking:
+                self._removing.discard(tier)
                 self._r.tiers[tier].gone = True
                 self._r.outbox.actions.append(DeviceRemoved(tier))
-        at_once = bool(self._coming or self._next_row)
-        self._next_step = now + (_NEXT_STEP_S if at_once else _NEXT_LOOK_S if self._going else math.inf)
+        at_once = bool(self._adding or self._next_row)
+        self._next_step = now + (_NEXT_STEP_S if at_once else _NEXT_LOOK_S if self._removing else math.inf)
 
     def wakes_at(self) -> float:
-        """When there is something to go on with."""
+        """See Job."""
         return self._next_step
 
     def _forget_some(self, tier: int, now: float) -> None:
-        """Gives up some of the copies that a lost device had; when that was all, its extents go."""
+        """Drops some copies of a lost device. Removes the device after the last one."""
         r, blocks = self._r, self._r.blocks
         first = self._next_row[tier]
         last = min(first + _SCANNED_AT_ONCE, blocks.rows_touched)

@@ -1,7 +1,7 @@
-"""Tiers that become larger or smaller while they run: extents are asked for, or emptied and removed.
+"""Changes the limits of tiers at run time: extents are made, or emptied and removed.
 
-What is too much goes one extent at a time: what is nobody's first, but for what floors still want, then from
-the tenant most over its share, never below a floor. Until enough has gone, no extent is given to anybody.
+Surplus extents are removed one at a time: unassigned extents first, except those that floors need, then those
+of the tenant that is most above its share, but never below a floor. Until then no extent is assigned.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ _NEXT_LOOK_S = 0.05
 
 
 class Resizing:
-    """Brings the extents of each tier to its limit. `_again`: of tiers that grow, those that want more."""
+    """Brings the extents of each tier to its limit.
+
+    `_again` has the tiers whose limit was raised while extents were being made. `shrinking` has the tiers
+    that may have more extents than their limit allows.
+    """
 
     def __init__(self, residency: Residency, eviction: Eviction) -> None:
         self._r = residency
         self._eviction = eviction
         self._again: set[int] = set()
-        self._shrinking: set[int] = set()
+        self.shrinking: set[int] = set()
         self._next_step = math.inf
 
     def set_limit(self, event: ev.SetLimit, now: float) -> None:
         state = self._r.tiers[event.tier]
         state.spec = replace(state.spec, limit_bytes=event.limit_bytes)
         state.extents.set_limit(event.limit_bytes)
-        self._shrinking.add(event.tier)
+        self.shrinking.add(event.tier)
         self._next_step = now
-        self.fill(event.tier)
+        self._fill(event.tier)
         self.step(now)
 
-    def fill(self, tier: int) -> None:
-        """Asks for the extents that the limit allows and nobody makes."""
+    def _fill(self, tier: int) -> None:
+        """Asks for the extents that the limit allows, unless extents are being made."""
         state = self._r.tiers[tier]
         if not state.extents.lacking:
             self._again.discard(tier)
@@ -50,56 +54,50 @@ class Resizing:
             state.growing = True
             self._r.outbox.actions.append(MakeExtents(tier, state.extents.lacking))
 
-    def ended(self, tier: int) -> None:
-        """No more extents come: all are there, or there is no room for them."""
-        self._r.tiers[tier].growing = False
-        if tier in self._again:
-            self._again.discard(tier)
-            self.fill(tier)
+    def extents_end(self, event: ev.ExtentsEnd, now: float) -> None:
+        self._r.tiers[event.tier].growing = False
+        if event.tier in self._again:
+            self._again.discard(event.tier)
+            self._fill(event.tier)
 
-    def lost(self, tier: int, extent: int) -> None:
-        """An extent is gone. One that was removed on purpose may be wanted again by now."""
-        extents = self._r.tiers[tier].extents
-        wanted = extent in extents.removing
-        extents.lose(extent)
-        if wanted:
-            self.fill(tier)
+    def extent_lost(self, event: ev.ExtentLost, now: float) -> None:
+        extents = self._r.tiers[event.tier].extents
+        removed = event.extent in extents.removing
+        extents.lose(event.extent)
+        if removed:
+            # The limit may have been raised since.
+            self._fill(event.tier)
 
     def step(self, now: float) -> None:
-        """It is `now`: goes on where there is too much."""
+        """See Job."""
         if now < self._next_step:
             return
-        got_on = [self._shrink(tier) for tier in sorted(self._shrinking)]
-        later = now + (_NEXT_STEP_S if any(got_on) else _NEXT_LOOK_S)
-        self._next_step = later if self._shrinking else math.inf
+        progressed = [self._shrink(tier) for tier in sorted(self.shrinking)]
+        later = now + (_NEXT_STEP_S if any(progressed) else _NEXT_LOOK_S)
+        self._next_step = later if self.shrinking else math.inf
 
     def wakes_at(self) -> float:
-        """When there is something to go on with."""
+        """See Job."""
         return self._next_step
 
-    def is_at_work(self, tier: int) -> bool:
-        """Whether a tier may still have more than its limit allows."""
-        return tier in self._shrinking
-
     def _shrink(self, tier: int) -> bool:
-        """Has some extents leave that are too many; whether that got on."""
-        state, eviction = self._r.tiers[tier], self._eviction
+        """Begins to remove surplus extents. Returns whether there was progress."""
+        state, rebalancing = self._r.tiers[tier], self._eviction.rebalancing
         extents = state.extents
         if not extents.surplus:
             if not extents.removing and not state.growing:
                 extents.bound_bytes = extents.limit_bytes
-                self._shrinking.discard(tier)
+                self.shrinking.discard(tier)
             return False
-        eviction.call_off(tier)
+        if tier in rebalancing.emptying and rebalancing.emptying[tier].taker is not None:
+            rebalancing.cancel(tier)
         spare = min(extents.surplus, len(extents.unassigned) - extents.holdings.unmet, _REMOVED_AT_ONCE)
         if spare > 0:
             for extent in extents.unassigned[:spare]:
-                eviction.remove(tier, extent)
+                rebalancing.remove(tier, extent)
             return True
-        if eviction.has_leaving(tier) or len(extents.renewing) > len(extents.removing):
-            # One at a time; and what is made anew may turn out to be nobody's.
+        if tier in rebalancing.emptying or len(extents.renewing) > len(extents.removing):
+            # A renewed extent may turn out to be unassigned.
             return False
-        for tenant in extents.holdings.above_floors()[:_TENANTS_AT_ONCE]:
-            if eviction.give_back_one(tier, tenant, used=True):
-                return True
-        return False
+        tenants = extents.holdings.above_floors()[:_TENANTS_AT_ONCE]
+        return any(self._eviction.give_back(tier, tenant, used=True) for tenant in tenants)

@@ -68,17 +68,17 @@ class Deletion:
         sweep = _Sweep(event.request, spaces, event.tenant)
         for tier, state in enumerate(self._r.tiers):
             state.extents.holdings.set(event.tenant, Quota(limit=0))
-            held = [e for c in state.extents.classes_of(event.tenant) for e in c.extents]
+            held = [e for c in state.slots.classes.of_tenant(event.tenant) for e in c.extents]
             sweep.extents.update((tier, e) for e in held + state.extents.promised.get(event.tenant, []))
         for number, lease in list(self._leases.leases.items()):
             slots = lease.slots
             first = slots.start if isinstance(slots, slice) else int(slots[0])
-            if self._r.tiers[lease.tier].extents.pool_of(first).tenant == event.tenant:
+            if self._r.tiers[lease.tier].slots.pool_of(first).tenant == event.tenant:
                 self._leases.drop_lease(number)
         self._begin(sweep)
         for number, reservation in list(self._leases.reservations.items()):
             if reservation.pool.tenant == event.tenant:
-                self._r.tiers[reservation.tier].extents.release(self._leases.drop_reservation(number).slots)
+                self._r.tiers[reservation.tier].slots.release(self._leases.drop_reservation(number).slots)
         self.step(now)
 
     def _begin(self, sweep: _Sweep) -> None:
@@ -169,21 +169,28 @@ class Deletion:
         eviction = self._leases.eviction
         for tier, state in enumerate(self._r.tiers):
             extents = state.extents
-            for extent in [e for c in extents.classes_of(tenant) for e in c.extents]:
-                if budget and not eviction.is_emptying(tier, extent) and not extents.is_used(extent):
-                    extents.leave(extent)
+            for extent in [e for c in extents.slots.classes.of_tenant(tenant) for e in c.extents]:
+                if (
+                    budget
+                    and not eviction.rebalancing.is_emptying(tier, extent)
+                    and not extents.slots.is_used(extent)
+                ):
+                    extents.slots.close(extent)
                     extents.withdraw(extent)
                     self._renew(tier, extent)
                     budget -= 1
             for extent in extents.promised.pop(tenant, []):
-                extents.holdings.hold(tenant, -1)
+                extents.holdings.add_extents(tenant, -1)
                 extents.unassigned.append(extent)
                 self._renew(tier, extent)
         sweep.extents = {
             (tier, extent)
             for tier, extent in sweep.extents
             if extent in self._r.tiers[tier].extents.renewing
-            or ((pool := self._r.tiers[tier].extents.pool_at(extent)) is not None and pool.tenant == tenant)
+            or (
+                (pool := self._r.tiers[tier].slots.classes.pool_at(extent)) is not None
+                and pool.tenant == tenant
+            )
         }
         return not sweep.extents and not any(t.extents.holdings.held(tenant) for t in self._r.tiers)
 

@@ -61,5 +61,5 @@ def _each(r: Residency, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
     """Yields the policies that know some of these rows, with these rows."""
     for tier, state in enumerate(r.tiers):
         held = rows[r.blocks.slot[tier, rows] >= 0]
-        for members, some in state.extents.by_class(r.blocks.slot[tier, held].astype(np.int64)):
-            yield r.topology.policy(tier, members.pool), state.extents.owner[some].astype(np.int64)
+        for members, some in state.slots.by_class(r.blocks.slot[tier, held].astype(np.int64)):
+            yield r.topology.policy(tier, members.pool), state.slots.owner[some].astype(np.int64)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvstore.core import events as ev
 from kvstore.core.actions import Action, Deny, Stored
 from kvstore.core.blocks.block_table import Picked, Rows
-from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.residency.namespace import Namespace
 from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.copy_queue import CopyQueue
@@ -268,7 +268,10 @@ class LeaseTable:
     def lendable_bytes(self, tenant: int) -> int:
         """How much more of a tenant's DRAM others may hold: up to half of what it has, or of its share."""
         extents = self.residency.tiers[0].extents
-        most = max(extents.holdings.held(tenant), extents.holdings.due(tenant, extents.capacity_bytes)) // 2
+        most = (
+            max(extents.holdings.held(tenant), extents.holdings.fair_bytes(tenant, extents.capacity_bytes))
+            // 2
+        )
         return max(0, most - sum(self.lent_by(tenant).values()))
 
     def lent_by(self, tenant: int) -> dict[int, int]:
@@ -289,7 +292,7 @@ class LeaseTable:
             self.lent[pair] -= lease.lent_bytes
             if not self.lent[pair]:
                 del self.lent[pair]
-        self.residency.tiers[lease.tier].extents.release(lease.slots)
+        self.residency.tiers[lease.tier].slots.release(lease.slots)
 
     def drop_reservation(self, number: int) -> Reservation:
         """A reservation ends; its slots are still held."""
@@ -319,7 +322,7 @@ class LeaseTable:
             return False
         moving = self.residency.copying[tenant] > 0 and not self.residency.topology.out_of_reach
         growing = any(t.growing for t in self.residency.tiers)
-        return moving or growing or self.eviction.under_way
+        return moving or growing or self.eviction.rebalancing.under_way
 
     def remind(self, event: ev.Acquire | ev.Reserve) -> None:
         """A Tick at the event's deadline has to look at it."""

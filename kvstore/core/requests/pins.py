@@ -31,7 +31,7 @@ class Pins:
         for state, part in zip(r.tiers, space.pools, strict=True):
             if not state.gone and state.spec.tier is not Tier.HBM:
                 fits = state.extents.most_slots(part.slot_bytes) * pool.slot_bytes
-                most[state.spec.tier] += min(state.extents.holdings.most(pool.tenant), fits)
+                most[state.spec.tier] += min(state.extents.holdings.limit_of(pool.tenant), fits)
         bound = min(min(most.values()) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))
         rows = r.prefix(event.namespace, event.keys)
         room = max(0, bound - r.pins.pinned_bytes[pool.tenant]) // pool.slot_bytes

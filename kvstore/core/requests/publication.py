@@ -100,15 +100,15 @@ class Publication:
     def _relocate_some(self, relocation: _Relocation, now: float) -> bool:
         """Takes one step. Returns whether it made progress."""
         r, space, blocks = self._r, relocation.space, self._r.blocks
-        number, extents = space.number, r.tiers[0].extents
-        if space.pools[0] not in extents.classes:
+        number, table = space.number, r.tiers[0].slots
+        if space.pools[0] not in table.classes:
             # Before any slot is held: one of them might have to be evicted for this pool.
             self._eviction.make_room(0, space.pools[0], 1)
         last = min(relocation.row + _ROWS_AT_ONCE, blocks.rows_touched)
         here = slice(relocation.row, last)
         mine = (blocks.namespace[here] == number) & (blocks.state[here] == LIVE) & (blocks.slot[0, here] >= 0)
         rows = relocation.row + np.flatnonzero(mine)
-        rows = rows[~extents.are_of(space.pools[0], blocks.slot[0, rows])]
+        rows = rows[~table.are_of(space.pools[0], blocks.slot[0, rows])]
         if len(rows) > _BLOCKS_AT_ONCE:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
         # Blocks that are being written to a lower tier leave DRAM afterwards.
@@ -123,7 +123,7 @@ class Publication:
         r.give_up(0, twice)
         rows = rows[blocks.slot[0, rows] >= 0]
         n = self._transfers.relocate(space, rows)
-        later = len(waits) > 0 or (n < len(rows) and self._eviction.under_way)
+        later = len(waits) > 0 or (n < len(rows) and self._eviction.rebalancing.under_way)
         if later and now - relocation.since < _GIVE_UP_AFTER_S:
             return n > 0
         relocation.row, relocation.since = last, now

@@ -13,7 +13,8 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.capacity.extents import Extents, Slots
+from kvstore.core.capacity.slot_classes import Slots
+from kvstore.core.capacity.slot_table import SlotTable
 from kvstore.core.insight.hit_counters import spread
 from kvstore.core.queues.device_queue import PREFETCH
 from kvstore.core.requests.leases import Lease, LeaseTable, Waiter
@@ -51,7 +52,7 @@ class Reads:
             rows, slots = run
             if not event.no_touch:
                 r.touch(rows, space)
-            r.tiers[tier].extents.hold(slots)
+            r.tiers[tier].slots.hold(slots)
             return self._grant(event, space, slots, event.keys.n)
         return self._acquire_some(event, space, now)
 
@@ -67,7 +68,7 @@ class Reads:
         slots = self._r.blocks.slot[event.tier, rows].astype(np.int64)
         if (slots < 0).any():
             return self._promote_for(event, space, rows, slots, now)
-        self._r.tiers[event.tier].extents.hold(slots)
+        self._r.tiers[event.tier].slots.hold(slots)
         return self._grant(event, space, slots, len(rows))
 
     def _readable(self, event: ev.Acquire | ev.Lookup, space: Namespace) -> Rows:
@@ -76,7 +77,7 @@ class Reads:
         rows = r.prefix(event.namespace, event.keys)
         if space.relocated and event.tenant != space.tenant:
             slots = r.blocks.slot[0, rows]
-            seen = r.tiers[0].extents.are_of(space.pools[0], slots) | (slots < 0)
+            seen = r.tiers[0].slots.are_of(space.pools[0], slots) | (slots < 0)
             rows = rows if seen.all() else rows[: int(seen.argmin())]
         return rows
 
@@ -124,14 +125,14 @@ class Reads:
 
     def _promote_for(self, event: ev.Acquire, space: Namespace, rows: Rows, slots: Slots, now: float) -> None:
         r, at, asker = self._r, event.tier, event.tenant
-        extents = r.tiers[at].extents
+        table = r.tiers[at].slots
         stored = Stored(self._by_tier(rows, at))
         if event.deadline > now:
             n = self._transfers.worth(space, rows, asker, event.deadline, event.recompute_s, at)
             stored.unworthy = len(rows) - n
             rows, slots = rows[:n], slots[:n]
         tiers = np.full(len(rows), at, np.int16)
-        extents.hold(slots[slots >= 0])
+        table.hold(slots[slots >= 0])
         absent = slots < 0
         coming = self._copies.coming(at, rows)
         tiers[absent] = self._transfers.source(rows[absent], at)
@@ -142,17 +143,17 @@ class Reads:
             n = self._transfers.promote(space, rows[wanted], asker, patient=patient, at=at, whole=at > 0)
             if n < len(wanted) and at:
                 # A chain that does not fit into GPU memory is served from DRAM as a whole.
-                extents.release(slots[slots >= 0])
+                table.release(slots[slots >= 0])
                 r.counters["hbm_full_requests"] += 1
                 event = replace(event, tier=0)
                 # Some of these blocks may have been evicted while room was made.
                 return self._serve(event, space, self._readable(event, space), now)
             if n < len(wanted) and self._leases.room_is_coming(event, space.tenant, now):
-                extents.release(slots[slots >= 0])
+                table.release(slots[slots >= 0])
                 return self._leases.stall(event, asker)
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
-        extents.release(beyond[beyond >= 0])
+        table.release(beyond[beyond >= 0])
         if self.prefetch_blocks and cut == event.keys.n and len(wanted) and asker == space.tenant:
             self._look_ahead(event, space, int(rows[-1]))
         waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut], stored)
@@ -190,7 +191,7 @@ class Reads:
             if ok:
                 place = waiter.rows == row
                 waiter.slots[place] = self._r.blocks.slot[tier, row]
-                self._r.tiers[tier].extents.hold(waiter.slots[place])
+                self._r.tiers[tier].slots.hold(waiter.slots[place])
             if not waiter.missing:
                 done.append(request)
         if others:
@@ -206,7 +207,7 @@ class Reads:
             if at == tier or any(target == at and waiter.missing & rows for target, rows in of):
                 del self._leases.waiting[request]
                 self._forget_missing(waiter)
-                self._r.tiers[at].extents.release(waiter.slots[waiter.slots >= 0])
+                self._r.tiers[at].slots.release(waiter.slots[waiter.slots >= 0])
                 out.append(waiter.event)
         return out
 
@@ -223,7 +224,7 @@ class Reads:
         there = waiter.slots >= 0
         n = len(there) if there.all() else int(there.argmin())
         rest = waiter.slots[n:]
-        self._r.tiers[waiter.event.tier].extents.release(rest[rest >= 0])
+        self._r.tiers[waiter.event.tier].slots.release(rest[rest >= 0])
         waiter.stored.late = len(there) - n
         self._r.counters["late_blocks"] += len(there) - n
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
@@ -233,7 +234,7 @@ class Reads:
         for request, waiter in list(self._leases.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
                 del self._leases.waiting[request]
-                self._r.tiers[waiter.event.tier].extents.release(waiter.slots[waiter.slots >= 0])
+                self._r.tiers[waiter.event.tier].slots.release(waiter.slots[waiter.slots >= 0])
                 waiter.slots, waiter.tiers = waiter.slots[:0], waiter.tiers[:0]
                 self.answer_waiter(waiter)
         for event in self._leases.stalled.of_namespace(space.number):
@@ -253,25 +254,25 @@ class Reads:
     ) -> None:
         """Answers an Acquire with n slots on which references are held. `tiers` None: all were there."""
         r, at, foreign = self._r, event.tier, event.tenant != space.tenant
-        extents = r.tiers[at].extents
+        table = r.tiers[at].slots
         if n and foreign:
             lendable = self._leases.lendable_bytes(space.tenant) // space.pools[at].slot_bytes
             if not lendable:
-                extents.release(slots)
+                table.release(slots)
                 return self._leases.deny_loan(event.request)
             if lendable < n:
-                slots, n = self._cut(extents, slots, lendable), lendable
+                slots, n = self._cut(table, slots, lendable), lendable
                 tiers = None if tiers is None else tiers[:n]
         lease = self._leases.hold(event.client) if n else 0
         if n and not lease:
-            extents.release(slots)
+            table.release(slots)
             return self._leases.deny_hold(event.request)
         if lease:
             made = Lease(event.client, space.tenant, slots, at, space.number, event.tenant)
             self._leases.leases[lease] = made
             if foreign:
                 self._leases.lend(made, n * space.pools[at].slot_bytes)
-        slots_told = extents.record[slots].copy()
+        slots_told = table.record[slots].copy()
         if tiers is None:
             tiers = np.full(n, at, np.int16)
         else:
@@ -284,11 +285,11 @@ class Reads:
         self._leases.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told, stored, tiers))
         return None
 
-    def _cut(self, extents: Extents, slots: Picked, n: int) -> Picked:
+    def _cut(self, table: SlotTable, slots: Picked, n: int) -> Picked:
         """The first n of slots that are held; the others are let go of."""
         if isinstance(slots, slice):
             slots = np.arange(slots.start, slots.stop)
-        extents.release(slots[n:])
+        table.release(slots[n:])
         return slots[:n]
 
     def release(self, event: ev.Release, now: float) -> None:
@@ -309,16 +310,16 @@ class Reads:
 
     def _bring(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
         """Promotes those of a chain that only other tiers have, while there is room: (started, dropped)."""
-        r, extents = self._r, self._r.tiers[at].extents
+        r, table = self._r, self._r.tiers[at].slots
         absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._copies.coming(at, rows)]
         there = rows[r.blocks.slot[at, rows] >= 0]
-        pool = extents.classes.get(space.pools[at])
+        pool = table.classes.get(space.pools[at])
         # Nobody waits for a prefetch: it may take an eighth of the tier, no more.
         bound = max(1, pool.total // 8) if pool else len(absent)
         held = r.blocks.slot[at, there].astype(np.int64)
-        extents.hold(held)
+        table.hold(held)
         n = self._transfers.promote(space, absent[:bound], asker, PREFETCH, at=at)
-        extents.release(held)
+        table.release(held)
         r.counters["dropped_prefetch_blocks"] += len(absent) - n
         return n, len(absent) - n
 

@@ -20,8 +20,8 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     `write_down`: what no lower tier has goes there.
     """
     r = leases.residency
-    extents = r.tiers[event.tier].extents
-    event = event.only(extents.has(event.extent, event.index))
+    table = r.tiers[event.tier].slots
+    event = event.only(table.classes.has(event.extent, event.index))
     event = event.only(_own(leases, event))
     group = event.namespace.astype(np.int64) << 8 | event.key_bytes
     taken = np.full(len(group), -1, np.int64)
@@ -31,17 +31,19 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         which = np.flatnonzero(group == code)
         rows = taken[which] = _rows_for(r, namespace, _keys(event.keys, which, size))
         which, rows = which[rows >= 0], rows[rows >= 0]
-        slots = extents.slots_at(event.extent[which].astype(np.int64), event.index[which].astype(np.int64))
+        slots = table.classes.slots_at(
+            event.extent[which].astype(np.int64), event.index[which].astype(np.int64)
+        )
         _disown_others(r, event, rows[r.blocks.checksum[rows] != event.checksum[which]])
         r.blocks.checksum[rows] = event.checksum[which]
         r.blocks.slot[event.tier, rows] = slots
         versions = event.version[which].astype(np.int64)
-        extents.claim(slots, rows, versions, event.checksum[which])
+        table.claim(slots, rows, versions, event.checksum[which])
         r.reuse.restored(rows, leases.namespaces[namespace].tenant, r.now)
         # Parents stay ahead of their children: they were used no earlier.
         latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
-        for members, some in extents.by_class(slots[latest_first]):
-            r.topology.policy(event.tier, members.pool).insert(extents.owner[some].astype(np.int64), r.now)
+        for members, some in table.by_class(slots[latest_first]):
+            r.topology.policy(event.tier, members.pool).insert(table.owner[some].astype(np.int64), r.now)
             # From before it was published, or taken back.
             leases.namespaces[namespace].relocated |= (
                 members.pool != leases.namespaces[namespace].pools[event.tier]
@@ -61,7 +63,7 @@ def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     numbers, at = np.unique(event.namespace, return_inverse=True)
     owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)
     held, where = np.unique(event.extent, return_inverse=True)
-    holder = np.array([extents.class_of(e).pool.tenant for e in held.tolist()], np.int64)
+    holder = np.array([extents.slots.classes.of_extent(e).pool.tenant for e in held.tolist()], np.int64)
     own: npt.NDArray[np.bool_] = owner[at] == holder[where]
     return own
 

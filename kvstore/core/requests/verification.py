@@ -52,9 +52,9 @@ class Verification:
         if len(rows):
             # One pool a probe.
             slots = blocks.slot[event.tier, rows]
-            pool = tier.extents.pool_of(int(slots[0]))
+            pool = tier.slots.pool_of(int(slots[0]))
             n = min(max(1, event.limit_bytes // pool.slot_bytes), len(rows))
-            alike = tier.extents.are_of(pool, slots[:n])
+            alike = tier.slots.are_of(pool, slots[:n])
             n = n if alike.all() else int(alike.argmin())
             last = int(rows[n]) if n < len(rows) else last
             self._probe(0, event.tier, rows[:n])
@@ -67,18 +67,18 @@ class Verification:
     def _may_probe(self, tier: int, rows: Rows) -> bool:
         """Whether a device can look at so much now, besides what it is to look at already."""
         state = self._r.tiers[tier]
-        pool = state.extents.pool_of(int(self._r.blocks.slot[tier, rows[0]]))
+        pool = state.slots.pool_of(int(self._r.blocks.slot[tier, rows[0]]))
         room = state.device.room(pool.tenant, SCRUB)
         return not tier or (state.device.readable and len(rows) * pool.slot_bytes <= room)
 
     def _probe(self, request: int, tier: int, rows: Rows) -> None:
         r = self._r
         slots = r.blocks.slot[tier, rows].astype(np.int64)
-        extents = r.tiers[tier].extents
-        extents.hold(slots)
+        table = r.tiers[tier].slots
+        table.hold(slots)
         number = self._leases.next_number()
         self._leases.probes[number] = PendingProbe(request, tier, rows, slots)
-        pool = extents.pool_of(int(slots[0]))
+        pool = table.pool_of(int(slots[0]))
         probe = Probe(number, tier, pool.slot_bytes, r.outbox.ids(rows), r.where(tier, slots))
         if tier:
             self._copies.probe(probe, pool.tenant)
@@ -89,9 +89,9 @@ class Verification:
         p = self._leases.probes.pop(event.probe)
         if p.tier:
             self._copies.probed(p.tier, event.probe)
-        extents = self._r.tiers[p.tier].extents
-        bad = (event.results == ev.CORRUPT) & (extents.owner[p.slots] == p.rows)
-        extents.release(p.slots)
+        table = self._r.tiers[p.tier].slots
+        bad = (event.results == ev.CORRUPT) & (table.owner[p.slots] == p.rows)
+        table.release(p.slots)
         self._reads.arrived(self._copies.quarantine(p.tier, p.rows[bad]))
         if p.request:
             self._leases.say(Answer(p.request, int(bad.sum())))

@@ -84,7 +84,7 @@ class Writes:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
                 self._pass_by(event, space, want[n:], before, now)
-                if self._eviction.some_could_go(event.tier, space.pools[event.tier]):
+                if self._eviction.has_idle(event.tier, space.pools[event.tier]):
                     why = WORTH_LESS
             self._give_room(event, space, rows, state, want[:n], parent, why)
         r.chains.prune(np.unique(np.append(rows, parent)))
@@ -189,13 +189,13 @@ class Writes:
         lease, slots = 0, NONE
         if len(want):
             lease = self._leases.hold(event.client)
-            slots = r.tiers[at].extents.take(pool, len(want))
+            slots = r.tiers[at].slots.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
             self._leases.reservations[lease] = Reservation(
                 event.client, space, at, pool, filled, slots, alive, event.loading
             )
             self._leases.writers[event.namespace] += 1
-        where = r.tiers[at].extents.record[slots]
+        where = r.tiers[at].slots.record[slots]
         self._leases.say(
             Reserved(event.request, lease, pool.slot_bytes, where, status, why if denied else "")
         )
@@ -221,7 +221,7 @@ class Writes:
             self._leases.end_at(now + space.ttl_s)
         r.reuse.stored(rows, space.tenant, now)
         r.place(at, rows, slots)
-        r.tiers[at].extents.release(slots)
+        r.tiers[at].slots.release(slots)
         if len(rows):
             if r.tiers[at].spec.table:
                 r.write_headers(at, rows, slots)
@@ -246,7 +246,7 @@ class Writes:
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
         """These blocks of a reservation will not be written."""
-        self._r.tiers[reservation.tier].extents.release(reservation.slots[which])
+        self._r.tiers[reservation.tier].slots.release(reservation.slots[which])
         lost = reservation.rows[which & reservation.alive]
         if len(lost):
             self._r.vanish(lost)

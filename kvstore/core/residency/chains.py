@@ -183,7 +183,7 @@ class Chains:
     def keep_as_holes(self, rows: Rows) -> None:
         """Turns rows without a copy, which have children, into holes."""
         self._blocks.state[rows] = HOLE
-        self._blocks.no_end(rows)
+        self._blocks.clear_expiry(rows)
         self.count_holes(rows, 1)
 
     def count_holes(self, rows: Rows, sign: int) -> None:

@@ -15,8 +15,8 @@ from kvstore.core.actions import Drop, Where
 from kvstore.core.blocks.block_table import LIVE, Blocks, Picked, Rows, compact
 from kvstore.core.blocks.index import Index
 from kvstore.core.blocks.key_batch import Keys
-from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.residency.chains import Chains
 from kvstore.core.residency.decision_log import Decisions
@@ -84,7 +84,7 @@ class Residency:
     def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of the rows' copies in a tier are neither referenced nor pinned."""
         slots = self.blocks.slot[tier, rows]
-        idle: npt.NDArray[np.bool_] = (self.tiers[tier].extents.refs[slots] == 0) & (slots >= 0)
+        idle: npt.NDArray[np.bool_] = (self.tiers[tier].slots.refs[slots] == 0) & (slots >= 0)
         idle &= ~self.kept(tier, rows)
         return idle
 
@@ -159,7 +159,7 @@ class Residency:
             chain = None
             for tier in range(len(self.tiers)) if only is None else (only,):
                 state, pool = self.tiers[tier], namespace.pools[tier]
-                state.extents.holdings.saw(pool.tenant, self.now)
+                state.extents.holdings.mark_active(pool.tenant, self.now)
                 policy = state.policies.get(pool)
                 if policy is None or not (used or policy.follows_children):
                     continue
@@ -174,21 +174,21 @@ class Residency:
 
     def _in_pool(self, tier: int, pool: SlotPool, rows: Rows) -> Rows:
         rows = rows[self.blocks.slot[tier, rows] >= 0]
-        return rows[self.tiers[tier].extents.are_of(pool, self.blocks.slot[tier, rows])]
+        return rows[self.tiers[tier].slots.are_of(pool, self.blocks.slot[tier, rows])]
 
     # -- copies come and go
 
     def where(self, tier: int, slots: Slots) -> Where:
         """Returns the places of slots."""
-        return Where(self.tiers[tier].extents.place[slots])
+        return Where(self.tiers[tier].slots.place[slots])
 
     def place(self, tier: int, rows: Rows, slots: Slots) -> None:
         """Makes slots the copies of rows in a tier. The rows are chains, each in order."""
-        extents = self.tiers[tier].extents
+        table = self.tiers[tier].slots
         self.blocks.slot[tier, rows] = slots
-        extents.own(slots, rows, self.blocks.checksum[rows])
-        for members, some in extents.by_class(slots):
-            self.topology.policy(tier, members.pool).insert(extents.owner[some].astype(np.int64), self.now)
+        table.own(slots, rows, self.blocks.checksum[rows])
+        for members, some in table.by_class(slots):
+            self.topology.policy(tier, members.pool).insert(table.owner[some].astype(np.int64), self.now)
         # A parent that looks older than its child would be evicted first.
         for namespace, some in self.namespaces.split(rows):
             self.refresh(some, namespace, tier)
@@ -196,7 +196,7 @@ class Residency:
 
     def write_headers(self, tier: int, rows: Rows, slots: Slots) -> None:
         """Asks for the headers of slots that have become readable."""
-        version = self.tiers[tier].extents.version[slots]
+        version = self.tiers[tier].slots.version[slots]
         self.outbox.write_headers(tier, rows, self.where(tier, slots), version)
 
     def give_up(self, tier: int, rows: Rows, retire: bool = False, vanish: bool = True) -> None:
@@ -207,13 +207,13 @@ class Residency:
         """
         if not len(rows):
             return
-        extents = self.tiers[tier].extents
+        table = self.tiers[tier].slots
         slots = self.blocks.slot[tier, rows].astype(np.int64)
         self.outbox.actions.append(Drop(tier, self.outbox.ids(rows), self.where(tier, slots)))
         self.blocks.slot[tier, rows] = -1
-        for members, some in extents.by_class(slots):
-            self.topology.policy(tier, members.pool).remove(extents.owner[some].astype(np.int64))
-        (extents.retire if retire else extents.disown)(slots)
+        for members, some in table.by_class(slots):
+            self.topology.policy(tier, members.pool).remove(table.owner[some].astype(np.int64))
+        (table.retire if retire else table.disown)(slots)
         if vanish:
             self.outbox.report(tier, rows, gained=False)
         lost = rows[(self.blocks.slot[:, rows] < 0).all(axis=0)]

@@ -11,6 +11,7 @@ from kvstore.columns import zeros
 from kvstore.core.blocks.block_table import Blocks
 from kvstore.core.capacity.extents import Extents
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.capacity.slot_table import SlotTable
 from kvstore.core.policy import Factory, Policy, find
 from kvstore.core.policy.admission import Admission
 from kvstore.core.policy.pool_view import PolicyContext
@@ -40,6 +41,7 @@ class TierState:
 
     spec: TierSpec
     extents: Extents
+    slots: SlotTable
     generation: PolicyGeneration
     admission: Admission
     policies: dict[SlotPool, Policy] = field(default_factory=dict)
@@ -78,7 +80,8 @@ class Topology:
 
     def _new_tier(self, spec: TierSpec, make: Factory) -> TierState:
         extents = Extents(spec.limit_bytes, spec.extent_bytes, spec.table, self._blocks.capacity, spec.tier)
-        return TierState(spec, extents, self.new_generation(make), Admission(spec.admission, self._reuse))
+        admission = Admission(spec.admission, self._reuse)
+        return TierState(spec, extents, extents.slots, self.new_generation(make), admission)
 
     def join(self, spec: TierSpec) -> int:
         """Adds a device without extents. Returns its number. The block table must have a column for it."""
@@ -160,4 +163,4 @@ class Topology:
         generations = [generation for t in self.tiers for generation in t.generations]
         policies += sum(g.segments.bytes_a_row for g in generations) * self._blocks.rows_touched
         policies += sum(g.ghosts.ram_bytes() for g in generations if g.ghosts)
-        return policies + sum(t.extents.ram_bytes() for t in self.tiers)
+        return policies + sum(t.slots.ram_bytes() for t in self.tiers)

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from kvstore.core.actions import BlockIds, Copy, Drop, Probe
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.capacity.extents import Slots
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.capacity.slot_classes import Slots
 from kvstore.core.events import CORRUPT, FAILED, OK, CopyDone, ProbeDone
 from kvstore.core.queues.device_queue import DEMAND, SCRUB, WRITE_BACK, DeviceQueue
 from kvstore.core.residency.decision_log import DecisionKind
@@ -179,7 +179,7 @@ class CopyQueue:
         for first in range(0, len(rows), chunk):
             part, to = rows[first : first + chunk], slots[first : first + chunk]
             source_slots = r.blocks.slot[source, part].astype(np.int64)
-            r.tiers[source].extents.hold(source_slots)
+            r.tiers[source].slots.hold(source_slots)
             self._last += 1
             transfer = Transfer(
                 space.number,
@@ -251,7 +251,7 @@ class CopyQueue:
                 r.blocks.keys_of(r.blocks.parent[t.rows]),
                 r.where(t.source, t.source_slots),
                 r.where(t.target, t.target_slots),
-                r.tiers[t.target].extents.version[t.target_slots],
+                r.tiers[t.target].slots.version[t.target_slots],
                 t.kind == DEMAND,
                 np.where(ends > 0, ends - r.now, math.inf) if ends.any() else None,
             )
@@ -260,8 +260,8 @@ class CopyQueue:
     def _shed(self, t: Transfer) -> None:
         """Removes the blocks that were dropped while the copy was queued."""
         r, gone = self._r, ~t.alive
-        r.tiers[t.target].extents.release(t.target_slots[gone])
-        r.tiers[t.source].extents.release(t.source_slots[gone])
+        r.tiers[t.target].slots.release(t.target_slots[gone])
+        r.tiers[t.source].slots.release(t.source_slots[gone])
         t.rows, t.identity = t.rows[t.alive], t.identity.only(t.alive)
         t.source_slots, t.target_slots = t.source_slots[t.alive], t.target_slots[t.alive]
         t.alive = t.alive[t.alive]
@@ -342,8 +342,8 @@ class CopyQueue:
             gone += self.cancel(good, t.source)
             r.give_up(t.source, good, vanish=False)
         r.place(t.target, good, slots)
-        r.tiers[t.target].extents.release(t.target_slots)
-        r.tiers[t.source].extents.release(t.source_slots)
+        r.tiers[t.target].slots.release(t.target_slots)
+        r.tiers[t.source].slots.release(t.source_slots)
         if r.tiers[t.target].spec.table and len(good):
             r.write_headers(t.target, good, slots)
         r.counters["written_blocks" if t.writing else "promoted_blocks"] += len(good)

@@ -61,15 +61,15 @@ class Transfers:
         others = [(t, r.blocks.slot[i, rows].astype(np.int64)) for i, t in enumerate(r.tiers) if i != at]
         # The sources of the promotion must not be evicted while room is made.
         for tier, slots in others:
-            tier.extents.hold(slots[slots >= 0])
+            tier.slots.hold(slots[slots >= 0])
         n = self._eviction.make_room(at, pool, len(rows), patient)
         n = n if n >= least else 0
         for number in np.unique(source[:n]).tolist():
             some = rows[:n][source[:n] == number]
-            slots = r.tiers[at].extents.take(pool, len(some))
+            slots = r.tiers[at].slots.take(pool, len(some))
             self._copies.put(asker, kind, number, at, space, some, slots)
         for tier, slots in others:
-            tier.extents.release(slots[slots >= 0])
+            tier.slots.release(slots[slots >= 0])
         return n
 
     def source(self, rows: Rows, at: int) -> Rows:
@@ -117,7 +117,7 @@ class Transfers:
             return True
         takers = r.topology.takers(0)
         growing = any(tiers[t].growing for t in takers)
-        if takers and (growing or self._r.copying[space.tenant] or self._eviction.under_way):
+        if takers and (growing or self._r.copying[space.tenant] or self._eviction.rebalancing.under_way):
             waiting.appendleft(rest)
             return False
         r.counters["unwritten_blocks"] += len(rest)
@@ -148,15 +148,15 @@ class Transfers:
     def relocate(self, space: Namespace, rows: Rows) -> int:
         """Copies rows within DRAM to the current pool of their namespace. Returns how many have room."""
         pool = space.pools[0]
-        extents = self._r.tiers[0].extents
+        table = self._r.tiers[0].slots
         if not len(rows):
             return 0
         held = self._r.blocks.slot[0, rows].astype(np.int64)
-        extents.hold(held)
+        table.hold(held)
         n = self._eviction.make_room(0, pool, len(rows))
         if n:
-            self._copies.put(pool.tenant, DEMAND, 0, 0, space, rows[:n], extents.take(pool, n))
-        extents.release(held)
+            self._copies.put(pool.tenant, DEMAND, 0, 0, space, rows[:n], table.take(pool, n))
+        table.release(held)
         return n
 
     def worth(

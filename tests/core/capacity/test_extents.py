@@ -35,18 +35,18 @@ def checksums(n: int) -> np.ndarray:
 
 
 def own(extents: Extents, numbers: np.ndarray, rows: np.ndarray) -> None:
-    extents.own(numbers, rows, checksums(len(rows)))
+    extents.slots.own(numbers, rows, checksums(len(rows)))
 
 
 def place(extents: Extents, number: int) -> tuple[int, int]:
-    value = int(extents.place[number])
+    value = int(extents.slots.place[number])
     return value >> 32, value & 0xFFFFFFFF
 
 
 def test_extents_are_given_out_lowest_first() -> None:
     e = make()
     assert [e.assign(SMALL), e.assign(LARGE), e.assign(SMALL)] == [0, 1, 2]
-    assert (e.free(SMALL), e.free(LARGE)) == (24, 4)
+    assert (e.slots.free(SMALL), e.slots.free(LARGE)) == (24, 4)
     assert e.assign(SMALL) == 3
     assert e.assign(SMALL) is None
 
@@ -54,67 +54,67 @@ def test_extents_are_given_out_lowest_first() -> None:
 def test_slots_of_a_batch_lie_in_a_row() -> None:
     e = make()
     e.assign(SMALL)
-    taken = e.take(SMALL, 5)
+    taken = e.slots.take(SMALL, 5)
     assert [place(e, s) for s in taken.tolist()] == [(0, i) for i in range(5)]
-    assert e.slots_at(slots(0, 0), slots(1, 4)).tolist() == [taken[1], taken[4]]
+    assert e.slots.classes.slots_at(slots(0, 0), slots(1, 4)).tolist() == [taken[1], taken[4]]
 
 
 def test_a_slot_has_a_new_version_whenever_it_is_taken() -> None:
     e = make()
     e.assign(SMALL)
-    first = e.take(SMALL, 1)
-    version = int(e.version[first][0])
-    e.release(first)
-    again = e.take(SMALL, 1)
+    first = e.slots.take(SMALL, 1)
+    version = int(e.slots.version[first][0])
+    e.slots.release(first)
+    again = e.slots.take(SMALL, 1)
     assert again.tolist() == first.tolist()
-    assert int(e.version[again][0]) == version + 1
+    assert int(e.slots.version[again][0]) == version + 1
 
 
 def test_a_slot_is_free_when_nobody_owns_or_holds_it() -> None:
     e = make()
     e.assign(SMALL)
-    taken = e.take(SMALL, 1)
+    taken = e.slots.take(SMALL, 1)
     own(e, taken, slots(5))
-    e.release(taken)
-    assert e.free(SMALL) == 11
-    e.hold(taken)
-    e.disown(taken)
-    assert e.free(SMALL) == 11
-    e.release(taken)
-    assert e.free(SMALL) == 12
+    e.slots.release(taken)
+    assert e.slots.free(SMALL) == 11
+    e.slots.hold(taken)
+    e.slots.disown(taken)
+    assert e.slots.free(SMALL) == 11
+    e.slots.release(taken)
+    assert e.slots.free(SMALL) == 12
 
 
 def test_a_retired_slot_is_never_free_again() -> None:
     e = make()
     e.assign(SMALL)
-    taken = e.take(SMALL, 1)
+    taken = e.slots.take(SMALL, 1)
     own(e, taken, slots(5))
-    e.release(taken)
-    e.retire(taken)
-    assert e.free(SMALL) == 11
+    e.slots.release(taken)
+    e.slots.retire(taken)
+    assert e.slots.free(SMALL) == 11
     assert e.used_bytes == ALIGN
-    e.hold(taken)
-    e.release(taken)
-    assert e.take(SMALL, 12).tolist() == [n for n in range(12) if n != taken[0]]
+    e.slots.hold(taken)
+    e.slots.release(taken)
+    assert e.slots.take(SMALL, 12).tolist() == [n for n in range(12) if n != taken[0]]
 
 
 def test_an_empty_extent_can_change_its_slot_size() -> None:
     e = make(2)
     e.assign(SMALL)
     e.assign(SMALL)
-    kept = e.take(SMALL, 12)
+    kept = e.slots.take(SMALL, 12)
     assert {place(e, s)[0] for s in kept.tolist()} == {0} or len(kept) == 12
     full = {place(e, s)[0] for s in kept.tolist()}
     [empty] = {0, 1} - full
-    e.leave(empty)
+    e.slots.close(empty)
     e.withdraw(empty)
-    assert e.free(SMALL) == 0
+    assert e.slots.free(SMALL) == 0
     assert e.assign(LARGE) == empty
-    large = e.take(LARGE, 9)
+    large = e.slots.take(LARGE, 9)
     assert [place(e, s) for s in large.tolist()] == [(empty, i) for i in range(4)]
     assert not set(large.tolist()) & set(kept.tolist())
-    assert e.pool_of(int(large[0])) == LARGE
-    assert e.pool_of(int(kept[0])) == SMALL
+    assert e.slots.pool_of(int(large[0])) == LARGE
+    assert e.slots.pool_of(int(kept[0])) == SMALL
 
 
 def test_more_than_the_limit_is_a_broken_invariant() -> None:
@@ -134,8 +134,10 @@ def test_a_block_larger_than_an_extent_gets_none() -> None:
 def test_slots_are_bounded_and_every_extent_has_its_part() -> None:
     e = make(4, max_slots=20)
     assert [e.assign(SMALL), e.assign(SMALL), e.assign(SMALL), e.assign(LARGE)] == [0, 1, 2, 3]
-    assert (e.free(SMALL), e.free(LARGE)) == (15, 4)
-    assert e.has(np.array([0, 0, 3, 9], np.uint32), np.array([4, 5, 3, 0], np.uint32)).tolist() == [
+    assert (e.slots.free(SMALL), e.slots.free(LARGE)) == (15, 4)
+    assert e.slots.classes.has(
+        np.array([0, 0, 3, 9], np.uint32), np.array([4, 5, 3, 0], np.uint32)
+    ).tolist() == [
         True,
         False,
         True,
@@ -149,10 +151,14 @@ def test_an_extent_can_always_be_cut_whatever_was_cut_before(steps: list[tuple[i
     e = make(4, max_slots=24)
     for extent, pages in steps:
         if extent not in e.unassigned:
-            e.leave(extent)
+            e.slots.close(extent)
             e.withdraw(extent)
         assert e.assign(SlotPool(0, 0, pages * ALIGN), extent) == extent
-        spans = sorted((e.span(i).start, e.span(i).stop) for i in range(4) if i not in e.unassigned)
+        spans = sorted(
+            (e.slots.classes.span(i).start, e.slots.classes.span(i).stop)
+            for i in range(4)
+            if i not in e.unassigned
+        )
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
@@ -166,33 +172,33 @@ def test_extents_with_high_numbers_take_no_more_memory() -> None:
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert used < 1 << 20
-    mine, others = extents.take(SMALL, 13), extents.take(LARGE, 5)
+    mine, others = extents.slots.take(SMALL, 13), extents.slots.take(LARGE, 5)
     assert {place(extents, slot)[0] for slot in mine} == {first, first + 2}
     assert {place(extents, slot)[0] for slot in others} == {first + 1, first + 3}
-    assert {members.pool: len(some) for members, some in extents.by_class(np.append(mine, others))} == {
+    assert {members.pool: len(some) for members, some in extents.slots.by_class(np.append(mine, others))} == {
         SMALL: 13,
         LARGE: 5,
     }
-    assert extents.are_of(LARGE, others).all()
-    assert extents.pool_of(int(others[0])) == LARGE
-    extents.release(mine)
-    extents.leave(first)
+    assert extents.slots.are_of(LARGE, others).all()
+    assert extents.slots.pool_of(int(others[0])) == LARGE
+    extents.slots.release(mine)
+    extents.slots.close(first)
     extents.withdraw(first)
-    assert extents.pool_at(first) is None
-    assert extents.pool_at(first + 1) == LARGE
+    assert extents.slots.classes.pool_at(first) is None
+    assert extents.slots.classes.pool_at(first + 1) == LARGE
 
 
 def test_start_up_claims_slots_where_they_are() -> None:
     e = make()
     e.assign(SMALL, 2)
-    numbers = e.slots_at(slots(2, 2), slots(3, 7))
-    e.claim(numbers, slots(10, 11), slots(40, 41), np.array([1, 2], np.uint64))
-    assert e.free(SMALL) == 10
+    numbers = e.slots.classes.slots_at(slots(2, 2), slots(3, 7))
+    e.slots.claim(numbers, slots(10, 11), slots(40, 41), np.array([1, 2], np.uint64))
+    assert e.slots.free(SMALL) == 10
     assert e.used_bytes == 2 * ALIGN
-    taken = e.take(SMALL, 12)
+    taken = e.slots.take(SMALL, 12)
     assert not set(taken.tolist()) & set(numbers.tolist())
-    assert e.version[numbers].tolist() == [40, 41]
-    assert e.owner[numbers].tolist() == [10, 11]
+    assert e.slots.version[numbers].tolist() == [40, 41]
+    assert e.slots.owner[numbers].tolist() == [10, 11]
 
 
 @pytest.mark.parametrize("slot", [ALIGN, 3 * ALIGN, 5 * ALIGN])
@@ -238,8 +244,8 @@ class Machine(RuleBasedStateMachine):
     def take(self, size: SlotPool, n: int) -> None:
         if size not in self.assigned.values():
             return
-        free = self.e.free(size)
-        taken = self.e.take(size, n).tolist()
+        free = self.e.slots.free(size)
+        taken = self.e.slots.take(size, n).tolist()
         assert len(taken) == min(n, free)
         assert len(set(taken)) == len(taken)
         assert not set(taken) & self.in_use()
@@ -249,14 +255,14 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), n=st.integers(1, 9))
     def hold(self, which: int, n: int) -> None:
         some = self.some(which, {s for s in self.refs if self.refs[s]} | set(self.owner), n)
-        self.e.hold(slots(*some))
+        self.e.slots.hold(slots(*some))
         for s in some:
             self.refs[s] = self.refs.get(s, 0) + 1
 
     @rule(which=st.integers(0, 99), n=st.integers(1, 9))
     def release(self, which: int, n: int) -> None:
         some = self.some(which, {s for s in self.refs if self.refs[s]}, n)
-        self.e.release(slots(*some))
+        self.e.slots.release(slots(*some))
         for s in some:
             self.refs[s] -= 1
 
@@ -274,9 +280,9 @@ class Machine(RuleBasedStateMachine):
         if forever:
             some = some[:1]
             self.retired.update(some)
-            self.e.retire(slots(*some))
+            self.e.slots.retire(slots(*some))
         else:
-            self.e.disown(slots(*some))
+            self.e.slots.disown(slots(*some))
         for s in some:
             del self.owner[s]
 
@@ -285,7 +291,7 @@ class Machine(RuleBasedStateMachine):
     def withdraw(self, which: int) -> None:
         extent = sorted(self.assigned)[which % len(self.assigned)]
         if not {place(self.e, s)[0] for s in self.in_use()} & {extent}:
-            self.e.leave(extent)
+            self.e.slots.close(extent)
             self.e.withdraw(extent)
             del self.assigned[extent]
 
@@ -295,7 +301,7 @@ class Machine(RuleBasedStateMachine):
         sizes = [self.assigned[place(self.e, s)[0]] for s in used]
         for size in (SMALL, LARGE):
             total = sum(EXTENT // size.slot_bytes for s in self.assigned.values() if s == size)
-            assert self.e.free(size) == total - sizes.count(size)
+            assert self.e.slots.free(size) == total - sizes.count(size)
         assert self.e.used_bytes == sum(size.slot_bytes for size in sizes)
         assert self.e.used_bytes <= self.e.capacity_bytes <= self.e.limit_bytes
 

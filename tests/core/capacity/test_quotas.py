@@ -146,16 +146,16 @@ def test_the_quiet_and_those_with_free_room_give() -> None:
     h = Holdings(100)
     for tenant in (1, 2, 3):
         h.set(tenant, Quota())
-        h.hold(tenant, 4)
-        h.use(tenant, 400)
-        h.fit(tenant, 400)
-        h.saw(tenant, 1000.0)
+        h.add_extents(tenant, 4)
+        h.used[tenant] += 400
+        h.fitted[tenant] += 400
+        h.mark_active(tenant, 1000.0)
     assert h.giver(1, 1000.0) is None
-    h.use(2, -200)
+    h.used[2] -= 200
     assert h.giver(1, 1000.0) == 2
-    h.use(2, 200)
-    h.saw(1, 1100.0)
-    h.saw(2, 1100.0)
+    h.used[2] += 200
+    h.mark_active(1, 1100.0)
+    h.mark_active(2, 1100.0)
     assert h.giver(1, 1100.0) == 3
 
 
@@ -163,10 +163,10 @@ def test_room_that_slots_cannot_use_is_not_free_room() -> None:
     h = Holdings(100)
     for tenant in (1, 2):
         h.set(tenant, Quota())
-        h.hold(tenant, 8)
-        h.fit(tenant, 8 * 70)
-        h.use(tenant, 8 * 70)
-        h.saw(tenant, 1.0)
+        h.add_extents(tenant, 8)
+        h.fitted[tenant] += 8 * 70
+        h.used[tenant] += 8 * 70
+        h.mark_active(tenant, 1.0)
     assert h.giver(1, 1.0) is None
 
 
@@ -373,7 +373,7 @@ def test_who_does_not_leave_in_time_stays() -> None:
     keys = fill(w, A, 8)
     w.now += 1
     w.reserve(1, B, [b"b"])
-    [extent] = w.p.residency.tiers[0].extents.leaving
+    [extent] = w.p.residency.tiers[0].slots.closed
     assert w.copies
     stays = {c.identity.key(0) for c in w.copies.values()}
     assert stays <= set(keys)
@@ -383,7 +383,7 @@ def test_who_does_not_leave_in_time_stays() -> None:
         w.now = max(w.now, w.p.next_wakeup() or math.inf)
         w.send(ev.Tick())
         ticks += 1
-    assert extent not in w.p.residency.tiers[0].extents.leaving
+    assert extent not in w.p.residency.tiers[0].slots.closed
     assert ticks < 1000, "what waits for others is not looked at all the time"
     w.settle()
 
@@ -477,9 +477,9 @@ def test_taking_back_moves_blocks_away_from_readers() -> None:
     w.publish(A, A)
     w.pass_time(1)
     assert w.get(A, [b"a"]) == [payload(A, b"a")]
-    extents = w.p.residency.tiers[0].extents
+    table = w.p.residency.tiers[0].slots
     slots = w.p.residency.blocks.slot[0, :3].astype(np.int64)
-    assert {extents.pool_of(s).domain for s in slots.tolist()} == {A}
+    assert {table.pool_of(s).domain for s in slots.tolist()} == {A}
 
 
 def test_a_full_tier_publishes_when_extents_come() -> None:

@@ -202,10 +202,10 @@ def test_a_device_comes_while_a_tenant_is_being_deleted() -> None:
 
 def test_no_more_devices_come_than_there_are_columns() -> None:
     w = world(1, dram=1)
-    for _ in range(w.p.hotplug.room):
+    for _ in range(w.p.hotplug.addable):
         w.add(1)
         w.move_extents()
-    assert w.p.hotplug.room == 0
+    assert w.p.hotplug.addable == 0
     with pytest.raises(AssertionError):
         w.send(ev.AddDevice(w._device(1)))
     put(w, "a")

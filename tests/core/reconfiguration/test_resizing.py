@@ -36,7 +36,7 @@ def test_more_is_asked_for_at_once_and_used_when_it_is_there() -> None:
     assert w.put(0, 1, chain("a", 8)) == 8
     assert w.get(1, chain("c0-")) == [payload(1, key) for key in chain("c0-")]
     w.pass_time(1)
-    assert not w.p.resizing.is_at_work(0)
+    assert 0 not in w.p.resizing.shrinking
     w.settle()
 
 
@@ -51,7 +51,7 @@ def test_beyond_a_new_limit_nothing_is_given_out_and_what_is_nobodys_goes_first(
     for i in range(4):
         w.put(0, 1, chain(f"d{i}-"))
         w.finish_all()
-        assert len(extents(w, tier).classes[w.p.residency.namespaces[1].pools[tier]].extents) == 1
+        assert len(extents(w, tier).slots.classes[w.p.residency.namespaces[1].pools[tier]].extents) == 1
     w.pass_time(1)
     assert extents(w, tier).capacity_bytes == extents(w, tier).limit_bytes == extents(w, tier).bound_bytes
     w.settle()
