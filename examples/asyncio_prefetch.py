@@ -1,4 +1,4 @@
-"""Many requests in one event loop: prefetches prefixes from NVMe to DRAM, then acquires them without a copy."""
+"""Many requests in one event loop: prefetches prefixes from NVMe to DRAM, then reads them without a copy."""
 
 import asyncio
 
