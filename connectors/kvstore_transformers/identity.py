@@ -62,8 +62,8 @@ def layout_of(model: Any, shape: BlockShape, revision: str | None) -> Layout:
 def settings_of(model: Any) -> dict[str, str]:
     """Returns, by name, every setting other than weights that can change keys and values.
 
-    These are configuration, processor, versions, torch settings and adapters. The function is cheap; every
-    call of a PrefixCache uses it.
+    These are configuration, processor, versions, torch settings and adapters. Cheap enough for every call of
+    a PrefixCache.
     """
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off"
@@ -112,15 +112,12 @@ def _tensors(named: Iterable[tuple[str, Any]]) -> str:
 
 
 def _kinds(model: Any) -> list[str]:
-    """Returns name, dtype and shape of every weight; a revision does not imply them, e.g.
-
-    for quantized copies.
-    """
+    """Returns name, dtype and shape of each weight; a revision does not imply them (quantized copies)."""
     return [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in model.named_parameters()]
 
 
 def _not_weights(model: Any) -> Iterable[tuple[str, Any]]:
-    """Returns name, dtype and shape of each weight; a revision does not imply them (quantized copies)."""
+    """Yields, by name, the tensors that a revision does not name: buffers and the weights of adapters."""
     yield from ((name, tensor) for name, tensor in model.named_buffers() if not tensor.is_meta)
     for path, module in _tuned(model):
         for name, tensor in module.named_parameters():

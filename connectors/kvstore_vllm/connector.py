@@ -45,7 +45,7 @@ logger = logging.getLogger("vllm.kvstore")
 class KVStoreConnector(KVConnectorBase_V1):
     """Loads prefixes from a kvstore daemon and stores computed blocks. Options: `ConnectorSettings`.
 
-    The class has more than 25 methods because vLLM's connector interface does.
+    The class has 27 methods, because vLLM makes one class of both halves and calls each of its hooks.
     """
 
     def __init__(

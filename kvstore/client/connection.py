@@ -30,9 +30,11 @@ class Backoff:
     """Delays reconnection after failures, from 50 ms to 2 s."""
 
     def __init__(self) -> None:
-        self._delay_s = _BACK_OFF_S
-        self._until = 0.0
-        self._late = 0
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        """Resets the delay."""
+        self._delay_s, self._until, self._late = _BACK_OFF_S, 0.0, 0
         self._refused = False
 
     def check(self) -> None:
@@ -54,11 +56,6 @@ class Backoff:
                 return
         self._until = time.monotonic() + self._delay_s * random.uniform(0.5, 1.0)
         self._delay_s = min(2 * self._delay_s, _BACK_OFF_MAX_S)
-
-    def succeeded(self) -> None:
-        """Resets the delay."""
-        self._delay_s, self._until, self._late = _BACK_OFF_S, 0.0, 0
-        self._refused = False
 
 
 class BaseConnection:

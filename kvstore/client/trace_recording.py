@@ -1,7 +1,4 @@
-"""Records the requests to a daemon, over a connection of its own.
-
-Not covered: the ring of requests in the daemon (`daemon/operator/`), replays of a trace (`lab/`).
-"""
+"""Records the requests to a daemon, over a connection of its own. Not covered: replays (`kvstore lab`)."""
 
 from __future__ import annotations
 
@@ -16,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.aio import AsyncConnection
+from kvstore.client.calls.scope import checked
 from kvstore.client.checks import check_token, socket_path
 from kvstore.client.extents import Maps
-from kvstore.errors import DeniedError, RemoteProtocolError, UnavailableError
+from kvstore.errors import RemoteProtocolError, UnavailableError
 from kvstore.wire import messages as m
 
 _ANSWER_WITHIN_S = 5.0
@@ -56,9 +54,8 @@ async def record(
     DeniedError if the daemon refuses, UnavailableError if it is away.
     """
     path = socket_path(url)
-    connection = AsyncConnection(
-        check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token), Maps()
-    )
+    token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
+    connection = AsyncConnection(token, Maps())
     try:
         await connection.connect(path, time.monotonic() + _ANSWER_WITHIN_S)
         await _call(connection, m.RecordStart(0, seconds, max_bytes))
@@ -92,10 +89,7 @@ def trace_line(request: RecordedRequest, block_tokens: int) -> bytes:
 
 
 async def _call(connection: AsyncConnection, message: Any) -> Any:
-    answer = await connection.call(message, time.monotonic() + _ANSWER_WITHIN_S)
-    if isinstance(answer, m.Denied | m.Busy):
-        raise DeniedError(answer.why, answer.hint if isinstance(answer, m.Denied) else "")
-    return answer
+    return checked(await connection.call(message, time.monotonic() + _ANSWER_WITHIN_S))
 
 
 def _requests(data: bytes) -> Iterator[RecordedRequest]:

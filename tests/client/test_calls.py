@@ -14,8 +14,7 @@ from kvstore import AsyncClient, AsyncNamespace, Client, Layout, Namespace, PutR
 from kvstore.client.calls import client as client_calls
 from kvstore.client.calls import namespace, reads, scope, writes
 from kvstore.client.calls.call import Connect, Exchange, Flow, Work
-from kvstore.client.calls.chain import Chain
-from kvstore.client.calls.scope import Scope
+from kvstore.client.calls.scope import Chain, Scope
 from kvstore.client.extents import Maps
 from kvstore.client.protocol import ProtocolState
 from kvstore.errors import DeniedError

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.client.calls.call import Call, Exchange, Flow, R, call
-from kvstore.client.calls.chain import Chain
-from kvstore.client.calls.scope import checked, value_of
+from kvstore.client.calls.scope import Chain, checked, value_of
 from kvstore.client.checks import check_deadline, check_names, check_owner
 from kvstore.types import EXPLAIN_KEYS, Key, check_tenant
 from kvstore.wire import messages as m

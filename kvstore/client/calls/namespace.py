@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client.calls.call import Call, Exchange, Flow, call
-from kvstore.client.calls.chain import Chain
 from kvstore.client.calls.reads import ReadCalls
-from kvstore.client.calls.scope import Scope, checked, count, open_namespace, value_of
+from kvstore.client.calls.scope import Chain, Scope, checked, count, open_namespace, value_of
 from kvstore.client.calls.writes import WriteCalls
 from kvstore.client.checks import check_device, check_hint, check_pin_ttl, check_readers
 from kvstore.types import Key

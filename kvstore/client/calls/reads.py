@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
-from kvstore.client.calls.chain import Chain
-from kvstore.client.calls.scope import Scope, Scoped, checked, map_slots, open_namespace, value_of
+from kvstore.client.calls.scope import Chain, Scope, Scoped, checked, map_slots, open_namespace, value_of
 from kvstore.client.checks import check_device, check_out, check_speed, recompute_s, with_wait
 from kvstore.client.gpu import DeviceLease
 from kvstore.client.leases import Buffer, Lease, Slots

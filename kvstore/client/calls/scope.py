@@ -1,8 +1,8 @@
-"""The namespace of a call, and the flows that all calls on keys share."""
+"""The namespace and the keys of a call, and the flows that all calls on keys share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvstore.client.calls.call import Call, Exchange, Flow, Work
-from kvstore.client.calls.chain import Chain
 from kvstore.client.gpu import open_extent
 from kvstore.client.leases import Slots
 from kvstore.client.prompts import Prompts
 from kvstore.errors import DeniedError
-from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Layout
+from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
 
@@ -35,6 +34,32 @@ class Scope:
     def name(self) -> object:
         """Identifies the namespace among those of the client."""
         return self.layout, self.owner
+
+
+class Chain:
+    """Keys of one prompt in order: `keys` as passed by the caller, `joined` as sent.
+
+    Each key has `key_bytes` bytes. Raises MisuseError for keys that are empty, too long or not of one length.
+    """
+
+    __slots__ = ("joined", "key_bytes", "keys")
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.keys = keys
+        self.joined, self.key_bytes = check_keys(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def part(self, start: int, count: int) -> Chain:
+        """Returns at most `count` keys from `start` on, without a second check."""
+        if not start and count >= len(self.keys):
+            return self
+        part = Chain.__new__(Chain)
+        part.keys = self.keys[start : start + count]
+        part.key_bytes = self.key_bytes
+        part.joined = self.joined[start * self.key_bytes : (start + count) * self.key_bytes]
+        return part
 
 
 def open_namespace(exchange: Exchange, scope: Scope) -> Flow[tuple[int, bytes]]:
