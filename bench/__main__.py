@@ -2,6 +2,7 @@
 
 python -m bench report      runs what this machine can, and rewrites the tables of bench/RESULTS.md
 python -m bench check       whether the rows of bench/RESULTS.md are those of the benches
+python -m bench chart       draws docs/ttft-*.svg from bench/RESULTS.md
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import report
+from bench import chart, report
 from bench.catalog import BENCHES, ENGINES, EVERYWHERE, measure
 from bench.harness import Bench, Result, Unable, progress_display
 from bench.provenance import RESULTS, provenance
@@ -38,6 +39,8 @@ def main() -> int:
         return report.main(rest)
     if command == "check":
         return _check()
+    if command == "chart":
+        return chart.main()
     return _measure(_options())
 
 

@@ -1,6 +1,6 @@
-"""vllm-ttft: time to the first token of a prompt of 2048 tokens, stored in full, against computing it.
+"""vllm-ttft: time to the first token of a stored prompt, against computing it, for several prompt lengths.
 
-vLLM's own prefix cache is empty each time. A stored prompt leaves its last block to compute.
+vLLM's own prefix cache is empty each time. The last block of a stored prompt is computed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from bench.engines import engine
 from bench.harness import GIB, Bench, Result, Target
 from tests.engines.vllm.engine import Engine, full_blocks, prompt
 
-TOKENS = 2048
+CASES = ("256", "512", "1024", "2048")
+"""Lengths of prompts in tokens."""
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One line."""
+    """Yields a row for each prompt length."""
     with engine(bench, hidden=1024, layers=12, kv_heads=16, dram_bytes=2 * GIB) as made:
-        made.generate([prompt(1, TOKENS)], max_tokens=1)
-        rounds = bench.interleave("vllm-ttft", (partial(_sample, made, True), partial(_sample, made, False)))
-        yield rounds.result("vllm-ttft", "s", Target("<=", 0.1), times_faster=1 / rounds.ratio(1))
+        for case in CASES:
+            tokens = int(case)
+            made.generate([prompt(tokens, tokens)], max_tokens=1)
+            samples = (partial(_sample, made, tokens, True), partial(_sample, made, tokens, False))
+            rounds = bench.interleave(f"{case} tokens", samples, tokens / sum(map(int, CASES)))
+            target = Target("<=", 0.1) if case == CASES[-1] else None
+            name = f"vllm-ttft/{case}"
+            yield rounds.result(name, "s", target, times_faster=1 / rounds.ratio(1))
 
 
-def _sample(made: Engine, stored: bool, _: int) -> float:
+def _sample(made: Engine, tokens: int, stored: bool, _: int) -> float:
     made("plug", connected=stored)
-    [answer] = made.fresh([prompt(1, TOKENS)], max_tokens=1)
-    assert answer["cached"] == (full_blocks(TOKENS) if stored else 0)
+    [answer] = made.fresh([prompt(tokens, tokens)], max_tokens=1)
+    assert answer["cached"] == (full_blocks(tokens) if stored else 0)
     return float(answer["answered_s"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench import memcpy_put, report
+from bench import chart, memcpy_put, report
 from bench.catalog import BENCHES, EVERYWHERE, Entry, measure
 from bench.harness import MIB, Bench, NotDone, Result, Unable
 from bench.provenance import RESULTS, ROOT, provenance
@@ -257,3 +257,17 @@ def test_check_is_a_command() -> None:
         [sys.executable, "-m", "bench", "check"], cwd=ROOT, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+# -- the README's picture
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_chart_shows_the_figures_of_the_results(tmp_path: Path, theme: str) -> None:
+    rows = chart.figures(TEXT)
+    assert rows
+    chart.draw(rows, tmp_path / "ttft.svg", theme)
+    drawn = (tmp_path / "ttft.svg").read_text(encoding="utf-8")
+    assert f"recompute: {rows[-1][2]:.2g} s" in drawn
+    assert f"kvstore hit: {rows[-1][1]:.2g} s" in drawn
+    assert all(str(tokens) in drawn for tokens, _, _ in rows)
