@@ -186,7 +186,7 @@ class Daemon:
 
         # Listeners of stored blocks
         self.waits = Waits(core, self.namespaces, self.network)
-        core.on(ac.BlocksArrived, self.waits.came)
+        core.on(ac.BlocksArrived, self.waits.blocks_arrived)
         core.look_at_devices = self._look_at_devices
         self.catalog.on_closed = self.waits.end
         self.kv_events = Routing(core, self.namespaces, authenticator, self.problems, config.events)
@@ -232,7 +232,7 @@ class Daemon:
 
     def _look_at_devices(self) -> None:
         if self.event_log.look_at_devices():
-            self.waits.look()
+            self.waits.recheck()
 
     def make_server(self, settings: LiveConfig) -> Server:
         """Returns the server of the started daemon, and lets `settings` change the daemon."""

@@ -1,7 +1,7 @@
-"""What a machine lacks for a configuration: one line a check, with what to do where something is not right.
+"""Checks a machine against a configuration. Each check has one line, with advice if something is wrong.
 
-Each check is a function of what was read, so it can be told of any machine. Not here: the state of a running
-daemon (`kvstore status`), and whether stored blocks are good (`kvstore fsck`).
+A check is a function of values that were read, so it is tested without a machine. Not covered here: the state
+of a running daemon (`kvstore status`) and the integrity of stored blocks (`kvstore fsck`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PRESERVING_SYSTEMD = 254
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `found` is what is there, `advice` what to do about it, empty where nothing need be done."""
+    """One check: its level, the state that was found, and the advice, empty if nothing is to be done."""
 
     level: Level
     name: str
@@ -58,8 +58,16 @@ class Check:
     advice: str = ""
 
 
+def _graded(name: str, found: str, *problems: tuple[bool, Level, str]) -> Check:
+    """Returns the first problem, of (whether it is there, level, advice). Returns an OK if there is none."""
+    for is_there, level, advice in problems:
+        if is_there:
+            return Check(level, name, found, advice)
+    return Check(OK, name, found)
+
+
 def examine(config: Config) -> list[Check]:
-    """Every check, on this machine. Makes a file in the NVMe folder and removes it; changes nothing else."""
+    """Runs all checks on this machine. Changes nothing but a temporary file in each NVMe folder."""
     lines = [
         kernel(platform.release()),
         packages(platform.python_version(), {name: _version(name) for name in PACKAGES}),
@@ -87,26 +95,23 @@ def examine(config: Config) -> list[Check]:
 
 
 def kernel(release: str) -> Check:
-    """`release` as uname gives it."""
+    """Checks the kernel's version. `release` is that of uname."""
     found = tuple(map(int, re.findall(r"\d+", release)[:2]))
-    for needed, why in _KERNEL:
-        if found < needed:
-            return Check(WARN, "kernel", release, f"a newer kernel: {why}")
-    return Check(OK, "kernel", release)
+    return _graded(
+        "kernel", release, *((found < least, WARN, f"a newer kernel: {why}") for least, why in _KERNEL)
+    )
 
 
 def packages(python: str, versions: Mapping[str, str | None]) -> Check:
-    """Versions by package, None for those that are absent."""
+    """Checks that packages are installed. `versions` are by package, None for absent ones."""
     found = ", ".join([f"python {python}", *(f"{name} {v or 'absent'}" for name, v in versions.items())])
     absent = [name for name, version in versions.items() if version is None]
-    if not absent:
-        return Check(OK, "packages", found)
     level = WARN if absent == ["uvloop"] else FAIL
-    return Check(level, "packages", found, f"pip install {' '.join(absent)}")
+    return _graded("packages", found, (bool(absent), level, f"pip install {' '.join(absent)}"))
 
 
 def open_files(limit: tuple[int, int], config: Config) -> Check:
-    """`limit` is (soft, hard) of open files: one an extent of every tier, one a client."""
+    """Checks the (soft, hard) limit of open files: each extent and each client has one."""
     extents = config.dram.limit // extent_bytes(config.dram.limit)
     for name in config.nvme.paths:
         nbytes = config.nvme.limits[name]
@@ -114,38 +119,36 @@ def open_files(limit: tuple[int, int], config: Config) -> Check:
     least, need = extents + _OTHER_FILES, extents + _OTHER_FILES + config.limits.connections
     found = f"{_count(limit[0])} here, {need} for {extents} extents and limits.connections"
     advice = f"ulimit -n {need} before kvstore serve; a unit sets its own LimitNOFILE="
-    if 0 <= limit[0] < need:
-        return Check(FAIL if limit[0] < least else WARN, "open files", found, advice)
-    return Check(OK, "open files", found)
-
-
-def locked_memory(soft_bytes: int, dram_bytes: int) -> Check:
-    """`soft_bytes` is the limit of locked memory, negative for none."""
-    if soft_bytes < 0:
-        return Check(OK, "locked memory", "unlimited")
-    found = f"{format_size(soft_bytes)} here, dram.limit is {format_size(dram_bytes)}"
-    if soft_bytes >= dram_bytes:
-        return Check(OK, "locked memory", found)
-    return Check(
-        WARN, "locked memory", found, "who pins extents for a device needs LimitMEMLOCK=infinity or ulimit -l"
+    return _graded(
+        "open files", found, (0 <= limit[0] < least, FAIL, advice), (0 <= limit[0] < need, WARN, advice)
     )
 
 
+def locked_memory(soft_bytes: int, dram_bytes: int) -> Check:
+    """Checks the soft limit of locked memory, negative for none."""
+    if soft_bytes < 0:
+        return Check(OK, "locked memory", "unlimited")
+    found = f"{format_size(soft_bytes)} here, dram.limit is {format_size(dram_bytes)}"
+    advice = "who pins extents for a device needs LimitMEMLOCK=infinity or ulimit -l"
+    return _graded("locked memory", found, (soft_bytes < dram_bytes, WARN, advice))
+
+
 def memory(meminfo: str, cgroup_bytes: Iterable[int], dram_bytes: int) -> Check:
-    """`meminfo` is /proc/meminfo, `cgroup_bytes` the limits of our control group and those above it."""
+    """Checks for free memory. `meminfo` is /proc/meminfo, `cgroup_bytes` the limits of control groups."""
     sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
     total = min([sizes["MemTotal"], *cgroup_bytes])
     free = min(sizes["MemAvailable"], total)
     found = f"{format_size(free)} available of {format_size(total)}, dram.limit is {format_size(dram_bytes)}"
-    if total < dram_bytes:
-        return Check(FAIL, "memory", found, "lower dram.limit, or give machine or control group more memory")
-    if free < dram_bytes:
-        return Check(WARN, "memory", found, "lower dram.limit, unless a running daemon has what is missing")
-    return Check(OK, "memory", found)
+    return _graded(
+        "memory",
+        found,
+        (total < dram_bytes, FAIL, "lower dram.limit, or give machine or control group more memory"),
+        (free < dram_bytes, WARN, "lower dram.limit, unless a running daemon has what is missing"),
+    )
 
 
 def huge_pages(wanted: bool, try_it: Callable[[], bool], settings: Path) -> Check:
-    """Tries a piece of shared memory; `settings` is the kernel's folder of transparent huge pages."""
+    """Checks for huge pages by `try_it`. `settings` is the kernel's folder of transparent huge pages."""
     chosen = [f"{name} {_chosen(settings / name)}" for name in ("enabled", "shmem_enabled")]
     if not wanted:
         return Check(OK, "huge pages", "dram.huge_pages is off")
@@ -158,7 +161,7 @@ def huge_pages(wanted: bool, try_it: Callable[[], bool], settings: Path) -> Chec
 
 
 def socket(path: Path) -> Check:
-    """The folder must be there, or be made by the daemon."""
+    """Checks that the daemon can make the socket at `path`."""
     found = f"{path}, {len(os.fsencode(path))} of at most {SOCKET_PATH_BYTES} bytes"
     if os.path.lexists(path) and not path.is_socket():
         return Check(FAIL, "socket", f"{path} is no socket", "set daemon.socket to another path")
@@ -170,33 +173,28 @@ def socket(path: Path) -> Check:
 
 
 def operators(config: Config) -> list[Check]:
-    """Where everybody may connect, a peer may be root in a container: that should make no operator of it."""
+    """Checks that root in a container with access to daemon.socket does not become an operator."""
     daemon, admin = config.daemon, config.admin
     lines = []
     if daemon.operator_socket is not None:
-        lines = [
-            socket(daemon.operator_socket),
-            Check(OK, "operators", f"by {daemon.operator_socket} only"),
-        ]
+        lines.append(socket(daemon.operator_socket))
         folder = daemon.socket.parent
         if folder in (daemon.operator_socket.parent, admin.socket.parent):
+            found = f"operators' sockets lie in {folder}, beside daemon.socket"
             advice = (
                 "a folder of their own for daemon.operator_socket and admin.socket, which no container mounts"
             )
-            lines[-1] = Check(
-                WARN, "operators", f"operators' sockets lie in {folder}, beside daemon.socket", advice
-            )
+            lines.append(Check(WARN, "operators", found, advice))
+        else:
+            lines.append(Check(OK, "operators", f"by {daemon.operator_socket} only"))
     elif daemon.socket_mode & 0o006:
         advice = "daemon.operator_socket, if containers have daemon.socket: there, anybody may be root"
-        lines = [Check(WARN, "operators", "everybody may connect, and root is an operator", advice)]
+        lines.append(Check(WARN, "operators", "everybody may connect, and root is an operator", advice))
     if 0 in {uid for tenant in config.tenants.values() for uid in tenant.uids}:
         advice = "name users, or give it a token: root in any container is that tenant"
         lines.append(Check(WARN, "tenants", "root is a member of a tenant", advice))
-    readers = [
-        name
-        for name, tenant in config.tenants.items()
-        if (tenant.role == "read" and not {0, os.geteuid()}.isdisjoint(tenant.uids))
-    ]
+    privileged, tenants = {0, os.geteuid()}, config.tenants.items()
+    readers = [name for name, each in tenants if each.role == "read" and privileged & {*each.uids}]
     if readers:
         advice = "another user: root, and who runs the daemon, get no memory for reading only"
         lines.append(Check(WARN, "readers", f"{readers[0]} only reads, and is root or this user", advice))
@@ -204,7 +202,7 @@ def operators(config: Config) -> list[Check]:
 
 
 def direct_io(folder: Path) -> Check:
-    """Writes a file past the page cache."""
+    """Checks direct I/O by writing a temporary file."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file, mmap.mmap(-1, ALIGN) as data:
             fd = os.open(file.name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -222,17 +220,16 @@ def direct_io(folder: Path) -> Check:
 
 
 def space(path: Path, free_bytes: int, limit_bytes: int) -> Check:
-    """Slabs have their full size, so what is there already needs no more room."""
+    """Checks for free space. Existing slabs have their full size already."""
     have = sum(slab.stat().st_blocks * 512 for slab in path.glob("slabs/*.slab"))
     sizes = f"{format_size(have)} in slabs, {format_size(free_bytes)} free"
     found = f"{sizes}, nvme.limit is {format_size(limit_bytes)}"
-    if have + free_bytes >= limit_bytes:
-        return Check(OK, "space", found)
-    return Check(FAIL, "space", found, f"make room in {path}, or lower nvme.limit")
+    advice = f"make room in {path}, or lower nvme.limit"
+    return _graded("space", found, (have + free_bytes < limit_bytes, FAIL, advice))
 
 
 def lock(path: Path) -> Check:
-    """Who uses the folder."""
+    """Shows which daemon uses the folder."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -250,7 +247,7 @@ def lock(path: Path) -> Check:
 
 
 def records(path: Path) -> Check:
-    """Whether there are records, and whether some had to be moved aside."""
+    """Shows the size of the records. Fails if corrupt records were moved aside."""
     aside = sorted(each.name for each in path.glob("records.corrupt-*"))
     if aside:
         advice = (
@@ -268,7 +265,7 @@ def records(path: Path) -> Check:
 
 
 def engine(why_not: str, nvidia_fs: bool) -> Check:
-    """`why_not`: what keeps kvikio from being used; `nvidia_fs`: whether the module of GDS is there."""
+    """Shows the I/O engine. `why_not`: why kvikio is not used; `nvidia_fs`: whether its module is loaded."""
     if why_not:
         return Check(OK, "NVMe I/O", f"posix: {why_not}")
     way = "by GPUDirect Storage" if nvidia_fs else "in compatibility mode: nvidia-fs is not loaded"
@@ -276,7 +273,7 @@ def engine(why_not: str, nvidia_fs: bool) -> Check:
 
 
 def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) -> list[Check]:
-    """The daemon needs none; what engines need beside one is told only where there is one."""
+    """Checks the software beside a GPU, if there is one. The daemon needs no GPU."""
     devices = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     if not devices:
         return [Check(OK, "GPU", "none, and the daemon needs none")]
@@ -292,7 +289,7 @@ def gpu(dev: Path, drivers: Path, libcuda: bool, modules: Mapping[str, bool]) ->
 
 
 def hbm(config: Config) -> list[Check]:
-    """Whether there can be pools of GPU memory; where not, blocks are served from DRAM."""
+    """Checks for pools of GPU memory. Without these, blocks are served from DRAM."""
     limit = config.hbm.limit
     if not limit:
         return [Check(OK, "hbm", "hbm.limit is 0: no pool of GPU memory")]
@@ -306,7 +303,7 @@ def hbm(config: Config) -> list[Check]:
 
 
 def network(config: Config) -> Check:
-    """Whether what nodes share can be written and read now; where not, each node has what it has."""
+    """Checks that the network tier's backend can be written and read."""
     if config.network.url is None:
         return Check(OK, "network", "no network.url: no such tier")
     backend, why_not = open_network(config.network)
@@ -339,18 +336,16 @@ def _pool(gpu: Gpu, limit_bytes: int) -> Check:
 
 
 def systemd(output: str) -> Check:
-    """`output` is what `systemctl --version` prints, empty without systemd."""
+    """Checks the version of systemd. `output` is that of `systemctl --version`, empty without systemd."""
     version = re.match(r"systemd (\d+)", output)
     if version is None:
         return Check(OK, "systemd", "none: run kvstore serve under another supervisor")
-    if int(version[1]) < _PRESERVING_SYSTEMD:
-        advice = f"{_PRESERVING_SYSTEMD} keeps DRAM's contents over a stop too; older ones over a restart"
-        return Check(WARN, "systemd", version[1], advice)
-    return Check(OK, "systemd", version[1])
+    advice = f"{_PRESERVING_SYSTEMD} keeps DRAM's contents over a stop too; older ones over a restart"
+    return _graded("systemd", version[1], (int(version[1]) < _PRESERVING_SYSTEMD, WARN, advice))
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest one above that is there."""
+    """Returns the nearest existing folder, `path` itself or one above it."""
     return next((each for each in (path, *path.absolute().parents) if os.path.isdir(each)), Path("/"))
 
 
@@ -360,7 +355,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _cgroup_limits() -> list[int]:
-    """Memory limits of our control group (version 2) and all above it, in bytes."""
+    """Returns the memory limits of this process's control group (version 2) and all above it, in bytes."""
     own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(encoding="utf-8"), re.MULTILINE)
     root = Path("/sys/fs/cgroup")
     group = root / (own[1] if own else "")
@@ -381,7 +376,7 @@ def _gets_huge_pages() -> bool:
 
 
 def _chosen(file: Path) -> str:
-    """The choice in brackets, as in `always [madvise] never`."""
+    """Returns the choice in brackets, as in `always [madvise] never`."""
     try:
         text = file.read_text(encoding="ascii")
     except OSError:

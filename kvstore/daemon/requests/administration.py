@@ -11,7 +11,7 @@ _ASK = "ask whoever runs the daemon"
 
 
 def ping(session: Session, q: m.Ping) -> None:
-    """Answers."""
+    """Answers with 0."""
     session.send(m.Value(q.id, 0))
 
 

@@ -1,7 +1,7 @@
-"""Calls that wait for a block: the event that stores it wakes them, and so does whatever ends the wait.
+"""Calls that wait for a block. They are woken when the block is stored or the wait ends.
 
-A backend on the network tells nobody what is put there. So one task asks it for what is waited for, a few
-blocks at a time, tenant by tenant, however many calls wait.
+A network backend reports no new blocks. So one task checks periodically which blocks exist there, 32 blocks
+at a time, fairly by tenant.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 
 LONGEST_S = 60.0
-"""How long one call waits at most, whatever it asks for."""
+"""The longest wait of a call."""
 
 KEYS_BYTES = 16 << 20
-"""The most that the keys of a tenant's waiting calls take."""
+"""The most bytes of keys of a tenant's waiting calls."""
 
 _ASK_EVERY_S = 0.05
 _ASKED_AT_ONCE = 32
@@ -30,7 +30,7 @@ _ASKED_AT_ONCE = 32
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One call that waits for a block. `number`: the namespace's when the wait began."""
+    """One call that waits for a block. `number`: the namespace's number when the wait began."""
 
     space: NamespaceEntry
     number: int
@@ -42,7 +42,7 @@ class Wait:
 
 
 class Waits:
-    """All calls of one daemon that wait for a block."""
+    """The waiting calls of one daemon."""
 
     def __init__(self, core: Executor, namespaces: Namespaces, network: NetworkTier | None) -> None:
         self._core = core
@@ -50,23 +50,23 @@ class Waits:
         self._namespaces = namespaces
         self._network = network
         self._by_number: dict[int, dict[bytes, set[Wait]]] = {}
-        # In the order in which the network is asked.
+        # In the order of existence checks.
         self._by_tenant: dict[int, dict[Wait, None]] = {}
         self._nbytes: Counter[int] = Counter()
         self._asking = False
 
     def count(self, tenant: int) -> int:
-        """How many calls of a tenant wait."""
+        """Returns the number of a tenant's waiting calls."""
         return len(self._by_tenant.get(tenant, ()))
 
     def nbytes(self, tenant: int) -> int:
-        """What the keys of a tenant's waiting calls take."""
+        """Returns the bytes of keys of a tenant's waiting calls."""
         return self._nbytes[tenant]
 
     def add(
         self, space: NamespaceEntry, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]
     ) -> Wait:
-        """Has `wake` called once: the first block is stored, the wait ends, or `wait_s` seconds are over."""
+        """Calls `wake` once: when the first block is stored, or the wait ends, at most after `wait_s` s."""
         key, nbytes = keys[0], len(keys.raw)
         wait = Wait(space, space.number, key, tenant, nbytes, wake)
         self._nbytes[tenant] += nbytes
@@ -81,7 +81,7 @@ class Waits:
         return wait
 
     def cancel(self, wait: Wait) -> None:
-        """Nobody waits any more. No effect on one that is being woken already."""
+        """Ends a wait without waking its call. Has no effect on a call that is being woken."""
         if wait not in self._by_tenant.get(wait.tenant, ()):
             return
         assert wait.timer is not None
@@ -99,31 +99,31 @@ class Waits:
         self._core.handle(ev.Unwatch(wait.key))
         self._namespaces.drop(wait.space)
 
-    def came(self, came: ac.BlocksArrived) -> None:
-        """Blocks are stored that somebody may wait for."""
-        for i, number in enumerate(came.identity.namespace.tolist()):
-            for wait in list(self._by_number.get(number, {}).get(came.identity.key(i), ())):
+    def blocks_arrived(self, action: ac.BlocksArrived) -> None:
+        """Wakes the calls that wait for these blocks."""
+        for i, number in enumerate(action.identity.namespace.tolist()):
+            for wait in list(self._by_number.get(number, {}).get(action.identity.key(i), ())):
                 self._wake(wait)
 
-    def look(self) -> None:
-        """A device can be read again: what it has need not be waited for."""
+    def recheck(self) -> None:
+        """Wakes calls whose block is stored: a device can be read again."""
         for wait in [wait for waits in self._by_tenant.values() for wait in waits]:
             if self._core.view.stored(wait.number, Keys(wait.key, len(wait.key))):
                 self._wake(wait)
 
     def end(self, number: int, but: int = -1) -> None:
-        """Nobody, but for one tenant, waits for blocks of a namespace any more."""
+        """Wakes the calls that wait for blocks of a namespace, except those of tenant `but`."""
         waits = self._by_number.get(number, {})
         for wait in [wait for some in waits.values() for wait in some if wait.tenant != but]:
             self._wake(wait)
 
     def _wake(self, wait: Wait) -> None:
         self.cancel(wait)
-        # The event that wakes it has to run to its end first.
+        # Later, because the actions of the current event are not all executed yet.
         self._loop.call_soon(wait.wake)
 
     async def _ask_network(self) -> None:
-        """Wakes calls whose block is on the network, as long as any wait."""
+        """Wakes calls whose block is on the network. Ends when no call waits."""
         network = self._network
         assert network is not None
         try:
@@ -138,7 +138,7 @@ class Waits:
             self._asking = False
 
     def _next_asked(self) -> list[Wait]:
-        """The waits whose turn it is, of each tenant as many; they go to the end."""
+        """Returns the next waits to check, the same number for each tenant. Moves them to the end."""
         asked: list[Wait] = []
         for tenant in list(self._by_tenant)[:_ASKED_AT_ONCE]:
             waits = self._by_tenant.pop(tenant)

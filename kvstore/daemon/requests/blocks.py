@@ -1,6 +1,6 @@
-"""Requests about blocks that need more than their event: reads, waits, hand-off, and invalidation.
+"""Requests about blocks: reads, waits, reservations, hand-off, invalidation.
 
-Where there is a network tier, reads go through it; it asks the core itself.
+With a network tier, reads are sent to it, and it asks the core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WAITS = 64
 
 
 def ask_core(session: Session, q: Any) -> None:
-    """Sends a request to the core, which answers it."""
+    """Sends a request to the core, which answers it. For requests of `EVENTS` that need nothing else."""
     row = EVENTS[type(q)]
     namespace = find(session, q, row.own).number if row.in_namespace else 0
     session.services.core.ask(session, q.id, row.build(q, session, namespace))
@@ -34,7 +34,7 @@ def tell_core(session: Session, q: m.Abort | m.Release) -> None:
 
 
 def _named(session: Session, q: Any) -> tuple[NamespaceEntry, Any]:
-    """Returns the namespace that a request names, and its event."""
+    """Returns the namespace of a request, and the request's event."""
     row = EVENTS[type(q)]
     space = find(session, q, row.own)
     return space, row.build(q, session, space.number)
@@ -53,25 +53,17 @@ def lookup(session: Session, q: m.Lookup) -> None:
 
 @dataclass(slots=True)
 class WokenAcquire:
-    """An Acquire that has waited for its first block. It costs its tenant what an Acquire costs."""
+    """An Acquire after its wait for the first block. The scheduler counts its keys as those of an Acquire."""
 
     q: m.Acquire
     event: ev.Acquire
     space: NamespaceEntry
-
-    @property
-    def keys(self) -> bytes:
-        """See Acquire."""
-        return self.q.keys
-
-    @property
-    def key_bytes(self) -> int:
-        """See Acquire."""
-        return self.q.key_bytes
+    keys: bytes
+    key_bytes: int
 
 
 def acquire(session: Session, q: m.Acquire) -> None:
-    """Leases the stored prefix; with `q.wait_s`, waits for its first block."""
+    """Leases the stored prefix. With `q.wait_s`, waits for its first block."""
     services, (space, event) = session.services, _named(session, q)
     _check_count(session, event.keys)
     stored = services.core.view.stored
@@ -87,7 +79,7 @@ def acquire(session: Session, q: m.Acquire) -> None:
 
 
 def _check_waits(session: Session, q: m.Acquire) -> None:
-    """Raises DeniedError if too many calls wait for blocks already."""
+    """Raises DeniedError if too many calls wait for blocks."""
     waits, tenant = session.services.waits, session.principal.tenant
     most = session.services.config().limits.queued_requests
     if len(session.waits) >= _WAITS:
@@ -104,12 +96,12 @@ def _check_waits(session: Session, q: m.Acquire) -> None:
 
 
 def _wait(session: Session, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
-    """Runs the request when its first block is stored, here or on the network, or when the wait ends."""
+    """Runs the request when its first block is stored on this node or the network, or when the wait ends."""
 
     def woken() -> None:
         if not session.ended:
             session.waits.discard(wait)
-            session.enqueue(WokenAcquire(q, event, space))
+            session.enqueue(WokenAcquire(q, event, space, q.keys, q.key_bytes))
 
     wait = session.services.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
     session.waits.add(wait)
@@ -141,7 +133,7 @@ def release(session: Session, q: m.Release) -> None:
 
 
 def prefetch(session: Session, q: m.Prefetch) -> None:
-    """Brings the stored prefix into memory; answers with how many blocks are or will be there."""
+    """Copies the stored prefix to memory. Answers with the number of its blocks that are or will be there."""
     services, (space, event) = session.services, _named(session, q)
     if services.network is None:
         services.core.ask(session, q.id, event)
@@ -150,15 +142,16 @@ def prefetch(session: Session, q: m.Prefetch) -> None:
 
 
 def suspect(session: Session, q: m.Suspect) -> None:
-    """Has blocks verified. Only a request with a number is answered."""
+    """Lets the core verify blocks. Only a request with a number is answered."""
+    event = _named(session, q)[1]
     if q.id:
-        ask_core(session, q)
+        session.services.core.ask(session, q.id, event)
     else:
-        session.services.core.handle(_named(session, q)[1])
+        session.services.core.handle(event)
 
 
 def reserve(session: Session, q: m.Reserve) -> None:
-    """Reserves slots for keys that are not stored. The tokens of its blocks go to the KV events."""
+    """Reserves slots for keys that are not stored, and keeps the blocks' tokens for KV events."""
     space, event = _named(session, q)
     if q.tokens and not session.services.kv_events.hear(space, event.keys, q.tokens):
         raise DeniedError(f"{len(q.tokens) // 4} tokens for {event.keys.n} blocks", "see Layout.block_tokens")
@@ -166,13 +159,13 @@ def reserve(session: Session, q: m.Reserve) -> None:
 
 
 def invalidate(session: Session, q: m.Invalidate) -> None:
-    """Turns blocks into misses; answers when that is durable, and holds on the network too."""
+    """Makes blocks misses. Answers when this is durable, also on the network."""
     space = find(session, q, own=True)
     session.services.deletion.invalidate(session, q.id, space, Keys(q.keys, q.key_bytes))
 
 
 def hand_off(session: Session, q: m.HandOff) -> None:
-    """Uploads the stored prefix; answers with how many leading blocks the network has."""
+    """Uploads the stored prefix. Answers with the number of leading blocks that the network has."""
     space, network = find(session, q, own=True), session.services.network
     if network is None:
         raise DeniedError("there is no network tier", "set network.url")
@@ -183,7 +176,7 @@ def hand_off(session: Session, q: m.HandOff) -> None:
 
 
 def _check_count(session: Session, keys: Keys) -> None:
-    """Raises DeniedError for more keys than one call may have, before any of them is looked up."""
+    """Raises DeniedError for more keys than one call may have."""
     most = session.services.core.view.limits.batch_keys
     if keys.n > most:
         raise DeniedError(f"{keys.n} keys in one call", f"at most {most} keys a call (limits.batch_keys)")

@@ -1,4 +1,4 @@
-"""What a peer may ask: the roles that may send each message, and the function that runs it."""
+"""Runs messages of peers: by type of message, the role that may send it and the function that runs it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Any
 from kvstore.daemon.requests import administration, blocks
 from kvstore.daemon.requests.event_table import EVENTS
 from kvstore.daemon.requests.mapping import map_extent
-from kvstore.daemon.requests.namespaces import (
-    NoKeysError,
-    NothingStoredError,
-    answer_miss,
-    open_namespace,
-)
+from kvstore.daemon.requests.namespaces import NoKeysError, NothingStoredError, answer_miss, open_namespace
 from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.daemon.tenancy.auth import Role
 from kvstore.daemon.tenancy.deletion import refusal
@@ -31,7 +26,7 @@ _TO_THE_CORE: dict[type, Handler] = {
     m.Suspect: blocks.suspect,
     m.Reserve: blocks.reserve,
 }
-"""Requests of `EVENTS` for which more is to do than to ask the core."""
+"""Requests of `EVENTS` that need more than `ask_core`."""
 
 _HANDLERS: dict[type, tuple[Role, Handler]] = {
     **{q: (row.role, _TO_THE_CORE.get(q, blocks.ask_core)) for q, row in EVENTS.items()},
@@ -49,11 +44,11 @@ _HANDLERS: dict[type, tuple[Role, Handler]] = {
     m.RecordStart: (Role.READ, administration.start_recording),
     m.RecordRead: (Role.READ, administration.read_recording),
 }
-"""By type of message: the lowest role that may send it, and what runs it."""
+"""By type of message: the lowest role that may send it, and the function that runs it."""
 
 
 def run_request(session: Session, message: Any) -> None:
-    """Runs one message of a peer. Raises RemoteProtocolError if it is none that peers send."""
+    """Runs one message of a peer. Raises RemoteProtocolError for a message that peers do not send."""
     known = _HANDLERS.get(type(message))
     if known is None:
         raise RemoteProtocolError(f"{type(message).__name__} is not for the daemon")
@@ -71,7 +66,7 @@ def run_request(session: Session, message: Any) -> None:
 
 
 def _run_with_keys(session: Session, message: Any) -> None:
-    """Makes the data keys that the tenant lacks, then runs the request again."""
+    """Makes the missing data keys of the tenant, then runs the request again."""
 
     def ended(error: Exception | None) -> None:
         if session.ended:

@@ -35,21 +35,20 @@ def map_extent(session: Session, q: m.Map) -> None:
 
 
 def _send_descriptor(session: Session, q: m.Map) -> None:
-    """Raises KeyError if there is no such extent."""
+    """Answers with a DRAM extent. Raises KeyError if there is no such extent."""
     dram = session.services.tiers.dram
     fd = dram.descriptor(q.extent, q.writable)
     try:
         if session.outbox.waiting_bytes:
-            raise DeniedError(
-                "answers are waiting to be read", "read what was sent before asking for a descriptor"
-            )
+            hint = "read what was sent before asking for a descriptor"
+            raise DeniedError("answers are waiting to be read", hint)
         session.outbox.send_with_descriptor(m.Mapped(q.id, dram.extent_bytes), fd)
     finally:
         os.close(fd)
 
 
 def _send_handle(session: Session, q: m.Map) -> None:
-    """Raises KeyError if there is no such extent. Refuses the request where CUDA IPC does not work."""
+    """Answers with a GPU extent. Raises KeyError if there is no such extent, DeniedError without CUDA IPC."""
     tiers = session.services.tiers
     tier = tiers.memory_of(q.extent)
     if tier is None:

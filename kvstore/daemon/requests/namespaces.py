@@ -1,4 +1,4 @@
-"""Namespaces on a connection: opened, found by number, opened again after the core has closed them.
+"""Namespaces of a connection: opens them, finds them by number, reopens them after the core has closed them.
 
 The existence of another tenant's namespace is not revealed to a peer that may not read it.
 """
@@ -29,11 +29,11 @@ class AbsentError(DeniedError):
 
 
 class NoKeysError(KVStoreError):
-    """The tenant's data keys must be made before its namespace can be opened."""
+    """The tenant lacks data keys, without which its namespace cannot be opened."""
 
 
 class NothingStoredError(KVStoreError):
-    """A reader names its own namespace, which no writer has opened yet: its blocks are misses."""
+    """A reader names its own namespace, which no writer has opened. All of its blocks are misses."""
 
     def __init__(self, space: NamespaceEntry) -> None:
         super().__init__("nothing is stored in this namespace")
@@ -62,7 +62,7 @@ def open_namespace(session: Session, q: m.Open) -> None:
 
 
 def find(session: Session, q: Any, own: bool = False) -> NamespaceEntry:
-    """Returns the namespace that a request names. With `own`, another tenant's is refused.
+    """Returns the namespace of a request. With `own`, refuses another tenant's namespace.
 
     Raises DeniedError, NoKeysError or NothingStoredError.
     """
@@ -79,7 +79,7 @@ def find(session: Session, q: Any, own: bool = False) -> NamespaceEntry:
 
 
 def _reopened(session: Session, q: Any, space: NamespaceEntry) -> NamespaceEntry:
-    """Opens a namespace again that the core has closed, or that was deleted."""
+    """Reopens a namespace that the core has closed, or that was deleted."""
     assert space.layout is not None
     services = session.services
     again = services.namespaces.find(space.tenant, space.fingerprint)

@@ -1,6 +1,7 @@
-"""Counts prompts on one connection: what was requested, found and delivered. See `core.insight.hit_counters`.
+"""Counts the blocks of prompts that one connection requests, finds and reads.
 
-Clients say which of their requests is a prompt's first question, since only they know all of its keys.
+Clients mark the first request of a prompt, because only they know all of its keys. The counters are in
+`kvstore.core.insight.hit_counters`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvstore.wire import messages as m
 
 @dataclass(slots=True)
 class _Question:
-    """A look-up or an acquire without an answer yet."""
+    """A Lookup or Acquire without an answer yet."""
 
     space: NamespaceEntry
     known: int
@@ -29,14 +30,14 @@ class _Question:
 
 @dataclass(slots=True)
 class _Leased:
-    """Blocks that an engine reads, and the tier in which each was found."""
+    """The blocks of a lease, and the tier in which each was found."""
 
     space: NamespaceEntry
     sources: npt.NDArray[np.int16]
 
 
 class Prompts:
-    """Questions and leases of one connection of a tenant."""
+    """Unanswered requests and leases of one connection of a tenant."""
 
     def __init__(self, counters: hits.HitCounters, tenant: int) -> None:
         self._counters = counters
@@ -45,29 +46,28 @@ class Prompts:
         self._leased: dict[int, _Leased] = {}
 
     def asked(self, q: m.Lookup | m.Acquire, space: NamespaceEntry) -> None:
-        """A question has come."""
+        """Counts the requested blocks."""
         self._count(space, hits.REQUESTED, {hits.ALL_TIERS: min(q.asks, m.MAX_PROMPT_BLOCKS)})
         step = min(max(q.step, 1), m.MAX_PROMPT_BLOCKS) if isinstance(q, m.Lookup) else 1
         self._questions[q.id] = _Question(space, q.known, step)
 
     def answered(self, request: int, action: object, gaps: bool = False) -> None:
-        """Its answer goes out. With `gaps`, the client asks again for keys that stand for several blocks."""
+        """Counts the blocks in an answer. With `gaps`, clients repeat requests whose keys are every n-th."""
         question = self._questions.pop(request, None)
         if question is None or not isinstance(action, ac.Found | ac.Grant):
             return
         space, stored = question.space, action.stored
-        late = stored.late
         if question.step == 1 or not gaps:
             new = max(0, stored.blocks - question.known)
             self._count(space, hits.FOUND, hits.spread(stored.by_tier, new * question.step))
             unworthy = min(new, stored.unworthy) * question.step
             self._count(space, hits.NOT_WORTH_LOADING, {hits.ALL_TIERS: unworthy})
-        self._count(space, hits.TOO_LATE, {hits.ALL_TIERS: late})
+        self._count(space, hits.TOO_LATE, {hits.ALL_TIERS: stored.late})
         if isinstance(action, ac.Grant) and action.lease:
             self._leased[number_on_connection(action.lease)] = _Leased(space, action.sources)
 
     def released(self, q: m.Release) -> None:
-        """A lease has ended."""
+        """Counts the blocks that were read under a lease."""
         leased = self._leased.pop(q.lease, None)
         if leased is None:
             return
@@ -79,7 +79,7 @@ class Prompts:
         self._count(leased.space, hits.CORRUPT, {hits.ALL_TIERS: min(q.corrupt, unused)})
 
     def leave(self) -> None:
-        """The connection has ended, and its leases with it."""
+        """Counts the blocks of all leases: the connection has ended."""
         for lease in list(self._leased):
             self.released(m.Release(lease))
         self._questions.clear()

@@ -1,6 +1,6 @@
-"""One greeted peer: its principal, the namespaces that it has opened, and the answers that it gets.
+"""The session of a greeted peer: its principal, its open namespaces, and its answers.
 
-Not covered: the socket, which `server` owns, and the requests themselves (`dispatch`).
+Not covered here: the socket (`server`) and the requests (`dispatch`).
 """
 
 from __future__ import annotations
@@ -24,38 +24,37 @@ LONGEST_S = 86400.0
 
 
 class DeniedError(KVStoreError):
-    """A request is refused. The connection goes on."""
+    """A request is refused. The connection stays open."""
 
 
 class Outbox(Protocol):
-    """The sending half of a connection."""
+    """The sending half of a connection: `kvstore.daemon.server.outbox`. Avoids an import circle."""
 
     number: int
 
     @property
     def waiting_bytes(self) -> int:
-        """What the peer has not read yet."""
+        """The bytes that the peer has not read yet."""
 
     def send(self, message: Any) -> None:
         """Sends a message."""
 
     def send_with_descriptor(self, message: m.Mapped, fd: int) -> None:
-        """Sends a message with a descriptor, while no bytes wait."""
+        """Sends a message with a descriptor. Allowed only while `waiting_bytes` is 0."""
 
 
 class Process(Protocol):
-    """The peer's process."""
+    """The peer's process: `kvstore.daemon.server.peer_credentials.Peer`. Avoids an import circle."""
 
     @property
-    def uid(self) -> int:
-        """Its user."""
+    def uid(self) -> int: ...
 
     def pidfd(self) -> int:
         """Returns a descriptor that the caller closes. Raises OSError."""
 
 
 class Session:
-    """What the daemon keeps of one greeted peer. It is the requester of the peer's requests."""
+    """The state of one greeted peer, which is the requester of its requests."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Session:
         self.ended = False
 
     def end(self) -> None:
-        """Drops what the peer waits for: the connection is lost."""
+        """Cancels the peer's waits and requests: the connection is lost."""
         self.ended = True
         for wait in self.waits:
             self.services.waits.cancel(wait)
@@ -91,17 +90,16 @@ class Session:
     # -- answers
 
     def answer(self, request: int, action: ac.Reply) -> None:
-        """See Requester."""
+        """Sends the message of an answer. See `runtime.ports.Requester`."""
         recorder = self.services.recorder
         # While requests are recorded, clients look up all keys of a long prompt instead of every n-th.
         gaps = isinstance(action, ac.Found) and (action.gaps or recorder.running)
         self.prompts.answered(request, action, gaps)
         if isinstance(action, ac.Grant):
             recorder.answered(self.number, len(action.slots))
+            lease = number_on_connection(action.lease)
             slots, stored = action.slots.tobytes(), action.stored.blocks
-            self.send(
-                m.Granted(request, number_on_connection(action.lease), action.slot_bytes, slots, stored)
-            )
+            self.send(m.Granted(request, lease, action.slot_bytes, slots, stored))
         elif isinstance(action, ac.Found):
             recorder.answered(self.number, action.value)
             self.send(m.Found(request, action.value, gaps, action.stored.blocks))
@@ -112,23 +110,23 @@ class Session:
             lease = number_on_connection(action.lease)
             self.send(m.Reserved(request, lease, action.slot_bytes, slots, status, action.why))
         elif isinstance(action, ac.Explained):
-            self.send(
-                m.Explained(request, named(action, self.services.authenticator, self.services.namespaces))
-            )
+            services = self.services
+            explained = named(action, services.authenticator, services.namespaces)
+            self.send(m.Explained(request, explained))
         elif action.retry_s > 0:
             self.send(m.Busy(request, action.retry_s, action.why))
         else:
             self.send(m.Denied(request, action.why, action.hint))
 
     def deny(self, request: int, why: str, hint: str) -> None:
-        """Refuses a request; one of number 0 has no answer."""
+        """Refuses a request. Request 0 has no answer."""
         if request:
             self.send(m.Denied(request, why, hint))
 
-    # -- what a message means for this peer
+    # -- values for events
 
     def deadline(self, timeout_s: float) -> float:
-        """Returns the time of the event loop after `timeout_s` seconds, or after a day if that is sooner."""
+        """Returns the event loop's time in `timeout_s` seconds, at most in a day."""
         return self.services.core.now() + min(max(timeout_s, 0.0), LONGEST_S)
 
     def memory_tier(self, device: str) -> int:

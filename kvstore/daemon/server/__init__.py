@@ -1,5 +1,5 @@
 """Serves peers: listening sockets, connections and their bounds, and the order in which requests run.
 
-A connection cuts bytes into messages and has the scheduler run them; `requests` does what they ask. This room
-may import `wire`, `core` and `requests`, but not `runtime`.
+A connection decodes messages and passes them to the scheduler; `requests` runs them. Imports `requests`,
+`tenancy`, `operator.latency`, `wire` and `core`, but not `runtime`.
 """

@@ -1,7 +1,8 @@
-"""One connection, from its Hello to its end: bytes in, messages through the scheduler to their `requests`.
+"""One connection: decodes a peer's bytes, and runs its messages through the scheduler.
 
-A peer that breaks the protocol gets the reason and is disconnected. What it held is free at once, and no
-other peer is affected. Everything runs on the event loop.
+A peer that breaks the protocol gets the reason and is disconnected. Its leases and reservations are freed at
+once, and no other peer is affected. Everything runs on the event loop. What a message does is not covered
+here: see `requests`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ except PackageNotFoundError:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """The protocol of one peer. `session` is None before its Hello and after its end."""
+    """The protocol of one peer. `session` is None before the peer's Hello and after its end."""
 
     def __init__(self, table: ConnectionTable, services: Services, among_operators: bool = False) -> None:
-        """`among_operators`: the peer comes by the operators' socket."""
+        """`among_operators`: the peer connected to the operators' socket."""
         self.number = next(_numbers)
         self.services = services
         self.session: Session | None = None
@@ -58,10 +59,9 @@ class Connection(asyncio.BufferedProtocol):
         self._timer = RequestTimer(services.calls, services.stopwatch)
         self._hello_timer: asyncio.TimerHandle | None = None
 
-    # -- the event loop's side
+    # -- asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.BaseProtocol."""
         self._transport = cast(asyncio.Transport, transport)
         table, services = self._table, self.services
         peer = peer_of(self._transport.get_extra_info("socket").fileno())
@@ -77,29 +77,27 @@ class Connection(asyncio.BufferedProtocol):
             crowded_out._end(f"{STRANGERS} peers have not said Hello", "say it as soon as you are connected")
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See asyncio.BufferedProtocol. Strangers are read little at a time."""
+        """Returns the shared buffer. Strangers get a small part of it."""
         buffer = self._table.read_buffer
         return buffer if self.session is not None else buffer[:STRANGERS_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See asyncio.BufferedProtocol."""
         self.data_received(bytes(self._table.read_buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Takes in what has come from the peer."""
+        """Runs or queues the messages that end in these bytes."""
         scheduler = self._table.scheduler
-        scheduler.feed(self._queue, self._reader.feed(data))
+        scheduler.feed(self._queue, self._reader.frames.feed(data))
         self._reader.count()
         if len(data) > _LONG_READ_BYTES:
             scheduler.throttle(self._queue, len(data))
 
     def eof_received(self) -> None:
-        """See asyncio.BufferedProtocol."""
-        if self._reader.unfinished:
+        if self._reader.frames.unfinished:
             _log.info("connection %d: ended in the middle of a frame", self.number)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.BaseProtocol. The core frees what the client held."""
+        """Ends the session. The core frees the client's leases and reservations."""
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
@@ -116,14 +114,12 @@ class Connection(asyncio.BufferedProtocol):
         self.services.core.handle(ev.ClientLost(self.number))
 
     def pause_writing(self) -> None:
-        """See asyncio.BaseProtocol."""
         self._outbox.pause()
 
     def resume_writing(self) -> None:
-        """See asyncio.BaseProtocol."""
         self._outbox.resume()
 
-    # -- what the table knows
+    # -- state that the table and the server use
 
     @property
     def uid(self) -> int:
@@ -132,11 +128,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def version(self) -> int:
-        """The version of the wire that both sides speak."""
+        """The wire version of this connection."""
         return self._handshake.version
 
     def check(self) -> None:
-        """Disconnects the peer if it is another principal by now, or none. Its role may have changed."""
+        """Identifies the peer again. Disconnects it if it has another tenant now, or none."""
         if self.session is None:
             return
         try:
@@ -156,7 +152,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- messages
 
     def run(self, message: Any, waited_s: float) -> None:
-        """See `request_scheduler.Peer`. The deadline of a request includes its time in the queue."""
+        """See `request_scheduler.Peer`. Subtracts the time in the queue from the timeout of a request."""
         if waited_s and hasattr(message, "timeout_s"):
             message.timeout_s = max(0.0, message.timeout_s - waited_s)
         self._timer.run(message, waited_s)
@@ -176,11 +172,10 @@ class Connection(asyncio.BufferedProtocol):
         self._table.scheduler.feed(self._queue, iter((message,)))
 
     def busy(self, message: Any, retry_s: float) -> None:
-        """See `request_scheduler.Peer`."""
         self._outbox.send(m.Busy(message.id, retry_s, "too many requests of this tenant are waiting"))
 
     def failed(self, error: Exception) -> None:
-        """See `request_scheduler.Peer`. A bug met by one peer's request ends that peer's connection only."""
+        """See `request_scheduler.Peer`. A bug in one peer's request ends only that peer's connection."""
         if isinstance(error, RemoteProtocolError):
             self._outbox.fail(error.message, error.hint)
         else:
@@ -188,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
             self._outbox.fail("internal error", "see the daemon's log")
 
     def _end(self, why: str, hint: str) -> None:
-        """Says what is wrong and ends the connection without waiting for the peer."""
+        """Sends the reason and aborts the connection."""
         self._outbox.fail(why, hint)
         self._transport.abort()
 

@@ -1,13 +1,13 @@
-"""All connections of one daemon, and their bounds: how many there are, and the bytes that they hold.
+"""The connections of one daemon, and the bounds on their number and on the bytes that they hold.
 
-A peer is a stranger until its Hello. Strangers are bounded by number and user, greeted peers by tenant.
+A peer is a stranger until its Hello. Strangers are bounded in number by user, greeted peers by tenant.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.config import Config
 from kvstore.daemon.server.request_scheduler import RequestScheduler
@@ -17,23 +17,15 @@ from kvstore.wire import messages as m
 _log = logging.getLogger(__name__)
 
 STRANGERS = 256
-"""The most connections without a Hello: more than are accepted before any of them is read."""
+"""The most connections without a Hello: more than are accepted before one of them is read."""
 
 _FOR_OPERATORS = 16
 _SHARE_OF_FREE = 2
 _READ_BYTES = 64 << 10
 
 
-class Connected(Protocol):
-    """A connection of the table."""
-
-    @property
-    def uid(self) -> int:
-        """The user of the peer's process."""
-
-
 class TenantBytes:
-    """One connection's part of the bytes that a tenant's connections hold."""
+    """One connection's share of the bytes that a tenant's connections hold."""
 
     __slots__ = ("_by_tenant", "nbytes", "tenant")
 
@@ -44,7 +36,7 @@ class TenantBytes:
         self.nbytes = 0
 
     def set(self, nbytes: int) -> int:
-        """Sets this connection's part. Returns the sum of the tenant."""
+        """Sets this connection's bytes. Returns the sum of the tenant."""
         if self.tenant is None:
             return 0
         self._by_tenant[self.tenant] += nbytes - self.nbytes
@@ -53,7 +45,7 @@ class TenantBytes:
 
 
 class ConnectionTable:
-    """All connections, and the strangers among them in the order in which they came."""
+    """All connections, and the strangers among them by age. Elements are of type `Connection`."""
 
     def __init__(self, scheduler: RequestScheduler) -> None:
         self.scheduler = scheduler
@@ -64,20 +56,20 @@ class ConnectionTable:
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._logged: set[tuple[int, int, int]] = set()
 
-    def add(self, stranger: Connected) -> None:
+    def add(self, stranger: Any) -> None:
         """Adds a connection that has not said Hello."""
         self.connections.add(stranger)
         self.strangers[stranger] = None
 
-    def remove(self, connection: Connected) -> None:
+    def remove(self, connection: Any) -> None:
         """Removes a connection that has ended."""
         self.connections.discard(connection)
         self.strangers.pop(connection, None)
 
     def crowded_out(self, uid: int) -> Any:
-        """Returns the stranger to disconnect after one of user `uid` has come; None while there is room.
+        """Returns the stranger to disconnect after user `uid` has connected, None if there are few strangers.
 
-        It is the oldest of that user. If the user has no other, it is the oldest of the user with most.
+        Returns the oldest stranger of that user, or of the user with most strangers if this is its only one.
         """
         if len(self.strangers) <= STRANGERS:
             return None
@@ -86,10 +78,10 @@ class ConnectionTable:
         return next(stranger for stranger in self.strangers if stranger.uid == crowd)
 
     def why_full(self, who: Principal, config: Config) -> str:
-        """Returns why a peer can't be greeted, "" if it can.
+        """Returns why there is no connection left for a peer, "" if there is one.
 
-        The last few connections are for operators. Where tenants are configured, each may have twice as many
-        as are left, so there is always room for one more tenant.
+        The last connections, at most 16, are reserved for operators. If tenants are configured, each may have
+        twice the number of free connections. So one more tenant can always connect.
         """
         limit, greeted = config.limits.connections, len(self.connections) - len(self.strangers)
         left = limit - greeted
@@ -103,7 +95,7 @@ class ConnectionTable:
         return ""
 
     def log_version(self, uid: int, hello: m.Hello) -> None:
-        """Logs that a client is too old or too new: once for each user and version, as clients try again."""
+        """Logs that a client is too old or too new, once for each user and version: clients try again."""
         client = uid, hello.version, hello.newest
         if client not in self._logged and len(self._logged) < STRANGERS:
             self._logged.add(client)

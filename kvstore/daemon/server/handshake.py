@@ -1,4 +1,4 @@
-"""The handshake: the version of the wire, and the peer's principal by user, group or token."""
+"""The handshake: chooses the wire version, and identifies the peer by user, group or token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvstore.wire import messages as m
 
 
 class VersionError(RefusedError):
-    """The client and this daemon have no version in common."""
+    """The client and this daemon have no wire version in common."""
 
 
 class Handshake:
-    """What one peer says of itself, and what the kernel says of it."""
+    """The credentials of one peer: from the kernel, and from its Hello."""
 
     def __init__(self, peer: Peer, authenticator: Authenticator, among_operators: bool) -> None:
-        """`among_operators`: the peer came by the operators' socket."""
+        """`among_operators`: the peer connected to the operators' socket."""
         self.peer = peer
         self.version = m.VERSION
         self._authenticator = authenticator
@@ -24,7 +24,7 @@ class Handshake:
         self._token = ""
 
     def greet(self, hello: m.Hello, now: float) -> Principal:
-        """Takes the peer's Hello and returns its principal. `now` is Unix time in seconds.
+        """Reads the peer's Hello and returns its principal. `now` is Unix time in s.
 
         Raises RefusedError, or RemoteProtocolError for a peer that is no kvstore client.
         """
@@ -39,6 +39,6 @@ class Handshake:
         return self.identify(now)
 
     def identify(self, now: float) -> Principal:
-        """Returns the peer's principal at a Unix time in seconds. Raises RefusedError if it has none."""
+        """Returns the peer's principal at `now`, Unix time in s. Raises RefusedError if it has none."""
         peer = self.peer
         return self._authenticator.identify(peer.uid, peer.gids, self._token, now, self._among_operators)

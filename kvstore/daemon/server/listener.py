@@ -1,7 +1,7 @@
-"""Listening sockets: made, accepted from, removed.
+"""Listening sockets: binds them, accepts connections, removes them.
 
-Accepting is cheap, opening a connection is not. Accepted connections are opened in turns of their users, each
-user's at a bounded rate, so that a crowd that connects delays neither another user nor an answer.
+Accepting is cheap, opening a connection is not. Accepted connections are queued by user and opened fairly, at
+a bounded rate for each user. So many connections of one user delay neither other users nor answers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 class Listener:
-    """Accepts connections from a listening socket until it is closed; the socket stays open.
+    """Accepts connections from a listening socket until `close`, which does not close the socket.
 
-    A user has at most `_QUEUED` connections that wait to be opened; one more is closed.
+    Queues at most `_QUEUED` accepted connections of a user. Further connections are closed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Listener:
         sock: socket.socket,
         connect: Callable[[], asyncio.BaseProtocol],
     ) -> None:
-        """`connect` makes the protocol of each new connection."""
+        """`connect` returns the protocol of a new connection."""
         self._loop = loop
         self._sock = sock
         self._connect = connect
@@ -55,7 +55,7 @@ class Listener:
         loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accepts nothing more, and closes what has been accepted and not opened."""
+        """Stops accepting, and closes accepted connections that were not opened."""
         self._loop.remove_reader(self._sock)
         if self._timer is not None:
             self._timer.cancel()
@@ -71,10 +71,10 @@ class Listener:
                 peer, _ = self._sock.accept()
             except OSError as error:
                 if error.errno in _NO_ROOM:
-                    self._tell(error)
+                    self._log_shortage(error)
                     self._pause(_TRY_AGAIN_S)
                     crowded = False
-                break  # else nobody is there, or has gone again
+                break  # other errors: no peer is waiting, or it has gone
             self._short_of_descriptors = False
             crowded |= not self._queue(peer)
         if crowded:
@@ -83,7 +83,7 @@ class Listener:
             self._opening = self._loop.create_task(self._open_all())
 
     def _queue(self, peer: socket.socket) -> bool:
-        """Has a connection wait for its turn; closes it and returns False if too many of its user wait."""
+        """Queues a connection. Closes it and returns False if its user has too many queued."""
         uid = uid_of(peer)
         if uid not in self._users:
             while len(self._users) >= _USERS:
@@ -96,7 +96,7 @@ class Listener:
         return queued
 
     async def _open_all(self) -> None:
-        """Opens what has been accepted, one in a round of the loop at the most."""
+        """Opens queued connections, at most one in a round of the loop."""
         while self._accepted.waiting(0):
             now = self._loop.time()
             taken = self._accepted.take(now)
@@ -110,20 +110,20 @@ class Listener:
                 _log.warning("a connection could not be opened: %r", error)
         self._opening = None
 
-    def _tell(self, error: OSError) -> None:
+    def _log_shortage(self, error: OSError) -> None:
         if not self._short_of_descriptors:
             self._short_of_descriptors = True
             hint = "raise the limit of open files (LimitNOFILE=)"
             _log.error("no connection can be accepted: %s; %s", error.strerror, hint)
 
     def _pause(self, for_s: float) -> None:
-        """Nothing is accepted for a moment, though the socket is readable."""
+        """Stops accepting for `for_s` seconds."""
         self._loop.remove_reader(self._sock)
         self._timer = self._loop.call_later(for_s, self._loop.add_reader, self._sock, self._accept)
 
 
 def listen(path: Path, mode: int) -> socket.socket:
-    """A bound, listening socket. TierError names the path if it can't be had or another daemon has it."""
+    """Returns a listening socket bound to `path`. Raises TierError if the path cannot be used."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,17 +135,16 @@ def listen(path: Path, mode: int) -> socket.socket:
         finally:
             os.umask(old)
         listener.listen(_BACKLOG)
-    except OSError as error:
+    except (OSError, KVStoreError) as error:
         listener.close()
+        if isinstance(error, KVStoreError):
+            raise
         raise TierError(f"cannot listen on {path}: {error.strerror or error}", "set daemon.socket") from error
-    except KVStoreError:
-        listener.close()
-        raise
     return listener
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what is at a path; None if there is nothing."""
+    """Returns device and inode of a path, None if it does not exist."""
     try:
         found = path.lstat()
     except OSError:
@@ -154,13 +153,13 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def unlink_own(path: Path, made: tuple[int, int] | None) -> None:
-    """Removes a socket of that `identity`: by now, another daemon's may be at its path."""
+    """Removes a socket that has the `identity` of `made`: another daemon may have replaced it."""
     if made is not None and identity(path) == made:
         path.unlink(missing_ok=True)
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes a socket that nobody serves. TierError if somebody does, or if it is no socket."""
+    """Removes a socket without a server. Raises TierError if it has one, or if `path` is no socket."""
     if not path.is_socket():
         raise TierError(f"{path} exists and is no socket", "set daemon.socket to another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

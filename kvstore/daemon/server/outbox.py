@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _FRAME_BYTES = 1 << 30
 _UNREAD_BYTES = 16 << 20
-"""The most that unread answers of one connection take; those of a tenant: twice that."""
+"""The most bytes of unread answers of one connection. A tenant may have twice that."""
 
 
 class Outbox:
@@ -35,11 +35,11 @@ class Outbox:
 
     @property
     def waiting_bytes(self) -> int:
-        """What the peer has not read yet."""
+        """The bytes that the peer has not read yet."""
         return self._transport.get_write_buffer_size()
 
     def send(self, message: Any) -> None:
-        """Sends a message; a peer that does not read its answers is disconnected."""
+        """Sends a message. Disconnects a peer that has too many unread answers."""
         if self._transport.is_closing():
             return
         self._timer.answered(message)
@@ -48,9 +48,9 @@ class Outbox:
             self._count(self._transport.get_write_buffer_size())
 
     def send_with_descriptor(self, message: m.Mapped, fd: int) -> None:
-        """Sends a short frame with a descriptor, past the transport, which can't carry one.
+        """Sends a short frame with a descriptor directly to the socket: transports carry none.
 
-        Only while no other bytes wait, as they would arrive later.
+        Allowed only while `waiting_bytes` is 0. Waiting bytes would arrive after the frame.
         """
         self._timer.answered(message)
         number = os.dup(self._transport.get_extra_info("socket").fileno())
@@ -66,7 +66,7 @@ class Outbox:
             self._transport.write(frame[sent:])
 
     def fail(self, why: str, hint: str) -> None:
-        """Says what is wrong and hangs up, once everything is sent."""
+        """Sends the reason and closes the connection once everything is sent."""
         _log.info("connection %d: %s", self.number, why)
         if not self._transport.is_closing():
             self._transport.write(pack(m.Failure(why, hint)))
@@ -77,7 +77,7 @@ class Outbox:
         self._paused = True
 
     def resume(self) -> None:
-        """The peer has read its answers."""
+        """Stops counting: the peer has read its answers."""
         self._paused = False
         self.unread.set(0)
 

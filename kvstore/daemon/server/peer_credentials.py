@@ -1,4 +1,4 @@
-"""Who the kernel says is at the other end of a Unix socket."""
+"""The kernel's credentials of the peer of a Unix socket."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 _SO_PEERGROUPS = 59
 _CREDENTIALS = struct.Struct("iII")
-_MOST_BYTES = 1024  # what Python's getsockopt takes: 256 groups
+_MOST_BYTES = 1024  # the limit of Python's getsockopt: 256 groups
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process when it connected: its user and its groups, the primary one first."""
+    """User and groups of a process at the time when it connected, the primary group first."""
 
     uid: int
     gids: tuple[int, ...]
     pid: int = 0
 
     def pidfd(self) -> int:
-        """A descriptor of the process, which polls readable when that has ended; the caller closes it.
+        """Returns a descriptor of the process that polls readable once it has ended. The caller closes it.
 
-        OSError if it has, or is in a namespace from which its number can't be told.
+        Raises OSError if it has ended, or if its pid namespace hides its number.
         """
         if not self.pid:
             raise OSError(errno.ESRCH, "the peer's process can't be told from here: share the pid namespace")
@@ -34,19 +34,19 @@ class Peer:
 
 
 def uid_of(sock: socket.socket) -> int:
-    """The user of the process at the other end of a connected Unix socket."""
+    """Returns the user of the peer of a connected Unix socket."""
     return _credentials(sock)[1]
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """pid, uid, gid."""
+    """Returns pid, uid and gid."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
 
 
 def peer_of(fd: int) -> Peer:
-    """The peer of a connected Unix socket. Supplementary groups only from kernels that tell, 256 at most."""
+    """Returns the peer of a connected Unix socket, with at most 256 groups where the kernel lists them."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         pid, uid, gid = _credentials(sock)
         more = array("I")

@@ -1,14 +1,12 @@
-"""Runs the requests of all connections, fairly by tenant, on the event loop.
+"""Runs the requests of all connections on the event loop, fairly by tenant.
 
-While nothing is queued, a request runs when it arrives. Otherwise requests are queued, first undecoded and
-then decoded. Slots of `SLICE_S` run the next ones by `FairQueue`; between slots the loop reads sockets.
+While nothing is queued, a request runs when it arrives. Otherwise requests are queued, first undecoded, then
+decoded. Slots of `SLICE_S` run queued requests by `FairQueue`. Between slots the loop reads sockets.
 
-A connection is not read while it sends faster than its requests run, nor while its tenant has `QUEUED_BYTES`
-queued. Connections that send much are read one in a slot, at most `READ_BYTES_PER_S` for each tenant. A
-tenant that still has too many requests queued, or that is over its cap, gets Busy. The messages of one
-connection run in their order.
-
-Not covered: what a request leads to after it has run, such as copies between tiers.
+A connection is not read while it has undecoded messages, nor while its tenant has `QUEUED_BYTES` queued.
+After long reads, connections are read one in a slot, at most `READ_BYTES_PER_S` for each tenant. A tenant
+that has too many requests queued, or that is over its cap, gets Busy. The messages of one connection run in
+order. Copies between tiers that a request starts are not covered here.
 """
 
 from __future__ import annotations
@@ -17,25 +15,26 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvstore.core.queues.fair_queue import FairQueue
 from kvstore.wire import messages as m
 
 SLICE_S = 200e-6
-"""How long requests run before sockets are read again."""
+"""The duration of a slot, after which sockets are read again."""
 
 QUEUED_BYTES = 16 << 20
-"""The most bytes that a tenant's queued requests take, before one more request."""
+"""A tenant with this number of bytes queued gets no more messages decoded."""
 
 READ_BYTES_PER_S = 64 << 20
-"""How fast a tenant's long requests are read after `_READ_BURST_BYTES`, while others are connected."""
+"""The rate of a tenant's long reads after `_READ_BURST_BYTES`, while other tenants are connected."""
 
 _READ_BURST_BYTES = 8 << 20
 _READ_UNIT_BYTES = 4096
 _READ_QUANTUM = 64
 
-_UNIT_S = 16e-6  # about what a cost of 1 takes: a request of up to _UNIT_KEYS keys
+_UNIT_S = 16e-6  # about the duration of a request of cost 1, which has up to _UNIT_KEYS keys
 _UNIT_KEYS = 256
 _LONG_COST = 64
 _OPEN_COST = 4
@@ -55,63 +54,62 @@ _Request = tuple["ConnectionQueue", Any, float]
 
 
 class Peer(Protocol):
-    """What the scheduler uses of a connection."""
+    """The connection of a queue."""
 
     def run(self, message: Any, waited_s: float) -> None:
         """Runs a message that was queued for `waited_s` seconds. May raise."""
 
     def busy(self, message: Any, retry_s: float) -> None:
-        """Refuses a request; it may be sent again after `retry_s` seconds."""
+        """Refuses a request, which may be sent again after `retry_s` seconds."""
 
     def failed(self, error: Exception) -> None:
-        """Ends the connection: a message could not be decoded, or could not be run."""
+        """Ends the connection, because a message could not be decoded or run."""
 
 
 class _ClosedPeer:
-    """Replaces a connection that has ended. No circle of references then keeps the connection in memory."""
+    """Replaces a connection that has ended. No reference cycle then keeps the connection in memory."""
 
     def run(self, message: Any, waited_s: float) -> None:
-        """See Peer."""
+        pass
 
     def busy(self, message: Any, retry_s: float) -> None:
-        """See Peer."""
+        pass
 
     def failed(self, error: Exception) -> None:
-        """See Peer."""
+        pass
 
 
+@dataclass(slots=True, eq=False)
 class ConnectionQueue:
-    """The messages that one connection has sent and that have not run yet."""
+    """The messages of one connection that have not run yet. Strangers have `tenant` None and share slots."""
 
-    __slots__ = (
-        "closed",
-        "decoded",
-        "paused",
-        "peer",
-        "received_s",
-        "scheduled",
-        "tenant",
-        "throttled",
-        "transport",
-        "undecoded",
-    )
-
-    def __init__(self, peer: Peer, transport: asyncio.ReadTransport) -> None:
-        """Until `RequestScheduler.join`, its messages share the slots of all strangers."""
-        self.peer = peer
-        self.transport = transport
-        self.tenant: int | None = None
-        self.undecoded: Iterator[Any] | None = None
-        self.received_s = 0.0
-        self.decoded = 0
-        self.scheduled = False
-        self.paused = False
-        self.throttled = False
-        self.closed = False
+    peer: Peer
+    transport: asyncio.ReadTransport
+    tenant: int | None = None
+    undecoded: Iterator[Any] | None = None
+    received_s: float = 0.0
+    decoded: int = 0
+    scheduled: bool = False
+    paused: bool = False
+    throttled: bool = False
+    closed: bool = False
 
     def is_held_up(self) -> bool:
-        """Returns whether the daemon does not read on, rather than the peer not send."""
+        """Returns whether the daemon has stopped reading, so that a late frame is not the peer's fault."""
         return self.undecoded is not None or self.paused
+
+    def pause(self) -> None:
+        """Stops reading."""
+        if not self.paused:
+            self.paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Reads again, unless messages are undecoded or the connection is throttled."""
+        if self.paused and self.undecoded is None and not self.throttled:
+            self.paused = False
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
 
 
 class RequestScheduler:
@@ -120,9 +118,9 @@ class RequestScheduler:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, stopwatch: Callable[[], float], queued_requests: int = 1024
     ) -> None:
-        """`stopwatch` returns seconds and goes on while requests run, as a loop's time may not.
+        """`stopwatch` returns s and advances while requests run, unlike the event loop's time.
 
-        `queued_requests`: how many requests of a tenant may be queued; more get Busy.
+        `queued_requests`: the most queued requests of a tenant. Further requests get Busy.
         """
         self.queued_requests = queued_requests
         self.refused = 0
@@ -145,10 +143,7 @@ class RequestScheduler:
         self._ended = 0.0
 
     def set(self, tenant: int, weight: float, requests_per_s: float = 0.0) -> None:
-        """Sets a tenant's weight, and the most requests that it runs in a second (0: no cap).
-
-        A request of many keys counts as several, of 256 keys each.
-        """
+        """Sets a tenant's weight, and its cap in requests of 256 keys each a second (0: no cap)."""
         self._to_decode.set(tenant, weight)
         self._to_run.set(tenant, weight, requests_per_s, _BURST_S * requests_per_s)
         rate, burst = READ_BYTES_PER_S / _READ_UNIT_BYTES, _READ_BURST_BYTES / _READ_UNIT_BYTES
@@ -160,24 +155,24 @@ class RequestScheduler:
 
     @property
     def waiting(self) -> int:
-        """How many requests are decoded and have not run."""
+        """The number of decoded requests that have not run."""
         return self._decoded.total()
 
     # -- connections
 
     def join(self, queue: ConnectionQueue, tenant: int) -> None:
-        """Makes a connection one of a tenant."""
+        """Assigns a connection to a tenant."""
         queue.tenant = tenant
         self.connected[tenant] += 1
 
     def feed(self, queue: ConnectionQueue, messages: Iterator[Any]) -> None:
-        """Takes messages that have arrived, and decodes them as it runs them: at once, or in later slots."""
+        """Decodes and runs messages that have arrived: at once if nothing is queued, else in later slots."""
         start = self._stopwatch()
         if self._slot_due:
             self._put_off(queue, messages, start)
             return
         if len(self.connected) > 1:
-            # What runs at once must leave the loop time to read what other tenants have sent.
+            # The loop must get time to read the sockets of other tenants.
             self._spent_s = max(0.0, self._spent_s - (start - self._ended))
         else:
             self._spent_s = 0.0
@@ -196,12 +191,12 @@ class RequestScheduler:
             queue.peer.failed(error)
 
     def _put_off(self, queue: ConnectionQueue, messages: Iterator[Any], now: float) -> None:
-        """Queues messages undecoded; a connection that has some already is not read until they have run."""
+        """Queues undecoded messages. A connection that has some already is not read until they have run."""
         if queue.undecoded is None:
             queue.undecoded, queue.received_s = messages, now
         else:
             queue.undecoded = itertools.chain(queue.undecoded, messages)
-            _pause(queue)
+            queue.pause()
         self._schedule_decoding(queue)
         self._schedule_slot()
 
@@ -211,11 +206,11 @@ class RequestScheduler:
             self._to_decode.put(_STRANGERS if queue.tenant is None else queue.tenant, 0, 1, queue)
 
     def throttle(self, queue: ConnectionQueue, nbytes: int) -> None:
-        """Pauses a connection that has sent `nbytes` at once, until a slot. A lone tenant is not paused."""
+        """Pauses a connection that has sent `nbytes` at once, until a slot. A single tenant is not paused."""
         if len(self.connected) <= 1 or queue.throttled or queue.transport.is_closing():
             return
         queue.throttled = True
-        _pause(queue)
+        queue.pause()
         tenant = _STRANGERS if queue.tenant is None else queue.tenant
         self._to_read.put(tenant, 0, -(-nbytes // _READ_UNIT_BYTES), queue)
         self._schedule_slot()
@@ -228,7 +223,7 @@ class RequestScheduler:
             if not self.connected[queue.tenant]:
                 del self.connected[queue.tenant]
         if queue.decoded and not self._sweeping:
-            # One pass for all that leave in this round of the loop, as a pass over all requests is slow.
+            # A pass over all requests is slow: one for all connections that end in this round of the loop.
             self._sweeping = True
             self._loop.call_soon(self._sweep)
 
@@ -260,7 +255,7 @@ class RequestScheduler:
         self._schedule_slot()
 
     def _wait(self, now: float) -> None:
-        """Schedules the next slot for when a tenant's cap allows it: nothing can be read or run now."""
+        """Schedules the next slot for the time when a tenant's cap allows a read or a request."""
         self._spent_s, self._ended = 0.0, now
         if self._timer is not None:
             self._timer.cancel()
@@ -276,11 +271,11 @@ class RequestScheduler:
             return False
         queue = taken[3]
         queue.throttled = False
-        _resume(queue)
+        queue.resume()
         return True
 
     def _decode_some(self, now: float) -> bool:
-        """Decodes some messages of one connection. Returns False if there are none."""
+        """Decodes up to 16 messages of one connection. Returns False if no connection has any."""
         taken = self._to_decode.take(now)
         if taken is None:
             return False
@@ -296,7 +291,7 @@ class RequestScheduler:
                 message = next(queue.undecoded, None)
                 if message is None:
                     queue.undecoded = None
-                    _resume(queue)
+                    queue.resume()
                 elif queue.tenant is None:
                     queue.peer.run(message, now - queue.received_s)
                     if queue.transport.is_closing():
@@ -313,10 +308,10 @@ class RequestScheduler:
         return True
 
     def _most_decoded(self, queue: ConnectionQueue) -> int:
-        """Returns how many messages of a connection may be queued decoded; it is not read meanwhile.
+        """Returns the most decoded messages of a connection.
 
-        A tenant with a cap gets Busy instead, as its messages would only get old undecoded. It has a bound
-        too, for messages that can't be refused.
+        Messages of a tenant with a cap are decoded and refused, because undecoded ones would only get old.
+        They have a bound too, because some messages cannot be refused.
         """
         return 4 * self.queued_requests if queue.tenant in self._rates else _DECODED
 
@@ -329,7 +324,7 @@ class RequestScheduler:
             queue.peer.busy(message, max(_SOONEST_RETRY_S, self._to_run.waiting(0, tenant) / rate))
             return
         self._count(queue, message, 1)
-        # Operator commands have no cap, as an operator takes a cap back with one.
+        # Operator commands have no cap, because a command removes a cap.
         payer = _OPERATORS if type(message) is m.Control else tenant
         self._to_run.put(payer, 0, cost(message), (queue, message, queue.received_s))
 
@@ -362,25 +357,8 @@ class RequestScheduler:
             del self._decoded[queue.tenant], self._decoded_bytes[queue.tenant]
 
 
-def _pause(queue: ConnectionQueue) -> None:
-    if not queue.paused:
-        queue.paused = True
-        queue.transport.pause_reading()
-
-
-def _resume(queue: ConnectionQueue) -> None:
-    """Reads on, unless the connection has undecoded messages or is throttled."""
-    if queue.paused and queue.undecoded is None and not queue.throttled:
-        queue.paused = False
-        if not queue.transport.is_closing():
-            queue.transport.resume_reading()
-
-
 def cost(message: Any) -> int:
-    """Returns what a message costs to run, in units of about 16 µs.
-
-    Measured: a request costs most by itself, its keys cost little.
-    """
+    """Returns the cost of running a message, in units of about 16 µs. Keys cost little beside the request."""
     if type(message) in (m.Explain, m.Control):
         return _LONG_COST
     if type(message) is m.Open:
@@ -390,11 +368,11 @@ def cost(message: Any) -> int:
 
 
 def nbytes(message: Any) -> int:
-    """Returns about how many bytes a queued message takes."""
+    """Returns the approximate size of a queued message in bytes."""
     return _MESSAGE_BYTES + sum(len(getattr(message, name, b"")) for name in _LONG_FIELDS)
 
 
 def _refusable(message: Any) -> bool:
-    """Returns whether a message may be dropped: it has an answer, or only reports; and it frees nothing."""
+    """Returns whether a message may be dropped: it has an answer or is a report, and it frees nothing."""
     has_answer = bool(getattr(message, "id", 0)) or type(message) is m.Suspect
     return has_answer and type(message) is not m.Commit

@@ -1,4 +1,4 @@
-"""Times the requests of one connection, from reading to answer."""
+"""Measures the latency of one connection's requests, from the read to the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RequestTimer:
     def __init__(self, latency: Calls, stopwatch: Callable[[], float]) -> None:
         """Adds to `latency`. `stopwatch` returns seconds.
 
-        `running`: the request that runs now, 0 for none. One that is answered after it has run has waited.
+        `running`: the number of the request that runs, 0 for none. Requests answered later have waited.
         """
         self._latency = latency
         self._stopwatch = stopwatch
@@ -22,13 +22,13 @@ class RequestTimer:
         self.running = 0
 
     def run(self, message: Any, waited_s: float) -> None:
-        """Starts a message, `waited_s` seconds after it was read."""
+        """Starts the time of a message that was read `waited_s` seconds ago."""
         self.running = getattr(message, "id", 0)
         if self.running:
             self._began_s[self.running] = type(message), self._stopwatch() - waited_s
 
     def answered(self, answer: Any) -> None:
-        """Ends the request that a message answers, if it is an answer."""
+        """Records the latency of the request that this message answers, if it is an answer."""
         request = getattr(answer, "id", 0)
         began = self._began_s.pop(request, None)
         if began is not None:

@@ -1,4 +1,4 @@
-"""All connections of one daemon, and what they share: the scheduler, their bounds, the measured latency."""
+"""The server of one daemon: its connections, and the scheduler and bounds that they share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOSE_ROUNDS = 1000
 
 
 class Server:
-    """Serves every connection that `connect` makes a protocol for, until `close`."""
+    """Serves connections until `close`."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -27,11 +27,11 @@ class Server:
         self._set_shares()
 
     def connect(self, among_operators: bool = False) -> Connection:
-        """Returns the protocol of one more peer; `among_operators`: it comes by the operators' socket."""
+        """Returns the protocol of a new peer. `among_operators`: it connected to the operators' socket."""
         return Connection(self.table, self.services, among_operators)
 
     def reconfigure(self) -> None:
-        """Takes over a changed configuration. A peer that is another principal by now is disconnected."""
+        """Applies a changed configuration. Disconnects peers whose tenant has changed."""
         self._set_shares()
         for connection in list(self.table.connections):
             connection.check()
@@ -60,7 +60,7 @@ class Server:
         }
 
     async def close(self) -> None:
-        """Disconnects all peers. Returns when everything that they held is free."""
+        """Disconnects all peers. Returns when their leases and reservations are freed."""
         for connection in list(self.table.connections):
             connection.abort()
         for _ in range(_CLOSE_ROUNDS):
