@@ -57,21 +57,24 @@ class Experiment:
         self.block_bytes = options.block_bytes
         self.processes = options.processes
         self._placement = dict(options.placement)
-        trace = Trace(path, options.skip_bad)
+        self._trace = trace = Trace(path, options.skip_bad)
         self._loop: ClosedLoop | None = None
+        given_tokens = options.block_tokens
         if trace.kind == "conversations":
             self._loop = options.loop or ClosedLoop()
-            self.workload = of_conversations(trace, _or(options.block_tokens, AGENT_BLOCK_TOKENS), self._loop)
+            block_tokens = AGENT_BLOCK_TOKENS if given_tokens is None else given_tokens
+            workload = of_conversations(trace, block_tokens, self._loop)
         elif options.loop is not None:
             raise MisuseError(
                 f"{path} holds single requests, which have a clock of their own",
                 "--users, --gap-cap, --shared and --seed are for conversations",
             )
         else:
-            self.workload = of_chats(trace, _or(options.block_tokens, trace.block_tokens))
-        self.workload = self.workload.repeated(options.repeat)
+            workload = of_chats(trace, trace.block_tokens if given_tokens is None else given_tokens)
+        self.workload = workload.repeated(options.repeat)
         self.bound = Bound(self.workload)
-        self._trace = trace
+        self.best_ratio = self.ratio(self.bound.hits(self.workload.unique_blocks))
+        """The hit ratio of a cache that holds every block."""
 
     def report(
         self, policies: Sequence[str], capacities: Sequence[str], progress: Progress | None = None
@@ -87,42 +90,36 @@ class Experiment:
         progress: Progress | None = None,
     ) -> list[Point]:
         """Returns a point for every policy with every capacity, policies first."""
-        tasks = [self._task(policy, text, tiers) for policy in policies for text, tiers in capacities]
+        for policy in policies:
+            find(policy)
+        tasks = [
+            Task(policy, text, tiers, self.block_bytes, self._placement)
+            for policy in policies
+            for text, tiers in capacities
+        ]
         return run(self.workload, tasks, self.processes, progress)
 
     def summary(self, points: list[Point], parsed: Sequence[tuple[str, Capacities]]) -> Report:
-        """Returns a report of these points, with Belady's bound at each capacity."""
-        bounds = [self.bound_at(text, tiers) for text, tiers in parsed]
-        return Report(self.trace_info(), self.settings(), points, bounds)
+        """Returns a report of these points, with Belady's bound for the sum of all tiers at each capacity."""
+        sizes = [(text, sum(tier.blocks(self.block_bytes) for tier in tiers)) for text, tiers in parsed]
+        bounds = [BoundPoint(text, blocks, self.ratio(self.bound.hits(blocks))) for text, blocks in sizes]
+        loop = asdict(self._loop) if self._loop else {}
+        settings = ReplaySettings(self.workload.block_tokens, self.block_bytes, self._placement, **loop)
+        return Report(self._trace_info(), settings, points, bounds)
 
     def parse(self, capacity: str) -> Capacities:
-        """Parses a capacity; percentages are of this trace's unique blocks."""
+        """Parses a capacity. Percentages are of this trace's unique blocks."""
         return parse_capacities(capacity, self.workload.unique_blocks, self.block_bytes)
 
     def parse_nvme(self, size: str) -> Capacities:
         """Parses the capacity of an NVMe tier."""
         return (parse_tier(size, Tier.NVME, self.workload.unique_blocks, self.block_bytes),)
 
-    def _task(self, policy: str, capacity: str, tiers: Capacities) -> Task:
-        find(policy)
-        return Task(policy, capacity, tiers, self.block_bytes, self._placement)
-
-    def bound_at(self, capacity: str, tiers: Capacities) -> BoundPoint:
-        """Returns Belady's bound for the sum of all tiers."""
-        blocks = sum(tier.blocks(self.block_bytes) for tier in tiers)
-        return BoundPoint(capacity, blocks, self.ratio(self.bound.hits(blocks)))
-
     def ratio(self, blocks: int) -> float:
         """Returns the token hit ratio of `blocks` served blocks."""
         return blocks * self.workload.block_tokens / max(1, int(self.workload.input_tokens.sum()))
 
-    @property
-    def best_ratio(self) -> float:
-        """The hit ratio of a cache that holds every block."""
-        return self.ratio(self.bound.hits(self.workload.unique_blocks))
-
-    def trace_info(self) -> TraceInfo:
-        """Returns the properties of the trace."""
+    def _trace_info(self) -> TraceInfo:
         w = self.workload
         return TraceInfo(
             name=self._trace.path.name,
@@ -136,13 +133,3 @@ class Experiment:
             skipped_lines=len(self._trace.skipped),
             best_hit_ratio=self.best_ratio,
         )
-
-    def settings(self) -> ReplaySettings:
-        """Returns the settings of the replays."""
-        loop = asdict(self._loop) if self._loop else {}
-        block_tokens = self.workload.block_tokens
-        return ReplaySettings(block_tokens, self.block_bytes, self._placement, **loop)
-
-
-def _or(given: int | None, default: int) -> int:
-    return default if given is None else given

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from kvstore import Client
@@ -92,9 +91,7 @@ class LocalDaemon:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
                 self.stop()
@@ -124,10 +121,7 @@ class LocalDaemon:
         return [sys.executable, "-P", "-m", "kvstore", how, "-c", str(self.folder / "kvstore.toml")]
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Sends SIGTERM and waits.
-
-        Raises KVStoreError if the daemon fails or takes longer than `timeout_s`.
-        """
+        """Sends SIGTERM and waits. Raises KVStoreError if the daemon fails or takes over `timeout_s`."""
         if self._process is None:
             return
         self._process.terminate()

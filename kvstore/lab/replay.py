@@ -14,8 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -220,10 +219,6 @@ class Result:
     get_gib_per_s: float | None
     put_gib_per_s: float | None
 
-    def to_map(self) -> dict[str, Any]:
-        """The fields as plain values, for JSON."""
-        return asdict(self)
-
 
 Progress = Callable[[float, Tally], None]
 """Called after each request with the fraction done (0 to 1) and the totals, by one worker at a time."""
@@ -267,10 +262,7 @@ class _Run:
         self._all_sessions = 0 if options.requests or not progress else trace.count_sessions()
 
     def play(self, engines: Sequence[Engine]) -> float:
-        """Replays all sessions.
-
-        Returns the wall time in seconds. The first error of a worker stops all workers.
-        """
+        """Replays all sessions and returns the wall time in seconds. The first error stops all workers."""
         self._start_s = time.perf_counter()
         with ThreadPoolExecutor(len(engines), "replay") as pool:
             workers = [pool.submit(self._work, engine) for engine in engines]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -93,13 +92,9 @@ class Report:
     bounds: list[BoundPoint]
     version: int = VERSION
 
-    def to_map(self) -> dict[str, Any]:
-        """The fields as plain values, for JSON."""
-        return asdict(self)
-
 
 def load(path: Path) -> Report:
-    """Reads a report that `to_map` made. Raises KVStoreError if the file is not a report of this version."""
+    """Reads a report from JSON. Raises KVStoreError if the file is not a report of this version."""
     try:
         text = path.read_bytes()
     except OSError as e:

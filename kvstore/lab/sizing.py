@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Any
 
 import numpy as np
 
@@ -39,10 +38,6 @@ class Sizing:
     limits_bytes: dict[str, int]
     cost: float | None
     report: Report
-
-    def to_map(self) -> dict[str, Any]:
-        """The fields as plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +95,7 @@ class _Tried:
 def for_hit_ratio(
     experiment: Experiment, policy: str, wanted: float, nvme: Capacities, doing: Doing
 ) -> Sizing:
-    """Finds the smallest DRAM, within 2 %, with a hit ratio of at least `wanted`. `nvme` is fixed and may be
-    empty.
+    """Finds the smallest DRAM, within 2 %, with a hit ratio of at least `wanted`, beside a fixed `nvme`.
 
     Raises KVStoreError if no cache, or not this policy, can reach the hit ratio.
     """
@@ -177,33 +171,28 @@ def _worth(point: Point) -> tuple[float, int]:
     return round(point.hit_ratio / _ALIKE), point.hits_by_tier[Tier.DRAM.name.lower()]
 
 
-def _bought(experiment: Experiment, budget: float, share: float, prices: Prices) -> Capacities | None:
+def _bought(experiment: Experiment, budget: float, share: float, prices: Prices) -> Capacities:
     """Returns the tiers that a budget buys with a fraction `share` for DRAM, at most what the trace can use.
 
-    Returns None if DRAM cannot hold the longest prompt.
+    Empty if DRAM cannot hold the longest prompt.
     """
-    money = {Tier.DRAM: budget * share / prices.dram, Tier.NVME: budget * (1 - share) / prices.nvme}
-    tiers = []
-    for tier, gib in money.items():
-        most = limit_for(experiment.workload.unique_blocks, tier, experiment.block_bytes)
-        limit = min(int(gib * GIB) // _STEP_BYTES * _STEP_BYTES, most)
-        capacity = Capacity(tier, limit_bytes=limit)
-        least = experiment.workload.longest if tier == Tier.DRAM else 1
-        if limit and capacity.blocks(experiment.block_bytes) >= least:
-            tiers.append(capacity)
-        elif tier == Tier.DRAM:
-            return None
-    return tuple(tiers)
+    dram = _affordable(experiment, Tier.DRAM, budget * share / prices.dram, experiment.workload.longest)
+    nvme = _affordable(experiment, Tier.NVME, budget * (1 - share) / prices.nvme, 1)
+    return (*dram, *nvme) if dram else ()
+
+
+def _affordable(experiment: Experiment, tier: Tier, gib: float, least_blocks: int) -> Capacities:
+    """Returns a tier of `gib` GiB, at most what the trace can use; empty if it holds too few blocks."""
+    most = limit_for(experiment.workload.unique_blocks, tier, experiment.block_bytes)
+    limit = min(int(gib * GIB) // _STEP_BYTES * _STEP_BYTES, most)
+    capacity = Capacity(tier, limit_bytes=limit)
+    return (capacity,) if limit and capacity.blocks(experiment.block_bytes) >= least_blocks else ()
 
 
 def limit_for(blocks: int, tier: Tier, block_bytes: int) -> int:
     """Returns the smallest limit in bytes, in steps of 2 MiB, with which a daemon holds `blocks` blocks."""
-    steps = range(1, 2 + 4 * (blocks + 16) * (block_bytes + (64 << 10)) // _STEP_BYTES)
-    return (
-        _STEP_BYTES
-        * steps[
-            bisect_left(
-                steps, blocks, key=lambda n: Capacity(tier, limit_bytes=n * _STEP_BYTES).blocks(block_bytes)
-            )
-        ]
-    )
+    most = 2 + 4 * (blocks + 16) * (block_bytes + (64 << 10)) // _STEP_BYTES
+    limits = range(_STEP_BYTES, most * _STEP_BYTES, _STEP_BYTES)
+    return limits[
+        bisect_left(limits, blocks, key=lambda n: Capacity(tier, limit_bytes=n).blocks(block_bytes))
+    ]

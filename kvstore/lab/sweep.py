@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from kvstore.lab.capacity import Capacities
 from kvstore.lab.report import Point
 from kvstore.lab.simulated_node import SimulatedNode, keys_of
 from kvstore.lab.workload import Workload
-from kvstore.types import Tier
 
 Progress = Callable[[int], None]
 """Called about five times a second with the number of accesses done, over all replays."""
@@ -52,8 +52,7 @@ class Task:
 def run(
     workload: Workload, tasks: Sequence[Task], processes: int, progress: Progress | None = None
 ) -> list[Point]:
-    """Replays every task in up to `processes` processes; with one, in the caller's. Returns points in task
-    order.
+    """Replays every task in up to `processes` processes, with one in the caller's. Returns one point a task.
 
     Raises KVStoreError if a process dies.
     """
@@ -103,16 +102,16 @@ def _collect(futures: list[Future[Point]], done: _Done, progress: Progress | Non
 
 
 def _run_here(workload: Workload, tasks: Sequence[Task], progress: Progress | None) -> list[Point]:
-    before, points = 0, []
-    for task in tasks:
-        tell = None if progress is None else _after(before, progress)
+    points = []
+    for number, task in enumerate(tasks):
+        before = number * workload.accesses
+        tell = None if progress is None else partial(_add_and_tell, progress, before)
         points.append(replay(workload, task, tell))
-        before += workload.accesses
     return points
 
 
-def _after(before: int, progress: Progress) -> Progress:
-    return lambda done: progress(before + done)
+def _add_and_tell(progress: Progress, before: int, done: int) -> None:
+    progress(before + done)
 
 
 def _end_with_parent() -> None:
@@ -160,19 +159,15 @@ def _point(workload: Workload, task: Task, node: SimulatedNode, wall_s: float) -
     tiers = {c.tier.name.lower(): c for c in task.capacities}
     hits = {name: int(node.hits[c.tier]) for name, c in tiers.items()}
     counters, served = node.placement.view.counters, sum(hits.values())
-    written = {
-        name: counters["written_blocks"] * task.block_bytes
-        for name, c in tiers.items()
-        if c.tier != task.capacities[0].tier
-    }
-    served_bytes = served * task.block_bytes
-    nvme = tiers.get(Tier.NVME.name.lower())
+    written_bytes, served_bytes = counters["written_blocks"] * task.block_bytes, served * task.block_bytes
+    written = dict.fromkeys([*tiers][1:], written_bytes)
+    nbytes = {name: c.nbytes(task.block_bytes) for name, c in tiers.items()}
     days = workload.duration_s / _DAY_S
     return Point(
         policy=task.policy,
         capacity=task.capacity,
         blocks_by_tier={name: c.blocks(task.block_bytes) for name, c in tiers.items()},
-        bytes_by_tier={name: c.nbytes(task.block_bytes) for name, c in tiers.items()},
+        bytes_by_tier=nbytes,
         hit_ratio=served * workload.block_tokens / max(1, int(workload.input_tokens.sum())),
         block_hit_ratio=served / max(1, workload.accesses),
         hits_by_tier=hits,
@@ -182,9 +177,7 @@ def _point(workload: Workload, task: Task, node: SimulatedNode, wall_s: float) -
         denied_blocks=node.denied,
         written_bytes_by_tier=written,
         written_per_served={name: n / served_bytes for name, n in written.items()} if served else None,
-        drive_writes_per_day=(
-            written[nvme.tier.name.lower()] / nvme.nbytes(task.block_bytes) / days if nvme and days else None
-        ),
+        drive_writes_per_day=written["nvme"] / nbytes["nvme"] / days if "nvme" in written and days else None,
         wall_s=wall_s,
         accesses_per_s=workload.accesses / max(wall_s, 1e-9),
     )

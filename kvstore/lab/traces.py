@@ -13,7 +13,7 @@ decrease or a prompt has fewer ids than full blocks. Not covered: tokens, which 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -101,6 +101,7 @@ class _Conversation(_Row):
     requests: list[_Entry]
 
 
+@dataclass(frozen=True, slots=True)
 class TraceSession:
     """The sequential requests of one client. Iteration makes requests with keys, one at a time.
 
@@ -108,21 +109,11 @@ class TraceSession:
     the trace. `preamble_tokens`: the tokens of tools and system prompt in main prompts.
     """
 
-    def __init__(
-        self,
-        number: int,
-        block_tokens: int,
-        calls: Sequence[Call],
-        own_clock: bool,
-        where: str = "",
-        preamble_tokens: int = 0,
-    ) -> None:
-        self.number = number
-        self.calls = calls
-        self.own_clock = own_clock
-        self.where = where
-        self.preamble_tokens = preamble_tokens
-        self._block_tokens = block_tokens
+    number: int
+    block_tokens: int
+    calls: Sequence[Call]
+    own_clock: bool
+    preamble_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -132,18 +123,15 @@ class TraceSession:
         for call in self.calls:
             # Ids mean something only within a conversation, and two models never share KV.
             salt = f"conversation {self.number} {call.model}".encode() if self.own_clock else b"chat"
-            ids = call.hash_ids[: call.tokens_in // self._block_tokens]
+            ids = call.hash_ids[: call.tokens_in // self.block_tokens]
             shared = _shared(last_ids, ids) if salt == last_salt else 0
             keys = _chain(salt, last_keys[:shared], ids[shared:])
-            yield Request(call.t, keys, call.tokens_in, call.tokens_out, self._block_tokens, self.number)
+            yield Request(call.t, keys, call.tokens_in, call.tokens_out, self.block_tokens, self.number)
             last_salt, last_ids, last_keys = salt, ids, keys
 
     def head(self, n: int) -> TraceSession:
         """Returns this session cut to its first `n` requests."""
-        calls = self.calls[:n]
-        return TraceSession(
-            self.number, self._block_tokens, calls, self.own_clock, self.where, self.preamble_tokens
-        )
+        return replace(self, calls=self.calls[:n])
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -238,7 +226,7 @@ class Trace:
         )
         _check_ids(where, call, self.block_tokens)
         call.t = clock.seconds_at(where, row.timestamp)
-        return TraceSession(number, self.block_tokens, [call], own_clock=False, where=where)
+        return TraceSession(number, self.block_tokens, [call], own_clock=False)
 
     def _conversation(self, number: int, where: str, line: bytes) -> TraceSession:
         row = _parse(_Conversation, where, line)
@@ -247,7 +235,7 @@ class Trace:
         for call in calls:
             _check_ids(where, call, self.block_tokens)
         preamble_tokens = row.tool_tokens + row.system_tokens
-        return TraceSession(number, self.block_tokens, calls, True, where, preamble_tokens)
+        return TraceSession(number, self.block_tokens, calls, True, preamble_tokens)
 
     def _check_size(self, where: str, field: str, tokens: int) -> None:
         if tokens != self.block_tokens:

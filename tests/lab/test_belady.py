@@ -27,10 +27,7 @@ def best_hits(load: Workload, capacity: int) -> int:
     return max(best.values())
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=9),
-    st.integers(1, 4),
-)
+@given(st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=9), st.integers(1, 4))
 def test_it_is_the_best_of_all_choices(prompts: list[list[int]], capacity: int) -> None:
     load = workload(prompts)
     assert Bound(load).hits(capacity) == best_hits(load, capacity)

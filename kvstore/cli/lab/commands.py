@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ def replay(
     experiment = options.experiment(trace)
     with _progress(len(names) * len(sizes) * experiment.workload.accesses) as update:
         report = experiment.report(names, sizes, update)
-    options.show(report, report.to_map(), lambda: reports.report_table(report))
+    options.show(report, asdict(report), lambda: reports.report_table(report))
 
 
 @app.command()
@@ -96,7 +97,7 @@ def size(
             assert nvme_cost is not None
             prices = sizing.Prices(dram_cost, nvme_cost)
             found = sizing.for_budget(experiment, policy, budget, prices, show_step)
-    options.show(found.report, found.to_map(), lambda: reports.sizing_table(found))
+    options.show(found.report, asdict(found), lambda: reports.sizing_table(found))
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -86,7 +87,7 @@ def replay(
             bar.update(task, completed=share, requests=total.requests, hit=hit)
 
         result = lab.replay(client, reader, options, progress)
-    values = result.to_map()
+    values = asdict(result)
     daemon.show(values, lambda: pairs("replay", {"trace": trace.name, **values}))
     if result.wrong_blocks:
         raise typer.Exit(1)
