@@ -1,1 +1,1 @@
-"""Benches: each measures one path of the daemon beside its physical limit, interleaved in one run."""
+"""Benches. Each measures one path of the daemon and its physical limit in the same run, in turns."""

@@ -1,7 +1,7 @@
-"""python -m bench NAME: measures, and prints a table or JSON lines.
+"""python -m bench NAME: runs benches and prints a table, or JSON lines with --json.
 
-python -m bench report      runs what this machine can, and rewrites the tables of bench/RESULTS.md
-python -m bench check       whether the rows of bench/RESULTS.md are those of the benches
+python -m bench report      runs the benches of this machine; rewrites the tables of bench/RESULTS.md
+python -m bench check       checks that the rows of bench/RESULTS.md match the benches
 python -m bench chart       draws docs/ttft-*.svg from bench/RESULTS.md
 """
 
@@ -31,8 +31,8 @@ _WIDTH = 132
 
 
 def main() -> int:
-    """Runs what the command line names."""
-    # Temporary folders and daemons are cleaned up on the way out, also when we are asked to go.
+    """Runs the benches that the command line names. Returns the exit code."""
+    # SIGTERM raises SystemExit, so that temporary folders and daemons are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command, rest = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     if command == "report":
@@ -65,7 +65,7 @@ def _measure(options: argparse.Namespace) -> int:
             unable = True
             _say(name, options, "unable", str(lack))
         except Exception as error:
-            # The other benches' figures are worth having all the same.
+            # One failed bench does not stop the others.
             failed = True
             traceback.print_exc()
             _say(name, options, "failed", f"{type(error).__name__}: {error}")
@@ -87,7 +87,7 @@ def _results(name: str, options: argparse.Namespace) -> Iterator[Result]:
 
 
 def _say(name: str, options: argparse.Namespace, how: str, why: str) -> None:
-    """How a bench ended that has no figures, or not all of them."""
+    """Reports a bench that ended without all of its figures."""
     print(f"{name} {how}: {why}", file=sys.stderr)
     if options.json:
         _print({**provenance(name, Bench(options.seconds, options.folder.resolve())), how: why})
@@ -102,14 +102,14 @@ def _options() -> argparse.Namespace:
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     choices = (*BENCHES, "all", "engines")
-    names = f"{', '.join(BENCHES)}; all: those that run anywhere; engines: those that need a serving engine"
+    names = f"{', '.join(BENCHES)}; all: benches of any machine; engines: benches with a serving engine"
     parser.add_argument("name", choices=choices, metavar="NAME", help=names)
-    parser.add_argument("--json", action="store_true", help="one JSON object a result, as it comes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per result")
     parser.add_argument(
-        "--seconds", type=float, default=8.0, help="time to measure a bench, set-up not counted (default 8)"
+        "--seconds", type=float, default=8.0, help="measuring time per bench in s, without set-up (default 8)"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path.cwd(), help="where NVMe benches put their files (default: here)"
+        "--folder", type=Path, default=Path.cwd(), help="folder for files of NVMe benches (default: here)"
     )
     options = parser.parse_args()
     report.check_options(parser, options)

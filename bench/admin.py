@@ -1,6 +1,6 @@
-"""admin: p99 of acquire while the REST interface answers 100 requests a second, against none.
+"""admin: p99 of acquire while the REST interface answers 100 requests/s, compared with an idle interface.
 
-Once with the interface in a process of its own, as it is shipped, and once in a thread of the daemon's.
+Measured with the interface in a separate process, as shipped, and in a thread of the daemon.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REQUESTS_A_S = 100
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a block and of DRAM; acquires a sample; how busy the interface must have been."""
+    """Bytes of a block and of DRAM; acquires per sample; least answers per second of the interface."""
 
     block_bytes: int = MIB
     dram_bytes: int = 512 * MIB
@@ -47,7 +47,7 @@ PATHS = ("/metrics", "/v1/status", "/v1/tiers", "/v1/tenants", "/v1/namespaces")
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """The bound is for the interface as it is shipped."""
+    """Yields one row per way to run the interface. The bound is for the shipped way."""
     yield from _measured(bench, "process", _with_process, Target("<=", 1.2))
     yield from _measured(bench, "thread", _with_thread, None)
 
@@ -103,7 +103,7 @@ def _measured(bench: Bench, name: str, served: Served, target: Target | None) ->
 
 @contextmanager
 def _asking(path: Path) -> Iterator[tuple[Event, multiprocessing.sharedctypes.Synchronized[int]]]:
-    """A process that asks while the event is set; and how many answers it has had."""
+    """Runs a process that sends requests while the event is set. Yields event and answer count."""
     asks, answers = PROCESSES.Event(), PROCESSES.Value("q", 0)
     process = PROCESSES.Process(target=_ask, args=(path, asks, answers), daemon=True)
     process.start()
@@ -122,7 +122,7 @@ def _ask(path: Path, asks: Event, answers: object) -> None:
     connection.sock = socket.socket(socket.AF_UNIX)
     connection.sock.connect(str(path))
     number = 0
-    os.nice(10)  # it stands for other machines
+    os.nice(10)  # it simulates clients on other machines
     while True:
         asks.wait()
         due = time.monotonic()
@@ -174,14 +174,14 @@ def _wait_until(done: Callable[[], bool], why: str) -> None:
 
 
 class _InThread(LocalDaemon):
-    """A daemon with the interface in a thread."""
+    """A daemon that runs the interface in a thread."""
 
     def _command(self) -> list[str]:
         return [sys.executable, "-m", "bench.admin", str(self.folder / "kvstore.toml")]
 
 
 def _serve_both(path: Path) -> int:
-    import asyncio  # noqa: PLC0415 - only this process needs all of it
+    import asyncio  # noqa: PLC0415 - only this process needs these modules
 
     from kvstore.admin import app, main  # noqa: PLC0415
     from kvstore.config import load  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Which benches there are, and which rows each of them yields: here, in bench/RESULTS.md and in the tests."""
+"""The catalogue of benches and of their rows. bench/RESULTS.md and the tests use the same names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.harness import Bench, NotDone, Result
 class Entry:
     """A bench: the function that runs it, and its rows.
 
-    `optional` rows need a part that not every machine has. `needs`: what hardly any machine has.
+    `optional`: rows that need an extra package or program. `needs`: a rare requirement of the whole bench.
     """
 
     run: str
@@ -37,14 +37,14 @@ def _disks(name: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 _MAY_BE_NONE = "qos/stalled-device", "hostile/"
-"""Rows whose figure may be 0, or less: time over, calls that were served, memory."""
+"""Prefixes of rows whose figure may be 0 or negative: overrun time, served calls, memory."""
 
 _HOSTILE = (
     *("long-frames", "many-values", "waits", "unread", "leases", "namespaces"),
     *("unfinished", "connections", "all"),
 )
 _GPU = "a GPU"
-_VLLM = "vLLM's environment, which it makes: gigabytes"
+_VLLM = "an environment with vLLM (several GB)"
 _REDIS = "redis-py (pip install 'redis[hiredis]')"
 
 BENCHES = {
@@ -118,13 +118,13 @@ BENCHES = {
 }
 
 EVERYWHERE = tuple(name for name, entry in BENCHES.items() if not entry.needs)
-"""Those that run on any machine."""
+"""Names of the benches that run on any machine."""
 
 ENGINES = tuple(name for name, entry in BENCHES.items() if entry.needs == _VLLM)
 
 
 def measure(name: str, bench: Bench) -> Iterator[Result]:
-    """Runs a bench and yields its rows. NotDone where one is missing, or is none of the catalogue's."""
+    """Runs a bench and yields its rows. Raises NotDone if a row is missing or not in the catalogue."""
     entry = BENCHES[name]
     module, _, function = entry.run.partition(":")
     left = list(entry.rows)

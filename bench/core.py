@@ -1,9 +1,9 @@
-"""core: block operations a second through `Placement` alone, against plain Python dictionaries.
+"""core: block operations per second of `Placement` alone, compared with plain Python dictionaries.
 
-Chains of 32 blocks are asked for, some far more often than others, out of many more than both tiers hold.
-What is not there is put. So there are promotions, writes down and evictions on both tiers all the time. The
-reference keeps an object a block and an OrderedDict a tier, obeys the same rules on the same requests, and
-notes what a shell would have to do as `Placement` does.
+The requests are for chains of 32 blocks with a skewed distribution; both tiers together hold only a part of
+the chains. Missing blocks are put, so promotions, write-backs and evictions occur on both tiers all the time.
+The reference keeps one object per block and one OrderedDict per tier, applies the same rules to the same
+requests, and records the same actions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAIN = 32
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Blocks of each tier, chains that are asked for, and `requests` a sample."""
+    """Blocks of each tier, number of chains, and requests per sample."""
 
     dram_blocks: int = 30_000
     nvme_blocks: int = 120_000
@@ -36,11 +36,11 @@ class Sizes:
 
 SMOKE = Sizes(4096, 8192, 1000, 16)
 _ALIKE = 0.05
-"""By how much our hit ratio may differ from the reference's, which has the same rules."""
+"""Largest allowed difference of the two hit ratios. Both sides apply the same rules."""
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One line."""
+    """Yields one row."""
     bench.doing("filling")
     rng = np.random.default_rng(1)
     z = bench.pick(Sizes(), SMOKE)
@@ -68,12 +68,12 @@ def run(bench: Bench) -> Iterator[Result]:
     rounds = bench.interleave("core", (lambda n: timed(ours, n), lambda n: timed(reference, n)))
     ratios = ours.found / ours.asked, reference.found / reference.asked
     if abs(ratios[0] - ratios[1]) > _ALIKE or not all(ratios):
-        raise NotDone(f"hit ratio {ratios[0]:.3f}, the reference's {ratios[1]:.3f}")
+        raise NotDone(f"hit ratio {ratios[0]:.3f}, the reference has {ratios[1]:.3f}")
     yield rounds.result("core", "block operations/s", hit_ratio=ratios[0], reference_hit_ratio=ratios[1])
 
 
 class _Side(ABC):
-    """Counts every block of an acquire, a release, a reserve and a commit as one operation."""
+    """Serves prompts. Each block of an acquire, release, reserve or commit counts as one operation."""
 
     def __init__(self) -> None:
         self.operations = self.asked = self.found = 0
@@ -89,7 +89,7 @@ class _Side(ABC):
 
     @abstractmethod
     def _serve(self, keys: list[bytes]) -> tuple[int, int]:
-        """Gets one prompt's stored prefix and puts the rest; how many were found, and stored."""
+        """Gets the stored prefix of a prompt and puts the rest. Returns the found and stored blocks."""
 
 
 class _Ours(_Side):
@@ -126,7 +126,7 @@ class _Reference(_Side):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block of the reference; a slot of -1 means not in that tier."""
+    """A block of the reference. A slot of -1 means that the tier has no copy."""
 
     key: bytes
     parent: Block | None
@@ -138,7 +138,7 @@ class Block:
 
 
 class Plain:
-    """Two tiers in dictionaries: least recently used first, tail first, write-through, leaf first."""
+    """Two tiers in dictionaries: write-through, LRU eviction with leaves first."""
 
     def __init__(self, dram_slots: int, nvme_slots: int) -> None:
         self.blocks: dict[bytes, Block] = {}
@@ -149,7 +149,7 @@ class Plain:
         self.actions: list[tuple[str, bytes, int, int]] = []
 
     def acquire(self, keys: list[bytes]) -> list[Block]:
-        """The stored prefix, promoted and held."""
+        """Promotes and leases the stored prefix. Returns its blocks."""
         blocks = []
         for key in keys:
             block = self.blocks.get(key)
@@ -167,12 +167,12 @@ class Plain:
         return blocks
 
     def release(self, blocks: list[Block]) -> None:
-        """Undoes the hold of an acquire."""
+        """Releases the blocks of an acquire."""
         for block in blocks:
             block.refs -= 1
 
     def reserve(self, keys: list[bytes], parent: Block | None) -> list[Block]:
-        """Slots for a chain that is not there."""
+        """Returns slots for a new chain."""
         room = []
         for key in keys:
             if not self._dram_free:
@@ -182,7 +182,7 @@ class Plain:
         return room
 
     def commit(self, room: list[Block]) -> int:
-        """Makes the chain readable and writes it down; how many blocks it has."""
+        """Makes the chain readable and writes it to NVMe. Returns its number of blocks."""
         for block in room:
             self.blocks[block.key] = block
             if block.parent is not None:
@@ -205,7 +205,7 @@ class Plain:
         self.actions.append(("promote", block.key, block.nvme, block.dram))
 
     def _evict_from_dram(self) -> None:
-        """Gives up the coldest copy that nobody uses; NVMe has another, or it is the last leaf."""
+        """Evicts the least recently used idle copy that NVMe also holds or that has no children."""
         for block in self._dram.values():
             if not block.refs and (block.nvme >= 0 or not block.children):
                 break

@@ -1,6 +1,7 @@
-"""core-ram: bytes of RAM that the core takes a block, 1 M blocks on NVMe and a tenth of them in DRAM too.
+"""core-ram: bytes of RAM per block in the core, with 1 M blocks on NVMe and a tenth of them in DRAM too.
 
-Measured from outside, as growth of a fresh process's resident memory; beside it what the core counts itself.
+The figure is the growth of the resident memory of a fresh process. `counted_bytes` is the size of the core's
+arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BOUND_BYTES = 200.0
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Two lines: blocks read back at a start, and blocks put one chain after another."""
+    """Yields two rows: blocks restored at a start, and blocks put chain by chain."""
     context = mp.get_context("spawn")
     n = bench.pick(BLOCKS, SMOKE)
     for way in ("restored", "put"):
@@ -36,7 +37,7 @@ def run(bench: Bench) -> Iterator[Result]:
         finally:
             process.kill()
             process.join()
-        expect(blocks, n, "blocks that are there")
+        expect(blocks, n, "blocks stored")
         yield Result(
             f"core-ram/{way}",
             measured,
@@ -50,8 +51,8 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def _fill(way: str, n: int, pipe: Connection) -> None:
-    """Runs in a process of its own."""
-    warm = Node(CHAIN, CHAIN, 1 << 16)  # what the first use of numpy takes is none of the core's
+    """Fills a node and sends the measurements. Runs in a separate process."""
+    warm = Node(CHAIN, CHAIN, 1 << 16)  # memory of the first use of numpy does not count
     warm.put(Keys(os.urandom(32 * CHAIN), 32), b"")
     before = _resident_bytes()
     node = Node(n // DRAM_SHARE, n, 4 * n)

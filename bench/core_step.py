@@ -1,7 +1,7 @@
-"""core-step: the longest step of `Placement.handle` among 1 M blocks, by the size of the batch.
+"""core-step: the longest step of `Placement.handle` with 1 M blocks, by batch size.
 
-Requests of every kind, on full tiers, so that most steps evict. Steps are timed by the thread's CPU clock:
-what other processes take does not count. The reference is the bound itself.
+Requests of every kind run on full tiers, so most steps evict. Steps are timed by the CPU clock of the thread;
+time of other processes does not count. The reference is the bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.node import Node, Steps
 from kvstore.core.blocks.key_batch import Keys
 
 SIZES, SMOKE = (100_000, 1_000_000), (4096, 16_384)
-"""Blocks of DRAM and NVMe."""
+"""Blocks of DRAM and of NVMe."""
 
 CHAIN = 2048
 BOUND_MS = 1.0
@@ -26,7 +26,7 @@ BOUND_UP_TO = 256
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A line for each size of batch, and one for filling the node, the index growing meanwhile."""
+    """Yields one row for filling the node, while the index grows, and one row per batch size."""
     dram_blocks, nvme_blocks = bench.pick(SIZES, SMOKE)
     node = Node(dram_blocks, nvme_blocks, 2 * nvme_blocks)
     raw: list[bytes] = []
@@ -46,7 +46,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def _put_chain(node: Node, batch: int) -> bytes:
-    """Puts a chain in batches; returns its keys."""
+    """Puts a chain in batches. Returns its keys."""
     keys = os.urandom(32 * CHAIN)
     for start in range(0, CHAIN, batch):
         parent = keys[32 * (start - 1) : 32 * start] if start else b""
@@ -55,20 +55,20 @@ def _put_chain(node: Node, batch: int) -> bytes:
 
 
 def _load(bench: Bench, node: Node, raw: list[bytes], batch: int) -> None:
-    """A quarter of the seconds of all kinds of requests with batches of one size."""
+    """Sends requests of all kinds with batches of one size for a quarter of the measuring time."""
     rng = random.Random(batch)
     started, found = time.monotonic(), 0
     while (passed := time.monotonic() - started) < bench.seconds / len(BATCHES) or not found:
         bench.doing(f"batches of {batch}", passed * len(BATCHES) / bench.seconds)
         for _ in range(max(1, 256 // batch)):
             keys = raw[rng.randrange(len(raw))]
-            # The longest prefixes end with a full batch; shorter ones start further up the chain.
+            # The longest prefixes end with a full batch; shorter ones begin further up the chain.
             start = rng.randrange(0, CHAIN, batch)
             some = Keys(keys[32 * start : 32 * (start + batch)], 32)
             there = node.lookup(some)
             node.prefetch(some)
             lease, came = node.acquire(some)
-            expect(came, there, "blocks acquired of those found")
+            expect(came, there, "acquired blocks among found ones")
             found += came
             if lease:
                 node.release(lease)
@@ -84,7 +84,7 @@ def _load(bench: Bench, node: Node, raw: list[bytes], batch: int) -> None:
 
 
 def _result(name: str, steps: Steps, node: Node, target: Target | None) -> Result:
-    """The longest step of all, and of each kind the longest and the 99.9 % quantile."""
+    """Returns the longest step of all kinds, and the longest and 99.9 % quantile of each kind."""
     kind = max(steps, key=lambda name: max(steps[name]))
     longest = max(steps[kind])
     return Result(

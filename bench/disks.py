@@ -1,12 +1,13 @@
-"""What the disk gives without us: direct I/O of whole blocks at random places of a file written once before.
+"""References for disks: direct I/O of whole blocks at random offsets of a file that was written once before.
 
-Which memory the bytes come from or go to decides up to a third of the speed, so there are three references:
+The memory that is read into or written from determines up to a third of the speed. There are three
+references:
 
-    fio              libaio, four blocks at a time, as anybody would run it: small pages
-    fio-huge-pages   the same with huge pages; so few stay in the processor's cache, as no store's slots do
-    same-memory      preadv and pwritev by four threads, over as many huge pages as our DRAM tier has
+    fio              libaio with a queue depth of four and small pages
+    fio-huge-pages   the same with huge pages; its few buffers stay in the CPU cache
+    same-memory      preadv and pwritev by four threads, over as many huge pages as the DRAM tier has
 
-Without fio only the last one is there.
+Without fio, only `same-memory` is measured.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ DEPTH = 4
 
 
 class Disk(Protocol):
-    """`move` bytes in random blocks; the answer is GiB/s."""
+    """A reference. `move` transfers random blocks and returns GiB/s."""
 
     name: str
 
     def move(self, nbytes: int, write: bool) -> float:
-        """Blocks one after another at random places, in a queue that is kept full."""
+        """Transfers blocks at random offsets with a full queue. Returns GiB/s."""
 
 
 def compare(
@@ -49,7 +50,7 @@ def compare(
     write: bool,
     targets: dict[str, Target],
 ) -> Iterator[Result]:
-    """A line for each reference, all from the same rounds."""
+    """Yields one row per reference, all from the same rounds."""
     samples = [lambda _, disk=disk: disk.move(sample_bytes, write) for disk in disks]
     rounds = bench.interleave(name, (ours, *samples))
     for i, disk in enumerate(disks, 1):
@@ -60,7 +61,7 @@ def compare(
 def reference_disks(
     folder: Path, block_bytes: int, file_bytes: int, memory_bytes: int
 ) -> Iterator[list[Disk]]:
-    """The references on a file of their own, which is written in full first."""
+    """Returns the references, on a separate file that is written in full first."""
     path = folder / "reference"
     memory = _memory(memory_bytes)
     try:
@@ -70,7 +71,7 @@ def reference_disks(
         raw.fill()
         disks: list[Disk] = [raw]
         if shutil.which("fio"):
-            # fio shortens the file that it maps.
+            # fio truncates the file that it maps.
             small = _memory(64 * MIB)
             huge = f"--mem=mmapshared:/proc/{os.getpid()}/fd/{small.fd}"
             fios = [_Fio("fio", path, block_bytes, file_bytes, "--mem=malloc")]
@@ -82,7 +83,7 @@ def reference_disks(
 
 
 def _memory(nbytes: int) -> Extent:
-    """Huge pages, as the DRAM tier has them; of unsealed size."""
+    """Returns a memfd of huge pages like those of the DRAM tier, of unsealed size."""
     fd = os.memfd_create("kvstore-bench", os.MFD_CLOEXEC)
     os.ftruncate(fd, nbytes)
     extent = Extent(fd, nbytes)
@@ -113,7 +114,7 @@ class _Fio:
         ]
 
     def works(self) -> bool:
-        """Whether this fio has the engine and takes the memory."""
+        """Returns whether this fio has the engine and accepts the memory."""
         try:
             self.move(16 * self._block_bytes, write=False)
         except TierError:
@@ -121,13 +122,13 @@ class _Fio:
         return True
 
     def move(self, nbytes: int, write: bool) -> float:
-        """See Disk; what fio itself reports, its start not counted."""
+        """See Disk. Returns the figure that fio reports, without the time of its start."""
         kind = "write" if write else "read"
         command = [*self._command, f"--rw=rand{kind}", f"--io_size={nbytes}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise TierError(f"fio failed: {(done.stderr or done.stdout)[-500:]}")
-        # Notes of fio's may come before the JSON.
+        # fio may print notes before the JSON.
         report = json.loads(done.stdout[done.stdout.index("{") :])
         job = report["jobs"][0][kind]
         if job["io_bytes"] < nbytes:
@@ -146,7 +147,7 @@ class _Raw:
         self._slots = itertools.cycle([memory.view[at : at + block_bytes] for at in slots])
 
     def fill(self) -> None:
-        """Writes every block once, so that no write ever meets an unwritten extent of the file system."""
+        """Writes every block once, so that no measured write meets an unwritten file system extent."""
         self._move(list(range(self._blocks)), write=True)
 
     def move(self, nbytes: int, write: bool) -> float:

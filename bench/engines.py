@@ -1,4 +1,4 @@
-"""A vLLM engine of a random model, whose connector can be taken out and put back."""
+"""Runs a vLLM engine of a random model. Its connector can be removed and put back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOKENS = 2304
 def engine(
     bench: Bench, hidden: int, layers: int, kv_heads: int, dram_bytes: int, threads: int = 2
 ) -> Iterator[Engine]:
-    """An engine with the connector, of a random Llama of so many layers, with heads of 64."""
+    """Returns an engine with the connector, of a random Llama with this number of layers and heads of 64."""
     bench.doing("environment")
     python = interpreter("vllm")
     with bench.scratch() as folder, serve(dram_bytes) as (_, daemon):
@@ -39,7 +39,7 @@ def engine(
 
 
 def _describe(folder: Path, hidden: int, layers: int, kv_heads: int) -> None:
-    """The configuration alone: vLLM makes up the weights."""
+    """Writes the configuration of the model. vLLM makes random weights."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,8 +1,8 @@
-"""evict: microseconds that a block's coming and going costs an eviction policy, at 10 M rows against 100 k.
+"""evict: CPU time of an eviction policy per inserted and evicted block, at 10 M and at 100 k rows.
 
-Chains of 128 come (insert) and others leave for them (coldest, remove), while 128 that are there are used.
-What `reuse` learns of them is part of it. The figures are CPU time; `longest_ms` is the longest single call
-of any kind at 10 M rows, filling included.
+Chains of 128 blocks are inserted, others are evicted for them (coldest, remove), and 128 stored blocks are
+used. The updates of `reuse` count too. `longest_ms` is the longest single call of any kind at 10 M rows,
+filling included.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvstore.daemon.main import GC_THRESHOLD
 SIZES, SMOKE = (100_000, 10_000_000), (2048, 8192)
 BATCH = 128
 STEPS, SMOKE_STEPS = 100, 4
-"""A sample."""
+"""Batches per sample."""
 
 BOUND = Target("<=", 2.0)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A line a policy; the bound is for the default one."""
+    """Yields one row per policy. The bound is for the default policy."""
     small, large = map(_blocks, bench.pick(SIZES, SMOKE))
     steps = bench.pick(STEPS, SMOKE_STEPS)
     with _collecting_rarely():
@@ -44,7 +44,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 @contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """As the daemon does."""
+    """Sets the thresholds of the garbage collector as the daemon does."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
@@ -80,7 +80,7 @@ def _blocks(n: int) -> Blocks:
 
 
 class _Filled:
-    """A policy that knows every row, in chains of BATCH; used ones are picked with a heavy tail."""
+    """A policy filled with every row, in chains of BATCH. Used chains follow a heavy-tailed distribution."""
 
     def __init__(self, name: str, blocks: Blocks, steps: int) -> None:
         self._steps = steps
@@ -108,11 +108,11 @@ class _Filled:
         return self._ghosts
 
     def sample(self, number: int) -> float:
-        """Microseconds a block. A policy may name fewer than it is asked for at a time."""
+        """Returns microseconds per block. A policy may return fewer blocks than requested."""
         took_s, now, evicted = 0.0, float(number), 0
         for _ in range(self._steps):
             gone, spent_s = self._timed(lambda: self._policy.coldest(BATCH, now))
-            expect(len(np.unique(gone)), len(gone), "different blocks to evict")
+            expect(len(np.unique(gone)), len(gone), "distinct blocks to evict")
             evicted += len(gone)
             took_s += spent_s
             took_s += self._timed(lambda gone=gone: self._remove(gone))[1]
@@ -128,7 +128,7 @@ class _Filled:
         return 1e6 * took_s / evicted
 
     def _chain(self, rows: Rows) -> None:
-        """Each is the parent of the next one."""
+        """Makes each row the parent of the next one."""
         self._blocks.parent[rows] = np.append(-1, rows[:-1])
         self._blocks.children[rows] = 1
         self._blocks.children[rows[-1:]] = 0
@@ -163,6 +163,6 @@ class _Filled:
         return out, took_s
 
     def bytes_a_row(self) -> float:
-        """All of its state, ghosts and columns included."""
+        """Returns the bytes of the policy's state per row, with ghosts and columns."""
         held = self._policy.ram_bytes() + (self._ghosts.ram_bytes() if self._ghosts else 0)
         return self._segments.bytes_a_row + held / self._blocks.capacity

@@ -1,15 +1,16 @@
-"""gpu: blocks between DRAM, NVMe and a GPU, each beside the plainest way to move or read as many bytes.
+"""gpu: transfers of blocks between DRAM, NVMe and a GPU. Each row has its own reference:
 
-    dram-to-device   slots of a daemon's DRAM into device memory; one cudaMemcpy out of pinned memory
-    hbm-hit          blocks of a pool in device memory, wherever they are; one copy within the device
-    hbm-hit-verified the same, and checksums of what came; the same copy
-    hbm-get          a client's get from the daemon's pool, by CUDA IPC; the same copy
-    nvme-to-hbm      the daemon's kvikio engine into device memory; kvikio itself on the same file
-    checksum         checksums of blocks; a copy within the device, whose reads and writes both count
-    pages            blocks scattered into pages of 16 tokens by one kernel; a copy within the device
+    row              measured                                          reference
+    dram-to-device   DRAM slots of a daemon to device memory           one cudaMemcpy from pinned memory
+    hbm-hit          blocks of a pool at random slots                  one copy within the device
+    hbm-hit-verified the same, with checksums of the read blocks       one copy within the device
+    hbm-get          get of a client from the daemon's pool, CUDA IPC  one copy within the device
+    nvme-to-hbm      kvikio engine of the daemon to device memory      kvikio on the same file
+    checksum         checksums of blocks                               copy in the device, reads plus writes
+    pages            one kernel scatters blocks to 16-token pages      one copy within the device
 
-Data is several times the device's L2 cache, and every sample waits for the device. The pool of `hbm-hit` is
-this process's own; `hbm-get` has the daemon's. Needs the engine's package for `nvme-to-hbm`.
+The data is several times as large as the L2 cache of the device, and every sample waits for the device. The
+pool of `hbm-hit` belongs to this process, that of `hbm-get` to the daemon. `nvme-to-hbm` needs kvikio.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from kvstore.tiers.nvme import kvikio_engine
 BLOCK_BYTES, BLOCKS = 2 * MIB, 256
 TOTAL_BYTES = BLOCK_BYTES * BLOCKS
 PAGE_BYTES = 32 * KIB
-"""16 tokens of one layer's keys or values: 8 heads of 128 values of 16 bits."""
+"""Keys or values of 16 tokens in one layer: 8 heads of 128 values of 16 bits."""
 
 MANY = 8
-"""Times as many blocks in one call, which the host's share of a call hardly slows."""
+"""Factor of blocks per call of a second row, in which the host's share of the call is negligible."""
 
 REPEATS = 8
-"""Times a sample does it, so that the wait for the device is little of it."""
+"""Repetitions per sample, so that the wait for the device is a small part of it."""
 
-NVME_BLOCKS = 1024  # 2 GiB, read at random
-READS = 128  # blocks a sample
+NVME_BLOCKS = 1024  # 2 GiB, read at random offsets
+READS = 128  # blocks per sample
 IO_THREADS, TASK_BYTES = 4, 512 * KIB
 LAYOUT = Layout(model="bench", block_bytes=BLOCK_BYTES)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A line for each way. Unable where there is no GPU."""
+    """Yields one row per kind of transfer. Raises Unable without a GPU."""
     if why := device.why_not():
         raise Unable(f"no GPU to measure: {why}")
     gpu = device.Gpu.open(device.uuids()[0])
@@ -60,7 +61,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 class _Device:
-    """Memory and streams of the device for as long as one way is measured, and cupy's plain copies."""
+    """Memory and streams of the device during one measurement, and plain copies by cupy."""
 
     def __init__(self, gpu: device.Gpu, stack: ExitStack) -> None:
         import cupy  # noqa: PLC0415
@@ -73,13 +74,13 @@ class _Device:
         self._plain = cupy.cuda.Stream(non_blocking=True)
 
     def allocate(self, nbytes: int) -> device.DeviceBuffer:
-        """Device memory that is freed at the end."""
+        """Returns device memory that is freed at the end."""
         buffer = self.gpu.allocate(nbytes)
         self.stack.callback(self.gpu.free, buffer)
         return buffer
 
     def filled(self, nbytes: int) -> device.DeviceBuffer:
-        """Device memory of noise."""
+        """Returns device memory filled with random bytes."""
         buffer = self.allocate(nbytes)
         data = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         self.stream.copy(buffer, data.data)
@@ -87,7 +88,7 @@ class _Device:
         return buffer
 
     def plain_copy(self, target: int, source: int, counted_bytes: int) -> Sample:
-        """One cudaMemcpyAsync of everything between two addresses, whichever memory they are in."""
+        """Returns a sample that copies everything between two addresses by one cudaMemcpyAsync."""
         copy = self.cupy.cuda.runtime.memcpyAsync
         anywhere = self.cupy.cuda.runtime.memcpyDefault
 
@@ -154,7 +155,7 @@ def _hbm(bench: Bench, on: _Device) -> Iterator[Result]:
 
 
 def _client(bench: Bench, on: _Device) -> Iterator[Result]:
-    """All of a hit: the request, copies and checksums."""
+    """Yields the row of a whole hit: request, copies and checksums."""
     keys = [os.urandom(32) for _ in range(BLOCKS)]
     data, into = on.filled(TOTAL_BYTES), on.allocate(TOTAL_BYTES)
     with serve(TOTAL_BYTES + GIB, hbm_bytes=2 * TOTAL_BYTES) as (client, _):
@@ -187,7 +188,7 @@ def _nvme(bench: Bench, on: _Device) -> Iterator[Result]:
         bench.doing("writing the file")
         _write(path)
         engine = on.stack.enter_context(closing(kvikio_engine.KvikioEngine(IO_THREADS, TASK_BYTES)))
-        engine.register(into)  # for both: cuFile knows it by its address
+        engine.register(into)  # one buffer for both: cuFile registers it by address
         on.stack.callback(engine.unregister, into)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         on.stack.callback(os.close, fd)
@@ -205,7 +206,7 @@ def _nvme(bench: Bench, on: _Device) -> Iterator[Result]:
                 over.set()
 
             engine.submit(ios, done)
-            assert over.wait(60.0), "the engine is silent"
+            assert over.wait(60.0), "the engine does not answer"
             assert outcomes == [None] * READS, outcomes
 
         def alone() -> None:
@@ -224,7 +225,7 @@ def _nvme(bench: Bench, on: _Device) -> Iterator[Result]:
 def _checksum(bench: Bench, on: _Device) -> Iterator[Result]:
     pool, other = on.filled(TOTAL_BYTES), on.allocate(TOTAL_BYTES)
     plain = on.plain_copy(other.address, pool.address, 2 * TOTAL_BYTES)
-    # Many blocks in one call are also read many times over: TOTAL_BYTES are more than any cache holds.
+    # Large calls read their blocks repeatedly. TOTAL_BYTES is larger than any cache.
     for times in (1, MANY):
         blocks = _blocks(pool) * times
         seeds = list(range(len(blocks)))
@@ -257,7 +258,7 @@ def _pages(bench: Bench, on: _Device) -> Iterator[Result]:
 
 
 def _timed(nbytes: int, work: Callable[[], None]) -> Sample:
-    """A sample in GiB/s of work that has ended when it returns."""
+    """Returns a sample of synchronous work, in GiB/s."""
 
     def sample(_: int) -> float:
         start = time.perf_counter()
@@ -272,7 +273,7 @@ def _blocks(buffer: device.DeviceBuffer) -> list[device.DeviceBuffer]:
 
 
 def _write(path: Path) -> None:
-    """A file of noise, on the device and in no cache."""
+    """Writes a file of random bytes to the device, past the page cache."""
     data = np.random.default_rng(4).integers(0, 256, BLOCK_BYTES, np.uint8)
     with path.open("wb") as file:
         for _ in range(NVME_BLOCKS):

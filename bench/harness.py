@@ -1,8 +1,8 @@
-"""What every bench shares: interleaved rounds, results, and an eye on who else uses the machine.
+"""The harness of all benches: interleaved rounds, results, and detection of other load on the machine.
 
-A figure alone says little, because the machine drifts: each round takes one sample of every contestant, ours
-first or last by turns, and only ratios within a round are compared. A round in which other processes used
-more than a tenth of a core is discarded and counted.
+The speed of a machine drifts, so single figures are not comparable. Each round takes one sample of every
+contestant, ours alternately first and last, and only ratios within a round are compared. A round in which
+other processes used more than a tenth of a core is discarded and counted.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 OTHERS_SHARE = 0.10
-"""More than this share of one core used by others spoils a round."""
+"""Rounds in which other processes use more than this share of one core are discarded."""
 
 MIN_ROUNDS = 5
-_PATIENCE = 2.0  # times the seconds asked for, if too many rounds were spoilt
+_PATIENCE = 2.0  # times the measuring time, if too many rounds were discarded
 
 PROCESSES = multiprocessing.get_context("forkserver")
-"""Makes processes that have numpy and the client loaded already: they start at once, and alike."""
+"""Starts processes with numpy and the client already loaded, so that all start at the same speed."""
 PROCESSES.set_forkserver_preload(["numpy", "kvstore", "bench.harness"])
 
 Sample = Callable[[int], float]
-"""Takes one sample in the round of that number and returns its figure, in the unit of the bench."""
+"""Takes one sample in the round of this number. Returns its figure in the unit of the bench."""
 
 
 _Sizes = TypeVar("_Sizes")
 
 Doing = Callable[[str, float | None], None]
-"""Shows what goes on, and how much of it is done."""
+"""Shows the current step and the fraction done."""
 
 
 class Unable(Exception):
-    """This machine lacks what a bench measures; says what."""
+    """This machine lacks a requirement of a bench. The message names it."""
 
 
 class NotDone(Exception):
-    """The work that a bench timed did not happen, so its figure would be a lie."""
+    """The timed work was not done, so the figure would be wrong."""
 
 
 def expect(got: object, wanted: object, what: str) -> None:
@@ -67,7 +67,7 @@ class Target:
     of: Literal["ratio", "value"] = "ratio"
 
     def is_met(self, value: float, ratio: float | None) -> bool:
-        """Whether the figures are within the bound."""
+        """Returns whether the figures are within the bound."""
         figure = value if self.of == "value" else ratio
         if figure is None:
             return False
@@ -79,7 +79,7 @@ class Target:
 
 @dataclass(slots=True)
 class Result:
-    """One line of output. `extra` holds further figures of the same measurement, by name with unit."""
+    """One row of output. `extra`: further figures of the same measurement, by name with unit."""
 
     name: str
     value: float
@@ -94,11 +94,11 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None without one."""
+        """Whether the target is met; None without a target."""
         return None if self.target is None else self.target.is_met(self.value, self.ratio)
 
     def to_map(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Returns plain values, for JSON."""
         return {
             "name": self.name,
             "value": rounded(self.value),
@@ -115,7 +115,7 @@ class Result:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to four significant digits; everything else, and what is within, as it is."""
+    """Returns a value with all floats rounded to four significant digits, also in nested maps."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
@@ -125,24 +125,24 @@ def rounded(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Rounds:
-    """The figures of the rounds that count: one tuple a round, one figure a contestant, ours first."""
+    """The figures of valid rounds: one tuple per round with one figure per contestant, ours first."""
 
     figures: list[tuple[float, ...]]
     discarded: int
     noisy: bool
 
     def median(self, contestant: int) -> float:
-        """The middle figure of one contestant."""
+        """Returns the median figure of one contestant."""
         return statistics.median(figures[contestant] for figures in self.figures)
 
     def ratio(self, reference: int) -> float:
-        """The middle of the ratios of ours to a reference, each taken within a round."""
+        """Returns the median of the ratios of ours to a reference, each within one round."""
         return statistics.median(figures[0] / figures[reference] for figures in self.figures)
 
     def result(
         self, name: str, unit: str, target: Target | None = None, contestant: int = 1, **extra: Any
     ) -> Result:
-        """The line that these rounds make of ours and one contestant, the reference."""
+        """Returns the row of ours compared with one contestant, the reference."""
         return Result(
             name,
             self.median(0),
@@ -158,9 +158,9 @@ class Rounds:
 
 
 class Bench:
-    """What one bench is given: time, a folder on the disk to measure, and a progress display.
+    """The environment of one bench: measuring time, a folder on the measured disk, a progress display.
 
-    In a smoke run sizes are the smallest, one round is enough, and no figure means anything.
+    A smoke run has the smallest sizes and one round; its figures mean nothing.
     """
 
     def __init__(
@@ -172,22 +172,24 @@ class Bench:
         self._show = show
 
     def pick(self, full: _Sizes, smoke: _Sizes) -> _Sizes:
-        """The sizes of this run."""
+        """Returns the sizes of this run."""
         return smoke if self.smoke else full
 
     def doing(self, what: str, share: float | None = None) -> None:
-        """Shows what goes on, and how much of it is done (None: nobody knows)."""
+        """Shows the current step and the fraction done; None: unknown."""
         self._show(what, share)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A temporary folder on the disk to measure, gone afterwards."""
+        """Yields a temporary folder on the measured disk. Removes it at the end."""
         with tempfile.TemporaryDirectory(prefix=".kvstore-bench-", dir=self.folder) as name:
             yield Path(name)
 
     def interleave(self, what: str, contestants: Sequence[Sample], share: float = 1.0) -> Rounds:
-        """Samples all contestants in turn, for `share` of the seconds, ours (the first) before the others
-        in even rounds and behind them in odd ones. A first round only warms up.
+        """Samples all contestants in turns, for a fraction `share` of the measuring time.
+
+        Ours (the first) runs before the others in even rounds and after them in odd ones. The first round is
+        a warm-up and does not count.
         """
         seconds, least = self.seconds * share, self.pick(MIN_ROUNDS, 1)
         for sample in contestants:
@@ -209,16 +211,16 @@ class Bench:
             row = tuple(figures[i] for i in range(len(contestants)))
             (spoilt if neighbours.disturbed() else kept).append(row)
         if len(kept) < least:
-            # Better a figure that says so itself than none.
+            # A figure that is marked as noisy is better than none.
             return Rounds(kept + spoilt, 0, noisy=True)
         return Rounds(kept, len(spoilt), noisy=False)
 
 
 class Neighbours:
-    """Whether processes that are not ours, nor our descendants, nor the kernel's, get in the way.
+    """Detects CPU use by other processes: not this one, its descendants or the kernel.
 
-    Reads every process's CPU clock, exact to the nanosecond where /proc/stat counts in ticks of 10 ms; time
-    that the hypervisor stole is known in ticks only. Processes that come and go between two looks are missed.
+    Reads the CPU clock of every process, which has nanoseconds; /proc/stat counts ticks of 10 ms. Time that
+    the hypervisor stole is known in ticks only. Processes that start and end between two reads are missed.
     """
 
     def __init__(self) -> None:
@@ -229,30 +231,30 @@ class Neighbours:
         self.start()
 
     def start(self) -> None:
-        """From here on."""
+        """Starts an observation."""
         self._before, self._stolen_s, self._at_s = self._clocks(), _stolen_s(), time.monotonic()
 
     def disturbed(self) -> bool:
-        """Whether others used more than their share since `start`."""
+        """Returns whether other processes used more than their share since `start`."""
         now = self._clocks()
         used_s = sum(max(0.0, clock - self._before.get(pid, 0.0)) for pid, clock in now.items())
         allowed_s = OTHERS_SHARE * (time.monotonic() - self._at_s)
         return used_s > allowed_s or _stolen_s() - self._stolen_s > allowed_s
 
     def _clocks(self) -> dict[int, float]:
-        """CPU seconds of every process that is none of ours."""
+        """Returns the CPU seconds of every other process."""
         clocks = {}
         for name in os.listdir("/proc"):
             if name.isdecimal() and not self._is_ours(int(name)):
                 try:
-                    # How the kernel numbers the CPU clock of a process: see clock_getcpuclockid(3).
+                    # The id of the CPU clock of a process, see clock_getcpuclockid(3).
                     clocks[int(name)] = time.clock_gettime((~int(name) << 3) | 2)
                 except OSError:
                     continue
         return clocks
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether a process is this one, descends from it, or is a thread of the kernel's."""
+        """Returns whether a process is this one, a descendant of it, or a kernel thread."""
         known = self._kind.get(pid)
         if known is None:
             parent, kernel = _ancestry(pid)
@@ -262,7 +264,7 @@ class Neighbours:
 
 
 def _ancestry(pid: int) -> tuple[int, bool]:
-    """(parent, whether the kernel runs it) of a process; (0, True) if it is gone."""
+    """Returns the parent of a process and whether it is a kernel thread; (0, True) if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -277,14 +279,14 @@ def _stolen_s() -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which that share of them lies."""
+    """Returns the value below which this share of the samples lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @contextmanager
 def like_the_daemon() -> Iterator[None]:
-    """Python's threads take turns as often as they do in the daemon."""
+    """Sets the switch interval of Python threads to that of the daemon."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
@@ -295,7 +297,7 @@ def like_the_daemon() -> Iterator[None]:
 
 @contextmanager
 def progress_display(what: str) -> Iterator[Doing]:
-    """A line about a bench on stderr, if that is a terminal."""
+    """Shows the progress of a bench on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),

@@ -1,16 +1,15 @@
-"""hostile: what a tenant notices of strangers and of another tenant that attack the daemon, one way after
-another and then all at once.
+"""hostile: effect on a tenant of attacks by strangers and by another tenant, one by one and then all at once.
 
-The victim stores, looks up and gets chains, verified, at a modest rate with the client's default deadline.
-Three rows a load: the p99 of the kind of call (put, lookup, get) that suffers most, against the same calls
-without the load; the share of its calls that brought all they asked for in time; and the most memory that the
-daemon had, above what it had before the first load. `alone` is measured before every load, and is one.
+The victim puts, looks up and gets chains, verified, at a modest rate with the default deadline of the client.
+Each load has three rows: the p99 of the most affected kind of call (put, lookup, get), compared with the same
+calls without the load; the share of calls that returned everything in time; and the peak memory of the daemon
+above its memory before the first load. The calls without load are measured again before every load.
 
-Each load has 64 connections of one process, which uses at most its part of `CORES` (see `hostile_load`); all
-together use no more. `hostile/control`: processes that use as much CPU as the attackers and the daemon did
-under all loads at once, and ask the daemon for nothing. It is what these cores cost the victim, whoever is
-on them; `ratio_control` compares a load's calls with those beside it.
-`hostile/admin`: the victim is a probe that asks `kvstore admin` for /readyz over TCP, one connection a probe.
+Each load is one process with 64 connections that uses at most its part of `CORES` (see `hostile_load`). All
+loads together use no more than `CORES`. `hostile/control`: processes that use as much CPU as the attackers
+and the daemon under all loads at once, without requests. It is the cost of busy cores; `ratio_control`
+compares the calls under a load with those beside the control. `hostile/admin`: the victim is a probe that
+requests /readyz from `kvstore admin` over TCP, with one connection per probe.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from kvstore.lab.local_daemon import LocalDaemon
 VICTIM, HOSTILE, READER = "victim", "hostile", "reader"
 ROLES = {VICTIM: "admin", HOSTILE: "write", READER: "read"}
 CORES = 0.5
-"""Of a core, for all processes of attackers together."""
+"""CPU of all attackers together, in cores."""
 IDLE = 140
 _ATTACKER_UIDS = range(61010, 61100)
-"""A user an attack: users are held to a rate each when they connect."""
+"""The users of the attackers, one per attack: the rate of new connections is limited per user."""
 _TIMES = 3.0
 _MEMORY_MIB = 256.0
 _LEAST = {"sent_bytes": 16 * MIB}
-"""How much of a count shows that a load came to work, if not 1: sockets alone hold 13 MiB of what is sent."""
+"""Least counts that show that a load took effect, if not 1: socket buffers alone hold 13 MiB."""
 _ASK_EVERY_S = 0.02
 _READY_WITHIN_S = 30.0
 KINDS = "put", "lookup", "get"
@@ -62,17 +61,15 @@ ATTACKS: dict[str, tuple[Attack, str, str]] = {
     "leases": (hostile_load.leases, READER, "answered"),
     "namespaces": (hostile_load.namespaces, READER, "answered"),
     "unfinished": (hostile_load.unfinished, HOSTILE, "sent_bytes"),
-    # Last: it takes all the connections that are left.
+    # The last load: it takes all remaining connections.
     "connections": (hostile_load.connections, READER, "cut"),
 }
-"""By name: what runs, of whose tenant ("": nobody's), which of its counts says that it came to work."""
+"""Loads by name: function, tenant ("": none), and the count that shows that it took effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the victim's blocks and of tiers; chains are more than DRAM holds. Each load runs for `warm_up_s`
-    and the bench's seconds.
-    """
+    """Sizes of blocks and tiers. DRAM cannot hold all chains. `warm_up_s`: before each measurement."""
 
     block_bytes: int = 64 * KIB
     dram_bytes: int = 256 * MIB
@@ -84,7 +81,7 @@ class Sizes:
 
     @property
     def layout(self) -> Layout:
-        """The victim's namespace."""
+        """Returns the layout of the victim."""
         return Layout(model="bench-hostile", block_bytes=self.block_bytes)
 
 
@@ -93,8 +90,8 @@ SMOKE = Sizes(4 * KIB, 16 * MIB, 8, 8, 0.01, 0.05, 0.5)
 
 @dataclass(slots=True)
 class Measured:
-    """One load: its time (s of the monotonic clock), the time alone before it, what the attackers did, memory
-    (MiB above idle), CPU of the daemon (cores).
+    """One load: its time span and the span without load before it (s, monotonic clock), the tallies of the
+    attackers, memory (MiB above idle) and CPU of the daemon (cores).
     """
 
     alone: tuple[float, float]
@@ -106,12 +103,12 @@ class Measured:
 
     @property
     def attack_cores(self) -> float:
-        """CPU of all attackers, while each was at work."""
+        """CPU of all attackers while they worked, in cores."""
         return sum(tally.cpu_s / max(tally.wall_s, 1e-9) for tally in self.tallies.values())
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Every load, then the interface's. Unable where it can't act as several users."""
+    """Yields the rows of every load, then those of the REST interface. Raises Unable without root."""
     if os.getuid():
         raise Unable("only root can act as several users")
     z = bench.pick(Sizes(), SMOKE)
@@ -140,13 +137,13 @@ def _loads(bench: Bench, z: Sizes, daemon: LocalDaemon) -> Iterator[Result]:
 
 
 def _within(calls: list[Call], time_s: tuple[float, float]) -> list[Call]:
-    """Those that began in that time."""
+    """Returns the calls that began in a time span."""
     return [call for call in calls if time_s[0] <= call.began < time_s[1]]
 
 
 @contextmanager
 def _served(z: Sizes, folder: Path) -> Iterator[LocalDaemon]:
-    """A daemon that other users reach. Its disk is for what is recorded of namespaces, not for blocks."""
+    """Runs a daemon that other users can reach. Its disk stores records of namespaces, not blocks."""
     settings: dict[str, dict[str, object]] = {
         "daemon": {"socket_mode": 0o666},
         "dram": {"limit": z.dram_bytes},
@@ -157,7 +154,7 @@ def _served(z: Sizes, folder: Path) -> Iterator[LocalDaemon]:
     for tenant, role in ROLES.items():
         settings[f"tenants.{tenant}"] = {"share": 1.0}
         digest = hashlib.sha256(_token(tenant).encode()).hexdigest()
-        # The brackets make it an array of tables, as TOML writes them.
+        # A list of tables is an array of tables in TOML.
         settings[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": role}
     settings[f"tenants.{VICTIM}.dram"] = {"floor": z.dram_bytes // 2}
     with LocalDaemon(settings) as daemon:
@@ -172,7 +169,7 @@ def _token(tenant: str) -> str:
 
 
 class _Attacked:
-    """One daemon with a victim at work, and the memory that it had before the first attack."""
+    """One daemon with a working victim, and its memory before the first attack."""
 
     def __init__(self, bench: Bench, z: Sizes, daemon: LocalDaemon) -> None:
         self._bench, self._z, self._daemon = bench, z, daemon
@@ -180,7 +177,7 @@ class _Attacked:
         self.idle_mib = _memory_mib(daemon.pid, "VmRSS")
 
     def by(self, names: tuple[str, ...]) -> Measured:
-        """Under these attacks, and before that for half as long without."""
+        """Measures under these attacks, and before that for half the time without them."""
         z, posts = self._z, []
         for name in names:
             attack, tenant, _ = ATTACKS[name]
@@ -191,11 +188,11 @@ class _Attacked:
         for name in names:
             shows = ATTACKS[name][2]
             if getattr(measured.tallies[name], shows) < _LEAST.get(shows, 1):
-                raise NotDone(f"{name}: {measured.tallies[name]}, so it did not come to work")
+                raise NotDone(f"{name}: {measured.tallies[name]}, so it had no effect")
         return measured
 
     def by_burners(self, attack_cores: float, daemon_cores: float) -> Measured:
-        """Beside processes that use so much CPU: as many as there are attacks, and one for the daemon."""
+        """Measures beside processes that use this CPU: one per attack, and one for the daemon."""
         n = len(ATTACKS)
         site = Site(self._daemon.url, "", self._z.layout)
         posts = [(hostile_load.burn, Post(site, 0, attack_cores / n))] * n
@@ -205,11 +202,11 @@ class _Attacked:
     def _beside(self, what: str, names: tuple[str, ...], posts: list[tuple[Attack, Post]]) -> Measured:
         self._bench.doing(f"alone, before {what}")
         neighbours = Neighbours()
-        time.sleep(self._z.warm_up_s)  # what the last load left is tidied up
+        time.sleep(self._z.warm_up_s)  # the daemon cleans up after the last load
         alone, _ = self._pass(self._seconds / 2)
         self._bench.doing(what)
         pid = self._daemon.pid
-        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")  # VmHWM counts from here on
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
         with ExitStack() as stack:
             ends = [stack.enter_context(running(attack, post)) for attack, post in posts]
             time.sleep(self._z.warm_up_s)
@@ -219,7 +216,7 @@ class _Attacked:
         return Measured(alone, during, tallies, memory_mib, cores, neighbours.disturbed())
 
     def _pass(self, seconds: float) -> tuple[tuple[float, float], float]:
-        """Lets so much time pass: from when to when, and how many cores the daemon used."""
+        """Waits. Returns the time span and the CPU of the daemon in cores."""
         cpu_s, began = _cpu_s(self._daemon.pid), time.monotonic()
         time.sleep(seconds)
         ended = time.monotonic()
@@ -229,7 +226,7 @@ class _Attacked:
 def _rows(
     name: str, load: Measured, calls: list[Call], alone: list[Call], control: list[Call], idle_mib: float
 ) -> Iterator[Result]:
-    """The lines of one load."""
+    """Yields the rows of one load."""
     p99 = {kind: (_p99_us(calls, kind), _p99_us(alone, kind)) for kind in KINDS}
     ratios = {kind: mine / theirs for kind, (mine, theirs) in p99.items()}
     worst = max(ratios, key=ratios.__getitem__)
@@ -259,7 +256,7 @@ def _rows(
 
 
 def _p99_us(calls: list[Call], kind: str) -> float:
-    """Of all calls, also those that were lost: these took as long as they took. NotDone if there are none."""
+    """Returns the p99 of all calls, failed ones included, in µs. Raises NotDone without calls."""
     took = [call.took for call in calls if call.kind == kind]
     if not took:
         raise NotDone(f"the victim made no {kind}")
@@ -267,7 +264,7 @@ def _p99_us(calls: list[Call], kind: str) -> float:
 
 
 def _memory_mib(pid: int, what: str) -> float:
-    """A figure of /proc/PID/status."""
+    """Returns a field of /proc/PID/status in MiB."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) / KIB
@@ -275,7 +272,7 @@ def _memory_mib(pid: int, what: str) -> float:
 
 
 def _cpu_s(pid: int) -> float:
-    # How the kernel numbers the CPU clock of a process: see clock_getcpuclockid(3).
+    # The id of the CPU clock of a process, see clock_getcpuclockid(3).
     return time.clock_gettime((~pid << 3) | 2)
 
 
@@ -283,7 +280,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _admin(bench: Bench, z: Sizes) -> Iterator[Result]:
-    """Probes beside idle connections to the port that they ask."""
+    """Yields the rows of probes beside idle connections to the same port."""
     seconds = max(bench.seconds, z.least_s)
     with _interface(z) as port:
         bench.doing("probes alone")
@@ -309,7 +306,7 @@ def _admin(bench: Bench, z: Sizes) -> Iterator[Result]:
 
 @contextmanager
 def _interface(z: Sizes) -> Iterator[int]:
-    """The port of an interface that answers."""
+    """Runs a REST interface. Yields its port once it answers."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -333,7 +330,7 @@ def _interface(z: Sizes) -> Iterator[int]:
 
 
 def _probe(port: int, seconds: float) -> list[tuple[float, bool]]:
-    """How many seconds each probe took, and whether it was told that all is well."""
+    """Sends probes. Returns for each its seconds and whether the answer was 200."""
     probes: list[tuple[float, bool]] = []
     due = time.perf_counter()
     ends = due + seconds

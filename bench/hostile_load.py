@@ -1,8 +1,8 @@
-"""What strangers and a hostile tenant do to a daemon, and the tenant beside them that only works.
+"""Attacks on a daemon by strangers and by a hostile tenant, and the victim: a tenant with normal requests.
 
-An attack is one process with many connections. It makes its frames beforehand and sends them in rounds.
-Between rounds it sleeps, so that it uses no more than its part of a core (`Post.cores`): what the victim
-notices is the daemon's doing and not the kernel's scheduler's. No process is nicer than another.
+An attack is one process with many connections. It builds its frames in advance and sends them in rounds.
+Between rounds it sleeps, so that it uses at most its part of a core (`Post.cores`). The effect on the victim
+is then caused by the daemon, not by the scheduler of the kernel. All processes have the same priority.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvstore.wire.frames import Frames, pack
 KEY_BYTES = 64
 _FRAME = 4 * MIB
 _BATCH = 4096
-_OPENED = 1  # the number of the first namespace of a connection
-_FIRST = 2  # the least id of what follows the opening
+_OPENED = 1  # number of the first namespace of a connection
+_FIRST = 2  # first request id after the opening frames
 _NAP_S, _LONGEST_NAP_S = 1e-3, 0.1
 _RECEIVED_AT_ONCE = 256 * KIB
 _CONNECT_EVERY = 20
 DEADLINE_S = 1.0
-"""The client's default."""
+"""Default deadline of the client."""
 
 
 # -- the victim
@@ -44,9 +44,9 @@ DEADLINE_S = 1.0
 
 @dataclass(slots=True)
 class Call:
-    """One call of the victim's: when it began (s of the monotonic clock), how long it took, and how it ended.
+    """One call of the victim: its start (s, monotonic clock), its duration and its outcome.
 
-    `lost` is empty for one that brought all it asked for in time; else `refused`, `late` or `missing`.
+    `lost` is empty if the call returned everything in time, otherwise `refused`, `late` or `missing`.
     """
 
     kind: str
@@ -57,16 +57,16 @@ class Call:
 
 
 def chain(number: int, blocks: int) -> list[bytes]:
-    """The keys of the victim's chain of that number."""
+    """Returns the keys of a chain of the victim."""
     return [struct.pack("<QQ", number, block) * (KEY_BYTES // 16) for block in range(blocks)]
 
 
 def work(cue: Cue, site: Site, chains: int, blocks: int, pace_s: float) -> list[Call]:
-    """Stores a chain, looks it up and gets it, verified; then the next one, `pace_s` later at the earliest.
-    Beside every `_CONNECT_EVERY`th of these, a new client connects and asks for its first answer.
+    """Puts, looks up and gets one chain after another, verified, at least `pace_s` apart.
 
-    Deadlines are the client's default. NotDone if a get brings other bytes than were stored. It is at work
-    when it has been through all chains, and so has mapped all memory that it gets.
+    A new client connects and sends a request beside every `_CONNECT_EVERY`th chain. Deadlines are the default
+    of the client. Raises NotDone if a get returns wrong bytes. The cue is given after one pass over all
+    chains, when all memory is mapped.
     """
     calls: list[Call] = []
     data = np.random.default_rng(1).integers(0, 256, (blocks, site.layout.block_bytes), np.uint8)
@@ -86,7 +86,7 @@ def work(cue: Cue, site: Site, chains: int, blocks: int, pace_s: float) -> list[
         n = space.get(chain(stored, blocks), out)
         _stamp(data, stored)
         if not np.array_equal(out[:n], data[:n]):
-            raise NotDone("the victim got other bytes than it had stored")
+            raise NotDone("the victim got wrong bytes")
         return n == blocks
 
     def connect() -> bool:
@@ -115,7 +115,7 @@ def work(cue: Cue, site: Site, chains: int, blocks: int, pace_s: float) -> list[
 
 
 def _stamp(data: np.ndarray[Any, Any], number: int) -> None:
-    """Makes the bytes those of one chain."""
+    """Writes the bytes of one chain."""
     data[:, :8] = np.frombuffer(struct.pack("<Q", number), np.uint8)
 
 
@@ -137,7 +137,7 @@ def _call(kind: str, call: Callable[[], bool]) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Where an attack goes: by which tenant, as which user (0: stays who it is), with how much of a core."""
+    """The parameters of an attack: tenant, user (0: unchanged), CPU limit in cores."""
 
     site: Site
     uid: int
@@ -149,18 +149,18 @@ class Post:
 
     @property
     def hello(self) -> bytes:
-        """First frame of a member of the tenant."""
+        """Returns the first frame of a member of the tenant."""
         return pack(m.Hello(m.MAGIC, m.VERSION, self.site.token))
 
     def open(self, owner: str = "") -> bytes:
-        """Second frame: its own namespace, or the victim's."""
+        """Returns the second frame, which opens its own namespace or the victim's."""
         return pack(m.Open(_FIRST - 1, asdict(self.site.layout), owner, 0.0))
 
 
 @dataclass(slots=True)
 class Tally:
-    """What an attack did: frames sent whole (without those that open a connection), answers to it, how many
-    of these were refusals, connections that the daemon ended, and the attack's own CPU time.
+    """Totals of an attack: complete frames sent (without the opening ones), answers, refusals among these,
+    connections that the daemon closed, and CPU time of the attack (s).
     """
 
     sent: int = 0
@@ -173,9 +173,9 @@ class Tally:
 
 
 class _Peer:
-    """One connection of an attack; made again when the daemon ends it.
+    """One connection of an attack. It reconnects when the daemon closes it.
 
-    `following` gives what to send next, None for nothing now; `heard` is told of every answer.
+    `following` returns the next bytes to send, None for nothing now. `heard` is called with every answer.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class _Peer:
         self._opened = False
 
     def turn(self) -> None:
-        """Sends and receives what goes without waiting."""
+        """Sends and receives without blocking."""
         try:
             if self._sock is None and not self._connect():
                 return
@@ -213,7 +213,7 @@ class _Peer:
             self._cut()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -263,7 +263,7 @@ class _Peer:
 
 
 def _attack(cue: Cue, post: Post, tally: Tally, peers: list[_Peer]) -> Tally:
-    """Gives every connection its turns until the cue."""
+    """Runs all connections in turns until the cue."""
     if post.uid:
         os.setgroups([])
         os.setgid(post.uid)
@@ -281,7 +281,7 @@ def _attack(cue: Cue, post: Post, tally: Tally, peers: list[_Peer]) -> Tally:
 
 
 def _rounds(cue: Cue, cores: float, tally: Tally) -> Iterator[None]:
-    """One after another until the cue, with naps that keep the CPU time at `cores` of the time."""
+    """Yields until the cue. Sleeps between rounds, so that the process uses at most `cores` of CPU."""
     cpu_s, wall_s = time.process_time(), time.monotonic()
     while not cue.is_set():
         yield
@@ -290,7 +290,7 @@ def _rounds(cue: Cue, cores: float, tally: Tally) -> Iterator[None]:
 
 
 def burn(cue: Cue, post: Post) -> Tally:
-    """Uses the same CPU in the same way, and asks the daemon for nothing."""
+    """Uses the same CPU in the same pattern, without requests."""
     tally = Tally()
     cue.begin()
     for _ in _rounds(cue, post.cores, tally):
@@ -301,7 +301,7 @@ def burn(cue: Cue, post: Post) -> Tally:
 
 
 def long_frames(cue: Cue, post: Post) -> Tally:
-    """Strangers: 4 MiB that are no Hello, and a Hello with as many maps as 4 MiB hold."""
+    """Strangers send 4 MiB that are no Hello, and a Hello with 4 MiB of maps."""
     maps = _FRAME - 64
     hello = b"\x95\x00\xa7kvstore" + bytes([m.VERSION]) + b"\xa0" + b"\xdd" + struct.pack(">I", maps)
     frames = [_frame(bytes(_FRAME)), _frame(hello + b"\x80" * maps)]
@@ -311,7 +311,7 @@ def long_frames(cue: Cue, post: Post) -> Tally:
 
 
 def many_values(cue: Cue, post: Post) -> Tally:
-    """A tenant's frames of nothing but tiny maps, numbers and extensions, as many as 4 MiB hold."""
+    """A tenant sends frames of 4 MiB with only tiny maps, numbers and extensions."""
     frames = [
         _frame(_array(_FRAME - 8, b"\x80")),
         _frame(_array(_FRAME // 3 - 8, b"\xd4\x01\x00")),
@@ -330,7 +330,7 @@ def many_values(cue: Cue, post: Post) -> Tally:
 
 
 def waits(cue: Cue, post: Post) -> Tally:
-    """A reader's calls that wait a minute for the first of 4096 blocks that nobody stores."""
+    """A reader sends calls that wait a minute for 4096 blocks that are never stored."""
     frame = pack(
         m.Acquire(_FIRST, _OPENED, KEY_BYTES, os.urandom(_BATCH * KEY_BYTES), 60.0, 0.0, wait_s=60.0)
     )
@@ -344,7 +344,7 @@ def waits(cue: Cue, post: Post) -> Tally:
 
 
 def unread(cue: Cue, post: Post) -> Tally:
-    """What asks for no answer, in frames of up to 4 MiB, or thousands of small ones; nothing is ever read."""
+    """Sends requests without answers in frames of up to 4 MiB or as thousands of small ones. Never reads."""
     n = (_FRAME - 64) // KEY_BYTES
     blocks = (_FRAME - 64) // 9
     small = b"".join(pack(m.Release(n)) + pack(m.Abort(n)) for n in range(1, 2001))
@@ -365,7 +365,7 @@ def unread(cue: Cue, post: Post) -> Tally:
 
 
 def connections(cue: Cue, post: Post) -> Tally:
-    """Silent connections of strangers, and those of a reader as many as the daemon lets it have."""
+    """Strangers open silent connections, and a reader opens as many as the daemon allows."""
     tally = Tally()
     peers = [_Peer(post, tally, b"", _nothing) for _ in range(post.connections)]
     peers += [_Peer(post, tally, post.hello, _nothing) for _ in range(1024)]
@@ -373,7 +373,7 @@ def connections(cue: Cue, post: Post) -> Tally:
 
 
 def leases(cue: Cue, post: Post) -> Tally:
-    """A reader's leases on all that the victim has published to it, and on what it stores; none is let go."""
+    """A reader leases everything that the victim has published to it, and never releases."""
     frames = [
         pack(m.Acquire(n + _FIRST, _OPENED, KEY_BYTES, b"".join(chain(n, post.blocks)), 1.0, 0.0))
         for n in range(post.chains)
@@ -398,7 +398,7 @@ def leases(cue: Cue, post: Post) -> Tally:
 
 
 def namespaces(cue: Cue, post: Post) -> Tally:
-    """A reader opens one namespace after another, each of another layout."""
+    """A reader opens one namespace after another, each with a new layout."""
     tally = Tally()
     numbers = itertools.count()
 
@@ -411,7 +411,7 @@ def namespaces(cue: Cue, post: Post) -> Tally:
 
 
 def unfinished(cue: Cue, post: Post) -> Tally:
-    """A tenant's frames that lack their last byte."""
+    """A tenant sends frames without their last byte."""
     part = _frame(bytes(_FRAME))[:-1]
     tally = Tally()
     peers = [_Peer(post, tally, post.hello + part, _nothing) for _ in range(post.connections)]
@@ -419,7 +419,7 @@ def unfinished(cue: Cue, post: Post) -> Tally:
 
 
 def idle_tcp(cue: Cue, port: int, n: int, cores: float) -> Tally:
-    """Connections to a port of this machine that ask for nothing; made again when they are ended."""
+    """Keeps idle connections to a port of this machine. Reconnects when they are closed."""
     tally = Tally()
     socks: list[socket.socket] = []
     for _ in _rounds(cue, cores, tally):
@@ -443,7 +443,7 @@ def idle_tcp(cue: Cue, port: int, n: int, cores: float) -> Tally:
 
 
 def _unless_waiting(peer: _Peer, frame: bytes, most: int) -> bytes | None:
-    """The frame, unless so many are unanswered."""
+    """Returns the frame, or None while this number of requests is unanswered."""
     if peer.waiting >= most:
         return None
     peer.waiting += 1
@@ -463,6 +463,6 @@ def _array(n: int, item: bytes) -> bytes:
 
 
 def _fan(n: int, item: bytes) -> bytes:
-    """Arrays of 1000 items each, in arrays of 1000."""
+    """Returns nested arrays of 1000 items each."""
     inner = b"\xdc" + struct.pack(">H", 1000) + item * 1000
     return b"\xdc" + struct.pack(">H", min(n, 1000)) + inner * min(n, 1000)

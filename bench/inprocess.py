@@ -1,4 +1,4 @@
-"""The daemon in this process, without sockets: clients here copy no bytes."""
+"""Runs the daemon in this process, without sockets. Clients copy no bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WITHIN_S = 60.0
 
 
 class InProcess:
-    """Requests about one layout to a daemon, made inside its own loop."""
+    """Sends requests about one layout to a daemon, inside the daemon's event loop."""
 
     def __init__(self, daemon: Daemon, layout: Layout) -> None:
         self._daemon = daemon
@@ -49,14 +49,14 @@ class InProcess:
         self._waiting.pop(request).set_result(action)
 
     async def acquire(self, keys: list[bytes]) -> ac.Grant:
-        """A lease on slots of DRAM, and the tiers in which the blocks were found."""
+        """Returns a lease on DRAM slots and the tiers where the blocks were found."""
         until = self._loop.time() + _WITHIN_S
         grant = await self._ask(ev.Acquire(0, _CLIENT, self.namespace, _joined(keys), until))
         assert isinstance(grant, ac.Grant), grant
         return grant
 
     def slots(self, given: ac.Grant | ac.Reserved) -> list[memoryview]:
-        """The memory that a lease or a reservation is on."""
+        """Returns the memory of a lease or reservation."""
         return self._daemon.tiers.dram.slots(given.where)
 
     def release(self, lease: int) -> None:
@@ -64,9 +64,9 @@ class InProcess:
         self._daemon.core.handle(ev.Release(_CLIENT, lease))
 
     async def put(self, keys: list[bytes], data: np.ndarray[Any, Any] | None = None) -> int:
-        """Reserves and commits; how many blocks were stored.
+        """Reserves and commits. Returns the number of stored blocks.
 
-        Without `data` whatever bytes the slots have, under checksums that are wrong: nobody reads them.
+        Without `data`, slots keep their bytes and the checksums are wrong; such blocks must not be read.
         """
         until = self._loop.time() + _WITHIN_S
         room = await self._ask(ev.Reserve(0, _CLIENT, self.namespace, _joined(keys), b"", until))
@@ -81,11 +81,11 @@ class InProcess:
         return int(stored.value)
 
     def counter(self, name: str) -> int:
-        """One of the core's counters."""
+        """Returns a counter of the core."""
         return int(self._daemon.view.counters[name])
 
     async def counted(self, name: str, target: int) -> None:
-        """Returns when a counter has reached its target. TimeoutError after a minute."""
+        """Waits until a counter reaches its target. Raises TimeoutError after a minute."""
         ends = self._loop.time() + _WITHIN_S
         while self.counter(name) < target:
             if self._loop.time() > ends:
@@ -103,10 +103,10 @@ class InProcess:
 def in_process(
     folder: Path, dram_bytes: int, nvme_bytes: int, layout: Layout
 ) -> Iterator[tuple[InProcess, asyncio.Runner]]:
-    """A started daemon on a folder, and the loop that it runs on."""
+    """Yields a started daemon on a folder, and its event loop."""
     text = f"[dram]\nlimit = {dram_bytes}\n[nvme]\nlimit = {nvme_bytes}\npath = {json.dumps(str(folder))}\n"
-    text += '[policy]\neviction = "lru"\n'  # which refuses no block
-    text += "[scrub]\nrate = 0\n"  # checksums are made up here
+    text += '[policy]\neviction = "lru"\n'  # this policy refuses no block
+    text += "[scrub]\nrate = 0\n"  # checksums are not real here
     config = parse(text, "the bench's settings")
     with like_the_daemon(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
@@ -129,7 +129,7 @@ def in_process(
 def written_folder(
     folder: Path, nvme_bytes: int, layout: Layout, data: np.ndarray[Any, Any]
 ) -> list[list[bytes]]:
-    """Lets a daemon fill a new folder to its limit and stop; the keys of the chains that it holds then.
+    """Runs a daemon that fills a new folder to its limit. Returns the keys of the stored chains.
 
     Every chain has the blocks of `data`.
     """
@@ -146,7 +146,7 @@ def written_folder(
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The loop that the daemon takes."""
+    """Returns the event loop factory of the daemon."""
     try:
         import uvloop  # noqa: PLC0415 - absent where it does not build
     except ImportError:

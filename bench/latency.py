@@ -1,4 +1,4 @@
-"""Latencies of calls beside an empty request on the same connection."""
+"""Compares latencies of calls with an empty request on the same connection."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bench.harness import Bench, Result, Target, quantile
 from kvstore import Client
 
 CALLS = 100
-"""Calls a sample: a few milliseconds, so that drift hits both sides of a round alike."""
+"""Calls per sample: a few milliseconds, so that drift affects both sides of a round equally."""
 
 
 @dataclass(slots=True)
 class Timed:
-    """`call(n)` is timed for n = 0, 1, ...; `after` is not, and follows each. Figures are in µs."""
+    """Times `call(n)` for n = 0, 1, ... in µs. `after` runs untimed after each call."""
 
     call: Callable[[int], object]
     after: Callable[[], object] | None = None
@@ -23,7 +23,7 @@ class Timed:
     _n: int = 0
 
     def sample(self, _: int) -> float:
-        """The median of some calls."""
+        """Returns the median of a sample of calls."""
         clock, call, after = time.perf_counter, self.call, self.after
         took = []
         for n in range(self._n, self._n + CALLS):
@@ -40,7 +40,7 @@ class Timed:
 def compare(
     bench: Bench, name: str, client: Client, timed: Timed, share: float, target: Target | None
 ) -> Result:
-    """The line of one kind of call against `Client.ping`."""
+    """Returns the row of one kind of call, compared with `Client.ping`."""
     ping = Timed(lambda _: client.ping())
     rounds = bench.interleave(name, (timed.sample, ping.sample), share)
     return rounds.result(

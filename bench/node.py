@@ -1,4 +1,4 @@
-"""A `Placement` without a shell: copies between its tiers are complete as soon as they are asked for."""
+"""A `Placement` without a daemon: copies between its tiers complete at once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAMESPACE, CLIENT = 1, 1
 _FOREVER = 1e9
 
 Steps = dict[str, list[float]]
-"""By the name of the event: milliseconds of CPU of every step."""
+"""CPU time of every step in ms, by event name."""
 
 
 class Node:
-    """DRAM and NVMe of at least so many blocks of 256 KiB; every extent is there.
+    """DRAM and NVMe tiers of at least these numbers of 256 KiB blocks, with all extents ready.
 
-    With `steps` set to a dictionary, the CPU time of every event is noted there.
+    If `steps` is set to a dictionary, it records the CPU time of every event.
     """
 
     def __init__(self, dram_blocks: int, nvme_blocks: int, max_blocks: int, policy: str = "lru") -> None:
@@ -45,11 +45,11 @@ class Node:
 
     @property
     def slots(self) -> list[int]:
-        """How many blocks each tier has room for."""
+        """Number of slots of each tier."""
         return [sum(c.total for c in t.slots.classes.values()) for t in self.placement.residency.tiers]
 
     def acquire(self, keys: Keys) -> tuple[int, int]:
-        """(lease, how many leading blocks it is on)."""
+        """Returns a lease and the number of leased leading blocks."""
         grant = self._ask(ev.Acquire(0, CLIENT, NAMESPACE, keys, _FOREVER))
         return grant.lease, len(grant.where)
 
@@ -58,7 +58,7 @@ class Node:
         self._send(ev.Release(CLIENT, lease))
 
     def put(self, keys: Keys, parent: bytes) -> int:
-        """Reserves and commits, in reservations as large as a client's; how many blocks were stored."""
+        """Reserves and commits in batches like a client. Returns the number of stored blocks."""
         stored = 0
         for start in range(0, keys.n, self.placement.limits.reserve_keys):
             part = keys.take(start, start + self.placement.limits.reserve_keys)
@@ -71,23 +71,23 @@ class Node:
         return stored
 
     def lookup(self, keys: Keys) -> int:
-        """Length of the stored prefix."""
+        """Returns the length of the stored prefix."""
         return int(self._ask(ev.Lookup(0, NAMESPACE, keys)).value)
 
     def prefetch(self, keys: Keys) -> int:
-        """How many blocks are in DRAM now."""
+        """Prefetches. Returns the number of blocks in DRAM."""
         return int(self._ask(ev.Prefetch(0, NAMESPACE, keys)).value)
 
     def invalidate(self, keys: Keys) -> int:
-        """How many blocks are gone."""
+        """Invalidates. Returns the number of removed blocks."""
         return int(self._ask(ev.Invalidate(0, NAMESPACE, keys)).value)
 
     def tick(self) -> None:
-        """Time passes."""
+        """Advances the time."""
         self._send(ev.Tick())
 
     def restore(self, chains: Sequence[Keys], first_slot: int) -> None:
-        """NVMe turns out to hold these chains, from a slot on."""
+        """Restores chains from NVMe records, from a slot on."""
         keys = np.concatenate([chain.array for chain in chains])
         n, width = keys.shape
         parents = np.zeros_like(keys)
@@ -115,7 +115,7 @@ class Node:
         )
 
     def _ask(self, event: Any) -> Any:
-        """The answer to a request, copies included."""
+        """Returns the answer to a request, after all copies."""
         self._request += 1
         event.request = self._request
         answer = self._send(event)

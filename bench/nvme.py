@@ -1,12 +1,12 @@
-"""nvme-*: blocks of 4 MiB between NVMe and DRAM slots, against direct I/O of the same size (see `disks`).
+"""nvme-*: 4 MiB blocks between NVMe and DRAM slots, compared with direct I/O of the same size (see `disks`).
 
-    nvme-read           chains that DRAM has let go of, verified; the daemon's own path without a client
-    nvme-read-acquire   the same end to end: a client acquires them
-    nvme-write          new blocks until their records are committed; the daemon's own path without a client
-    nvme-write-put      the same end to end: a client puts them
+    nvme-read           promotions of evicted chains, verified; inside the daemon, without a client
+    nvme-read-acquire   the same end to end: a client acquires the chains
+    nvme-write          write-back of new blocks until their records are committed; without a client
+    nvme-write-put      the same end to end: a client puts the blocks
 
-Reads are several at a time, so that the queue of the device stays full. When writes are measured, the slabs
-are full and every slot has been written before, so each write evicts a block.
+Several reads run at a time, so that the queue of the device stays full. Before writes are measured, every
+slot of the slabs has been written, so each write evicts a block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITE_TARGETS = {name: Target(">=", 0.90) for name in ("fio", "same-memory")}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A sample moves `sample_bytes` in chains of `chain` blocks. NVMe holds more than DRAM and a sample."""
+    """A sample moves `sample_bytes` in chains of `chain` blocks. NVMe is larger than DRAM and a sample."""
 
     block_bytes: int = 4 * MIB
     chain: int = 16
@@ -45,25 +45,25 @@ class Sizes:
 
     @property
     def layout(self) -> Layout:
-        """What the blocks are."""
+        """Returns the layout of the blocks."""
         return Layout(model="bench", block_bytes=self.block_bytes)
 
     @property
     def chains(self) -> int:
-        """How many chains a sample moves."""
+        """Number of chains per sample."""
         return self.sample_bytes // self.block_bytes // self.chain
 
     @property
     def flush(self) -> int:
-        """After so many more chains DRAM holds nothing of what was there before."""
+        """Number of chains that replace everything in DRAM."""
         return self.dram_bytes // self.block_bytes // self.chain + 1
 
     def new_chains(self, n: int) -> list[list[bytes]]:
-        """Keys of so many chains."""
+        """Returns the keys of new chains."""
         return [[os.urandom(32) for _ in range(self.chain)] for _ in range(n)]
 
     def data(self) -> np.ndarray:
-        """The bytes of every chain."""
+        """Returns the bytes of every chain."""
         return np.random.default_rng(1).integers(0, 256, (self.chain, self.block_bytes), np.uint8)
 
 
@@ -71,7 +71,7 @@ SMOKE = Sizes(64 * KIB, 16, 4 * MIB, 16 * MIB, 32 * MIB)
 
 
 def read(bench: Bench) -> Iterator[Result]:
-    """A line for each reference."""
+    """Yields one row per reference."""
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
         bench.doing("writing the blocks")
@@ -81,7 +81,7 @@ def read(bench: Bench) -> Iterator[Result]:
             reference_disks(folder, z.block_bytes, z.nvme_bytes, z.dram_bytes) as disks,
             in_process(folder / "nvme", z.dram_bytes, z.nvme_bytes, z.layout) as (inside, runner),
         ):
-            # All chains in turn, which are more than DRAM holds: the next one is never there.
+            # DRAM cannot hold all chains, so the next one in order is never in DRAM.
             turn = cycle(chains)
 
             async def reader(todo: Iterator[list[bytes]]) -> None:
@@ -97,7 +97,7 @@ def read(bench: Bench) -> Iterator[Result]:
                 await asyncio.gather(*(reader(todo) for _ in range(READERS)))
                 took_s = time.perf_counter() - start
                 if inside.counter("promoted_blocks") < target:
-                    raise NotDone("fewer blocks came up than were asked for")
+                    raise NotDone("fewer blocks were promoted than requested")
                 return z.sample_bytes / took_s / GIB
 
             rows = list(
@@ -116,7 +116,7 @@ def read(bench: Bench) -> Iterator[Result]:
 
 
 def read_acquire(bench: Bench) -> Iterator[Result]:
-    """A line for each reference."""
+    """Yields one row per reference."""
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
         bench.doing("writing the blocks")
@@ -153,7 +153,7 @@ def read_acquire(bench: Bench) -> Iterator[Result]:
 
 
 def write(bench: Bench) -> Iterator[Result]:
-    """A line for each reference."""
+    """Yields one row per reference."""
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
         bench.doing("writing every slot once")
@@ -165,7 +165,7 @@ def write(bench: Bench) -> Iterator[Result]:
         ):
 
             async def fill() -> None:
-                """Leaves real bytes in every slot of DRAM: some devices are quick with zeros."""
+                """Writes random bytes to every DRAM slot: some devices are faster with zeros."""
                 for keys in old:
                     inside.release((await inside.acquire(keys)).lease)
 
@@ -178,7 +178,7 @@ def write(bench: Bench) -> Iterator[Result]:
                 return len(chains) * z.chain * z.block_bytes / (time.perf_counter() - start) / GIB
 
             async def write_and_read_back() -> None:
-                """What was written is in the slabs: it comes back when DRAM has let go of it."""
+                """Checks that written blocks are read back from the slabs after their eviction from DRAM."""
                 [keys] = z.new_chains(1)
                 await put([keys], z.data())
                 await put(z.new_chains(z.flush))
@@ -195,7 +195,7 @@ def write(bench: Bench) -> Iterator[Result]:
 
 
 def write_put(bench: Bench) -> Iterator[Result]:
-    """A line for each reference."""
+    """Yields one row per reference."""
     z = bench.pick(Sizes(), SMOKE)
     data = z.data()
     with bench.scratch() as folder:
@@ -241,9 +241,9 @@ def _get_back(space: Namespace, keys: list[bytes], z: Sizes) -> None:
 
 
 def _check(tiers: Sequence[int], blocks: Sequence[memoryview], z: Sizes) -> None:
-    """Raises unless a chain came from NVMe with its bytes; its end may have made room for other blocks."""
+    """Raises NotDone unless a chain was read from NVMe with its bytes. Its tail may be evicted."""
     if not tiers:
-        raise NotDone("nothing of a chain that was written is there")
+        raise NotDone("nothing of a written chain is stored")
     expect(list(tiers), [Tier.NVME] * len(tiers), "tiers of a chain")
     for number, (block, right) in enumerate(zip(blocks, z.data(), strict=False)):
-        expect(bytes(block[: z.block_bytes]) == right.tobytes(), True, f"block {number} as it was stored")
+        expect(bytes(block[: z.block_bytes]) == right.tobytes(), True, f"block {number} has the stored bytes")

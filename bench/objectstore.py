@@ -1,8 +1,8 @@
-"""objectstore: 4 MiB blocks from an S3 server into slots, and back, against one raw connection.
+"""objectstore: 4 MiB blocks from an S3 server to slots and back, compared with one raw connection.
 
-The server is a process of its own with its objects in memory (`bench.s3server`), as is the peer that moves
-the same bytes without any protocol. Every GET is verified, as the daemon does, and into memory that lacked
-some of the bytes.
+The server (`bench.s3server`) is a separate process with its objects in memory. So is the peer that transfers
+the same bytes without a protocol. Every GET is verified as in the daemon, and reads into memory in which some
+bytes differed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvstore.tiers.network.base import Backend, Name, Object, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A sample moves so many blocks."""
+    """Size and number of the blocks of a sample."""
 
     block_bytes: int = 4 * MIB
     blocks: int = 32
@@ -41,7 +41,7 @@ GET = Target(">=", 0.7)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Two lines: GET and PUT, each against one raw connection."""
+    """Yields two rows: GET and PUT, each compared with one raw connection."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
     things, others = _things(z), _things(z)
@@ -79,7 +79,7 @@ def _things(z: Sizes) -> list[Object]:
 
 
 def spoil(things: Sequence[Object]) -> None:
-    """Alters some bytes of each block: it verifies again only when it has really been read."""
+    """Changes some bytes of each block, so that only a real read makes it valid again."""
     for thing in things:
         np.frombuffer(thing.memory, np.uint8)[::4096] = 0
 
@@ -101,8 +101,7 @@ def _put(backend: Backend, things: list[Object], _: int) -> float:
     return rate
 
 
-# A peer that takes a byte and so many blocks in turn: "p" and their bytes, answered with "p"; "g", answered
-# with what came last.
+# The peer receives "p" and the bytes of all blocks, and answers "p"; or "g", and answers the last bytes.
 _RAW = """
 import socket, numpy
 listener = socket.create_server(("127.0.0.1", 0))
@@ -146,7 +145,7 @@ def _rate(things: list[Object], start: float) -> float:
 
 @contextmanager
 def started(*arguments: str) -> Iterator[str]:
-    """A Python process; yields the line that it prints first."""
+    """Runs a Python process. Yields the first line that it prints."""
     process: Any = subprocess.Popen(
         [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Where a figure comes from: command, date, commit and machine."""
+"""The origin of a figure: command, date, commit and machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bench.harness import Bench
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "RESULTS.md"
 DIRTY = "+"
-"""Follows the commit where the work tree had changes that are not in it."""
+"""Suffix of the commit if the work tree had uncommitted changes."""
 
 
 def provenance(name: str, bench: Bench) -> dict[str, Any]:
-    """What a figure of this run carries. ValueError for a smoke run, whose figures mean nothing."""
+    """Returns the origin of figures of this run. Raises ValueError for a smoke run, which has no figures."""
     if bench.smoke:
         raise ValueError("a smoke run has no figures")
     return {
@@ -32,7 +32,7 @@ def provenance(name: str, bench: Bench) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is checked out, with a DIRTY mark; empty outside a git work tree."""
+    """Returns the commit of the work tree, with a DIRTY suffix; empty outside a git work tree."""
     head = _git("rev-parse", "--short=7", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
     return head and head + (DIRTY if changed else "")
@@ -46,7 +46,7 @@ def _git(*arguments: str) -> str:
 
 
 def machine(folder: Path) -> dict[str, str]:
-    """What the figures are measured on; `folder` is where NVMe benches put their files."""
+    """Returns the properties of this machine. `folder`: the folder for files of NVMe benches."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):

@@ -1,8 +1,8 @@
-"""qos: what a tenant notices of another one that asks for all it can get, and of a device that hangs.
+"""qos: effect on a tenant of another tenant with maximum load, and of a device that hangs.
 
-Each figure of the victim is taken beside what it is without the aggressor, in several rounds: the ratio is
-the middle one of theirs. Without the scheduler: both use one tenant's token, so that their requests and
-copies wait in one queue, first come, first served.
+Each figure of the victim is compared with the figure without the aggressor in several rounds; the ratio is
+the median over rounds. Further figures are measured without fair queueing: both use the token of one tenant,
+so that their requests and copies wait in one FIFO queue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Each load runs for `warm_up_s`, `least_s` and a part of the bench's seconds."""
+    """Each load runs for `warm_up_s`, then for at least `least_s`, longer for a longer measuring time."""
 
     block_bytes: int = MIB
     small_bytes: int = 64 * KIB
@@ -51,34 +51,34 @@ class Sizes:
 
     @property
     def layout(self) -> Layout:
-        """Blocks that are read from the device."""
+        """Returns the layout of blocks on the device."""
         return Layout(model="bench", block_bytes=self.block_bytes)
 
     @property
     def small(self) -> Layout:
-        """Blocks that stay in DRAM."""
+        """Returns the layout of blocks in DRAM."""
         return Layout(model="bench-small", block_bytes=self.small_bytes)
 
 
 SMOKE = Sizes(64 * KIB, 16 * KIB, 16 * MIB, 48 * MIB, 48 * MIB, 96, 8, 1, 0.05, 0.15)
 
 Aggressor = tuple[str, Load, tuple[object, ...]]
-"""What it is called, what it runs, with what (the first argument, its site, comes before)."""
+"""A load: its name, function and arguments after the first one, its site."""
 
 
 @dataclass(slots=True)
 class Latencies:
-    """The victim's calls that got all they asked for, in µs, by load, a dictionary a round."""
+    """Latencies of complete calls of the victim in µs, by load; one dictionary per round."""
 
     rounds: list[dict[str, list[float]]]
     incomplete: Counter[str] = field(default_factory=Counter)
 
     def median(self, load: str, share: float) -> float:
-        """The middle round's quantile."""
+        """Returns the median over rounds of a quantile."""
         return statistics.median(_quantile(figures[load], share) for figures in self.rounds)
 
     def ratios(self, load: str, reference: str, share: float) -> list[float]:
-        """Each round's quantile under one load over that under another."""
+        """Returns for each round the quantile under one load divided by that under another."""
         return [_quantile(f[load], share) / _quantile(f[reference], share) for f in self.rounds]
 
 
@@ -87,7 +87,7 @@ def _quantile(figures: list[float], share: float) -> float:
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Requests, then reads and writes at the device, then a device that hangs."""
+    """Yields the rows of requests, of reads and writes of the device, and of a hanging device."""
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
         yield from _requests(bench, z)
@@ -96,12 +96,12 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def token(tenant: str) -> str:
-    """The token by which a client is a tenant."""
+    """Returns the token of a tenant."""
     return f"token-of-{tenant}"
 
 
 def settings(dram_bytes: int, nvme: Path | None = None, nvme_bytes: int = 0) -> dict[str, dict[str, object]]:
-    """Two tenants of equal shares; nothing is refused, and no scrubber reads beside them."""
+    """Returns settings with two tenants of equal shares, without refusals and without the scrubber."""
     made: dict[str, dict[str, object]] = {
         "dram": {"limit": dram_bytes},
         "scrub": {"rate": 0},
@@ -116,7 +116,7 @@ def settings(dram_bytes: int, nvme: Path | None = None, nvme_bytes: int = 0) -> 
         if nvme is not None:
             made[f"tenants.{tenant}.nvme"] = {"floor": nvme_bytes * 2 // 5}
         digest = hashlib.sha256(token(tenant).encode()).hexdigest()
-        # The brackets make it an array of tables, as TOML writes them.
+        # A list of tables is an array of tables in TOML.
         made[f"[tenants.{tenant}.tokens]"] = {"hash": f"sha256:{digest}", "role": "write"}
     return made
 
@@ -124,7 +124,7 @@ def settings(dram_bytes: int, nvme: Path | None = None, nvme_bytes: int = 0) -> 
 @contextmanager
 def _served(made: Settings) -> Iterator[LocalDaemon]:
     with LocalDaemon(made) as daemon:
-        # While extents are still being made, a core is busy with that.
+        # The creation of extents keeps one core busy.
         with Client(daemon.url, "", deadline_s=30.0) as client:
             wait_until(client, complete)
         yield daemon
@@ -137,7 +137,7 @@ def _site(daemon: LocalDaemon, tenant: str, layout: Layout) -> Site:
 def _measured(
     z: Sizes, seconds: float, victim: tuple[Load, tuple[object, ...]], others: list[Aggressor]
 ) -> list[float]:
-    """The victim's figures of so many seconds and a while before, with the others at work."""
+    """Runs the victim with the other loads. Returns its figures after the warm-up."""
     with ExitStack() as stack:
         for _, load, arguments in others:
             stack.enter_context(running(load, *arguments))
@@ -150,9 +150,9 @@ def _measured(
 def _rate(
     bench: Bench, z: Sizes, victim: tuple[Load, tuple[object, ...]], others: list[Aggressor], tries: int = 1
 ) -> float:
-    """How many of the victim's chains a second ended, when all were at work: none where they were evicted.
+    """Returns the victim's chains per second while all loads work; 0 if its chains were evicted.
 
-    `tries`: measured so often if none ended, which on a busy machine may be chance.
+    `tries`: number of measurements if none finished, which may be chance on a busy machine.
     """
     seconds = max(0.25 * bench.seconds, z.least_s)
     for _ in range(tries):
@@ -163,7 +163,7 @@ def _rate(
 
 
 def _requests(bench: Bench, z: Sizes) -> Iterator[Result]:
-    """Leases on chains in DRAM, while others flood the daemon with requests or burn as much CPU."""
+    """Measures leases on DRAM chains while others flood the daemon with requests or use as much CPU."""
     with _served(settings(z.dram_bytes)) as daemon:
         mine, theirs = _site(daemon, VICTIM, z.small), _site(daemon, AGGRESSOR, z.small)
         chains, batch = new_chains(8, CHAIN), new_chains(1, 1024)[0]
@@ -182,8 +182,8 @@ def _requests(bench: Bench, z: Sizes) -> Iterator[Result]:
 
 
 def _device(bench: Bench, z: Sizes, folder: Path) -> Iterator[Result]:
-    """Chains that are on NVMe only, as fast as it goes, then at four fifths of the victim's share."""
-    # More than DRAM holds, and in turn, so that each is on NVMe only when it is asked for.
+    """Measures chains on NVMe only: at full speed, then at four fifths of the victim's share."""
+    # DRAM cannot hold all chains, so the next one in order is on NVMe only.
     n = z.nvme_bytes * 3 // 10 // z.block_bytes // DEVICE_CHAIN
     with _served(settings(z.dram_bytes, folder, z.nvme_bytes)) as daemon:
         mine, theirs = _site(daemon, VICTIM, z.layout), _site(daemon, AGGRESSOR, z.layout)
@@ -214,8 +214,8 @@ def _device(bench: Bench, z: Sizes, folder: Path) -> Iterator[Result]:
                     raise NotDone("no chain of the victim's ended")
                 rates.append((scheduled, alone))
             scheduled, alone = (statistics.median(each) for each in zip(*rates, strict=True))
-            # Its share is half of what there is when both are at work: beyond that, queues grow. Devices
-            # drift, so what is asked stays away from that.
+            # Its share is half of the total throughput. A higher rate makes queues grow. Devices drift, so
+            # the requested rate stays below the share.
             pace_s = 1.0 / (_ASKED * min(alone / 2, scheduled))
             victim = (paced, (mine, my_chains, pace_s, READERS))
             everything: dict[str, list[Aggressor]] = {
@@ -224,7 +224,7 @@ def _device(bench: Bench, z: Sizes, folder: Path) -> Iterator[Result]:
                 "beside-flood": loads["scheduled"],
             }
             ours = _victim(bench, z, f"nvme beside {kind}", everything, victim, z.rounds)
-            # Last: one tenant's puts are at the expense of its own blocks.
+            # The last load: puts of one tenant evict its own blocks.
             one = _victim(
                 bench, z, f"nvme beside {kind}", {"unscheduled": loads["unscheduled"]}, victim, 1, whole=False
             )
@@ -246,7 +246,7 @@ def _device(bench: Bench, z: Sizes, folder: Path) -> Iterator[Result]:
 
 
 def _stalled(bench: Bench, z: Sizes, folder: Path) -> Iterator[Result]:
-    """Calls with deadlines while every read and write of the device waits."""
+    """Measures calls with deadlines while every read and write of the device blocks."""
     bench.doing("a device that hangs")
     folder.mkdir()
     hang = folder.parent / "hang"
@@ -286,7 +286,7 @@ def _victim(
     rounds: int,
     whole: bool = True,
 ) -> Latencies:
-    """The victim's latencies under each load, in each round. `whole`: it must have got some in full."""
+    """Returns the victim's latencies by load and round. `whole`: raises NotDone if no call was complete."""
     latencies = Latencies([])
     for number in range(rounds):
         latencies.rounds.append({})
@@ -302,7 +302,7 @@ def _victim(
 
 
 def _line(name: str, ours: Latencies, reference: str, target: Target | None, one: Latencies) -> Result:
-    """`one`: the latencies when both are one tenant."""
+    """Returns a row. `one`: the latencies when both are one tenant."""
     ratios = ours.ratios("beside-flood", reference, 0.99)
     return Result(
         name,

@@ -1,8 +1,8 @@
-"""refill: a chain of 32,768 blocks is stored again over holes, in batches of 128.
+"""refill: stores a chain of 32,768 blocks again over holes, in batches of 128.
 
-All blocks of the chain but the last are invalidated, so that they stay as holes, and put again. In the core:
-CPU time against the first store of the same chain, and the longest step. In a daemon: the longest empty round
-trip of another client meanwhile, against the longest one while nothing else is asked.
+All blocks of the chain but the last are invalidated, which leaves holes, and put again. Rows of the core: CPU
+time compared with the first store of the chain, and the longest step. Row of a daemon: the longest empty
+round trip of another client meanwhile, compared with an idle daemon.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore import Client, Layout
 from kvstore.core.blocks.key_batch import Keys
 
 SIZES, SMOKE = (32_768, 5), (1024, 1)
-"""Blocks of the chain, and how often the core stores it."""
+"""Blocks of the chain, and repetitions in the core."""
 
 POLICY = "hazard"
 INVALIDATED_AT_ONCE = 4096
@@ -34,7 +34,7 @@ _PING_EVERY_S = 0.0005
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Two lines for the core, one for a daemon."""
+    """Yields two rows for the core and one for a daemon."""
     blocks, runs = bench.pick(SIZES, SMOKE)
     first, again, longest = [], [], []
     for number in range(runs):
@@ -54,7 +54,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def _in_core(blocks: int) -> tuple[Steps, Steps, Steps]:
-    """The steps of the first store, of the second one, and of the invalidation between them."""
+    """Returns the steps of the first store, of the second one, and of the invalidation between them."""
     node = Node(blocks, 2 * blocks, 4 * blocks, POLICY)
     keys = Keys(os.urandom(32 * blocks), 32)
     gc.collect()
@@ -82,7 +82,7 @@ def _total(steps: Steps) -> float:
 
 
 def _beside_pings(bench: Bench, blocks: int) -> Result:
-    """The longest round trip of a client while another one invalidates the chain and stores it again."""
+    """Measures the longest round trip of a client while another invalidates and stores the chain."""
     keys = [os.urandom(32) for _ in range(blocks)]
     with serve(2 * blocks * LAYOUT.block_bytes + 64 * MIB) as (client, daemon):
         _store(client, keys, blocks)
@@ -102,7 +102,7 @@ def _beside_pings(bench: Bench, blocks: int) -> Result:
 
 
 def _pings(bench: Bench, what: str, client: Client, seconds: float) -> list[float]:
-    """Milliseconds of each."""
+    """Returns the round trip times in ms."""
     took_ms: list[float] = []
     started = time.monotonic()
     while (passed := time.monotonic() - started) < seconds or not took_ms:
@@ -115,7 +115,7 @@ def _pings(bench: Bench, what: str, client: Client, seconds: float) -> list[floa
 
 
 def _refill(cue: Cue, url: str, keys: list[bytes]) -> list[float]:
-    """Invalidates all blocks but the last and stores them again, until it is to stop. Seconds of each put."""
+    """Invalidates all blocks but the last and stores them again, until `stop`. Returns s per put."""
     took_s: list[float] = []
     with Client(url, deadline_s=30.0, strict=True) as client:
         space = client.namespace(LAYOUT)
@@ -130,7 +130,7 @@ def _refill(cue: Cue, url: str, keys: list[bytes]) -> list[float]:
 
 
 def _store(client: Client, keys: list[bytes], missing: int) -> None:
-    """Stores a chain of which so many blocks are missing, and has all of it looked up."""
+    """Stores a chain with this number of missing blocks and looks all of it up."""
     space, stored = client.namespace(LAYOUT), 0
     data = np.zeros((_STORED_AT_ONCE, LAYOUT.block_bytes), np.uint8)
     for first, last in _pieces(len(keys), _STORED_AT_ONCE):

@@ -1,7 +1,7 @@
-"""python -m bench report: runs the benches, or reads an earlier run, and rewrites the tables of RESULTS.md.
+"""python -m bench report: runs benches, or reads an earlier run, and rewrites the tables of RESULTS.md.
 
-On two quiet cores all of them take some twelve minutes. What needs a GPU is measured where there is one; what
-needs a serving engine only if it is named. Rows that are not measured again stay as they are.
+All benches take about twelve minutes on two idle cores. GPU benches run if there is a GPU; benches with a
+serving engine run only if named. Other rows are kept.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from bench.results import merge
 
 SECONDS = 5.0
 KEPT = RESULTS.with_name("last-run.jsonl")
-"""The lines of the last run, as they came."""
+"""The JSON lines of the last run."""
 
 _WITHIN_S = 1800.0
 
 
 class Refused(Exception):
-    """Figures that may not stand in RESULTS.md; says why, and what to do."""
+    """The figures must not be written to RESULTS.md. The message has the reason and a remedy."""
 
 
 def main(arguments: list[str]) -> int:
-    """0: all were measured; 1: some failed; 2: nothing was written."""
+    """Returns the exit code: 0 all were measured, 1 some failed, 2 nothing was written."""
     options = _options(arguments)
     try:
         if options.source is None:
@@ -61,10 +61,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"benches to run (default: {' '.join(names)})"
     )
-    parser.add_argument("--from", dest="source", type=Path, help="read a run's JSON lines instead")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each bench (default %(default)g)")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where NVMe benches put their files")
-    parser.add_argument("--dirty", action="store_true", help="also with changes that are in no commit")
+    parser.add_argument("--from", dest="source", type=Path, help="read the JSON lines of a run instead")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="seconds per bench (default %(default)g)"
+    )
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="folder for files of NVMe benches")
+    parser.add_argument("--dirty", action="store_true", help="allow uncommitted changes")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in BENCHES]:
         parser.error(f"no such bench: {', '.join(unknown)} (there are {', '.join(BENCHES)})")
@@ -74,7 +76,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends with an error if nothing can be measured so."""
+    """Exits with an error for invalid options."""
     if not 0 < options.seconds <= 3600:
         parser.error(f"--seconds {options.seconds:g}: more than 0, at most 3600")
     if not os.access(options.folder, os.W_OK | os.X_OK) or not options.folder.is_dir():
@@ -82,7 +84,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def check_commit(known: str, dirty_is_fine: bool) -> None:
-    """Raises Refused if a figure's commit would say nothing, or a lie."""
+    """Raises Refused if the commit of a figure is unknown or wrong."""
     if not known:
         raise Refused("no commit is known: run it in a git work tree")
     if known.endswith(DIRTY) and not dirty_is_fine:
@@ -90,7 +92,7 @@ def check_commit(known: str, dirty_is_fine: bool) -> None:
 
 
 def read(source: Path, dirty_is_fine: bool) -> Iterator[dict[str, Any]]:
-    """The lines of an earlier run. Refused where one says not where it comes from."""
+    """Returns the lines of an earlier run. Raises Refused if a line has no origin."""
     for number, text in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
         try:
             line = json.loads(text)
@@ -107,7 +109,7 @@ def read(source: Path, dirty_is_fine: bool) -> Iterator[dict[str, Any]]:
 
 
 def _run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each bench in a process of its own, so that none leaves anything to the next one."""
+    """Runs each bench in a separate process, so that none affects the next one."""
     began = time.monotonic()
     with KEPT.open("w", encoding="utf-8") as kept:
         for number, name in enumerate(options.names, 1):
@@ -141,7 +143,7 @@ def _lines(name: str, seconds: float, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _until(process: subprocess.Popen[str], ends: float) -> Iterable[str]:
-    """The lines that a process prints; it is killed when the time is over."""
+    """Yields the lines that a process prints. Kills it at the time limit."""
     assert process.stdout is not None
     timer = threading.Timer(max(0.0, ends - time.monotonic()), process.kill)
     timer.start()

@@ -1,6 +1,6 @@
-"""bench/RESULTS.md: a section a bench, with a comment of at most two lines and a table, which is rewritten.
+"""Reads and writes bench/RESULTS.md: one section per bench, with a comment of at most two lines and a table.
 
-What stands outside of tables is written by hand and stays.
+The tables are generated. All other text is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PLAIN = {*HEADER, *ORIGIN, "discarded", "noisy", "bench"}
 
 Row = dict[str, str]
 Line = Mapping[str, Any]
-"""A JSON object of `python -m bench NAME --json`: a row with its origin, or how a bench ended without."""
+"""A JSON object of `python -m bench NAME --json`: a row with its origin, or a bench without a figure."""
 
 
 @dataclass(slots=True)
 class Section:
-    """A heading, what is said below it, and its table (empty: none)."""
+    """A heading, the text below it, and its table (empty: none)."""
 
     name: str
     before: list[str]
@@ -41,7 +41,7 @@ class Section:
     after: list[str]
 
     def lines(self) -> Iterator[str]:
-        """As it stands in the file."""
+        """Returns the lines of the file."""
         if self.name:
             yield f"## {self.name}"
         yield from self.before
@@ -53,12 +53,12 @@ class Section:
 
 
 def parse(text: str) -> list[Section]:
-    """The sections in order; the first one is what stands before the first heading."""
+    """Returns the sections in order. The first one is the text before the first heading."""
     return [_section(part) for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)]
 
 
 def render(sections: Iterable[Section]) -> str:
-    """The inverse of `parse`."""
+    """Returns the text of sections: the inverse of `parse`."""
     return "\n".join(line for section in sections for line in section.lines()).rstrip("\n") + "\n"
 
 
@@ -83,11 +83,11 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-# -- what a run changes
+# -- changes by a run
 
 
 def merge(text: str, run: Iterable[Line]) -> str:
-    """The file with the tables of those benches that the run has. What it was unable to measure stays."""
+    """Returns the file with new tables for the benches of a run. Keeps rows that it could not measure."""
     sections = {section.name: section for section in parse(text)}
     by_bench: dict[str, list[Line]] = {}
     for line in run:
@@ -151,11 +151,11 @@ def _origin(line: Line, machines: Section) -> Row:
     }
 
 
-# -- what must hold
+# -- checks
 
 
 def problems(text: str, folder: Path) -> Iterator[str]:
-    """Why the file and the benches in `folder` do not fit each other, a sentence each."""
+    """Yields each mismatch between the file and the benches in `folder`, as a sentence."""
     sections = {section.name: section for section in parse(text)}
     machines = {row["machine"] for row in sections.get(MACHINES, Section("", [], [], (), [])).rows}
     for name, entry in BENCHES.items():
@@ -186,7 +186,7 @@ def problems(text: str, folder: Path) -> Iterator[str]:
 
 
 def _lacks(row: Row, machines: set[str]) -> str:
-    """What a row's origin lacks; empty: nothing."""
+    """Returns a description of the missing origin of a row; empty: complete."""
     needed = ["command"] if row.get("value", "").startswith(NOT_MEASURED) else ORIGIN
     for column in needed:
         if not row.get(column):
@@ -197,7 +197,7 @@ def _lacks(row: Row, machines: set[str]) -> str:
 
 
 def _functions(path: Path) -> set[str]:
-    """Names of the functions of a module that take a bench."""
+    """Returns the names of the functions of a module that take a bench."""
     if not path.exists():
         return set()
     tree = ast.parse(path.read_text(encoding="utf-8"))

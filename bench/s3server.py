@@ -1,8 +1,8 @@
-"""A small S3 server with its objects in memory: fast for benches, and as wrong as a test wants it.
+"""A small S3 server with its objects in memory: fast for benches, with injected errors for tests.
 
-It knows GET with ranges, HEAD, PUT, DELETE, DeleteObjects and ListObjectsV2, of one bucket. Signatures are
-not looked at. A thread a connection. `python -m bench.s3server` prints its URL and serves until its input
-ends.
+It supports GET with ranges, HEAD, PUT, DELETE, DeleteObjects and ListObjectsV2 on one bucket, with one thread
+per connection. It does not check signatures. `python -m bench.s3server` prints its URL and serves until its
+input ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 @dataclass(slots=True)
 class Request:
-    """What somebody asks for: `key` is empty for the bucket itself."""
+    """A request. `key` is empty for the bucket itself."""
 
     method: str
     bucket: str
@@ -40,10 +40,10 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """What is answered, and how badly.
+    """A reply and its faults.
 
-    `hang_s` is waited before anything is sent; `stop_after` bytes of the body the connection is cut; `pace`:
-    bytes a second. `raw`: sent instead of all this.
+    `hang_s`: delay before the reply. `stop_after`: bytes of the body before the connection is cut. `pace`:
+    bytes/s. `raw`: bytes sent instead of a reply.
     """
 
     status: int
@@ -57,28 +57,28 @@ class Reply:
 
 @dataclass(slots=True)
 class Stored:
-    """An object."""
+    """A stored object."""
 
     body: bytes
     modified_s: float
 
     @property
     def etag(self) -> str:
-        """What S3 calls this version."""
+        """Returns the ETag of a body."""
         return f'"{hashlib.md5(self.body[:256], usedforsecurity=False).hexdigest()}-{len(self.body)}"'
 
 
 def error(status: int, code: str, message: str = "as told") -> Reply:
-    """An error as S3 words it."""
+    """Returns an error reply in the format of S3."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
     return Reply(status, body.encode(), {"Content-Type": "application/xml"})
 
 
 class S3Server:
-    """Serves from when it is made until `close`. `twist` may replace the reply to any request."""
+    """Serves from its creation until `close`. `twist` may replace the reply to any request."""
 
     def __init__(self, clock: Callable[[], float] = time.time, tls: ssl.SSLContext | None = None) -> None:
-        """Listens on a port of loopback that is free. `clock`: its own, Unix time."""
+        """Listens on a free port of the loopback. `clock` returns Unix time."""
         self.objects: dict[str, Stored] = {}
         self.twist: Callable[[Request, Reply], Reply] = lambda _request, reply: reply
         self.requests: list[tuple[str, str]] = []
@@ -92,7 +92,7 @@ class S3Server:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Stops the server and closes all connections."""
         self._closing.set()
         for one in (self._listener, *self._open):
             with suppress(OSError):
@@ -100,7 +100,7 @@ class S3Server:
             one.close()
 
     def drop_connections(self) -> None:
-        """Ends those that are open now, as a server does with idle ones."""
+        """Closes all open connections, as servers do with idle ones."""
         for one in list(self._open):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -132,7 +132,7 @@ class S3Server:
             one.close()
 
     def _send(self, connection: socket.socket, request: Request, reply: Reply) -> bool:
-        """Whether the connection is kept."""
+        """Sends a reply. Returns whether the connection stays open."""
         if reply.hang_s and self._closing.wait(reply.hang_s):
             return False
         if reply.raw is not None:
@@ -227,7 +227,7 @@ class S3Server:
 
 
 def _receive(connection: socket.socket) -> Request | None:
-    """The next request; None if there is none."""
+    """Returns the next request; None at the end of the connection."""
     head = bytearray()
     while (end := head.find(b"\r\n\r\n")) < 0:
         piece = connection.recv(1 << 16)

@@ -1,9 +1,9 @@
-"""seal: encrypted blocks beside plain ones: cipher against memcpy, and 4 MiB blocks to NVMe and back.
+"""seal: encryption compared with memcpy, and encrypted 4 MiB blocks on NVMe compared with plain ones.
 
-Both tiers are the daemon's own, each in a folder of its own; a write lasts until its records are committed, a
-read until its bytes are verified. `loop_gap_us` is how long a thread that does nothing but look at the clock
-waits at a time while another seals or opens, as the event loop may: the middle one of the waits above 20 us.
-`loop_gap_idle_us`: without the other thread.
+Both tiers are NVMe tiers of the daemon in separate folders. A write ends when its records are committed, a
+read when its bytes are verified. `loop_gap_us` is the median of waits above 20 µs of a thread that only reads
+the clock while another thread encrypts or decrypts; the event loop would wait as long. `loop_gap_idle_us`:
+the same without the other thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a block, and of the one extent that holds them all; how long gaps are looked for."""
+    """Bytes of a block and of the single extent; seconds of the gap measurement."""
 
     block_bytes: int = 4 * MIB
     extent_bytes: int = 256 * MIB
@@ -44,16 +44,16 @@ class Sizes:
 
     @property
     def layout(self) -> Layout:
-        """What the blocks are."""
+        """Returns the layout of the blocks."""
         return Layout(model="bench", block_bytes=self.block_bytes)
 
 
 SMOKE = Sizes(64 * KIB, 4 * MIB, 0.01)
-_GAP_S = 20e-6  # what is shorter is the clock's own
+_GAP_S = 20e-6  # shorter gaps are the time of the clock reads
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """The cipher, then the tier, each way."""
+    """Yields the rows of the cipher and of the tier, in both directions."""
     with like_the_daemon(), bench.scratch() as folder, ExitStack() as stack:
         z = bench.pick(Sizes(), SMOKE)
         memory = arena.Extent.create("kvstore-bench", (BLOCKS + 2) * z.block_bytes)
@@ -91,7 +91,7 @@ def _cipher(bench: Bench, memory: arena.Extent, z: Sizes) -> Iterator[Result]:
 
     into[:] = bytes(block_bytes)
     opening()
-    expect(into == payload, True, "what was opened is what was sealed")
+    expect(into == payload, True, "correct decrypted bytes")
     for name, work in (("seal-cipher", sealing), ("open-cipher", opening)):
         rounds = bench.interleave(name, [_rate(work, block_bytes), _rate(copying, block_bytes)], 0.15)
         gaps_us = {"loop_gap_us": 1e6 * _gap_s(work, z), "loop_gap_idle_us": 1e6 * _gap_s(None, z)}
@@ -109,7 +109,7 @@ def _rate(work: Callable[[], None], nbytes: int) -> Sample:
 
 
 def _gap_s(work: Callable[[], None] | None, z: Sizes) -> float:
-    """How long a thread waits for its next look at the clock when it has to, while another one works."""
+    """Returns the median wait of a thread that reads the clock while another one works, in s."""
     stop = threading.Event()
 
     def working() -> None:
@@ -130,7 +130,7 @@ def _gap_s(work: Callable[[], None] | None, z: Sizes) -> float:
 
 
 class _Tier:
-    """An NVMe tier whose tenant is encrypted or not, and batches of blocks to move."""
+    """An NVMe tier of an encrypted or plain tenant, and batches of blocks to move."""
 
     def __init__(self, z: Sizes, folder: Path, memory: arena.Extent, sealed: bool, stack: ExitStack) -> None:
         master = MasterKey("the bench", os.urandom(32))
@@ -161,11 +161,11 @@ class _Tier:
         self._fingerprints, self._lengths = {1: fingerprint}, {1: z.block_bytes}
 
     def write(self, _: int) -> float:
-        """GiB/s down."""
+        """Writes a batch. Returns GiB/s."""
         return self._timed(lambda done: self._tier.writer.write(self._copy, self._slots, self._lengths, done))
 
     def read(self, _: int) -> float:
-        """GiB/s up."""
+        """Reads a batch. Returns GiB/s."""
         return self._timed(
             lambda done: self._tier.reader.read(
                 self._copy, self._slots, self._fingerprints, self._lengths, done
@@ -173,12 +173,12 @@ class _Tier:
         )
 
     def check(self) -> None:
-        """Raises unless what was written comes back, into memory that is clear."""
+        """Raises NotDone unless the written bytes are read back into cleared memory."""
         before = [bytes(slot) for slot in self._slots]
         for slot in self._slots:
             slot[:] = bytes(len(slot))
         self.read(0)
-        expect([bytes(slot) for slot in self._slots] == before, True, "what was read is what was written")
+        expect([bytes(slot) for slot in self._slots] == before, True, "correct bytes read back")
 
     def _timed(self, start: Callable[[Callable[[np.ndarray], None]], None]) -> float:
         ended, outcomes = threading.Event(), []

@@ -1,4 +1,4 @@
-"""A daemon to measure, with all its extents made before the first block comes."""
+"""Runs a daemon to measure. All its extents are ready before the first block is put."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WITHIN_S = 60.0
 def serve(
     dram_bytes: int, nvme: tuple[Path, int] | None = None, hbm_bytes: int = 0, **more: dict[str, object]
 ) -> Iterator[tuple[Client, LocalDaemon]]:
-    """A strict client and its daemon; `nvme` is folder and limit in bytes, `hbm_bytes` a pool a GPU.
+    """Yields a strict client and its daemon. `nvme`: folder and limit in bytes; `hbm_bytes`: pool per GPU.
 
-    `more`: further sections of the settings. The eviction policy is `lru`, which refuses no block.
+    `more`: further sections of the settings. The default eviction policy is `lru`, which refuses no block.
     """
     settings: dict[str, dict[str, object]] = {
         "dram": {"limit": dram_bytes},
@@ -37,7 +37,7 @@ def serve(
 
 
 def wait_until(client: Client, done: Callable[[dict[str, Any]], bool], pause_s: float = 0.01) -> None:
-    """Returns when the daemon's status fulfils `done`. TimeoutError after a minute."""
+    """Waits until the status of the daemon satisfies `done`. Raises TimeoutError after a minute."""
     ends = time.monotonic() + _WITHIN_S
     while not done(client.status()):
         if time.monotonic() > ends:

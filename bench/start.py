@@ -1,4 +1,4 @@
-"""start: from the exec of `kvstore serve` to its first answer, with 1 M blocks on record."""
+"""start: time from the exec of `kvstore serve` to its first answer, with records of 1 M blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOUND_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Blocks on record, the slabs that have room for them, and DRAM."""
+    """Recorded blocks, their slabs, and DRAM."""
 
     blocks: int = 1_000_000
     nvme_bytes: int = 16 * GIB
@@ -37,7 +37,7 @@ SMOKE = Sizes(2000, 64 * MIB, 16 * MIB)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One line: the median of a few starts."""
+    """Yields one row: the median of a few starts."""
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder:
         keys = _fill(bench, folder, z)
@@ -72,7 +72,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def _fill(bench: Bench, folder: Path, z: Sizes) -> list[bytes]:
-    """Puts chains of blocks on record, in slabs of which no byte was ever written; the last chain's keys."""
+    """Records chains of blocks in slabs without bytes. Returns the keys of the last chain."""
     size = extent_bytes(z.nvme_bytes)
     journal, slabs = Journal.open(folder, size), Slabs(folder, size)
     each = size // LAYOUT.block_bytes

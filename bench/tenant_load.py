@@ -1,4 +1,4 @@
-"""What tenants do to each other: loads, each run in a process of its own, and what a process measured."""
+"""Loads of tenants. Each runs in a separate process and returns its measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SWITCH_INTERVAL_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Whose load goes where: a tenant by its token, blocks of one layout."""
+    """The target of a load: socket, token of a tenant, layout of its blocks."""
 
     url: str
     token: str
@@ -36,31 +36,31 @@ class Site:
 
 
 Load = Callable[..., Any]
-"""load(cue, *arguments): runs until the cue says so, and returns figures of its own."""
+"""load(cue, *arguments): runs until the cue is set. Returns its figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cue:
-    """When a load ends, and what it says when it is at work."""
+    """Tells a load to end, and lets it report that it is working."""
 
     stop: Any
     begun: Any
 
     def is_set(self) -> bool:
-        """Whether it is over."""
+        """Returns whether the load must end."""
         return bool(self.stop.is_set())
 
     def begin(self) -> None:
-        """The load has had its first answer."""
+        """Reports that the load is working."""
         if not self.begun.is_set():
             self.begun.set()
 
 
 @contextmanager
 def running(load: Load, *arguments: Any) -> Iterator[Callable[[], Any]]:
-    """A load in a process while the block lasts; calling what is yielded ends it and gives its figures.
+    """Runs a load in a process during the block. Yields a function that ends it and returns its figures.
 
-    The block begins when the load is at work.
+    The block begins once the load is working.
     """
     stop, begun, figures = PROCESSES.Event(), PROCESSES.Event(), PROCESSES.Queue()
     process = PROCESSES.Process(target=_run, args=(load, Cue(stop, begun), figures, arguments), daemon=True)
@@ -93,7 +93,7 @@ def _run(load: Load, cue: Cue, figures: Any, arguments: Sequence[Any]) -> None:
 
 
 def burn(cue: Cue) -> list[float]:
-    """Uses a core, and asks the daemon for nothing."""
+    """Uses a core, without requests."""
     cue.begin()
     while not cue.is_set():
         sum(range(10_000))
@@ -101,15 +101,15 @@ def burn(cue: Cue) -> list[float]:
 
 
 def paced(cue: Cue, site: Site, chains: list[list[bytes]], interval_s: float, askers: int = 1) -> list[float]:
-    """Acquires and releases a chain every so often, up to `askers` at a time, however long each takes.
+    """Acquires and releases a chain at a fixed rate, up to `askers` at a time, as an open loop.
 
-    Seconds from when each was due to when it had come; not a number where less than the chain came.
+    Returns seconds from due time to answer for each; NaN for incomplete chains.
     """
     took: list[float] = []
     turn, lock = cycle(chains), threading.Lock()
     with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
         space = client.namespace(site.layout)
-        space.acquire(chains[-1]).release()  # connects, and maps what it will look at
+        space.acquire(chains[-1]).release()  # connects, and maps the memory of the chains
         cue.begin()
         due = [time.perf_counter()]
 
@@ -127,7 +127,7 @@ def paced(cue: Cue, site: Site, chains: list[list[bytes]], interval_s: float, as
 
 
 def closed(cue: Cue, site: Site, chains: list[list[bytes]], readers: int) -> list[float]:
-    """Acquires chain after chain with so many threads. When each ended, in seconds of the monotonic clock."""
+    """Acquires chain after chain in several threads. Returns the end of each (s, monotonic clock)."""
     ended: list[float] = []
     turn, lock = cycle(chains), threading.Lock()
     with Client(site.url, site.token, deadline_s=30.0) as client:
@@ -147,7 +147,7 @@ def closed(cue: Cue, site: Site, chains: list[list[bytes]], readers: int) -> lis
 
 
 def puts(cue: Cue, site: Site, chain: int, writers: int) -> list[float]:
-    """Stores new chains with so many threads. When each was stored."""
+    """Stores new chains in several threads. Returns the end of each (s, monotonic clock)."""
     ended: list[float] = []
     data = np.zeros((chain, site.layout.block_bytes), np.uint8)
     with Client(site.url, site.token, deadline_s=30.0) as client:
@@ -164,7 +164,7 @@ def puts(cue: Cue, site: Site, chain: int, writers: int) -> list[float]:
 
 
 def flood(cue: Cue, site: Site, keys: list[bytes], depth: int) -> list[float]:
-    """Asks without waiting for answers, `depth` look-ups and acquires ahead. The number of answers."""
+    """Pipelines lookups and acquires, `depth` at a time. Returns the number of answers."""
     answers = 0
     joined, size = b"".join(keys), len(keys[0])
     with socket.socket(socket.AF_UNIX) as sock:
@@ -198,7 +198,7 @@ def _question(n: int, space: int, size: int, keys: bytes) -> bytes:
 
 
 def late(cue: Cue, site: Site, chains: list[list[bytes]], calls: int, threads: int) -> list[float]:
-    """Calls of all kinds with deadlines of 5 to 200 ms. By how many seconds each ended after its deadline."""
+    """Sends calls of all kinds with deadlines of 5 to 200 ms. Returns seconds past the deadline for each."""
     over: list[float] = []
     dice = random.Random(1)
     data = np.zeros((4, site.layout.block_bytes), np.uint8)
@@ -246,12 +246,12 @@ def _in_threads(work: Callable[[], None], threads: int) -> None:
 
 
 def new_chains(n: int, chain: int) -> list[list[bytes]]:
-    """Names for n chains of blocks."""
+    """Returns the keys of n new chains."""
     return [[os.urandom(32) for _ in range(chain)] for _ in range(n)]
 
 
 def fill(site: Site, chains: list[list[bytes]]) -> None:
-    """Stores these chains."""
+    """Stores chains."""
     with Client(site.url, site.token, deadline_s=30.0, strict=True) as client:
         space = client.namespace(site.layout)
         data = np.random.default_rng(1).integers(0, 256, (len(chains[0]), site.layout.block_bytes), np.uint8)

@@ -1,10 +1,10 @@
-"""tenants: many tenants at one `Placement`, in virtual time, without bytes.
+"""tenants: many tenants of one `Placement`, in virtual time, without bytes.
 
-`tenants/fair`: a thousand tenants with equal quotas, some asked for far more often than others, all wanting
-more than there is. At every event nobody may be over its limit, nor below its floor by others' doing. The
-figure is Jain's index of what each holds by what it should: its weighted max-min share, given what it has
-asked for. `tenants/admission`: what room for a chain of 8 blocks and its commit cost among a thousand
-tenants, by what they cost with one.
+`tenants/fair`: a thousand tenants with equal quotas, skewed request rates, and more demand than capacity. At
+every event, no tenant may be above its limit, or below its floor because of others. The figure is Jain's
+index of held extents divided by the weighted max-min share of each tenant's demand. `tenants/admission`: CPU
+time of a reservation of 8 blocks and its commit among a thousand tenants, divided by the same with one
+tenant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Virtual seconds until shares are looked at, and from then on."""
+    """Virtual seconds before shares are measured, and during the measurement."""
 
     tenants: int = 1000
     settle_s: float = 110.0
@@ -48,7 +48,7 @@ _RENEWAL_S = 0.005
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Two lines."""
+    """Yields two rows."""
     z = bench.pick(Sizes(), SMOKE)
     yield _fair(bench, z)
     yield _admission(bench, z)
@@ -60,7 +60,7 @@ def run(bench: Bench) -> Iterator[Result]:
 REQUEST_S = 0.002
 """Virtual time between two requests."""
 FLOOR, LIMIT, EACH, CHAINS = (1, 1), (6, 6), (3, 4), 12
-"""Extents of a chain each, in DRAM and on NVMe; what there is for each tenant; chains that each wants."""
+"""Extents (one chain each) in DRAM and on NVMe per tenant, and demand of each tenant in chains."""
 
 
 def _fair(bench: Bench, z: Sizes) -> Result:
@@ -85,7 +85,7 @@ def _fair(bench: Bench, z: Sizes) -> Result:
                 wanted = asked.sum(axis=1)
                 indexes.append(min(crowd.jain(tier, wanted, FLOOR[tier], LIMIT[tier]) for tier in (0, 1)))
     watch = crowd.watch
-    expect(watch.violations, 0, "floors and limits that did not hold")
+    expect(watch.violations, 0, "violated floors and limits")
     if not crowd.found or not crowd.stored:
         raise NotDone(f"{crowd.found} blocks found, {crowd.stored} stored")
     return Result(
@@ -107,7 +107,7 @@ def _fair(bench: Bench, z: Sizes) -> Result:
 
 
 class Watch:
-    """What must hold at every event, for all tenants at once."""
+    """Checks floors and limits of all tenants after every event."""
 
     def __init__(self, crowd: Crowd) -> None:
         self._holdings = [t.extents.holdings for t in crowd.placement.residency.tiers]
@@ -115,7 +115,7 @@ class Watch:
         self.events = self.violations = 0
 
     def look(self) -> None:
-        """After an event."""
+        """Checks the state after an event."""
         self.events += 1
         for i, holdings in enumerate(self._holdings):
             over = holdings.used > holdings.limit
@@ -128,9 +128,9 @@ class Watch:
 
 
 SLOTS, HELD = 256, (1, 1)
-"""Slots of an extent; extents for each tenant in DRAM and on NVMe."""
+"""Slots per extent, and extents per tenant in DRAM and on NVMe."""
 FILL, FILL_CHAIN = 1.5, 128
-"""Blocks to fill all that is held with, so many times over; blocks of a reservation then."""
+"""Factor of blocks put per held slot during filling; blocks per measured reservation."""
 SAMPLE = 64
 
 
@@ -151,7 +151,7 @@ def _admission(bench: Bench, z: Sizes) -> Result:
 
 
 def _full(tenants: int, extents: int) -> Crowd:
-    """So many extents, times HELD, are full and evenly held."""
+    """Returns a node with all extents full and evenly distributed."""
     quotas = [(n * extents // tenants * _extent(t, SLOTS), 1 << 62) for t, n in enumerate(HELD)]
     crowd = Crowd(tenants, [n * extents for n in HELD], SLOTS, quotas)
     for n in range(int(FILL * extents * SLOTS) // FILL_CHAIN):
@@ -160,11 +160,11 @@ def _full(tenants: int, extents: int) -> Crowd:
     return crowd
 
 
-# -- driving
+# -- the node
 
 
 class Crowd:
-    """A node with a namespace for each of so many tenants; copies and new extents take virtual time."""
+    """A node with one namespace per tenant. Copies and new extents take virtual time."""
 
     def __init__(self, tenants: int, extents: list[int], slots: int, quotas: list[tuple[int, int]]) -> None:
         specs = [
@@ -190,7 +190,7 @@ class Crowd:
             self._send(ev.ExtentsEnd(tier))
 
     def serve(self, tenant: int, keys: Keys) -> None:
-        """Gets what is stored of a chain, as far as it is there at once, and puts the rest."""
+        """Gets the stored prefix of a chain without waiting, and puts the rest."""
         grant = self._ask(ev.Acquire(0, 1, tenant, keys, self.now, tenant))
         found = len(grant.where)
         self.found += found
@@ -200,7 +200,7 @@ class Crowd:
             self._send(ev.Release(1, grant.lease))
 
     def put(self, tenant: int, keys: Keys, parent: bytes) -> int:
-        """Reserves and commits; how many blocks were stored."""
+        """Reserves and commits. Returns the number of stored blocks."""
         start = time.perf_counter()
         room = self._ask(ev.Reserve(0, 1, tenant, keys, parent, self.now))
         stored = 0
@@ -213,7 +213,7 @@ class Crowd:
         return stored
 
     def pass_time(self, seconds: float) -> None:
-        """What is due in this time happens, in order."""
+        """Advances the time and handles all due events in order."""
         until = self.now + seconds
         while True:
             wake = self.placement.next_wakeup()
@@ -229,7 +229,7 @@ class Crowd:
         self.now = until
 
     def jain(self, tier: int, wanted: npt.NDArray[np.int64], floor: int, limit: int) -> float:
-        """Jain's index of extents held by extents due."""
+        """Returns Jain's index of held extents divided by due extents."""
         held = self.placement.residency.tiers[tier].extents.holdings.extents[: self.tenants]
         due = _max_min(np.clip(wanted, floor, limit), floor, int(held.sum()))
         x = held / due
@@ -266,12 +266,12 @@ class Crowd:
 
 
 def _extent(tier: int, slots: int) -> int:
-    """Bytes of an extent of so many slots; in DRAM there is a table before them."""
+    """Returns the bytes of an extent; in DRAM with its header table."""
     return (slots + (tier == 0)) * BLOCK_BYTES
 
 
 def _max_min(wanted: npt.NDArray[np.int64], floor: int, total: int) -> npt.NDArray[np.float64]:
-    """Shares of a total: nobody gets more than wanted, nor less than the floor, and else all the same."""
+    """Returns max-min shares of a total: at most the demand, at least the floor, otherwise equal."""
     low, high = float(floor), float(wanted.max())
     for _ in range(50):
         level = (low + high) / 2

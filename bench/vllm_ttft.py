@@ -1,6 +1,6 @@
-"""vllm-ttft: time to the first token of a stored prompt, against computing it, for several prompt lengths.
+"""vllm-ttft: time to the first token of a stored prompt, compared with computing it, by prompt length.
 
-vLLM's own prefix cache is empty each time. The last block of a stored prompt is computed.
+The prefix cache of vLLM is empty each time. The last block of a stored prompt is still computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CASES = ("256", "512", "1024", "2048")
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Yields a row for each prompt length."""
+    """Yields one row per prompt length."""
     with engine(bench, hidden=1024, layers=12, kv_heads=16, dram_bytes=2 * GIB) as made:
         for case in CASES:
             tokens = int(case)

@@ -1,4 +1,4 @@
-"""zero-copy: a lease on 32 blocks and its end, against an empty round trip."""
+"""zero-copy: acquire and release of 32 blocks, compared with an empty round trip."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMOKE = Sizes(16 * KIB, 16 * MIB)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """`acquire` alone, with the views it is for, and together with the release in an endless loop."""
+    """Yields `acquire` alone, with its views, and in a loop with the release."""
     bench.doing("filling")
     z = bench.pick(Sizes(), SMOKE)
     with serve(z.dram_bytes) as (client, _):
@@ -51,11 +51,11 @@ def run(bench: Bench) -> Iterator[Result]:
         for n, keys in enumerate(chains):
             views(n)
             seen = [bytes(block[: len(key)]) for key, block in zip(keys, held[-1].blocks, strict=True)]
-            expect(seen, keys, "what the views show")
+            expect(seen, keys, "bytes of the views")
             held.pop().release()
 
         def release() -> None:
-            # The ping waits until the daemon is through with the release: it is no part of the next call.
+            # The ping waits for the release, so that the next call does not include it.
             held.pop().release()
             client.ping()
 
@@ -70,7 +70,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def _blocks(keys: list[bytes], block_bytes: int) -> np.ndarray:
-    """Blocks that begin with their keys."""
+    """Returns blocks that begin with their keys."""
     data = np.zeros((len(keys), block_bytes), np.uint8)
     for block, key in zip(data, keys, strict=True):
         block[: len(key)] = np.frombuffer(key, np.uint8)
