@@ -1,9 +1,9 @@
-# Everything runs in .venv, made on first use from the interpreter named here.
+# All targets use .venv, which is created on first use with this interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 RUNS ?= 200
-# Byte code is kept, or each of the tests' processes would compile everything anew.
+# Keeps byte code: otherwise every test process would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all simulate crash test-engines test-gpu check docs format bench install uninstall deb clean
@@ -11,35 +11,35 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/kvstore demo
 
-# A file's tests share what they have started. The last lines say what was not tested, and why.
+# Tests of one file share their daemons. The last lines list the skipped tests with reasons.
 PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
 test: $(READY)
 	$(PYTEST) -m "not long" --hypothesis-profile=quick
 
-# What takes long by its nature too: proofs by simulation, thousands of its seeds, daemons that are killed.
+# Adds the long tests: simulations with thousands of seeds, and crashes of real daemons.
 test-all: $(READY)
 	$(PYTEST)
 	$(MAKE) --no-print-directory simulate SEEDS=1500 FIRST=1000
 	$(MAKE) --no-print-directory crash RUNS=30
 
-# Whole runs over a simulated clock, network and device, one a seed. SEEDS=n FIRST=n: how many, from which on.
+# Simulated clock, network and devices; one run per seed. SEEDS=n: number of seeds, FIRST=n: the first seed.
 SEEDS ?= 1000
 FIRST ?= 1
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --jobs 2
 
-# Real engines, each in an environment of its own that is made once, outside the clone. ENGINES=vllm: only that.
+# Real engines, each in a separate environment outside the clone. ENGINES=vllm: only this engine.
 test-engines: $(READY)
 	$(BIN)/python tests/engines/environments.py $(ENGINES)
 
-# A real GPU; its driver says for which CUDA, unless CUDA=12 or CUDA=13 does. Fails where there is none.
+# A real GPU. CUDA=12 or CUDA=13 selects the CUDA version, by default that of the driver. Fails without a GPU.
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9]*\).*/\1/p')
 EXTRA = $(if $(filter 12,$(CUDA)),cuda12,cuda)
 test-gpu: $(READY)
 	@[ -z "$(CUDA)" ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
 	@$(BIN)/pytest tests/gpu
 
-# Daemons are killed under load RUNS times, then at each step of a write. SEED repeats a failed run.
+# Kills daemons under load RUNS times, then at each step of a write. SEED repeats a failed run.
 crash: $(READY)
 	$(BIN)/python -m tests.crash --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.crash.steps
@@ -67,7 +67,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
-# Files go below DESTDIR and work below PREFIX. INSTALL_ENV=no leaves out the Python environment.
+# Installs files for PREFIX below DESTDIR. INSTALL_ENV=no skips the Python environment.
 PREFIX ?= /usr/local
 SYSCONFDIR ?= /etc
 DESTDIR ?=
@@ -81,7 +81,7 @@ FILL_MANY = $(FILL) -e 's|@NAME@|kvstore-%i|g' -e 's|@UNIT@|kvstore@%i|g' -e 's|
 
 install:
 ifneq ($(INSTALL_ENV),no)
-	rm -rf build  # whatever an earlier build left there would be installed too
+	rm -rf build  # files of an earlier build would be installed too
 	$(PYTHON) -m venv $(DESTDIR)$(ENVIRONMENT)
 	$(DESTDIR)$(ENVIRONMENT)/bin/python -m pip install --quiet --disable-pip-version-check .
 	sed -i '1s|^#!$(DESTDIR)/|#!/|' $(DESTDIR)$(ENVIRONMENT)/bin/kvstore
@@ -104,7 +104,7 @@ endif
 	[ -e $(DESTDIR)$(SYSCONFDIR)/kvstore/kvstore.toml ] || \
 	    install -D -m 644 systemd/kvstore.toml $(DESTDIR)$(SYSCONFDIR)/kvstore/kvstore.toml
 
-# Configuration and stored blocks stay.
+# Keeps the configuration and stored blocks.
 uninstall:
 	rm -rf $(DESTDIR)$(ENVIRONMENT) $(UNITS)/kvstore.service.d $(UNITS)/kvstore@.service.d
 	rm -f $(UNITS)/kvstore.service $(UNITS)/kvstore.socket $(UNITS)/kvstore@.service $(UNITS)/kvstore@.socket
@@ -113,7 +113,7 @@ uninstall:
 	rm -f $(DESTDIR)$(PREFIX)/bin/kvstore
 	rm -f $(DESTDIR)$(PREFIX)/share/man/man1/kvstore.1 $(DESTDIR)$(PREFIX)/share/man/man5/kvstore.toml.5
 
-# dist/kvstore_VERSION_ARCH.deb, for machines with the same Debian. PYTHON must be Debian's own, with python3-venv.
+# Builds dist/kvstore_VERSION_ARCH.deb for the same Debian release. PYTHON must be Debian's, with python3-venv.
 deb: PYTHON = /usr/bin/python3
 deb:
 	PYTHON=$(PYTHON) packaging/debian/build dist

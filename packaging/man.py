@@ -1,8 +1,8 @@
-"""Manual pages out of the code: kvstore(1) from the commands' help, kvstore.toml(5) from the configuration.
+"""Generates manual pages: kvstore(1) from the help of commands, kvstore.toml(5) from the configuration.
 
     python packaging/man.py FOLDER      writes FOLDER/man1/kvstore.1 and FOLDER/man5/kvstore.toml.5
 
-Runs in an environment where kvstore is installed. Not here: any option or key by name.
+Runs in an environment where kvstore is installed. This file names no option or key.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _ABOUT = metadata("kvstore")
 
 
 def escaped(text: str) -> str:
-    """Text as roff shows it as it is: no line of it is a request, no dash a hyphen."""
+    """Returns text escaped for roff: no line is a request, no dash becomes a hyphen."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return "\n".join(f"\\&{line}" if line[:1] in (".", "'") else line for line in text.split("\n"))
 
 
 def head(name: str, section: int, about: str) -> list[str]:
-    """The first lines of a page."""
+    """Returns the first lines of a page."""
     title = f'.TH "{escaped(name.upper())}" {section} "" "kvstore {_ABOUT["Version"]}" "kvstore"'
     return [title, ".nh", ".SH NAME", f"{escaped(name)} \\- {escaped(about)}"]
 
 
 def paragraphs(help_text: str) -> Iterator[str]:
-    """A docstring's paragraphs as roff."""
+    """Yields the paragraphs of a docstring as roff."""
     for paragraph in inspect.cleandoc(help_text).split("\n\n"):
         yield ".PP"
         yield escaped(" ".join(paragraph.split()))
 
 
 def command_lines(command: Any, path: str) -> Iterator[str]:
-    """A command and all below it: usage, help, arguments and options."""
+    """Yields usage, help, arguments and options of a command and its subcommands."""
     inner: dict[str, Any] = getattr(command, "commands", {})
     shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
     if not inner:
@@ -58,12 +58,12 @@ def command_lines(command: Any, path: str) -> Iterator[str]:
 
 
 def shown_name(param: Any) -> str:
-    """What stands for its value."""
+    """Returns the placeholder for the value of a parameter."""
     return str(param.name).upper().replace("_", "-")
 
 
 def param_lines(param: Any) -> Iterator[str]:
-    """An option or argument: its names, what it means, its default and its environment variable."""
+    """Yields an option or argument: its names, help, default and environment variable."""
     yield ".TP"
     if param.param_type_name == "argument":
         yield f".I {escaped(param.metavar or shown_name(param))}"
@@ -79,7 +79,7 @@ def param_lines(param: Any) -> Iterator[str]:
 
 
 def commands_page() -> str:
-    """kvstore(1)."""
+    """Returns kvstore(1)."""
     command = get_command(app)
     codes = inspect.cleandoc(sys.modules["kvstore.cli"].__doc__ or "").partition("Exit codes: ")[2]
     lines = head("kvstore", 1, _ABOUT["Summary"])
@@ -91,7 +91,7 @@ def commands_page() -> str:
 
 
 def config_page() -> str:
-    """kvstore.toml(5)."""
+    """Returns kvstore.toml(5)."""
     lines = head("kvstore.toml", 5, "configuration of the KV-cache offload daemon")
     lines.append(".SH SECTIONS")
     for name, field in config.Config.model_fields.items():
