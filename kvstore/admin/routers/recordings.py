@@ -17,10 +17,7 @@ from kvstore.client.trace_recording import Part, record, trace_line
 from kvstore.errors import KVStoreError
 
 recordings = APIRouter(
-    prefix="/v1/recording",
-    tags=["trace"],
-    dependencies=[OPERATOR],
-    responses=documented(401, 403, 429, 503),
+    prefix="/v1/recording", tags=["trace"], dependencies=[OPERATOR], responses=documented(401, 403, 429, 503)
 )
 
 _MEDIA_TYPE = "application/x-ndjson"

@@ -66,8 +66,4 @@ class TenantCommands:
 def holding(tier: TierView, tenant: int) -> dict[str, Any]:
     """Returns a tenant's use and quota of a tier. `limit_bytes` None: the tenant has no limit."""
     held = tier.holding(tenant)
-    return {
-        "used_bytes": held.used_bytes,
-        "floor_bytes": held.floor_bytes,
-        "limit_bytes": held.limit_bytes,
-    }
+    return {"used_bytes": held.used_bytes, "floor_bytes": held.floor_bytes, "limit_bytes": held.limit_bytes}
