@@ -49,6 +49,11 @@ class Tier(IntEnum):
         """Whether blocks in this kind of tier outlive the machine's power."""
         return self in _PERSISTENT
 
+    @property
+    def keeps_pins(self) -> bool:
+        """Whether pins protect copies in this kind of tier. Pools of GPU memory hold second copies only."""
+        return self is not Tier.HBM
+
 
 _RANK = {tier: rank for rank, tier in enumerate((Tier.HBM, Tier.DRAM, Tier.NVME, Tier.NETWORK))}
 _PERSISTENT = frozenset((Tier.NVME, Tier.NETWORK))

@@ -1,12 +1,13 @@
 """Prometheus metrics, computed from the daemon's answers to `status` and `figures` at every scrape.
 
-`COUNTERS` lists all counters of the placement core. A test fails if the core counts a name that is neither
-listed here nor in `EXPORTED_OTHERWISE`.
+A metric is a line in one of the tables. A test fails if the
+core counts a name that is in none of `COUNTERS`, `TIER_COUNTERS` and `EXPORTED_OTHERWISE`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -63,6 +64,93 @@ EXPORTED_OTHERWISE = {
 }
 """Counters of the core that are not exported, and the metrics to use instead."""
 
+Table = dict[str, dict[str, tuple[str, str]]]
+"""Metrics by source (see `_sources`): the name of each, its name in the rows of the source, its help text."""
+
+_GAUGES: Table = {
+    "daemon": {
+        "up": ("up", "1 if the daemon answers."),
+        "uptime_seconds": ("uptime_s", "Seconds since the daemon started to serve."),
+        "blocks": ("blocks", "Blocks in the index."),
+        "namespaces": ("namespaces", "Open namespaces."),
+        "connections": ("connections", "Open client connections."),
+        "leases": ("leases", "Leases held by clients."),
+        "reservations": ("reservations", "Reservations held by clients."),
+        "copies_under_way": ("copies_under_way", "Running copies between tiers."),
+        "queued_requests": ("queued_requests", "Requests in the queues of tenants."),
+        "core_memory_bytes": ("core_ram_bytes", "Memory of the block index."),
+        "problems": ("n_problems", "Current problems of the daemon."),
+    },
+    "tier": {
+        "tier_limit_bytes": ("limit_bytes", "Hard limit of the tier."),
+        "tier_capacity_bytes": ("capacity_bytes", "Size of the tier's extents."),
+        "tier_used_bytes": ("used_bytes", "Bytes used by blocks in the tier."),
+        "tier_blocks": ("blocks", "Copies of blocks in the tier."),
+        "tier_retired_slots": ("retired_slots", "Slots taken out of use after bad checksums."),
+        "tier_bandwidth_bytes_per_second": (
+            "bandwidth_bytes_per_s",
+            "Recent bandwidth of the tier's device.",
+        ),
+        "tier_readable": ("readable", "1 if the tier accepts reads."),
+        "tier_writable": ("writable", "1 if the tier accepts writes."),
+        "tier_fenced": ("fenced", "1 if the tier's device does not respond."),
+    },
+    "admission": {
+        "admission_threshold_ratio": (
+            "threshold",
+            "Probability of reuse from which blocks are admitted to the tier.",
+        ),
+        "write_budget_bytes_per_day": ("bytes_a_day", "Write budget of the tier; 0: none."),
+    },
+    "class": {
+        "device_queued_bytes": ("queued_bytes", "Bytes queued for a device."),
+        "device_moving_bytes": ("moving_bytes", "Bytes being copied from or to a device."),
+    },
+    "network": {
+        "network_usable": ("usable", "1 if the network tier is in use."),
+        "network_bandwidth_bytes_per_second": (
+            "bandwidth_bytes_per_s",
+            "Recent bandwidth of the network tier.",
+        ),
+        "network_coming_blocks": ("coming_blocks", "Blocks being downloaded from the network tier."),
+        "network_going_blocks": ("going_blocks", "Blocks being uploaded to the network tier."),
+    },
+    "tenant": {
+        "tenant_used_bytes": ("used_bytes", "Bytes used by a tenant's blocks in a tier."),
+        "tenant_floor_bytes": ("floor_bytes", "Guaranteed bytes of a tenant in a tier."),
+        "tenant_limit_bytes": ("limit_bytes", "Limit of a tenant in a tier; absent: the tier's limit."),
+    },
+}
+"""Gauges `kvstore_NAME`."""
+
+_COUNTERS: Table = {
+    "daemon": {
+        "refused_requests": ("refused_requests", "Requests refused because their queue was full."),
+    },
+    "admission": {
+        "admission_written_bytes": ("written_bytes", "Bytes written to a tier from the tiers above."),
+        "admission_refused_blocks": ("refused_blocks", "Blocks refused by a tier's admission."),
+    },
+    "network_outcome": {
+        "network_blocks": ("blocks", "Blocks of the network tier by outcome."),
+    },
+    "events": {
+        "events_batches": ("batches", "Published batches of KV events."),
+        "events_dropped_batches": (
+            "dropped_batches",
+            "Batches of KV events dropped because the queue was full.",
+        ),
+        "events_stored": ("stored", "Blocks announced as stored."),
+        "events_removed": ("removed", "Blocks announced as removed."),
+    },
+    "decision": {
+        "decided_blocks": ("blocks", "Blocks by decision and tier."),
+    },
+    "core": {name: (name, what) for name, what in COUNTERS.items()},
+    "core_tier": {name: (name, what) for name, what in TIER_COUNTERS.items()},
+}
+"""Counters `kvstore_NAME_total`."""
+
 _HITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "requested": (
         (),
@@ -82,146 +170,77 @@ _HITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 """Hit counters: labels besides the tenant, the kinds that each sums, and its help text."""
 
 
+Answer = Mapping[str, Any]
+"""An answer of the daemon, or a row of one."""
+
+Rows = Sequence[tuple[Sequence[str], Answer]]
+"""Rows of numbers, each with the values of the labels."""
+
+
+def _sources(status: Answer, figures: Answer) -> dict[str, tuple[Sequence[str], Rows]]:
+    """Returns the labels and rows of each source."""
+    tiers, devices, network = status["tiers"], figures["devices"], status["network"]
+    daemon = {**status, "up": 1, "n_problems": len(status["problems"])}
+    counters = dict.fromkeys(COUNTERS, 0) | status["counters"]
+    outcomes = network["counters"].items() if network is not None else ()
+    return {
+        "daemon": ([], [([], daemon)]),
+        "core": ([], [([], counters)]),
+        "core_tier": (["tier"], [([t["name"]], _of_tier(counters, t["name"])) for t in tiers]),
+        "tier": (["tier"], [([t["name"]], t) for t in tiers]),
+        "admission": (["tier"], [([d["tier"]], d["admission"]) for d in devices]),
+        "class": (
+            ["tier", "class"],
+            [
+                ([d["tier"], kind], {key: d[key][kind] for key in ("queued_bytes", "moving_bytes")})
+                for d in devices
+                for kind in d["queued_bytes"]
+            ],
+        ),
+        "network": ([], [([], network)] if network is not None else []),
+        "network_outcome": (["what"], [([k.removesuffix("_blocks")], {"blocks": n}) for k, n in outcomes]),
+        "events": ([], [([], status["events"])]),
+        "tenant": (
+            ["tenant", "tier"],
+            [([row["tenant"] or OTHER, row["tier"]], row) for row in figures["holdings"]],
+        ),
+        "decision": (
+            ["decision", "tier"],
+            [([row["what"], row["tier"] or "all"], row) for row in figures["decisions"]],
+        ),
+    }
+
+
+def _of_tier(counters: Answer, tier: str) -> Answer:
+    return {name: counters.get(f"{name}_{tier}", 0) for name in TIER_COUNTERS}
+
+
 class _Reading(Collector):
     """Collects the metrics of one scrape."""
 
-    def __init__(self, status: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    def __init__(self, status: Answer, figures: Answer) -> None:
         self._status = status
         self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
         """See Collector."""
-        yield from self._process()
-        yield from self._tiers()
-        yield from self._devices()
-        yield from self._network()
-        yield from self._events()
-        yield from self._tenants()
-        yield from self._hits()
-        yield from self._counted()
-        yield from self._durations()
-
-    def _process(self) -> Iterator[Metric]:
-        s = self._status
-        yield _gauge("kvstore_up", "1 if the daemon answers.", 1)
-        info = GaugeMetricFamily("kvstore_info", "Versions of the daemon.", labels=["version", "nvme_io"])
-        info.add_metric([s["version"], s["nvme_io"]], 1)
+        versions = ["version", "nvme_io"]
+        info = GaugeMetricFamily("kvstore_info", "Versions of the daemon.", labels=versions)
+        info.add_metric([self._status[name] for name in versions], 1)
         yield info
-        yield _gauge("kvstore_uptime_seconds", "Seconds since the daemon started to serve.", s["uptime_s"])
-        yield _gauge("kvstore_blocks", "Blocks in the index.", s["blocks"])
-        yield _gauge("kvstore_namespaces", "Open namespaces.", s["namespaces"])
-        yield _gauge("kvstore_connections", "Open client connections.", s["connections"])
-        yield _gauge("kvstore_leases", "Leases held by clients.", s["leases"])
-        yield _gauge("kvstore_reservations", "Reservations held by clients.", s["reservations"])
-        yield _gauge("kvstore_copies_under_way", "Running copies between tiers.", s["copies_under_way"])
-        yield _gauge("kvstore_queued_requests", "Requests in the queues of tenants.", s["queued_requests"])
-        yield _gauge("kvstore_core_memory_bytes", "Memory of the block index.", s["core_ram_bytes"])
-        yield _gauge("kvstore_problems", "Current problems of the daemon.", len(s["problems"]))
-        refused = s["refused_requests"]
-        yield _counter("kvstore_refused_requests", "Requests refused because their queue was full.", refused)
-
-    def _tiers(self) -> Iterator[Metric]:
-        tiers = self._status["tiers"]
-        for key, what in (
-            ("limit_bytes", "Hard limit of the tier."),
-            ("capacity_bytes", "Size of the tier's extents."),
-            ("used_bytes", "Bytes used by blocks in the tier."),
-        ):
-            yield _by(f"kvstore_tier_{key}", what, "tier", [(t["name"], t[key]) for t in tiers])
-        for key, what in (
-            ("blocks", "Copies of blocks in the tier."),
-            ("retired_slots", "Slots taken out of use after bad checksums."),
-            ("bandwidth_bytes_per_s", "Recent bandwidth of the tier's device."),
-        ):
-            name = key.replace("bytes_per_s", "bytes_per_second")
-            yield _by(f"kvstore_tier_{name}", what, "tier", [(t["name"], t[key]) for t in tiers])
-        for key, what in (
-            ("readable", "1 if the tier accepts reads."),
-            ("writable", "1 if the tier accepts writes."),
-            ("fenced", "1 if the tier's device does not respond."),
-        ):
-            yield _by(f"kvstore_tier_{key}", what, "tier", [(t["name"], int(t[key])) for t in tiers])
-        counters = self._status["counters"]
-        for key, what in TIER_COUNTERS.items():
-            family = CounterMetricFamily(f"kvstore_{key}", what, labels=["tier"])
-            for t in tiers:
-                family.add_metric([t["name"]], counters.get(f"{key}_{t['name']}", 0))
-            yield family
-
-    def _devices(self) -> Iterator[Metric]:
-        devices = self._figures["devices"]
-        for key, what in (
-            ("queued", "Bytes queued for a device."),
-            ("moving", "Bytes being copied from or to a device."),
-        ):
-            labels = ["tier", "class"]
-            family = GaugeMetricFamily(f"kvstore_device_{key}_bytes", what, labels=labels)
-            for device in devices:
-                for kind, nbytes in device[f"{key}_bytes"].items():
-                    family.add_metric([device["tier"], kind], nbytes)
-            yield family
-        threshold = [(d["tier"], d["admission"]["threshold"]) for d in devices]
-        what = "Probability of reuse from which blocks are admitted to the tier."
-        yield _by("kvstore_admission_threshold_ratio", what, "tier", threshold)
-        budget = [(d["tier"], d["admission"]["bytes_a_day"]) for d in devices]
-        yield _by("kvstore_write_budget_bytes_per_day", "Write budget of the tier; 0: none.", "tier", budget)
-        for key, what in (
-            ("written_bytes", "Bytes written to a tier from the tiers above."),
-            ("refused_blocks", "Blocks refused by a tier's admission."),
-        ):
-            admitted = CounterMetricFamily(f"kvstore_admission_{key}", what, labels=["tier"])
-            for device in devices:
-                admitted.add_metric([device["tier"]], device["admission"][key])
-            yield admitted
-
-    def _network(self) -> Iterator[Metric]:
-        network = self._status["network"]
-        if network is None:
-            return
-        yield _gauge("kvstore_network_usable", "1 if the network tier is in use.", int(network["usable"]))
-        speed = network["bandwidth_bytes_per_s"]
-        yield _gauge(
-            "kvstore_network_bandwidth_bytes_per_second", "Recent bandwidth of the network tier.", speed
-        )
-        yield _gauge(
-            "kvstore_network_coming_blocks",
-            "Blocks being downloaded from the network tier.",
-            network["coming_blocks"],
-        )
-        yield _gauge(
-            "kvstore_network_going_blocks",
-            "Blocks being uploaded to the network tier.",
-            network["going_blocks"],
-        )
-        family = CounterMetricFamily(
-            "kvstore_network_blocks", "Blocks of the network tier by outcome.", labels=["what"]
-        )
-        for what, n in network["counters"].items():
-            family.add_metric([what.removesuffix("_blocks")], n)
-        yield family
-
-    def _events(self) -> Iterator[Metric]:
-        events = self._status["events"]
-        for key, what in (
-            ("batches", "Published batches of KV events."),
-            ("dropped_batches", "Batches of KV events dropped because the queue was full."),
-            ("stored", "Blocks announced as stored."),
-            ("removed", "Blocks announced as removed."),
-        ):
-            if key in events:
-                yield _counter(f"kvstore_events_{key}", what, events[key])
-
-    def _tenants(self) -> Iterator[Metric]:
-        for key, what in (
-            ("used_bytes", "Bytes used by a tenant's blocks in a tier."),
-            ("floor_bytes", "Guaranteed bytes of a tenant in a tier."),
-            ("limit_bytes", "Limit of a tenant in a tier; absent: the tier's limit."),
-        ):
-            family = GaugeMetricFamily(f"kvstore_tenant_{key}", what, labels=["tenant", "tier"])
-            for row in self._figures["holdings"]:
-                if row[key] is not None:
-                    family.add_metric([row["tenant"] or OTHER, row["tier"]], row[key])
-            yield family
+        sources = _sources(self._status, self._figures)
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for source, metrics in table.items():
+                labels, rows = sources[source]
+                for name, (key, what) in metrics.items():
+                    family = kind(f"kvstore_{name}", what, labels=labels)
+                    for values, row in rows:
+                        if row.get(key) is not None:
+                            family.add_metric(values, row[key])
+                    if family.samples:
+                        yield family
+        yield from self._hits()
+        yield from self._durations()
 
     def _hits(self) -> Iterator[Metric]:
         """See `core.insight.hit_counters`."""
@@ -230,45 +249,30 @@ class _Reading(Collector):
                 family = CounterMetricFamily(f"kvstore_{name}_{unit}", what, labels=["tenant", *labels])
                 for row in self._figures["hits"]:
                     if row["what"] in kinds:
-                        said = {"tier": row["tier"], "reason": row["what"]}
-                        values = [row["tenant"] or OTHER, *(said[label] for label in labels)]
+                        named = {"tier": row["tier"], "reason": row["what"]}
+                        values = [row["tenant"] or OTHER, *(named[label] for label in labels)]
                         family.add_metric(values, row[unit])
                 yield family
 
-    def _counted(self) -> Iterator[Metric]:
-        counters = self._status["counters"]
-        for key, what in COUNTERS.items():
-            yield _counter(f"kvstore_{key}", what, counters.get(key, 0))
-        decided = CounterMetricFamily(
-            "kvstore_decided_blocks", "Blocks by decision and tier.", labels=["decision", "tier"]
-        )
-        for row in self._figures["decisions"]:
-            decided.add_metric([row["what"], row["tier"] or "all"], row["blocks"])
-        yield decided
-
     def _durations(self) -> Iterator[Metric]:
         f = self._figures
-        calls = HistogramMetricFamily(
-            "kvstore_call_seconds",
-            "Time from a request's arrival to its answer; waited: for a lower tier, for room or a device.",
-            labels=["call", "waited"],
-        )
-        for row in f["calls"]:
-            labels = [row["call"], "true" if row["waited"] else "false"]
-            calls.add_metric(labels, _buckets(f["bounds_s"], row["counts"]), row["sum_s"])
-        yield calls
-        copies = HistogramMetricFamily(
-            "kvstore_copy_seconds",
-            "Duration of copies between tiers, a few blocks each.",
-            labels=["source", "target"],
-        )
-        for row in f["copies"]:
-            labels = [row["source"], row["target"]]
-            copies.add_metric(labels, _buckets(f["bounds_s"], row["counts"]), row["sum_s"])
-        yield copies
-        lag = HistogramMetricFamily("kvstore_loop_lag_seconds", "Delay of the daemon's event loop.")
-        lag.add_metric([], _buckets(f["bounds_s"], f["loop_lag"]["counts"]), f["loop_lag"]["sum_s"])
-        yield lag
+        bounds = [*map(str, f["bounds_s"]), "+Inf"]
+        calls = [([row["call"], "true" if row["waited"] else "false"], row) for row in f["calls"]]
+        what = "Time from a request's arrival to its answer; waited: for a lower tier, for room or a device."
+        yield _histogram("call_seconds", what, ["call", "waited"], bounds, calls)
+        copies = [([row["source"], row["target"]], row) for row in f["copies"]]
+        what = "Duration of copies between tiers, a few blocks each."
+        yield _histogram("copy_seconds", what, ["source", "target"], bounds, copies)
+        what = "Delay of the daemon's event loop."
+        yield _histogram("loop_lag_seconds", what, [], bounds, [([], f["loop_lag"])])
+
+
+def _histogram(name: str, what: str, labels: Sequence[str], bounds: Sequence[str], rows: Rows) -> Metric:
+    family = HistogramMetricFamily(f"kvstore_{name}", what, labels=labels)
+    for values, row in rows:
+        buckets = list(zip(bounds, accumulate(map(float, row["counts"])), strict=True))
+        family.add_metric(values, buckets, row["sum_s"])
+    return family
 
 
 def exposition(status: Mapping[str, Any], figures: Mapping[str, Any]) -> bytes:
@@ -281,27 +285,3 @@ def exposition(status: Mapping[str, Any], figures: Mapping[str, Any]) -> bytes:
 def exposition_of_nothing() -> bytes:
     """Returns the metrics for a daemon that does not answer."""
     return b"# HELP kvstore_up 1 if the daemon answers.\n# TYPE kvstore_up gauge\nkvstore_up 0.0\n"
-
-
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, what, value=value)
-
-
-def _counter(name: str, what: str, value: float) -> Metric:
-    return CounterMetricFamily(name, what, value=value)
-
-
-def _by(name: str, what: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    family = GaugeMetricFamily(name, what, labels=[label])
-    for label_value, value in values:
-        family.add_metric([label_value], value)
-    return family
-
-
-def _buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Returns cumulative counts by upper bound."""
-    cumulative, total = [], 0
-    for bound, count in zip([*map(str, bounds_s), "+Inf"], counts, strict=True):
-        total += count
-        cumulative.append((bound, float(total)))
-    return cumulative

@@ -34,6 +34,7 @@ from kvstore.config.sections import (
 )
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
+from kvstore.types import Tier
 
 _NAME = "NAME"
 """Stands for the name of a tenant or device in keys."""
@@ -59,6 +60,14 @@ class Config(Section):
     encryption: Encryption = Encryption()
     admin: Admin = Admin()
     tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096), LIVE] = {}
+
+    def shared_limits(self, kind: Tier, device: str) -> dict[str, int]:
+        """Returns the limits in bytes, by name, of the devices that share a tenant's quota with `device`.
+
+        All NVMe devices share one quota. Each pool of GPU memory has a quota of its own.
+        """
+        single = {Tier.HBM: self.hbm.limit, Tier.DRAM: self.dram.limit}
+        return {device: single[kind]} if kind in single else self.nvme.limits
 
     @model_validator(mode="after")
     def _tenants_fit(self) -> Config:

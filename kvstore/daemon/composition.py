@@ -44,7 +44,7 @@ from kvstore.daemon.server.server import Server
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.data_keys import DataKeys
-from kvstore.daemon.tenancy.deletion import Deletion
+from kvstore.daemon.tenancy.deletion import Deletion, delete_here_only
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.daemon.tenancy.recovery import Recovery
@@ -157,19 +157,11 @@ class Daemon:
             self.data_keys,
             self.event_log,
             in_use,
-            has_network=self.network is not None,
+            self.network is not None,
         )
         core.on(ac.NamespaceClosed, self.catalog.closed)
         self.recovery = Recovery(
-            core,
-            self.tiers,
-            self.durability,
-            self.catalog,
-            self.namespaces,
-            domains,
-            authenticator,
-            self.quotas,
-            clock,
+            core, self.tiers, self.durability, self.catalog, self.namespaces, domains, self.quotas, clock
         )
         self.deletion = Deletion(
             self.durability,
@@ -180,7 +172,7 @@ class Daemon:
             self.data_keys,
             self.event_log,
             in_use,
-            self.network.deletion if self.network is not None else None,
+            self.network.deletion.delete if self.network is not None else delete_here_only,
             self.policy_state.discard,
         )
 
@@ -195,14 +187,7 @@ class Daemon:
 
         # Operators
         self.devices = Devices(
-            core,
-            self.tiers,
-            self.durability,
-            self.catalog,
-            self.namespaces,
-            self.quotas,
-            self.event_log,
-            in_use,
+            core, self.tiers, self.durability, self.catalog, self.quotas, self.event_log, in_use
         )
         core.on(ac.DeviceAdded, self.devices.added)
         resizing = Resizing(view, self.tiers, self.devices, in_use)

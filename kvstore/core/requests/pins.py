@@ -29,7 +29,7 @@ class Pins:
         # Half of what it may have of the smallest tier that must hold them stays free to move.
         most: defaultdict[Tier, int] = defaultdict(int)
         for state, part in zip(r.tiers, space.pools, strict=True):
-            if not state.gone and state.spec.tier is not Tier.HBM:
+            if not state.gone and state.spec.tier.keeps_pins:
                 fits = state.extents.most_slots(part.slot_bytes) * pool.slot_bytes
                 most[state.spec.tier] += min(state.extents.holdings.limit_of(pool.tenant), fits)
         bound = min(min(most.values()) // 2, self.pin_bytes.get(pool.tenant, UNLIMITED))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ class Deletion:
         requester: Requester,
         request: int,
         namespaces: Sequence[NamespaceEntry],
-        keys: Sequence[bytes] | None,
+        keys: Iterable[bytes] | None,
         delete_here: Callable[[Requester], None],
     ) -> None:
         """Deletes all blocks of `namespaces`, or `keys` of the only one, here and then on the network.

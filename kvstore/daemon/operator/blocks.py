@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core import events as ev
@@ -19,13 +20,13 @@ LONGEST_S = 86400.0
 """The longest time for which a request may wait or a pin may last."""
 
 
+@dataclass(slots=True, eq=False)
 class BlockCommands:
     """Sends requests about blocks to the core."""
 
-    def __init__(self, core: Executor, namespaces: Namespaces, deletion: Deletion) -> None:
-        self._core = core
-        self._namespaces = namespaces
-        self._deletion = deletion
+    _core: Executor
+    _namespaces: Namespaces
+    _deletion: Deletion
 
     @command
     def pin(self, namespace: str, keys: bytes, key_bytes: int, ttl_s: float) -> Later:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core import events as ev
@@ -19,14 +20,13 @@ CLASSES = {"demand": DEMAND, "prefetch": PREFETCH, "write_back": WRITE_BACK, "sc
 _CLASS_NAMES = {kind: name for name, kind in CLASSES.items()}
 
 
+@dataclass(slots=True, eq=False)
 class DeviceCommands:
     """Shows and sets the state of devices."""
 
-    def __init__(self, core: Executor, namespaces: Namespaces, authenticator: Authenticator) -> None:
-        self._core = core
-        self._view = core.view
-        self._namespaces = namespaces
-        self._authenticator = authenticator
+    _core: Executor
+    _namespaces: Namespaces
+    _authenticator: Authenticator
 
     @command
     def policy(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class DeviceCommands:
 
         `pools_left` is above 0 during a change of policy.
         """
-        status = self._view.policy()
+        status = self._core.view.policy()
         tiers = []
         for tier in self._tiers:
             state = tier.policy()
@@ -89,7 +89,7 @@ class DeviceCommands:
     def transfers(self, after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:
         """Returns at most `limit` copies between tiers with numbers above `after`, queued or under way."""
         check_limit(limit)
-        some = self._view.transfers(after, limit + 1)
+        some = self._core.view.transfers(after, limit + 1)
         return {
             "transfers": [self._transfer(transfer) for transfer in some[:limit]],
             "more": len(some) > limit,
@@ -97,7 +97,7 @@ class DeviceCommands:
 
     @property
     def _tiers(self) -> list[TierView]:
-        return [tier for tier in self._view.tiers if not tier.gone]
+        return [tier for tier in self._core.view.tiers if not tier.gone]
 
     def _tier(self, name: str) -> TierView:
         by_name = {tier.name: tier for tier in self._tiers}
@@ -122,7 +122,7 @@ class DeviceCommands:
         }
 
     def _transfer(self, transfer: TransferStatus) -> dict[str, Any]:
-        space, tiers = self._namespaces.at(transfer.namespace), self._view.tiers
+        space, tiers = self._namespaces.at(transfer.namespace), self._core.view.tiers
         return {
             "number": transfer.number,
             "source": tiers[transfer.source].name,

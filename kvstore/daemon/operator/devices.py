@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import CurrentConfig, EventLog
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
-from kvstore.daemon.tenancy.namespaces import Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.errors import ConfigError, KVStoreError, TierError
 from kvstore.tiers.nvme.engines import best_engine
@@ -126,29 +126,17 @@ def rule(config: Config, name: str) -> Rule:
     return Rule(nvme.admission, nvme.admission_threshold, nvme.bytes_a_day(name))
 
 
+@dataclass(slots=True, eq=False)
 class Devices:
     """Adds and removes NVMe devices while the daemon runs."""
 
-    def __init__(
-        self,
-        core: Executor,
-        tiers: TierSet,
-        durability: Durability,
-        catalog: NamespaceCatalog,
-        namespaces: Namespaces,
-        quotas: TenantQuotas,
-        event_log: EventLog,
-        config: CurrentConfig,
-    ) -> None:
-        self._core = core
-        self._view = core.view
-        self._tiers = tiers
-        self._durability = durability
-        self._catalog = catalog
-        self._namespaces = namespaces
-        self._quotas = quotas
-        self._event_log = event_log
-        self._config = config
+    _core: Executor
+    _tiers: TierSet
+    _durability: Durability
+    _catalog: NamespaceCatalog
+    _quotas: TenantQuotas
+    _event_log: EventLog
+    _config: CurrentConfig
 
     def added_by(self, config: Config) -> list[str]:
         """Returns the names of devices that a configuration adds."""
@@ -169,7 +157,7 @@ class Devices:
         for name in wanted:
             if name in self._tiers.devices:
                 raise ConfigError(f"nvme.devices.{name} is being removed", "wait until it is empty")
-        if len(wanted) > self._view.addable_devices:
+        if len(wanted) > self._core.view.addable_devices:
             hint = "restart it: removed devices count until then"
             raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
 
@@ -191,19 +179,17 @@ class Devices:
             device.journal.put_generation(self._durability.generation)
             for pool in self._tiers.pools.values():
                 pool.watch(device.engine)
-            for space in self._namespaces:
-                self._catalog.record(space, [device])
+            self._catalog.record_all([device])
             self._core.handle(ev.AddDevice(spec(name, device, config)))
 
     def set_admission(self, config: Config) -> None:
         """Applies the configured admission rules to all devices that stay."""
-        for tier in self._view.tiers:
-            if tier.kind == Tier.NVME and not tier.leaving:
-                self._core.handle(ev.SetAdmission(tier.number, rule(config, tier.name)))
+        for tier in self._staying():
+            self._core.handle(ev.SetAdmission(tier.number, rule(config, tier.name)))
 
     def added(self, action: ac.DeviceAdded) -> None:
         """Applies quotas to a device that the core has added, and lets its extents be made."""
-        tier, config = self._view.tiers[action.tier], self._config()
+        tier, config = self._core.view.tiers[action.tier], self._config()
         self._event_log.add("joined", tier=tier.name)
         if tier.name not in config.nvme.limits:
             # The configuration has removed it before the core could add it.
@@ -213,8 +199,9 @@ class Devices:
         self._core.handle(ev.SetLimit(tier.number, tier.spec.limit_bytes))
 
     def _removed_by(self, config: Config) -> list[TierView]:
-        return [
-            tier
-            for tier in self._view.tiers
-            if tier.kind == Tier.NVME and tier.name not in config.nvme.limits and not tier.leaving
-        ]
+        return [tier for tier in self._staying() if tier.name not in config.nvme.limits]
+
+    def _staying(self) -> list[TierView]:
+        """Returns the devices that are not being removed."""
+        names = self._tiers.devices
+        return [tier for tier in self._core.view.tiers if tier.name in names and not tier.leaving]

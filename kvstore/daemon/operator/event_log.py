@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core.residency.decision_log import EVERY_TIER, DecisionKind, Noted
@@ -48,31 +48,21 @@ class LogEntry:
     detail: str
 
 
+@dataclass(slots=True, eq=False)
 class EventLog:
-    """The event log of one daemon. `instance` is the daemon's id."""
+    """The event log of the daemon with the id `_instance`. `_clock` returns Unix time in s."""
 
-    def __init__(
-        self,
-        core: Executor,
-        namespaces: Namespaces,
-        authenticator: Authenticator,
-        instance: bytes,
-        clock: Callable[[], float],
-        max_entries: int = _MOST_ENTRIES,
-    ) -> None:
-        """`clock` returns Unix time in s."""
-        self._now = core.now
-        self._view = core.view
-        self._namespaces = namespaces
-        self._authenticator = authenticator
-        self._instance = instance
-        self._clock = clock
-        self._max_entries = max_entries
-        self._entries: list[LogEntry] = []
-        self._dropped = 0
-        self._lost_up_to = 0
-        self._closed: dict[int, tuple[str, str]] = {}
-        self._devices: list[tuple[bool, bool, bool]] = []
+    _core: Executor
+    _namespaces: Namespaces
+    _authenticator: Authenticator
+    _instance: bytes
+    _clock: Callable[[], float]
+    _max_entries: int = _MOST_ENTRIES
+    _entries: list[LogEntry] = field(default_factory=list, init=False)
+    _dropped: int = field(default=0, init=False)
+    _lost_up_to: int = field(default=0, init=False)
+    _closed: dict[int, tuple[str, str]] = field(default_factory=dict, init=False)
+    _devices: list[tuple[bool, bool, bool]] = field(default_factory=list, init=False)
 
     # -- writing
 
@@ -80,9 +70,9 @@ class EventLog:
         self, what: str, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
     ) -> None:
         """Adds an entry with the current time."""
-        decisions = self._view.decisions.written
+        decisions = self._core.view.decisions.written
         number = decisions + self._dropped + len(self._entries) + 1
-        entry = LogEntry(number, decisions, self._now(), what, tier, tenant, namespace, detail)
+        entry = LogEntry(number, decisions, self._core.now(), what, tier, tenant, namespace, detail)
         self._entries.append(entry)
         if len(self._entries) > 2 * self._max_entries:
             self._lost_up_to = self._entries[self._max_entries - 1].number
@@ -102,7 +92,7 @@ class EventLog:
 
     def look_at_devices(self) -> bool:
         """Adds an entry for each device whose state changed since the last look. Returns whether any did."""
-        tiers = self._view.tiers
+        tiers = self._core.view.tiers
         seen = [_states(tier.health()) for tier in tiers]
         if seen == self._devices:
             return False
@@ -135,7 +125,7 @@ class EventLog:
         for kind in what:
             if kind not in KINDS:
                 raise MisuseError(f"there is no event {kind!r:.80}", f"there are {', '.join(KINDS)}")
-        decisions = self._view.decisions
+        decisions = self._core.view.decisions
         newest = decisions.written + self._dropped + len(self._entries)
         after = min(after, newest) if after >= 0 else max(0, newest + after)
         begin = max(after, self._lost_up_to)
@@ -188,7 +178,7 @@ class EventLog:
         decision = noted.decision
         tenant, namespace = self._names(noted.namespace)
         tier = EVERY_TIER if decision.tier is None else decision.tier
-        tiers = self._view.tiers
+        tiers = self._core.view.tiers
         return {
             "number": self._number(noted.place),
             "at_s": self._unix_s(decision.at),
@@ -208,7 +198,7 @@ class EventLog:
         return {"number": entry.number, "at_s": at_s, "what": entry.what, **names, **rest}
 
     def _unix_s(self, at: float) -> float:
-        return round(self._clock() - (self._now() - at), 3)
+        return round(self._clock() - (self._core.now() - at), 3)
 
 
 def _states(health: Health) -> tuple[bool, bool, bool]:

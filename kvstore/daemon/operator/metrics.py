@@ -6,6 +6,7 @@ Of many tenants only the largest have rows of their own, so that the answer stay
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,30 +28,21 @@ _REMOVED = "(removed)"
 """Stands for removed devices, whose names may be used again."""
 
 
+@dataclass(slots=True, eq=False)
 class Metrics:
     """Everything that is counted and measured in one daemon."""
 
-    def __init__(
-        self,
-        core: Executor,
-        authenticator: Authenticator,
-        hits: HitCounters,
-        calls: Calls,
-        copies: CopyLatency,
-        lag: Lag,
-    ) -> None:
-        self._core = core
-        self._view = core.view
-        self._authenticator = authenticator
-        self._hits = hits
-        self._calls = calls
-        self._copies = copies
-        self._lag = lag
+    _core: Executor
+    _authenticator: Authenticator
+    _hits: HitCounters
+    _calls: Calls
+    _copies: CopyLatency
+    _lag: Lag
 
     @command
     def figures(self) -> dict[str, Any]:
         """Returns all metrics. Removed devices are left out, because their names may be used again."""
-        view, names = self._view, tier_names(self._view)
+        view, names = self._core.view, tier_names(self._core.view)
         return {
             "bounds_s": list(BOUNDS_S),
             "calls": self._calls.plain(),
@@ -93,7 +85,7 @@ class Metrics:
 
     def _holding_rows(self, names: list[str]) -> list[dict[str, Any]]:
         """Returns what tenants use of each tier. Small tenants share a row without a tenant's name."""
-        tiers = self._view.tiers
+        tiers = self._core.view.tiers
         used = np.zeros(len(self._authenticator.names()), np.int64)
         for tier in tiers:
             mine = tier.used_by_tenant()[: len(used)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core.actions import Explained
@@ -20,22 +21,15 @@ from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
 
+@dataclass(slots=True, eq=False)
 class NamespaceCommands:
     """Lists, publishes and empties namespaces."""
 
-    def __init__(
-        self,
-        view: View,
-        namespaces: Namespaces,
-        authenticator: Authenticator,
-        catalog: NamespaceCatalog,
-        deletion: Deletion,
-    ) -> None:
-        self._view = view
-        self._namespaces = namespaces
-        self._authenticator = authenticator
-        self._catalog = catalog
-        self._deletion = deletion
+    _view: View
+    _namespaces: Namespaces
+    _authenticator: Authenticator
+    _catalog: NamespaceCatalog
+    _deletion: Deletion
 
     @command
     def namespaces(self, tenant: str = "", after: int = 0, limit: int = MOST_AT_ONCE) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -39,30 +40,20 @@ class NetworkSettings(Protocol):
         """Applies the settings that can change at run time."""
 
 
+@dataclass(slots=True, eq=False)
 class Reload:
     """Checks and applies configurations. Other rooms add their part to `listeners`."""
 
-    def __init__(
-        self,
-        core: Executor,
-        quotas: TenantQuotas,
-        devices: Devices,
-        resizing: Resizing,
-        scrubber: Scrubber,
-        event_log: EventLog,
-        network: NetworkSettings | None,
-        in_use: ConfigInUse,
-    ) -> None:
-        self.listeners: list[Callable[[Config], None]] = []
-        """Called with each configuration that was applied."""
-        self._core = core
-        self._quotas = quotas
-        self._devices = devices
-        self._resizing = resizing
-        self._scrubber = scrubber
-        self._event_log = event_log
-        self._network = network
-        self._in_use = in_use
+    _core: Executor
+    _quotas: TenantQuotas
+    _devices: Devices
+    _resizing: Resizing
+    _scrubber: Scrubber
+    _event_log: EventLog
+    _network: NetworkSettings | None
+    _in_use: ConfigInUse
+    listeners: list[Callable[[Config], None]] = field(default_factory=list, init=False)
+    """Called with each configuration that was applied."""
 
     def check(self, config: Config) -> None:
         """Raises ConfigError for a configuration that needs a restart or does not fit the tiers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.config import FIRST_DEVICE, Config
@@ -17,14 +18,14 @@ from kvstore.errors import ConfigError
 from kvstore.types import Tier, extent_bytes
 
 
+@dataclass(slots=True, eq=False)
 class Resizing:
     """Compares the limits of a new configuration with those of the running daemon."""
 
-    def __init__(self, view: View, tiers: TierSet, devices: Devices, config: CurrentConfig) -> None:
-        self._view = view
-        self._tiers = tiers
-        self._devices = devices
-        self._config = config
+    _view: View
+    _tiers: TierSet
+    _devices: Devices
+    _config: CurrentConfig
 
     def specs(self, config: Config) -> Iterator[tuple[TierSpec, int]]:
         """Returns each tier that a configuration would leave, and its limit in bytes."""
@@ -61,11 +62,12 @@ class Resizing:
         if limit > max(capacity.max_bytes, capacity.limit_bytes):
             why = f"{said}, this daemon can take {capacity.max_bytes}: four times what it started with"
             raise ConfigError(why, "ask for less, or change it in the file and restart")
-        if limit < capacity.limit_bytes and limit < pinned and tier.kind != Tier.HBM:
+        if limit < capacity.limit_bytes and limit < pinned and tier.kind.keeps_pins:
             raise ConfigError(f"{said}, pins keep {pinned} bytes", f"unpin blocks, or raise {key}")
-        if tier.kind == Tier.NVME:
+        device = self._tiers.devices.get(tier.name)
+        if device is not None:
             more = (limit // capacity.extent_bytes - capacity.extents) * capacity.extent_bytes
-            free = self._tiers.device_at(tier.number).slabs.free_bytes() if more > 0 else 0
+            free = device.slabs.free_bytes() if more > 0 else 0
             if more > free:
                 why = f"{said}, which takes {more} more, the folder's file system has {free} free"
                 raise ConfigError(why, f"make room there, or lower {key}")
@@ -89,12 +91,10 @@ class Resizing:
 
 
 def _limit(config: Config, tier: TierView) -> int:
-    single = {Tier.DRAM: config.dram.limit, Tier.HBM: config.hbm.limit}
-    limit = single.get(tier.kind)
-    return config.nvme.limits.get(tier.name, 0) if limit is None else limit
+    return config.shared_limits(tier.kind, tier.name).get(tier.name, 0)
 
 
 def _key(tier: TierView) -> str:
     """Returns the configuration key of a tier's limit."""
-    single = tier.kind != Tier.NVME or tier.name == FIRST_DEVICE
-    return f"{tier.kind.name.lower()}.limit" if single else f"nvme.devices.{tier.name}.limit"
+    added = tier.kind.persistent and tier.name != FIRST_DEVICE
+    return f"nvme.devices.{tier.name}.limit" if added else f"{tier.kind.name.lower()}.limit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core.view import TierView, View
@@ -12,16 +13,14 @@ from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.deletion import Deletion
 
 
+@dataclass(slots=True, eq=False)
 class TenantCommands:
     """Lists and deletes tenants."""
 
-    def __init__(
-        self, view: View, authenticator: Authenticator, deletion: Deletion, config: CurrentConfig
-    ) -> None:
-        self._view = view
-        self._authenticator = authenticator
-        self._deletion = deletion
-        self._config = config
+    _view: View
+    _authenticator: Authenticator
+    _deletion: Deletion
+    _config: CurrentConfig
 
     @command
     def tenants(self, after: str = "", limit: int = MOST_AT_ONCE) -> dict[str, Any]:

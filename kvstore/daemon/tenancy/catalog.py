@@ -7,6 +7,7 @@ covered here: see `deletion`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
@@ -25,38 +26,24 @@ from kvstore.types import ENCRYPTION_BYTES, Layout
 _MOST_READERS = 64
 
 
+@dataclass(slots=True, eq=False)
 class NamespaceCatalog:
     """Opens, finds, publishes and closes namespaces of all tenants."""
 
-    def __init__(
-        self,
-        core: Executor,
-        durable: Durability,
-        tiers: TierSet,
-        namespaces: Namespaces,
-        domains: Domains,
-        authenticator: Authenticator,
-        data_keys: DataKeys,
-        event_log: EventLog,
-        config: CurrentConfig,
-        *,
-        has_network: bool,
-    ) -> None:
-        self.on_freed: Callable[[Sequence[int]], None] = lambda numbers: None
-        """Called with numbers of namespaces of which nothing is left."""
-        self.on_closed: Callable[[int, int], None] = lambda number, tenant: None
-        """Called when only one tenant, or no tenant (-1), may still wait for blocks of a namespace."""
-        self._core = core
-        self._durable = durable
-        self._view = core.view
-        self._tiers = tiers
-        self._namespaces = namespaces
-        self._domains = domains
-        self._authenticator = authenticator
-        self._data_keys = data_keys
-        self._event_log = event_log
-        self._config = config
-        self._has_network = has_network
+    _core: Executor
+    _durable: Durability
+    _tiers: TierSet
+    _namespaces: Namespaces
+    _domains: Domains
+    _authenticator: Authenticator
+    _data_keys: DataKeys
+    _event_log: EventLog
+    _config: CurrentConfig
+    _has_network: bool
+    on_freed: Callable[[Sequence[int]], None] = lambda numbers: None
+    """Called with numbers of namespaces of which nothing is left."""
+    on_closed: Callable[[int, int], None] = lambda number, tenant: None
+    """Called when only one tenant, or no tenant (-1), may still wait for blocks of a namespace."""
 
     # -- opening
 
@@ -100,39 +87,53 @@ class NamespaceCatalog:
 
     def reopen(self, space: NamespaceEntry) -> tuple[NamespaceEntry | None, ac.Answer | ac.Deny]:
         """Opens a namespace in the core and records it. A namespace without a number gets a new one."""
-        number = space.number or self._namespaces.new_number()
-        event = self._event(space, number)
-        event.in_use = self._namespaces.in_use
-        answer = self._core.call(event)
+        is_new = not space.number
+        answer = self._open(space, self._namespaces.in_use)
         if isinstance(answer, ac.Deny):
             return None, answer
-        if not space.number:
-            self._event_log.opened(number)
-        space.number = number
-        self._namespaces.add(space)
+        if is_new:
+            self._event_log.opened(space.number)
         self.record(space)
         return space, answer
 
-    def _event(self, space: NamespaceEntry, number: int) -> ev.OpenNamespace:
-        extra = ENCRYPTION_BYTES if self._data_keys.are_used_by(self._authenticator.name(space.tenant)) else 0
-        tokens = space.layout.block_tokens if space.layout is not None else 0
-        return ev.OpenNamespace(
-            0, number, space.block_bytes, space.tenant, space.domain, space.ttl_s, extra, tokens
+    def _open(self, space: NamespaceEntry, in_use: frozenset[int] | None) -> ac.Answer | ac.Deny:
+        """Opens a namespace in the core, which may close those that are not `in_use`; None: none."""
+        encrypted = self._data_keys.are_used_by(self._authenticator.name(space.tenant))
+        event = ev.OpenNamespace(
+            0,
+            space.number or self._namespaces.new_number(),
+            space.block_bytes,
+            space.tenant,
+            space.domain,
+            space.ttl_s,
+            ENCRYPTION_BYTES if encrypted else 0,
+            space.layout.block_tokens if space.layout is not None else 0,
+            in_use is not None,
+            in_use or frozenset(),
         )
+        answer = self._core.call(event)
+        if not isinstance(answer, ac.Deny):
+            space.number = event.namespace
+            self._namespaces.add(space)
+        return answer
 
     # -- recovery
 
     def restore(self, space: NamespaceEntry) -> bool:
         """Opens a recovered namespace, under its number if it has one. Returns False if limits forbid it."""
-        number = space.number or self._namespaces.new_number()
-        event = self._event(space, number)
-        # Namespaces that were opened just before get their blocks only later.
-        event.may_close = False
-        if isinstance(self._core.call(event), ac.Deny):
-            return False
-        space.number = number
-        self._namespaces.add(space)
-        return True
+        # The core must not close namespaces that were opened just before: they get their blocks only later.
+        return not isinstance(self._open(space, None), ac.Deny)
+
+    def restored(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
+        """Returns the number of a namespace found in DRAM. Opens it if absent; 0 if that is impossible."""
+        space = self._namespaces.find(tenant, fingerprint)
+        if space is None:
+            domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
+            space = NamespaceEntry(0, fingerprint, tenant, block_bytes, domain=domain)
+            if not self.restore(space):
+                return 0
+            self.record(space)
+        return space.number if space.block_bytes == block_bytes else 0
 
     def entry_of(self, number: int, tenant: int, record: Namespace) -> NamespaceEntry | None:
         """Returns the entry of a namespace's record. None if the record is damaged."""
@@ -147,14 +148,19 @@ class NamespaceCatalog:
             number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s
         )
 
-    def record(self, space: NamespaceEntry, devices: Iterable[NvmeTier] | None = None) -> None:
-        """Records a namespace on these devices, or on all, before any block of it."""
+    def record(self, space: NamespaceEntry, devices: Iterable[NvmeTier] = ()) -> None:
+        """Records a namespace on these devices, without any on all, before any block of it."""
         layout = space.layout.to_map() if space.layout is not None else {"block_bytes": space.block_bytes}
         name = self._authenticator.name(space.tenant)
         readers = tuple(sorted(space.readers))
-        for device in self._tiers.devices.values() if devices is None else devices:
+        for device in devices or self._tiers.devices.values():
             record = Namespace(name, layout, space.fingerprint, readers=readers, ttl_s=space.ttl_s)
             device.put_namespace(space.number, record)
+
+    def record_all(self, devices: Iterable[NvmeTier]) -> None:
+        """Records all namespaces on these devices."""
+        for namespace in self._namespaces:
+            self.record(namespace, devices)
 
     # -- access
 
@@ -165,9 +171,7 @@ class NamespaceCatalog:
     def may_map(self, who: Principal, extent: int, writable: bool) -> bool:
         """Returns whether a principal may map a memory extent now."""
         tier = self._tiers.memory_of(extent)
-        if tier is None:
-            return False
-        pool = self._view.tiers[tier].pool_of(extent)
+        pool = self._core.view.tiers[tier].pool_of(extent) if tier is not None else None
         if pool is None:
             return False
         if pool.tenant == who.tenant:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvstore.daemon.runtime.executor import Executor
@@ -19,17 +20,17 @@ from kvstore.tiers.nvme.tier import NvmeTier
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class DataKeys:
     """The data keys on all NVMe devices."""
 
-    def __init__(self, core: Executor, tiers: TierSet, config: CurrentConfig) -> None:
-        self._core = core
-        self._devices = tiers.devices
-        self._config = config
+    _core: Executor
+    _tiers: TierSet
+    _config: CurrentConfig
 
     def are_used_by(self, name: str) -> bool:
         """Returns whether a tenant's blocks are encrypted on any device."""
-        return any(device.keys.encrypts(name) for device in self._devices.values())
+        return any(device.keys.encrypts(name) for device in self._tiers.devices.values())
 
     def are_wanted_by(self, name: str) -> bool:
         """Returns whether a tenant's blocks are, or by the configuration will be, encrypted."""
@@ -38,11 +39,11 @@ class DataKeys:
 
     def exist(self, name: str) -> bool:
         """Returns whether namespaces of a tenant can be opened without making a key first."""
-        return not any(device.keys.lacks_key(name) for device in self._devices.values())
+        return not any(device.keys.lacks_key(name) for device in self._tiers.devices.values())
 
     def set_encrypted(self, name: str, wanted: bool, empty: bool) -> None:
         """Encrypts a tenant that is `empty`: it has no namespaces. Any other change needs a restart."""
-        for device in self._devices.values():
+        for device in self._tiers.devices.values():
             if device.keys.encrypts(name) != wanted:
                 if wanted and empty:
                     device.keys.encrypt(name)
@@ -51,12 +52,12 @@ class DataKeys:
 
     def make(self, name: str, ended: Ended) -> None:
         """Makes the keys that a tenant lacks, on threads. `ended` gets the first error, if any."""
-        lacking = [device for device in self._devices.values() if device.keys.lacks_key(name)]
+        lacking = [device for device in self._tiers.devices.values() if device.keys.lacks_key(name)]
         self._change([(device, device.keys.make) for device in lacking], name, ended)
 
     def erase(self, name: str, ended: Ended) -> None:
         """Erases a tenant's keys, on threads. `ended` gets the first error, if any."""
-        devices = self._devices.values() if self.are_used_by(name) else ()
+        devices = self._tiers.devices.values() if self.are_used_by(name) else ()
         self._change([(device, device.keys.erase) for device in devices], name, ended)
 
     def _change(

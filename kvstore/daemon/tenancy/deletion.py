@@ -1,16 +1,16 @@
 """Deletion of blocks, namespaces and tenants: on this node, on the network, and durably.
 
-A request is answered when a crash cannot bring the blocks back. The core removes the blocks step by step
-(see `kvstore.core.requests.deletion`). Numbers of namespaces become available when nothing is left of them.
+A request is answered when a crash cannot restore the blocks. The core removes blocks in steps (see
+`kvstore.core.requests.deletion`). A namespace's number becomes available when its last block is removed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
@@ -28,68 +28,55 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 
+DeleteHere = Callable[[Requester], None]
+"""Deletes blocks on this node. Answers the requester that it is given."""
 
-class NetworkDeletion(Protocol):
-    """Deletion on the network tier."""
+DeleteEverywhere = Callable[
+    [Requester, int, Sequence[NamespaceEntry], Iterable[bytes] | None, DeleteHere], None
+]
+"""Deletes blocks here and on the network: these keys of the only namespace, or all blocks (None).
 
-    def delete(
-        self,
-        requester: Requester,
-        request: int,
-        namespaces: Sequence[NamespaceEntry],
-        keys: Sequence[bytes] | None,
-        here: Callable[[Requester], None],
-        /,
-    ) -> None:
-        """Lets `here` delete blocks on this node, deletes them on the network, then answers.
-
-        Deletes `keys` of the only namespace, or all blocks of the namespaces if `keys` is None.
-        """
+Answers when both are done.
+"""
 
 
+def delete_here_only(
+    requester: Requester, request: int, spaces: object, keys: object, delete_here: DeleteHere
+) -> None:
+    """Deletes blocks of a daemon without a network tier."""
+    delete_here(requester)
+
+
+@dataclass(slots=True, eq=False)
 class Deletion:
-    """Deletes blocks, namespaces and tenants."""
+    """Deletes blocks, namespaces and tenants.
 
-    def __init__(
-        self,
-        durable: Durability,
-        catalog: NamespaceCatalog,
-        namespaces: Namespaces,
-        authenticator: Authenticator,
-        quotas: TenantQuotas,
-        data_keys: DataKeys,
-        event_log: EventLog,
-        config: CurrentConfig,
-        network: NetworkDeletion | None,
-        discard_policy_state: Callable[[], None],
-    ) -> None:
-        """`discard_policy_state` deletes the saved reuse statistics, which name tenants."""
-        self._durable = durable
-        self._catalog = catalog
-        self._namespaces = namespaces
-        self._authenticator = authenticator
-        self._quotas = quotas
-        self._data_keys = data_keys
-        self._event_log = event_log
-        self._config = config
-        self._network = network
-        self._discard_policy_state = discard_policy_state
-        self._pending: Counter[int] = Counter()
+    `_discard_policy_state` deletes the saved reuse statistics, which contain names of tenants.
+    """
+
+    _durable: Durability
+    _catalog: NamespaceCatalog
+    _namespaces: Namespaces
+    _authenticator: Authenticator
+    _quotas: TenantQuotas
+    _data_keys: DataKeys
+    _event_log: EventLog
+    _config: CurrentConfig
+    _delete_everywhere: DeleteEverywhere
+    _discard_policy_state: Callable[[], None]
+    _pending: Counter[int] = field(default_factory=Counter, init=False)
 
     def invalidate(self, requester: Requester, request: int, namespace: NamespaceEntry, keys: Keys) -> None:
-        """Makes blocks misses. The answer comes when this survives a crash and holds on the network."""
+        """Makes blocks misses, and answers when this survives a crash and applies to the network."""
         event = ev.Invalidate(0, namespace.number, keys)
 
         def here(then: Requester) -> None:
             self._durable.ask(then, request, event)
 
-        if self._network is None:
-            here(requester)
-        else:
-            self._network.delete(requester, request, [namespace], [keys[i] for i in range(keys.n)], here)
+        self._delete_everywhere(requester, request, [namespace], (keys[i] for i in range(keys.n)), here)
 
     def forget(self, requester: Requester, request: int, namespaces: Sequence[NamespaceEntry]) -> None:
-        """Empties namespaces of one tenant. The answer comes when nothing is left, durably."""
+        """Empties namespaces of one tenant, and answers when nothing is left, durably."""
         tenant = namespaces[0].tenant
         if self._is_busy(requester, request, tenant):
             return
@@ -105,15 +92,12 @@ class Deletion:
         def here(then: Requester) -> None:
             self._durable.ask(Then(then, deleted), request, ev.Forget(0, numbers))
 
-        self._also_on_network(requester, request, namespaces, here)
+        self._delete_everywhere(requester, request, namespaces, None, here)
         for namespace in namespaces:
             self._catalog.reopen(namespace)
 
     def delete(self, requester: Requester, request: int, name: str) -> None:
-        """Deletes everything that a tenant has stored. The answer comes when this is durable.
-
-        The tenant's members stay members.
-        """
+        """Deletes all blocks of a tenant, and answers when this is durable. Its members remain."""
         tenant = self._authenticator.number(name)
         assert tenant is not None
         if self._is_busy(requester, request, tenant):
@@ -134,7 +118,7 @@ class Deletion:
             self._durable.ask(Then(then, deleted, resume), request, ev.ForgetTenant(0, tenant))
 
         self._quotas.suspend(name)
-        self._also_on_network(requester, request, namespaces, here)
+        self._delete_everywhere(requester, request, namespaces, None, here)
 
     def _erased(self, name: str, tenant: int, ended: Ended, error: Exception | None) -> None:
         if error is None and self._data_keys.are_used_by(name) and self._namespaces.of(tenant):
@@ -151,20 +135,8 @@ class Deletion:
             error = failure
         ended(error)
 
-    def _also_on_network(
-        self,
-        requester: Requester,
-        request: int,
-        namespaces: Sequence[NamespaceEntry],
-        here: Callable[[Requester], None],
-    ) -> None:
-        if self._network is None or not namespaces:
-            here(requester)
-        else:
-            self._network.delete(requester, request, namespaces, None, here)
-
     def _is_busy(self, requester: Requester, request: int, tenant: int) -> bool:
-        """Defers a request of a tenant with many deletions under way: numbers are shared by all tenants."""
+        """Denies a request of a tenant with many deletions under way: all tenants share the numbers."""
         most = self._config().limits.namespaces_per_tenant
         if self._pending[tenant] < most and not self._quotas.is_suspended(tenant):
             return False
@@ -182,29 +154,24 @@ class Deletion:
         self._catalog.free(numbers)
 
 
-def _nothing() -> None:
-    pass
-
-
+@dataclass(slots=True, eq=False)
 class Then:
-    """A requester that does something before the answer goes on to another requester.
+    """A requester that runs `_then` before it passes the answer on to another requester.
 
-    Calls `then` with a function to call when that has ended. `at_last` is called in any case.
+    `_then` gets a function to call when it has ended. `_finally_do` is called before the answer in any case.
     """
 
-    def __init__(
-        self, requester: Requester, then: Callable[[Ended], None], at_last: Callable[[], None] = _nothing
-    ) -> None:
-        self._requester = requester
-        self._then = then
-        self._at_last = at_last
+    _requester: Requester
+    _then: Callable[[Ended], None]
+    _finally_do: Callable[[], None] | None = None
 
     def answer(self, request: int, action: ac.Reply) -> None:
         """See Requester."""
 
         def ended(error: Exception | None) -> None:
-            at_last, self._at_last = self._at_last, _nothing
-            at_last()
+            finally_do, self._finally_do = self._finally_do, None
+            if finally_do is not None:
+                finally_do()
             self._requester.answer(request, action if error is None else refusal(request, error))
 
         try:

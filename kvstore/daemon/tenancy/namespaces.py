@@ -7,16 +7,12 @@ until a connection uses it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 
-from kvstore.core.events import Restore
 from kvstore.core.insight.hit_counters import Column
-from kvstore.tiers.dram import Inherited
 from kvstore.types import Layout
 
 _MOST_NUMBERS = 1 << 16
@@ -220,51 +216,3 @@ class Domains:
 
 def _half(*names: str) -> bytes:
     return blake3(b"kvstore-domain-2" + "\0".join(names).encode()).digest(length=8)
-
-
-def in_memory(
-    found: Inherited,
-    owner_of: dict[int, int],
-    number_of: Callable[[int, bytes, int], int],
-    ends: npt.NDArray[np.float64],
-) -> Restore:
-    """The blocks of inherited extents as an event; `owner_of` has extents' tenants, `ends` when blocks end.
-
-    `number_of` gives the number for a tenant, a fingerprint and a payload size in bytes, 0 to leave its
-    blocks out. Headers lie where the tenant's writers can reach them: none names another tenant's namespace,
-    and a few that are altered change no payload size.
-    """
-    headers = found.headers
-    owners = np.array([owner_of.get(e, -1) for e in found.extent.tolist()], np.int64)
-    numbers = np.zeros(len(headers), np.uint32)
-    good = np.zeros(len(headers), np.bool_)
-    for tenant in np.unique(owners[owners >= 0]).tolist():
-        mine = np.flatnonzero(owners == tenant)
-        fingerprints, inverse = np.unique(headers["namespace"][mine], axis=0, return_inverse=True)
-        for i, raw in enumerate(fingerprints):
-            which = mine[inverse.reshape(-1) == i]
-            lengths, counts = np.unique(headers["length"][which], return_counts=True)
-            length = int(lengths[counts.argmax()])
-            number = number_of(tenant, raw.tobytes(), length)
-            numbers[which] = number
-            good[which] = (headers["length"][which] == length) & (number > 0)
-    # Of two that name one block only the latest counts.
-    names = np.concatenate(
-        [numbers[:, None].view(np.uint8), headers["key_bytes"][:, None], headers["key"]], axis=1
-    )
-    first = np.zeros(len(headers), np.bool_)
-    first[np.unique(names, axis=0, return_index=True)[1]] = True
-    good &= first
-    return Restore(
-        0,
-        numbers,
-        headers["key"],
-        headers["key_bytes"],
-        headers["parent"],
-        headers["parent_bytes"],
-        found.extent,
-        found.index,
-        headers["version"],
-        headers["checksum"],
-        ends,
-    ).only(good)

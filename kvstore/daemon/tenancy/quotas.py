@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.config import Config, Tenant
@@ -20,7 +21,6 @@ from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.data_keys import DataKeys
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.types import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -29,28 +29,19 @@ _UNCONFIGURED_SHARE = 0.001
 _BURST_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class TenantQuotas:
     """Applies the configuration's tenants to the core, the authenticator and the data keys."""
 
-    def __init__(
-        self,
-        core: Executor,
-        authenticator: Authenticator,
-        namespaces: Namespaces,
-        domains: Domains,
-        data_keys: DataKeys,
-        config: CurrentConfig,
-    ) -> None:
-        self.listeners: list[Callable[[ev.SetTenant], None]] = []
-        """Called with each change of a tenant's quotas, weight or bandwidth."""
-        self._core = core
-        self._view = core.view
-        self._authenticator = authenticator
-        self._namespaces = namespaces
-        self._domains = domains
-        self._data_keys = data_keys
-        self._config = config
-        self._suspended: Counter[int] = Counter()
+    _core: Executor
+    _authenticator: Authenticator
+    _namespaces: Namespaces
+    _domains: Domains
+    _data_keys: DataKeys
+    _config: CurrentConfig
+    listeners: list[Callable[[ev.SetTenant], None]] = field(default_factory=list, init=False)
+    """Called with each change of a tenant's quotas, weight or bandwidth."""
+    _suspended: Counter[int] = field(default_factory=Counter, init=False)
 
     def check(self, config: Config, tiers: Iterable[tuple[TierSpec, int]]) -> None:
         """Raises ConfigError if floors, in whole extents, exceed a tier's limit (bytes)."""
@@ -72,7 +63,7 @@ class TenantQuotas:
             if old.quotas == new.quotas:
                 continue
             number = self._authenticator.number(name)
-            for tier in self._view.tiers:
+            for tier in self._core.view.tiers:
                 quota, used, held = _quota(new, tier.spec, config), 0, 0
                 if number is not None:
                     holding = tier.holding(number)
@@ -126,7 +117,7 @@ class TenantQuotas:
         number = self._authenticator.add(name)
         if self._suspended[number]:
             return
-        tiers, tenant = self._view.tiers, config.tenants.get(name)
+        tiers, tenant = self._core.view.tiers, config.tenants.get(name)
         if tenant is not None:
             quotas = tuple(_quota(tenant, tier.spec, config) for tier in tiers)
             rate = float(tenant.bandwidth or 0)
@@ -143,10 +134,7 @@ class TenantQuotas:
 def _quota(tenant: Tenant, spec: TierSpec, config: Config) -> Quota:
     """Returns a tenant's quota on one device: its quota of the tier, times the device's part of the tier."""
     part = tenant.quotas[spec.tier.name.lower()]
-    if spec.tier == Tier.NVME:
-        limits = config.nvme.limits
-    else:
-        limits = {spec.name: config.dram.limit if spec.tier == Tier.DRAM else config.hbm.limit}
+    limits = config.shared_limits(spec.tier, spec.name)
     mine, total = limits.get(spec.name, 0), sum(limits.values())
     limit = UNLIMITED if part.limit is None else part.limit * mine // total
     return Quota(-(-part.floor * mine // total), limit, tenant.share)

@@ -8,53 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Where
-from kvstore.core.view import View
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import DRAM, TierSet
-from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
-from kvstore.daemon.tenancy.namespaces import Domains, NamespaceEntry, Namespaces, in_memory
+from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
-from kvstore.tiers.dram import DramTier, Inherited
+from kvstore.tiers.dram import Inherited
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Recovery:
-    """Recovers all tiers of one daemon, before the tiers start."""
+    """Recovers all tiers of one daemon, before the tiers start. `_clock` returns Unix time in s."""
 
-    def __init__(
-        self,
-        core: Executor,
-        tiers: TierSet,
-        durability: Durability,
-        catalog: NamespaceCatalog,
-        namespaces: Namespaces,
-        domains: Domains,
-        authenticator: Authenticator,
-        quotas: TenantQuotas,
-        clock: Callable[[], float],
-    ) -> None:
-        """`clock` returns Unix time in s."""
-        self._core = core
-        self._view = core.view
-        self._tiers = tiers
-        self._durability = durability
-        self._catalog = catalog
-        self._namespaces = namespaces
-        self._domains = domains
-        self._authenticator = authenticator
-        self._quotas = quotas
-        self._clock = clock
+    _core: Executor
+    _tiers: TierSet
+    _durability: Durability
+    _catalog: NamespaceCatalog
+    _namespaces: Namespaces
+    _domains: Domains
+    _quotas: TenantQuotas
+    _clock: Callable[[], float]
 
     # -- NVMe
 
@@ -76,8 +61,7 @@ class Recovery:
                 # Only now: after a crash before this, the device must still count as absent.
                 device.journal.put_generation(generation)
         if len(devices) > 1:
-            for namespace in self._namespaces:
-                self._catalog.record(namespace)
+            self._catalog.record_all(devices.values())
 
     def _restore_device(self, tier: int, device: NvmeTier, keep: bool) -> None:
         found, names = device.load(keep), self._namespaces
@@ -91,7 +75,7 @@ class Recovery:
         found.restore.tier = tier
         known = np.isin(found.restore.namespace, list(names.fingerprints))
         known &= ~np.isin(found.restore.namespace, others)
-        known &= self._view.tiers[tier].has_slots(found.restore.extent, found.restore.index)
+        known &= self._core.view.tiers[tier].has_slots(found.restore.extent, found.restore.index)
         if not known.all():
             why = "the limits are too small for them, or the device is from another node"
             _log.warning("%d blocks on NVMe are forgotten: %s", (~known).sum(), why)
@@ -138,22 +122,13 @@ class Recovery:
                 continue
             owner_of[extent] = owner[0]
             extent_ready(ev.ExtentReady(DRAM, extent, size, found.versions.get(extent), *owner))
-        restore = in_memory(found, owner_of, self._number_of, self._expiry(found))
+        restore = _in_memory(found, owner_of, self._catalog.restored, self._expiry(found))
         self._core.handle(restore)
-        void_unrestored(self._view, dram, found)
+        # A later daemon would restore invalidated blocks from slots that were not restored now.
+        gone = self._core.view.tiers[DRAM].lacks_block(found.extent, found.index)
+        dram.headers.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
         if found.slot_bytes:
             _log.info("%d blocks restored from %d DRAM extents", len(restore.index), len(found.slot_bytes))
-
-    def _number_of(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
-        """Returns the number of a tenant's namespace in memory, 0 if it can have none."""
-        namespace = self._namespaces.find(tenant, fingerprint)
-        if namespace is None:
-            namespace = NamespaceEntry(0, fingerprint, tenant, block_bytes)
-            namespace.domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
-            if not self._catalog.restore(namespace):
-                return 0
-            self._catalog.record(namespace)
-        return namespace.number if namespace.block_bytes == block_bytes else 0
 
     def _expiry(self, found: Inherited) -> npt.NDArray[np.float64]:
         at = found.headers["expires"]
@@ -177,7 +152,49 @@ def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
     ]
 
 
-def void_unrestored(view: View, dram: DramTier, found: Inherited) -> None:
-    """Voids slots that were not restored, or a later daemon could restore invalidated blocks."""
-    gone = view.tiers[DRAM].lacks_block(found.extent, found.index)
-    dram.headers.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
+def _in_memory(
+    found: Inherited,
+    owner_of: dict[int, int],
+    number_of: Callable[[int, bytes, int], int],
+    ends: npt.NDArray[np.float64],
+) -> ev.Restore:
+    """Returns the blocks of inherited extents as an event.
+
+    `owner_of` has the tenants of extents, `ends` the expiry of each block. `number_of` returns the number of
+    a tenant's namespace with this fingerprint and payload size (bytes), 0 to leave its blocks out. A tenant's
+    writers can alter headers. No header counts for another tenant, and few cannot change the payload size.
+    """
+    headers = found.headers
+    owners = np.array([owner_of.get(e, -1) for e in found.extent.tolist()], np.int64)
+    numbers = np.zeros(len(headers), np.uint32)
+    good = np.zeros(len(headers), np.bool_)
+    for tenant in np.unique(owners[owners >= 0]).tolist():
+        mine = np.flatnonzero(owners == tenant)
+        fingerprints, inverse = np.unique(headers["namespace"][mine], axis=0, return_inverse=True)
+        for i, raw in enumerate(fingerprints):
+            which = mine[inverse.reshape(-1) == i]
+            lengths, counts = np.unique(headers["length"][which], return_counts=True)
+            length = int(lengths[counts.argmax()])
+            number = number_of(tenant, raw.tobytes(), length)
+            numbers[which] = number
+            good[which] = (headers["length"][which] == length) & (number > 0)
+    # Of several headers of one block only one counts.
+    names = np.concatenate(
+        [numbers[:, None].view(np.uint8), headers["key_bytes"][:, None], headers["key"]], axis=1
+    )
+    first = np.zeros(len(headers), np.bool_)
+    first[np.unique(names, axis=0, return_index=True)[1]] = True
+    good &= first
+    return ev.Restore(
+        0,
+        numbers,
+        headers["key"],
+        headers["key_bytes"],
+        headers["parent"],
+        headers["parent_bytes"],
+        found.extent,
+        found.index,
+        headers["version"],
+        headers["checksum"],
+        ends,
+    ).only(good)
