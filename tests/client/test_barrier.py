@@ -26,7 +26,7 @@ def test_failures_are_counted_and_logged_once_a_minute(caplog: pytest.LogCapture
     assert len(caplog.records) == 2
 
 
-def test_what_does_not_fail_passes_through() -> None:
+def test_results_and_interrupts_pass_the_barrier() -> None:
     guard = ExceptionBarrier(logging.getLogger("a.connector"))
 
     def hook() -> int:

@@ -73,7 +73,7 @@ def answered(
         return sent, error
 
 
-def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
+def test_busy_is_a_refusal_with_a_retry_time() -> None:
     busy, space, keys = m.Busy(1, 0.25, "too many requests wait"), Scope(LAYOUT), names(2)
     chain = Chain(keys)
     for make in (
@@ -90,7 +90,7 @@ def test_busy_is_a_refusal_that_says_when_to_try_again() -> None:
     assert isinstance(answered(client_calls.ask(m.Status(0), scope.value_of), busy)[1], DeniedError)
 
 
-def test_a_put_that_is_refused_on_its_way_counts_what_was_stored() -> None:
+def test_a_put_refused_after_its_first_batch_counts_stored_blocks() -> None:
     keys, there = names(40), bytes([writes.PRESENT]) * 16
     reserved = m.Reserved(1, 0, BLOCK, b"", there, "")
     sent, result = answered(
@@ -114,7 +114,7 @@ def test_the_keys_of_a_put_are_sent_in_batches() -> None:
     assert [message.keys for message in sent[1:]] == [b"".join(keys[at : at + 16]) for at in (0, 16, 32)]
 
 
-def test_a_commit_that_is_refused_gives_its_reservation_up() -> None:
+def test_a_refused_commit_aborts_its_reservation() -> None:
     for refusal in (m.Busy(1, 1.0, "busy"), m.Denied(1, "no", "")):
         sent, error = answered(lambda e: writes.commit(e, 9, bytes(8), PutResult()), refusal)
         assert sent == [m.Commit(0, 9, bytes(8), b"\1"), m.Abort(9)]
@@ -134,7 +134,7 @@ def test_a_namespace_is_opened_again_after_a_refusal() -> None:
     assert [type(message) for message in look(OPENED, m.Found(1, 0, False))] == [m.Open, m.Lookup]
 
 
-def test_how_fast_the_engine_computes_travels_with_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_read_sends_the_recompute_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, keys, asked = Layout("m", BLOCK, block_tokens=16), names(1200), []
 
     def drive(self: Client, exchange: Exchange, flow: Flow) -> object:

@@ -128,7 +128,7 @@ def test_get_stops_at_the_first_missing_block(ns: Namespace) -> None:
     assert got(ns, [*keys[:2], b"?" * 32, keys[2]]) == 2
 
 
-def test_nothing_asked_nothing_done(ns: Namespace) -> None:
+def test_calls_without_keys_do_nothing(ns: Namespace) -> None:
     assert ns.lookup([]) == 0
     assert ns.get([], bytearray()) == 0
     assert ns.put([], []) == PutResult()
@@ -137,7 +137,7 @@ def test_nothing_asked_nothing_done(ns: Namespace) -> None:
         assert lease.blocks == []
 
 
-def test_keys_of_all_lengths_and_their_zero_padded_twins(ns: Namespace) -> None:
+def test_keys_of_all_lengths_differ_from_zero_padded_ones(ns: Namespace) -> None:
     keys = [b"a" + bytes(n) for n in range(64)]
     for i, key in enumerate(keys):
         assert ns.put([key], [payload(key, salt=i)]).stored == 1
@@ -155,7 +155,7 @@ def test_pin_unpin_and_prefetch_count_blocks(ns: Namespace) -> None:
     assert ns.prefetch(keys) == 4
 
 
-def test_pinned_blocks_survive_a_flood(ns: Namespace, client: Client) -> None:
+def test_pinned_blocks_are_not_evicted(ns: Namespace, client: Client) -> None:
     keys = names(20)
     ns.put(keys, payloads(keys))
     assert ns.pin(keys, ttl_s=60) == 20
@@ -205,7 +205,7 @@ def test_zero_copy_views_are_read_only_and_equal(ns: Namespace) -> None:
     lease.release()
 
 
-def test_the_kernel_stops_writes_through_a_readers_map(ns: Namespace) -> None:
+def test_the_kernel_refuses_writes_through_a_reading_map(ns: Namespace) -> None:
     keys = names(1)
     ns.put(keys, payloads(keys))
     with ns.acquire(keys) as lease:
@@ -221,7 +221,7 @@ def test_the_kernel_stops_writes_through_a_readers_map(ns: Namespace) -> None:
         assert lease.verify() == 1
 
 
-def test_a_lease_keeps_its_bytes_while_others_press(ns: Namespace, client: Client) -> None:
+def test_leased_slots_are_not_reused_under_eviction(ns: Namespace, client: Client) -> None:
     keys = names(10)
     ns.put(keys, payloads(keys))
     with ns.acquire(keys) as lease:
@@ -245,7 +245,7 @@ def test_blocks_that_were_invalidated_under_a_lease_do_not_verify(ns: Namespace)
         assert lease.copy_into(room_for(2)) == 1
 
 
-def test_a_reservation_shows_nothing_until_it_is_committed(ns: Namespace) -> None:
+def test_reserved_blocks_are_misses_until_the_commit(ns: Namespace) -> None:
     keys = names(3)
     with ns.reserve(keys) as reservation:
         assert reservation.wanted == [0, 1, 2]
@@ -258,7 +258,7 @@ def test_a_reservation_shows_nothing_until_it_is_committed(ns: Namespace) -> Non
         reservation.commit()
 
 
-def test_a_reservation_that_is_left_is_given_up(ns: Namespace, client: Client) -> None:
+def test_a_reservation_is_aborted_at_the_end_of_its_with_block(ns: Namespace, client: Client) -> None:
     keys = names(3)
     with ns.reserve(keys) as reservation:
         reservation.fill(0, payload(keys[0]))
@@ -268,7 +268,7 @@ def test_a_reservation_that_is_left_is_given_up(ns: Namespace, client: Client) -
     assert client.status()["reservations"] == 0
 
 
-def test_a_reservation_has_slots_only_for_what_is_missing(ns: Namespace) -> None:
+def test_a_reservation_has_slots_only_for_missing_blocks(ns: Namespace) -> None:
     keys = names(4)
     ns.put(keys[:1], payloads(keys[:1]))
     with ns.reserve(keys) as reservation:
@@ -350,7 +350,7 @@ def test_scattered_blocks_are_verified(ns: Namespace) -> None:
     assert got(ns, [good, bad]) in (1, 2)
 
 
-def test_committing_an_empty_reservation_leaves_connections_apart(client: Client) -> None:
+def test_an_empty_reservation_shares_no_connection(client: Client) -> None:
     ns = client.namespace(new_layout())
     keys = names(200)
     ns.put(keys, payloads(keys))
@@ -394,7 +394,7 @@ def test_committing_an_empty_reservation_leaves_connections_apart(client: Client
         (lambda ns: ns.lookup([b"k"], deadline_s=float("nan")), "deadline_s is nan"),
     ],
 )
-def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: str) -> None:
+def test_misuse_of_calls_is_raised_before_any_message(ns: Namespace, call: Callable, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
         call(ns)
     keys = names(2)
@@ -422,7 +422,7 @@ def test_misuse_is_named_and_raised_at_once(ns: Namespace, call: Callable, why: 
         ),
     ],
 )
-def test_misuse_of_tenants_and_speeds_is_named(driver: Driver, call: Callable, why: str) -> None:
+def test_misuse_of_tenants_and_speeds_is_raised(driver: Driver, call: Callable, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
         call(driver.client("unix:///nowhere/kvstore.sock", strict=True))
 
@@ -437,7 +437,7 @@ def test_misuse_of_tenants_and_speeds_is_named(driver: Driver, call: Callable, w
         ({"deadline_s": 0}, "deadline_s is 0"),
     ],
 )
-def test_misuse_of_settings_is_named(driver: Driver, settings: dict, why: str) -> None:
+def test_misuse_of_settings_is_raised(driver: Driver, settings: dict, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
         driver.client("unix:///nowhere/kvstore.sock", **settings)
 
@@ -460,12 +460,12 @@ def test_misuse_is_raised_without_a_daemon_too(driver: Driver) -> None:
         ("unix:///" + "x" * 107, "socket path of 108 bytes"),
     ],
 )
-def test_addresses_that_cannot_be_are_named(driver: Driver, url: str, why: str) -> None:
+def test_invalid_urls_are_refused(driver: Driver, url: str, why: str) -> None:
     with pytest.raises(MisuseError, match=why):
         driver.client(url)
 
 
-def test_the_address_can_come_from_the_environment(
+def test_the_url_is_read_from_the_environment(
     driver: Driver, daemon: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_SOCKET", daemon.url)
@@ -504,7 +504,7 @@ def test_calls_beyond_a_batch_are_made_in_batches(driver: Driver, picky: LocalDa
         assert ns.lookup(keys) == 20
 
 
-def test_look_ups_of_long_prompts_count_exactly(
+def test_lookups_of_long_prompts_count_exactly(
     driver: Driver, daemon: LocalDaemon, picky: LocalDaemon
 ) -> None:
     keys = names(1500)
@@ -519,7 +519,7 @@ def test_look_ups_of_long_prompts_count_exactly(
                 assert ns.lookup(keys[:n]) == min(n, 1100)
 
 
-def test_look_ups_of_long_prompts_see_a_lost_parent(ns: Namespace) -> None:
+def test_lookups_of_long_prompts_find_a_lost_parent(ns: Namespace) -> None:
     keys = names(600)
     for at in range(0, 600, 200):
         some = keys[at : at + 200]
@@ -670,7 +670,7 @@ def test_many_calls_of_one_event_loop(daemon: LocalDaemon) -> None:
     asyncio.run(work())
 
 
-def test_a_cancelled_call_ends_when_its_copy_has(
+def test_a_cancelled_call_waits_for_its_copy(
     daemon: LocalDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, keys = new_layout(), names(1)
@@ -719,7 +719,7 @@ def test_no_daemon_is_a_miss_within_the_deadline(driver: Driver) -> None:
         assert time.monotonic() - started < 0.2 + MARGIN_S
 
 
-def test_strict_clients_raise_what_others_count_as_a_miss(driver: Driver) -> None:
+def test_strict_clients_raise_instead_of_missing(driver: Driver) -> None:
     with driver.client("unix:///nowhere/kvstore.sock", strict=True) as client:
         ns = client.namespace(new_layout())
         keys = names(1)
@@ -738,7 +738,7 @@ def test_strict_clients_raise_what_others_count_as_a_miss(driver: Driver) -> Non
         driver.client("unix:///nowhere/kvstore.sock").status()
 
 
-def test_a_dead_daemon_is_a_miss_and_a_new_one_is_used_by_itself(driver: Driver) -> None:
+def test_a_killed_daemon_is_a_miss_and_its_successor_is_used(driver: Driver) -> None:
     with LocalDaemon(WITH_NVME) as daemon, driver.client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
         keys = names(20)
@@ -794,7 +794,7 @@ def test_deadlines_hold_while_the_daemon_is_stopped(driver: Driver) -> None:
         eventually(lambda: idle(client.status()), 5)
 
 
-def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
+def test_a_connection_to_an_earlier_daemon_keeps_its_own_maps() -> None:
     maps = Maps()
     sessions = [ProtocolState("", maps) for _ in range(3)]
     for session, instance in zip(sessions, (b"last", b"next", b"next"), strict=True):
@@ -808,7 +808,7 @@ def test_a_connection_to_the_last_daemon_maps_nothing_of_the_next() -> None:
     assert following.get(0, False) is not last.get(0, False)
 
 
-def test_a_reservation_of_a_daemon_that_is_gone_stores_nothing(driver: Driver) -> None:
+def test_a_reservation_of_a_killed_daemon_stores_nothing(driver: Driver) -> None:
     with LocalDaemon(SMALL) as daemon, driver.client(daemon.url, deadline_s=2) as client:
         ns = client.namespace(new_layout())
         keys = names(2)
@@ -823,7 +823,7 @@ def test_a_reservation_of_a_daemon_that_is_gone_stores_nothing(driver: Driver) -
         assert got(ns, keys) == 2
 
 
-def test_leases_outlive_a_crowd_of_calls(driver: Driver) -> None:
+def test_leases_survive_many_concurrent_calls(driver: Driver) -> None:
     crowd = 80
     with LocalDaemon(SMALL) as daemon, driver.client(daemon.url, deadline_s=10) as client:
         ns = client.namespace(new_layout())
@@ -842,7 +842,7 @@ def test_leases_outlive_a_crowd_of_calls(driver: Driver) -> None:
         eventually(lambda: client.status()["leases"] == 0, 2)
 
 
-def test_a_lease_that_lost_its_connection_verifies_no_other_bytes(driver: Driver) -> None:
+def test_a_lease_without_its_connection_verifies_nothing(driver: Driver) -> None:
     # What was used before the flood has to go.
     settings = SMALL | {"policy": {"eviction": "lru"}}
     with LocalDaemon(settings) as daemon, driver.client(daemon.url, deadline_s=0.2) as client:
@@ -867,7 +867,7 @@ def test_a_lease_that_lost_its_connection_verifies_no_other_bytes(driver: Driver
             assert lease.verify() == 0
 
 
-def test_a_cancelled_call_leaves_nothing_behind(daemon: LocalDaemon, client: Client) -> None:
+def test_a_cancelled_call_leaves_no_lease(daemon: LocalDaemon, client: Client) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url, deadline_s=10) as a:
             ns = a.namespace(new_layout())
@@ -887,7 +887,7 @@ def test_a_cancelled_call_leaves_nothing_behind(daemon: LocalDaemon, client: Cli
     eventually(lambda: idle(client.status()), 3)
 
 
-def test_a_deadline_cuts_the_prefix_instead_of_missing_it(driver: Driver) -> None:
+def test_a_deadline_shortens_the_prefix(driver: Driver) -> None:
     with LocalDaemon(WITH_NVME) as daemon, driver.client(daemon.url, deadline_s=5) as client:
         ns = client.namespace(new_layout())
         keys = names(100)
@@ -902,7 +902,7 @@ def test_a_deadline_cuts_the_prefix_instead_of_missing_it(driver: Driver) -> Non
         assert got(ns, keys) == 100
 
 
-def test_a_full_store_says_so(driver: Driver) -> None:
+def test_a_full_store_denies_blocks_with_a_reason(driver: Driver) -> None:
     with LocalDaemon({"dram": {"limit": "2MiB", "huge_pages": False}}) as daemon:
         layout = new_layout(1 << 20)
         with driver.client(daemon.url, deadline_s=5) as client, contextlib.ExitStack() as held:
@@ -917,7 +917,7 @@ def test_a_full_store_says_so(driver: Driver) -> None:
             assert ns.put(keys[1:2], payloads(keys[1:2], 1 << 20)).stored == 1
 
 
-def test_two_clients_see_each_others_blocks(driver: Driver, daemon: LocalDaemon) -> None:
+def test_two_clients_share_blocks(driver: Driver, daemon: LocalDaemon) -> None:
     layout = Layout(model="shared by two", block_bytes=BLOCK)
     keys = names(5)
     with driver.client(daemon.url, deadline_s=5) as one, driver.client(daemon.url, deadline_s=5) as two:

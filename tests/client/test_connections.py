@@ -129,7 +129,7 @@ def watcher(daemon: LocalDaemon) -> Iterator[Client]:
         eventually(lambda: made.status()["leases"] == 0)
 
 
-def test_a_full_queue_of_connections_is_waited_for(driver: Driver, tmp_path: Path) -> None:
+def test_connecting_waits_for_a_full_listen_queue(driver: Driver, tmp_path: Path) -> None:
     path = tmp_path / "full.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -173,7 +173,7 @@ def test_leases_released_while_the_daemon_is_stopped_are_released(
     client.close()
 
 
-def test_what_waits_goes_out_before_the_next_request(
+def test_waiting_posts_are_sent_before_the_next_request(
     driver: Driver, daemon: LocalDaemon, watcher: Client
 ) -> None:
     client = driver.client(daemon.url, deadline_s=DEADLINE_S)

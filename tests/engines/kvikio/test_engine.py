@@ -58,7 +58,7 @@ def engine() -> Iterator[IOEngine]:
     made.close()
 
 
-def test_what_is_released_is_closed_and_its_number_may_be_anothers(engine: IOEngine, tmp_path: Path) -> None:
+def test_released_files_are_closed_and_their_numbers_reused(engine: IOEngine, tmp_path: Path) -> None:
     for i, name in enumerate(("one", "two")):
         fd = os.open(tmp_path / name, os.O_RDWR | os.O_CREAT)
         assert run(engine, [BlockIO(fd, 0, aligned(noise(ALIGN, i)), True)]) == [None]
@@ -72,7 +72,7 @@ def test_what_is_released_is_closed_and_its_number_may_be_anothers(engine: IOEng
     engine.release(10_000)
 
 
-def test_memory_of_a_gpu_needs_no_buffer_of_ours(engine: IOEngine, tmp_path: Path) -> None:
+def test_gpu_memory_needs_no_bounce_buffer(engine: IOEngine, tmp_path: Path) -> None:
     """The fake's device memory is host memory to kvikio: what is seen is that it takes such buffers."""
     assert engine.device_memory
     with fake_cuda(each_bytes=64 << 20):
@@ -114,7 +114,7 @@ def test_a_full_disk_has_its_errno(engine: IOEngine) -> None:
     os.close(fd)
 
 
-def test_a_daemon_chooses_it_by_itself_and_loses_nothing(
+def test_a_daemon_selects_the_engine_and_loses_no_blocks(
     libcuda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(libcuda))

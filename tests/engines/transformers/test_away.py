@@ -43,9 +43,7 @@ def test_absent(tmp_path: Path, alone: Any) -> None:
         assert cache.last.why
 
 
-def test_after_a_denial_nothing_more_is_asked(
-    tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_follows_a_denial(tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "_PIECE_BYTES", 1)
     with Client(f"unix://{tmp_path}/none.sock") as client:
         cache = PrefixCache(MODEL, client, BLOCK)
@@ -77,7 +75,7 @@ def test_killed_and_started_again(own_daemon: LocalDaemon, alone: Any) -> None:
         assert not cache.failures
 
 
-def test_stopped_is_waited_for_within_the_deadline(own_daemon: LocalDaemon, alone: Any) -> None:
+def test_a_stopped_daemon_delays_a_call_up_to_its_deadline(own_daemon: LocalDaemon, alone: Any) -> None:
     prompts = [PROMPT, tokens(104, seed=1), tokens(104, seed=2), tokens(104, seed=3)]
     batch_alone = generated(MODEL, *prompts)
     with Client(own_daemon.url, deadline_s=1.0) as client:
@@ -97,7 +95,7 @@ def test_stopped_is_waited_for_within_the_deadline(own_daemon: LocalDaemon, alon
 
 
 @pytest.mark.parametrize("method", ["fill", "to_cache"])
-def test_a_restore_that_fails_leaves_an_empty_cache(
+def test_a_failed_restore_returns_an_empty_cache(
     cached: Make, alone: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     cache = cached(MODEL)
@@ -114,7 +112,7 @@ def test_a_restore_that_fails_leaves_an_empty_cache(
     assert cache.failures == {"restore": 1}
 
 
-def test_a_store_that_fails_is_counted(cached: Make, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_store_is_counted(cached: Make, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cached(MODEL)
 
     def fail(*_: Any) -> None:
@@ -125,7 +123,7 @@ def test_a_store_that_fails_is_counted(cached: Make, alone: Any, monkeypatch: py
     assert cache.failures == {"store": 1}
 
 
-def test_a_block_that_is_gone_in_between_ends_the_prefix(
+def test_a_block_evicted_after_its_lookup_ends_the_prefix(
     cached: Make, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = cached(MODEL)

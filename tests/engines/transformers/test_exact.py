@@ -63,7 +63,7 @@ def test_no_prefix_the_whole_and_a_part(cached: Make, dtype: Any, attention: str
 
 @pytest.mark.parametrize(("dtype", "attention", "kv_heads"), KINDS)
 @pytest.mark.parametrize("length", [97, 98, 99, 200, 257])
-def test_lengths_that_round_otherwise_equal_the_same_split(
+def test_other_lengths_equal_the_same_split(
     cached: Make, dtype: Any, attention: str, kv_heads: int, length: int
 ) -> None:
     """These lengths are where the bits of a run that computes the whole prompt at once may be others."""
@@ -92,7 +92,7 @@ def test_the_next_turn_finds_the_answer_too(cached: Make, dtype: Any, attention:
 
 
 @pytest.mark.parametrize(("dtype", "attention", "kv_heads"), KINDS)
-def test_rows_of_a_batch_have_pads_and_hits_of_their_own(
+def test_rows_of_a_batch_have_their_own_padding_and_hits(
     cached: Make, dtype: Any, attention: str, kv_heads: int
 ) -> None:
     model = llama(dtype, attention, kv_heads)
@@ -119,7 +119,7 @@ def test_rows_of_a_batch_have_pads_and_hits_of_their_own(
         assert cache.last.restored_tokens == (len(prompt) - BLOCK) // BLOCK * BLOCK
 
 
-def test_what_lies_behind_pads_is_stored_at_its_own_positions(cached: Make) -> None:
+def test_padded_rows_are_stored_at_their_own_positions(cached: Make) -> None:
     model = llama()
     cache = cached(model)
     short, long = tokens(80, seed=1), tokens(93, seed=2)
@@ -199,7 +199,7 @@ def test_options_of_generate_pass_through(cached: Make) -> None:
         assert cache.last.restored_tokens == 80
 
 
-def test_a_loop_of_ones_own(cached: Make) -> None:
+def test_a_custom_decoding_loop(cached: Make) -> None:
     model = llama()
     cache = cached(model)
     prompts = tokens(60, seed=1), tokens(52, seed=2)

@@ -111,7 +111,7 @@ def test_models(match: str) -> None:
     refuses(match.strip(), lambda: PrefixCache(model, Client("unix:///nowhere")))
 
 
-def test_a_model_without_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DynamicCache, "update", lambda self, keys, values, *_, **__: (keys, values))
     refuses("LlamaForCausalLM did not put", lambda: PrefixCache(llama(), Client("unix:///nowhere")))
 
@@ -190,7 +190,7 @@ def test_masks(cache: PrefixCache) -> None:
     refuses("input_ids is not a batch", lambda: cache.generate([[5, 6]]))
 
 
-def test_a_prompt_that_has_padding_as_its_end_needs_no_mask(
+def test_a_pad_token_that_is_also_the_eos_needs_no_mask(
     cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -217,7 +217,7 @@ def test_a_model_that_changed(cache: PrefixCache) -> None:
     model.to(torch.float32)
 
 
-def test_caches_of_ones_own(cache: PrefixCache) -> None:
+def test_custom_caches(cache: PrefixCache) -> None:
     static = StaticCache(config=cache._model.config, max_cache_len=8)
     refuses("is a StaticLayer", lambda: cache.store(static, torch.tensor([[5, 6, 7, 8]])))
 

@@ -133,7 +133,7 @@ def test_a_scaled_adapter_is_another_namespace() -> None:
     assert namespace(model).fingerprint() != before.fingerprint()
 
 
-def test_a_model_that_is_set_otherwise_is_refused(cached: Callable[..., PrefixCache]) -> None:
+def test_a_model_with_changed_settings_is_refused(cached: Callable[..., PrefixCache]) -> None:
     model = llama()
     cache = cached(model)
     model.config.rms_norm_eps = 0.5

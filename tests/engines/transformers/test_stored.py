@@ -48,7 +48,7 @@ def stored(cache: PrefixCache, row: list[int], salt: bytes) -> int:
     return cache._ns.lookup(chain_keys(row, BLOCK, salt))
 
 
-def test_nothing_behind_the_end_of_a_row_is_stored(cached: Make, salt: bytes) -> None:
+def test_no_tokens_after_the_end_of_a_row_are_stored(cached: Make, salt: bytes) -> None:
     cache = cached(llama())
     prompts = tokens(40, seed=1), tokens(40, seed=2)
     output = generated(
@@ -80,7 +80,7 @@ def test_an_eos_that_fills_a_block_is_stored_with_it(cached: Make, salt: bytes, 
     assert stored(cache, output.sequences[0].tolist(), salt) == 4
 
 
-def test_padding_behind_another_stop_is_not_stored(cached: Make, salt: bytes) -> None:
+def test_padding_after_another_stop_is_not_stored(cached: Make, salt: bytes) -> None:
     cache = cached(llama())
     output = generated(
         cache,

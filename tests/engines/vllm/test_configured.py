@@ -52,7 +52,7 @@ def named(model: Path, **options: Any) -> str:
     ],
     ids=str,
 )
-def test_an_option_that_may_change_bytes_names_another_kv(model: Path, options: dict[str, Any]) -> None:
+def test_an_option_that_may_change_kv_changes_the_namespace(model: Path, options: dict[str, Any]) -> None:
     dtype = {"dtype": options["dtype"]} if len(options) > 1 and "dtype" in options else {}
     assert named(model, **options) != named(model, **dtype)
 
@@ -72,11 +72,11 @@ def test_an_option_that_may_change_bytes_names_another_kv(model: Path, options: 
     ],
     ids=str,
 )
-def test_an_option_that_says_where_or_when_does_not(model: Path, options: dict[str, Any]) -> None:
+def test_an_option_about_place_or_time_keeps_the_namespace(model: Path, options: dict[str, Any]) -> None:
     assert named(model, **options) == named(model)
 
 
-def test_the_kind_of_kv_cache_its_options_and_scales_name_another_kv(model: Path) -> None:
+def test_kind_options_and_scales_of_a_kv_cache_change_the_namespace(model: Path) -> None:
     config = EngineArgs(model=str(model), **PLAIN).create_engine_config()
     caches = {"layer": torch.zeros(4, 2, 16, 64)}
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -106,7 +106,7 @@ def environment_of(**variables: str) -> str:
     return json.dumps(json.loads(ran.stdout.splitlines()[-1]))
 
 
-def test_variables_that_choose_kernels_name_another_kv_and_addresses_do_not() -> None:
+def test_variables_that_select_kernels_change_the_namespace() -> None:
     plain = environment_of()
     places = {
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "7000",

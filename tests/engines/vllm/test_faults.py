@@ -84,7 +84,7 @@ def test_a_payload_altered_in_the_slab_file_is_a_miss(
     assert engine("failures") == {}
 
 
-def test_a_payload_altered_in_memory_is_a_miss_from_there_on(plain: Engine, engine: Engine) -> None:
+def test_a_payload_altered_in_memory_ends_the_prefix(plain: Engine, engine: Engine) -> None:
     asked = [prompt(401, 300)]
     expected = said(plain.fresh(asked))
     with LocalDaemon(DRAM_ONLY) as daemon, engine.instead(**connector(daemon, load=engine.mode)):
@@ -110,7 +110,7 @@ def test_a_payload_altered_in_memory_is_a_miss_from_there_on(plain: Engine, engi
         assert (said(last), cached(last)) == (expected, [full_blocks(300)])
 
 
-def test_a_daemon_that_restarts_remembers(plain: Engine, engine: Engine, own: LocalDaemon) -> None:
+def test_a_restarted_daemon_serves_hits(plain: Engine, engine: Engine, own: LocalDaemon) -> None:
     asked = [prompt(402, 300)]
     engine.fresh(asked)
     own.restart()
@@ -120,7 +120,7 @@ def test_a_daemon_that_restarts_remembers(plain: Engine, engine: Engine, own: Lo
     assert cached(again) == [full_blocks(300)]
 
 
-def test_a_daemon_killed_in_mid_run_costs_nothing_but_hits(
+def test_a_daemon_killed_during_a_run_costs_only_hits(
     plain: Engine, engine: Engine, own: LocalDaemon
 ) -> None:
     asked = [prompt(410 + i, 200 + 30 * i) for i in range(16)]
@@ -144,7 +144,7 @@ def test_a_daemon_killed_in_mid_run_costs_nothing_but_hits(
     assert cached(last) == [full_blocks(len(each)) for each in asked[:8]]
 
 
-def test_a_daemon_that_hangs_holds_no_step_past_the_deadline(plain: Engine, engine: Engine) -> None:
+def test_a_stopped_daemon_delays_no_step_beyond_the_deadline(plain: Engine, engine: Engine) -> None:
     asked = [prompt(430 + i, 300) for i in range(4)]
     expected = said(plain.fresh(asked))
     quick = {"load": engine.mode, "deadline_s": 0.5}
@@ -164,7 +164,7 @@ def test_a_daemon_that_hangs_holds_no_step_past_the_deadline(plain: Engine, engi
         assert cached(engine.fresh(asked)) == [full_blocks(300)] * 4
 
 
-def test_a_daemon_that_comes_later_is_used_from_then_on(plain: Engine, engine: Engine) -> None:
+def test_a_daemon_started_later_is_used(plain: Engine, engine: Engine) -> None:
     asked = [prompt(440, 300)]
     expected = said(plain.fresh(asked))
     with LocalDaemon(DRAM_ONLY) as daemon:
@@ -192,7 +192,7 @@ def moved_by_own_hits(plain: Engine) -> float:
     return moved
 
 
-def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine: Engine) -> None:
+def test_a_store_too_small_for_its_prompts_serves_a_part(plain: Engine, engine: Engine) -> None:
     """6000 tokens are more than a step takes, so hits move the borders of the chunks, and those the last
     bits of the logprobs: no farther than other chunks and vLLM's own hits do without it.
     """
@@ -230,7 +230,7 @@ def test_a_store_too_small_for_its_prompts_keeps_what_fits(plain: Engine, engine
         "pages.load",
     ],
 )
-def test_a_hook_that_fails_is_counted_and_a_miss(
+def test_a_failed_hook_is_counted_and_a_miss(
     plain: Engine, engine: Engine, own: LocalDaemon, place: str
 ) -> None:
     stored, new = prompt(460, 300), prompt(sum(place.encode()), 300)

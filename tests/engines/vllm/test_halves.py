@@ -89,7 +89,7 @@ def store(client: Client, layout: Layout, keys: list[bytes]) -> None:
     assert client.namespace(layout).put(keys, [bytes(BLOCK_BYTES)] * len(keys)).stored == len(keys)
 
 
-def test_a_block_is_saved_only_after_its_step_has_come_back(client: Client, layout: Layout) -> None:
+def test_a_block_is_saved_only_after_the_output_of_its_step(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     request = FakeRequest("r", names(4), blocks=[10, 11, 12, 13])
     assert made.matched(request, 0) == 0
@@ -112,7 +112,7 @@ def test_a_block_is_saved_only_after_its_step_has_come_back(client: Client, layo
 @pytest.mark.parametrize(
     "more", [{"mm_features": ["image"]}, {"cache_salt": "s"}, {"prompt_embeds": [0.5]}], ids=str
 )
-def test_tokens_are_said_where_they_alone_make_a_block(
+def test_tokens_are_sent_where_they_identify_a_block(
     client: Client, layout: Layout, more: dict[str, Any]
 ) -> None:
     made = half(client, layout)
@@ -126,7 +126,7 @@ def test_tokens_are_said_where_they_alone_make_a_block(
     assert [save.tokens for save in step(made, *requests).saves] == [list(range(3 * BLOCK_TOKENS)), None]
 
 
-def test_nothing_behind_a_failed_load_is_saved_before_it_is_computed(client: Client, layout: Layout) -> None:
+def test_no_block_after_a_failed_load_is_saved_before_its_computation(client: Client, layout: Layout) -> None:
     made = half(client, layout, asynchronous=False)
     evicted: list[set[int]] = []
     made.kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
@@ -147,7 +147,7 @@ def test_nothing_behind_a_failed_load_is_saved_before_it_is_computed(client: Cli
     assert (save.keys, save.parent, save.block_ids) == (keys[1:], keys[0], [21, 22, 23, 24, 25])
 
 
-def test_a_request_whose_load_failed_does_not_try_again_until_preempted(
+def test_a_request_with_a_failed_load_does_not_try_again_until_preempted(
     client: Client, layout: Layout
 ) -> None:
     made = half(client, layout)
@@ -162,7 +162,7 @@ def test_a_request_whose_load_failed_does_not_try_again_until_preempted(
     assert made.matched(request, 0) == 96
 
 
-def test_the_blocks_of_a_preempted_request_are_out_of_reach(client: Client, layout: Layout) -> None:
+def test_blocks_of_a_preempted_request_are_not_read(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     request = FakeRequest("r", names(4), blocks=[1, 2, 3, 4])
     made.matched(request, 0)
@@ -180,7 +180,7 @@ def test_the_blocks_of_a_preempted_request_are_out_of_reach(client: Client, layo
     assert [save.block_ids for save in step(made, request).saves] == [[7, 8]]
 
 
-def test_a_request_that_is_aborted_while_preempted_holds_nothing(client: Client, layout: Layout) -> None:
+def test_a_request_aborted_while_preempted_holds_no_pages(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     request = FakeRequest("r", names(2), blocks=[1, 2])
     made.matched(request, 0)
@@ -193,7 +193,7 @@ def test_a_request_that_is_aborted_while_preempted_holds_nothing(client: Client,
     assert not made.finish(request, [])
 
 
-def test_blocks_that_are_freed_unheld_are_out_of_reach_too(client: Client, layout: Layout) -> None:
+def test_blocks_freed_without_a_hold_are_not_read(client: Client, layout: Layout) -> None:
     """What the connector falls back to when it could not tell whether to hold them."""
     made = half(client, layout)
     made.release("r")
@@ -201,9 +201,7 @@ def test_blocks_that_are_freed_unheld_are_out_of_reach_too(client: Client, layou
     assert step(made).revoked == []
 
 
-def test_what_the_engine_had_itself_is_saved_after_a_step_of_the_request(
-    client: Client, layout: Layout
-) -> None:
+def test_blocks_of_the_engines_own_cache_are_saved_after_a_step(client: Client, layout: Layout) -> None:
     """Another request of the same step may be loading those blocks just now."""
     made = half(client, layout)
     request = FakeRequest("r", names(3), blocks=[1, 2, 3])
@@ -217,7 +215,7 @@ def test_what_the_engine_had_itself_is_saved_after_a_step_of_the_request(
     assert [save.block_ids for save in step(made, request).saves] == [[1, 2, 3]]
 
 
-def test_what_was_computed_before_a_reset_is_not_saved_after_it(client: Client, layout: Layout) -> None:
+def test_blocks_computed_before_a_reset_are_not_saved_after_it(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     requests = [FakeRequest(str(i), names(2, str(i)), blocks=[2 * i, 2 * i + 1]) for i in range(2)]
     for request in requests:
@@ -234,7 +232,7 @@ def test_what_was_computed_before_a_reset_is_not_saved_after_it(client: Client, 
     assert not made.finish(requests[1], requests[1].blocks)
 
 
-def test_what_was_loading_at_a_reset_is_not_saved_after_it(client: Client, layout: Layout) -> None:
+def test_blocks_loading_at_a_reset_are_not_saved_after_it(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     keys = names(4)
     store(client, layout, keys[:3])
@@ -285,7 +283,7 @@ def worker(client: Client, layout: Layout, pages: FakePages) -> Iterator[WorkerH
     made.close()
 
 
-def test_a_held_request_is_let_go_when_its_last_save_is_over(worker: WorkerHalf, pages: FakePages) -> None:
+def test_a_held_request_is_released_after_its_last_save(worker: WorkerHalf, pages: FakePages) -> None:
     keys = names(3)
     worker.save(
         Step(saves=[Save("r", keys[:2], None, [1, 2]), Save("r", keys[2:], keys[1], [3])], held=["r"])
@@ -318,9 +316,7 @@ def test_a_revoked_save_reads_no_further_and_stores_nothing(
     assert ns.lookup(keys) == 0
 
 
-def test_a_load_ends_with_the_engine_blocks_that_it_left_without_bytes(
-    client: Client, layout: Layout, worker: WorkerHalf
-) -> None:
+def test_a_load_reports_the_pages_without_bytes(client: Client, layout: Layout, worker: WorkerHalf) -> None:
     keys = names(4)
     store(client, layout, keys)
     orders = [
@@ -359,7 +355,7 @@ def test_null_blocks_and_numbers_out_of_range_are_neither_saved_nor_loaded(
     assert client.namespace(layout).lookup(keys) == 0
 
 
-def test_an_engine_block_that_others_were_given_is_not_saved(
+def test_a_page_given_to_another_request_is_not_saved(
     client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
 ) -> None:
     """The scheduler's rules keep this from happening; the worker does not rely on them."""
@@ -379,7 +375,7 @@ def test_an_engine_block_that_others_were_given_is_not_saved(
     assert ns.lookup(keys) == 2
 
 
-def test_the_scheduler_tells_which_engine_blocks_a_step_gives(client: Client, layout: Layout) -> None:
+def test_the_scheduler_names_the_pages_that_a_step_gives(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     new = SimpleNamespace(block_ids=([1, 2, 3, 4],), num_computed_tokens=64)
     cached = SimpleNamespace(
@@ -399,7 +395,7 @@ def test_the_scheduler_tells_which_engine_blocks_a_step_gives(client: Client, la
     assert orders.idle
 
 
-def test_resets_leave_a_worker_with_one_namespace_and_end_what_was_under_way(
+def test_a_reset_closes_the_namespace_and_cancels_transfers(
     client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
 ) -> None:
     for i in range(8):
@@ -424,7 +420,7 @@ def test_resets_leave_a_worker_with_one_namespace_and_end_what_was_under_way(
     assert pages.read == [1]
 
 
-def test_when_stop_returns_no_engine_memory_is_touched(worker: WorkerHalf, pages: FakePages) -> None:
+def test_no_transfer_touches_engine_memory_after_stop(worker: WorkerHalf, pages: FakePages) -> None:
     worker.begin(Step(number=1))
     worker.save(Step(number=1, saves=[Save("r", names(3), None, [1, 2, 3])], held=["r"]))
     eventually(lambda: pages.read == [1])
@@ -441,9 +437,7 @@ def test_when_stop_returns_no_engine_memory_is_touched(worker: WorkerHalf, pages
     eventually(lambda: worker.ended()[0] == {"r"})
 
 
-def test_an_engine_that_may_sleep_is_kept_awake_until_transfers_are_over(
-    client: Client, layout: Layout
-) -> None:
+def test_an_engine_with_sleep_mode_stays_awake_during_transfers(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     assert not made.moving()
     request = FakeRequest("r", names(2), blocks=[1, 2])
@@ -468,7 +462,9 @@ def test_requests_that_must_be_computed_from_the_start_load_nothing(client: Clie
     assert made.matched(request, 0) == 0
 
 
-def test_images_that_attend_both_ways_are_neither_loaded_nor_stored(client: Client, layout: Layout) -> None:
+def test_images_with_bidirectional_attention_are_neither_loaded_nor_stored(
+    client: Client, layout: Layout
+) -> None:
     guard = ExceptionBarrier(logging.getLogger("test"))
     made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, True, loads=True, saves=True, whole_inputs=True)
     made.meet([layout])
@@ -493,7 +489,7 @@ class FakeLora:
     load_inplace: bool = False
 
 
-def test_an_adapter_is_named_by_the_state_of_its_files_at_each_admission(tmp_path: Path) -> None:
+def test_an_adapter_is_identified_by_its_files_at_each_admission(tmp_path: Path) -> None:
     def write(what: str) -> None:
         (tmp_path / "adapter_model.safetensors").write_text(what)
 
@@ -513,7 +509,7 @@ def test_an_adapter_is_named_by_the_state_of_its_files_at_each_admission(tmp_pat
     assert adapters.salt(FakeLora("someone/an-adapter-on-a-hub")) is None
 
 
-def test_a_request_whose_adapter_changes_under_way_is_not_saved(
+def test_a_request_is_not_saved_if_its_adapter_changes_meanwhile(
     client: Client, layout: Layout, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter_model.safetensors").write_text("red")
@@ -531,7 +527,7 @@ def test_a_request_whose_adapter_changes_under_way_is_not_saved(
     assert made.finish(request, request.blocks)
 
 
-def test_a_step_that_computes_is_not_taken_for_idle_by_the_second_model_runner(
+def test_a_computing_step_is_not_idle_for_the_second_model_runner(
     worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It calls `start_load_kv` behind the forward pass, where there is no forward context."""

@@ -47,7 +47,7 @@ def test_requests_one_after_another(engine: Engine, daemon: LocalDaemon) -> None
         assert in_tokens == {what: n * BLOCK_TOKENS for what, n in wanted.items()}
 
 
-def test_requests_that_are_polled_preempted_and_many_at_once(engine: Engine, daemon: LocalDaemon) -> None:
+def test_polled_preempted_and_concurrent_requests(engine: Engine, daemon: LocalDaemon) -> None:
     little = {"num_gpu_blocks_override": 33, "max_model_len": 1024, "max_num_seqs": 8}
     prompts = [prompt(640 + i, 250) for i in range(8)] * 2
     blocks = sum(len(blocks_of(tokens)) for tokens in prompts)

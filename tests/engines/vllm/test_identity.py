@@ -9,7 +9,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import BLOCK_TOKENS, Engine, cached, connector, full_blocks, prompt, said
 
 
-def test_what_was_stored_is_loaded_and_bit_identical(plain: Engine, engine: Engine) -> None:
+def test_stored_blocks_are_loaded_bit_identical(plain: Engine, engine: Engine) -> None:
     asked = [prompt(1, 300)]
     expected = said(plain.fresh(asked))
     first = engine.fresh(asked)
@@ -39,7 +39,7 @@ def test_answers_are_stored_too(plain: Engine, engine: Engine) -> None:
     assert said(again) == said(plain.generate(second))
 
 
-def test_prompts_share_what_they_have_in_common(plain: Engine, engine: Engine) -> None:
+def test_prompts_share_their_common_prefix(plain: Engine, engine: Engine) -> None:
     system = prompt(5, 200)
     asked = [system + prompt(seed, 60) for seed in (6, 7)]
     engine.fresh(asked[:1])
@@ -47,7 +47,7 @@ def test_prompts_share_what_they_have_in_common(plain: Engine, engine: Engine) -
     assert said(engine.fresh(asked)) == said(plain.fresh(asked))
 
 
-def test_the_engines_own_hit_is_completed_from_the_store(plain: Engine, engine: Engine) -> None:
+def test_a_hit_of_the_engines_own_cache_is_extended_from_the_store(plain: Engine, engine: Engine) -> None:
     long = prompt(8, 400)
     expected = said(plain.fresh([long]))
     engine.fresh([long])
@@ -57,7 +57,7 @@ def test_the_engines_own_hit_is_completed_from_the_store(plain: Engine, engine: 
     assert said(again) == expected
 
 
-def test_the_salt_of_a_request_keeps_it_apart(engine: Engine) -> None:
+def test_requests_with_different_salts_share_nothing(engine: Engine) -> None:
     asked = [prompt(9, 200)]
     engine.fresh(asked, salt="red")
     assert cached(engine.fresh(asked)) == [0]
@@ -78,7 +78,7 @@ def test_aborted_requests_leave_nothing_behind(plain: Engine, engine: Engine) ->
     assert said(engine.fresh(asked)) == said(again)
 
 
-def test_the_kv_is_the_stores(daemon: LocalDaemon, engine: Engine) -> None:
+def test_the_engine_computes_with_the_stored_kv(daemon: LocalDaemon, engine: Engine) -> None:
     """The control of all others: with other bytes under the same keys, other tokens come."""
     asked = [prompt(15, 300)]
     [expected] = engine.fresh(asked)
@@ -95,9 +95,7 @@ def test_the_kv_is_the_stores(daemon: LocalDaemon, engine: Engine) -> None:
     assert engine.fresh(asked)[0]["tokens"] == expected["tokens"]
 
 
-def test_a_stored_block_may_hold_several_of_the_engines(
-    plain: Engine, engine: Engine, daemon: LocalDaemon
-) -> None:
+def test_a_stored_block_may_have_several_pages(plain: Engine, engine: Engine, daemon: LocalDaemon) -> None:
     """300 tokens are 9 blocks of the engine and 3 stored ones; hits begin and end within a stored block."""
     with engine.instead(**connector(daemon, load=engine.mode, block_tokens=3 * BLOCK_TOKENS)):
         asked = [prompt(16, 300)]

@@ -46,7 +46,7 @@ def test_prompts_longer_than_the_budget_are_stored_chunk_by_chunk(plain: Engine,
         assert 384 <= found <= 640
 
 
-def test_preempted_requests_come_back_from_the_store(plain: Engine, engine: Engine) -> None:
+def test_preempted_requests_are_loaded_from_the_store(plain: Engine, engine: Engine) -> None:
     """Engine blocks for a third of what the requests want."""
     little = {"num_gpu_blocks_override": 33, "max_model_len": 1024, "max_num_seqs": 8}
     prompts = [prompt(320 + i, 250) for i in range(8)]

@@ -60,7 +60,7 @@ def test_other_weights_dtypes_and_block_sizes_find_nothing(
     assert cached(other.fresh(asked)) == [full_blocks(300)]
 
 
-def test_a_reset_of_the_connector_forgets(other: Engine) -> None:
+def test_a_reset_of_the_connector_makes_blocks_misses(other: Engine) -> None:
     asked = [prompt(501, 300)]
     expected = said(other.fresh(asked))
     assert cached(other.fresh(asked)) == [full_blocks(300)]
@@ -128,7 +128,7 @@ def test_an_adapter_that_is_loaded_again_in_place_is_another_one(
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_a_hint(
+def test_unserved_engines_are_refused_with_a_hint(
     own: LocalDaemon, other: Engine, arguments: dict[str, Any], why: str
 ) -> None:
     arguments = dict(arguments)

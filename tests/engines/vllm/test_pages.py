@@ -28,7 +28,9 @@ def caches(order: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("way", [HostPages, DevicePages])
-def test_blocks_come_back_into_other_pages(client: Client, way: type, order: str, dtype: torch.dtype) -> None:
+def test_blocks_are_loaded_into_other_pages(
+    client: Client, way: type, order: str, dtype: torch.dtype
+) -> None:
     """A device's way is tried on host memory: there is no device here."""
     kv = caches(order, dtype)
     before = {name: cache.clone() for name, cache in kv.items()}

@@ -10,7 +10,7 @@ from kvstore.lab.local_daemon import LocalDaemon
 from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, prompt, said
 
 
-def test_engines_share_a_daemon_and_outlive_each_other(
+def test_engines_share_a_daemon_and_restart_independently(
     model: Path, plain: Engine, daemon: LocalDaemon
 ) -> None:
     asked = [prompt(600 + i, 300) for i in range(8)]

@@ -54,7 +54,7 @@ FULL = FullAttentionSpec(**SIZES)
 
 
 @pytest.mark.parametrize("config", [engine(), engine(speculative_config=draft("ngram"))])
-def test_what_is_served_passes(config: Any) -> None:
+def test_served_engines_pass(config: Any) -> None:
     check_engine(config, groups(FULL), ConnectorSettings())
 
 
@@ -76,7 +76,7 @@ def test_what_is_served_passes(config: Any) -> None:
         (engine(model_config={"runner_type": "pooling"}), "'some-model' has a pooler.*that write text"),
     ],
 )
-def test_what_cannot_be_named_or_restored_is_refused(config: Any, why: str) -> None:
+def test_engines_without_identity_or_exact_restore_are_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_engine(config, groups(FULL), ConnectorSettings())
 
@@ -101,7 +101,7 @@ class OwnSpec(FullAttentionSpec):
         ([FullAttentionSpec(**SIZES, tokens_per_state=4)], "tokens_per_state 4.*only 1"),
     ],
 )
-def test_only_kinds_of_kv_cache_that_come_back_are_served(specs: list[Any], why: str) -> None:
+def test_only_exactly_restored_kinds_of_kv_cache_are_served(specs: list[Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_engine(engine(), groups(*specs), ConnectorSettings())
 
@@ -114,7 +114,7 @@ def test_only_kinds_of_kv_cache_that_come_back_are_served(specs: list[Any], why:
          "2 pipeline stages"),
     ],
 )  # fmt: skip
-def test_steps_that_overlap_take_no_synchronous_loads(config: Any, beside: str) -> None:
+def test_synchronous_loads_are_refused_with_overlapping_steps(config: Any, beside: str) -> None:
     with pytest.raises(ConfigError, match=f"load is 'sync' with {beside}.*use async loads"):
         check_engine(config, groups(FULL), ConnectorSettings(load="sync"))
     check_engine(config, groups(FULL), ConnectorSettings())

@@ -86,14 +86,14 @@ def test_hits_change_nothing(
         ("bidirectional", 128, "has a pooler.*leave out the connector"),
     ],
 )
-def test_what_is_not_shown_to_come_back_is_refused(
+def test_models_without_a_proof_of_exact_restore_are_refused(
     processes: list[Engine], own: LocalDaemon, tmp_path: Path, name: str, block_tokens: int, why: str
 ) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)ConfigError.*{why}"):
         processes[0].restart(**arguments(name, tmp_path, block_tokens) | connector(own))
 
 
-def test_rope_factors_that_depend_on_the_longest_prompt_are_of_another_kv(
+def test_rope_factors_of_the_longest_prompt_change_the_namespace(
     processes: list[Engine], own: LocalDaemon, tmp_path: Path
 ) -> None:
     """vLLM takes the short factors where `max_model_len` allows no long prompt, else the long ones."""
@@ -112,7 +112,7 @@ def test_rope_factors_that_depend_on_the_longest_prompt_are_of_another_kv(
     assert said(first) != said(short.fresh(asked))
 
 
-def test_an_engine_without_a_prefix_cache_gets_one_only_by_name_of_a_reason(
+def test_an_engine_with_prefix_caching_off_is_served_only_with_a_reason(
     processes: list[Engine], own: LocalDaemon, tmp_path: Path
 ) -> None:
     options = arguments("llama", tmp_path, 32) | {"enable_prefix_caching": False}
