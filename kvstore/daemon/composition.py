@@ -14,7 +14,7 @@ from kvstore.core import actions as ac
 from kvstore.core.insight.hit_counters import HitCounters
 from kvstore.core.placement import Limits, Placement
 from kvstore.core.queues.device_queue import TierSpec
-from kvstore.daemon.kv_events.tracker import Routing
+from kvstore.daemon.kv_events.tracker import Tracker
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator import devices as nvme_devices
 from kvstore.daemon.operator import gpus
@@ -181,9 +181,9 @@ class Daemon:
         core.on(ac.BlocksArrived, self.waits.blocks_arrived)
         core.look_at_devices = self._look_at_devices
         self.catalog.on_closed = self.waits.end
-        self.kv_events = Routing(core, self.namespaces, authenticator, self.problems, config.events)
-        core.on(ac.CopyReport, self.kv_events.moved)
-        self.catalog.on_freed = self.kv_events.forgotten
+        self.kv_events = Tracker(core, self.namespaces, authenticator, self.problems, config.events)
+        core.on(ac.CopyReport, self.kv_events.copies_changed)
+        self.catalog.on_freed = self.kv_events.namespaces_freed
 
         # Operators
         self.devices = Devices(

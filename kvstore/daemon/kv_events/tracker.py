@@ -2,7 +2,7 @@
 
 A router matches prompts by token ids. Only writers know these, and may send them with a reservation. A block
 is announced when its tokens are known and its parent has been announced. Its entry is deleted with its last
-copy. When a router subscribes, all events are repeated to all subscribers, at most once in a few seconds.
+copy. When a router subscribes, all events are repeated to all subscribers, at most once in 5 s.
 """
 
 from __future__ import annotations
@@ -29,47 +29,48 @@ from kvstore.errors import KVStoreError
 from kvstore.types import Tier
 
 _MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK", Tier.NETWORK: "EXTERNAL"}
-_SAID = 1 << 16
-"""Blocks whose tokens are known before they are stored: of more, the oldest are never announced."""
-_BLOCKS_AT_ONCE = 256
-_NEXT_STEP_S = 0.001
-_NEXT_TRY_S = 0.1
+_MOST_UNSTORED = 1 << 16
+"""The most blocks of a topic whose tokens are kept before the blocks are stored. Drops the oldest."""
+
+_BLOCKS_PER_STEP = 256
+_STEP_EVERY_S = 0.001
+_RETRY_AFTER_S = 0.1
 _REPEAT_AFTER_S = 5.0
 """Least time between two repeats of all events."""
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One block of a model. `parent` is its hash, None for a root; `at`: namespace and tier of each copy.
+    """One block of a model. `parent`: hash of its parent, None for a root.
 
-    `era` is its topic's if it has been announced.
+    `copies`: one number for the namespace and tier of each copy. `round`: round of its latest announcement.
     """
 
     tokens: bytes
     parent: int | None
-    at: list[int]
-    era: int = 0
+    copies: list[int]
+    round: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """One model's blocks by hash. `said`: tokens of those that are not stored yet, the oldest first.
+    """One model's blocks by hash. `unstored`: tokens of blocks that are not stored yet, the oldest first.
 
-    `waiting`: blocks by the parent that has not been announced. `events`: not sent yet. `era`: how often all
-    has been told from the start.
+    `waiting`: blocks by the parent that has not been announced. `events`: not sent yet. `round`: count of
+    the announcements of all blocks from the start.
     """
 
     name: str
     blocks: dict[int, _Block] = field(default_factory=dict)
-    said: dict[int, bytes] = field(default_factory=dict)
+    unstored: dict[int, bytes] = field(default_factory=dict)
     waiting: dict[int, set[int]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    era: int = 1
+    round: int = 1
 
     def has_announced(self, name: int) -> bool:
-        """Whether routers know a block now."""
+        """Returns whether routers know a block now."""
         block = self.blocks.get(name)
-        return block is not None and block.era == self.era
+        return block is not None and block.round == self.round
 
 
 def hash_of(key: bytes) -> int:
@@ -77,33 +78,23 @@ def hash_of(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-class Routing:
+@dataclass(slots=True, eq=False)
+class Tracker:
     """The announced blocks of all topics, and their publisher."""
 
-    def __init__(
-        self,
-        core: Executor,
-        namespaces: Namespaces,
-        authenticator: Authenticator,
-        problems: Problems,
-        settings: Events,
-    ) -> None:
-        self._loop = core.loop
-        self._core = core
-        self._view = core.view
-        self._namespaces = namespaces
-        self._authenticator = authenticator
-        self._problems = problems
-        self._settings = settings
-        self._node = self._settings.node or socket.gethostname()
-        self._publisher: Publisher | None = None
-        self._topics: dict[str, _Topic] = {}
-        self._of: dict[int, _Topic | None] = {}
-        self._flushing = False
-        self._behind = False
-        self._repeat_at = 0.0
-        self._repeat: asyncio.TimerHandle | None = None
-        self._again: deque[tuple[_Topic, list[int]]] = deque()
+    _core: Executor
+    _namespaces: Namespaces
+    _authenticator: Authenticator
+    _problems: Problems
+    _settings: Events
+    _publisher: Publisher | None = field(init=False, default=None)
+    _topics: dict[str, _Topic] = field(init=False, default_factory=dict)
+    _topic_of: dict[int, _Topic | None] = field(init=False, default_factory=dict)
+    _flushing: bool = field(init=False, default=False)
+    _behind: bool = field(init=False, default=False)
+    _repeat_at: float = field(init=False, default=0.0)
+    _repeat: asyncio.TimerHandle | None = field(init=False, default=None)
+    _repeating: deque[tuple[_Topic, list[int]]] = field(init=False, default_factory=deque)
 
     def start(self) -> None:
         """Starts to publish if this is configured. A failure is reported as a problem."""
@@ -129,11 +120,11 @@ class Routing:
         if self._publisher is None:
             return {}
         announced = sum(len(topic.blocks) for topic in self._topics.values())
-        return {"listen": self._publisher.address, "blocks": announced, **self._publisher.figures()}
+        return {"listen": self._publisher.address, "blocks": announced, **self._publisher.counts}
 
-    # -- what happens
+    # -- changes of blocks
 
-    def hear(self, space: NamespaceEntry, keys: Keys, tokens: bytes) -> bool:
+    def add_tokens(self, space: NamespaceEntry, keys: Keys, tokens: bytes) -> bool:
         """Takes the tokens of blocks that a writer will store. Returns False for a wrong number of tokens."""
         if space.layout is None or len(tokens) != 4 * space.layout.block_tokens * keys.n:
             return False
@@ -143,86 +134,89 @@ class Routing:
         size, fresh = len(tokens) // keys.n, False
         for i in range(keys.n):
             name = hash_of(keys[i])
-            if name not in topic.blocks and name not in topic.said:
-                topic.said[name] = tokens[i * size : (i + 1) * size]
+            if name not in topic.blocks and name not in topic.unstored:
+                topic.unstored[name] = tokens[i * size : (i + 1) * size]
                 fresh = True
-        for name in list(islice(topic.said, max(0, len(topic.said) - _SAID))):
-            del topic.said[name]
+        for name in list(islice(topic.unstored, max(0, len(topic.unstored) - _MOST_UNSTORED))):
+            del topic.unstored[name]
         if fresh:
-            # What is stored already, from before a restart perhaps, can be announced from now on.
+            # Blocks may be stored already, for example since before a restart.
             self._core.handle(ev.Tell(space.number, keys))
         return True
 
-    def moved(self, moved: ac.CopyReport) -> None:
-        """Announces blocks that came to a tier or left it."""
-        identity, parents = moved.identity, moved.parents
+    def copies_changed(self, report: ac.CopyReport) -> None:
+        """Announces blocks that were added to a tier or removed from it."""
+        identity, parents = report.identity, report.parents
         for i, number in enumerate(identity.namespace.tolist()):
             topic = self._topic(number)
             if topic is None:
                 continue
-            name, at = hash_of(identity.key(i)), number * MOST_TIERS + moved.tier
+            name, copy = hash_of(identity.key(i)), number * MOST_TIERS + report.tier
             if parents is None:
-                self._left(topic, name, at)
+                self._remove(topic, name, copy)
             else:
-                self._came(topic, name, at, hash_of(parents.key(i)) if parents.key_bytes[i] else None)
+                self._add(topic, name, copy, hash_of(parents.key(i)) if parents.key_bytes[i] else None)
 
-    def forgotten(self, numbers: Iterable[int]) -> None:
-        """Forgets namespaces of which nothing is left. Other namespaces may get their numbers."""
+    def namespaces_freed(self, numbers: Iterable[int]) -> None:
+        """Forgets empty namespaces. Other namespaces may get their numbers."""
         for number in numbers:
-            self._of.pop(number, None)
+            self._topic_of.pop(number, None)
 
     def _topic(self, number: int) -> _Topic | None:
         """Returns the topic of a namespace, made if absent. None if the namespace is not published."""
-        if number not in self._of:
+        if number not in self._topic_of:
             space = self._namespaces.at(number)
             if space is None or space.layout is None:
                 return None
-            self._of[number] = self._topic_of(space)
-        return self._of[number]
+            tenants, layout = self._settings.tenants, space.layout
+            owner = self._authenticator.name(space.tenant)
+            # All shards of a model have the same blocks: the first is enough.
+            published = layout.shard.startswith("0/") and (tenants is None or owner in tenants)
+            self._topic_of[number] = self._topic_for(layout.model) if published else None
+        return self._topic_of[number]
 
-    def _topic_of(self, space: NamespaceEntry) -> _Topic | None:
-        tenants, layout = self._settings.tenants, space.layout
-        assert layout is not None
-        owner = self._authenticator.name(space.tenant)
-        # All shards of a model have the same blocks: one of them is enough.
-        if not layout.shard.startswith("0/") or (tenants is not None and owner not in tenants):
-            return None
-        name = f"kv@{self._node}@{layout.model}"
+    def _topic_for(self, model: str) -> _Topic:
+        name = f"kv@{self._settings.node or socket.gethostname()}@{model}"
         if name not in self._topics:
-            topic = self._topics[name] = _Topic(name)
-            # What is known from an earlier life of this daemon is void.
-            self._add(topic, CLEARED)
+            self._topics[name] = _Topic(name)
+            # Routers may know blocks from before a restart of this daemon.
+            self._send(self._topics[name], CLEARED)
         return self._topics[name]
 
-    # -- the book
-
-    def _came(self, topic: _Topic, name: int, at: int, parent: int | None) -> None:
+    def _add(self, topic: _Topic, name: int, copy: int, parent: int | None) -> None:
         block = topic.blocks.get(name)
         if block is None:
-            tokens = topic.said.pop(name, None)
+            tokens = topic.unstored.pop(name, None)
             if tokens is None:
                 return
             block = topic.blocks[name] = _Block(tokens, parent, [])
-        if at in block.at:
+        if copy in block.copies:
             return
         media = self._media(block)
-        block.at.append(at)
-        if block.era != topic.era:
+        block.copies.append(copy)
+        if block.round != topic.round:
             self._announce(topic, name)
-        elif self._medium(at) not in media:
-            self._add_stored(topic, name, block, self._medium(at))
+        elif self._medium(copy) not in media:
+            self._send_stored(topic, name, block, self._medium(copy))
 
-    def _left(self, topic: _Topic, name: int, at: int) -> None:
+    def _remove(self, topic: _Topic, name: int, copy: int) -> None:
         block = topic.blocks.get(name)
-        if block is None or at not in block.at:
+        if block is None or copy not in block.copies:
             return
-        block.at.remove(at)
-        medium = self._medium(at)
-        if block.era == topic.era and medium not in self._media(block):
-            self._add_removed(topic, name, medium)
-        if not block.at:
+        block.copies.remove(copy)
+        medium = self._medium(copy)
+        if block.round == topic.round and medium not in self._media(block):
+            last = topic.events[-1] if topic.events else None
+            if isinstance(last, Removed) and last.medium == medium:
+                last.names.append(name)
+            else:
+                self._send(topic, Removed([name], medium))
+        if not block.copies:
             del topic.blocks[name]
-            self._wait_no_more(topic, name, block)
+            if block.parent in topic.waiting:
+                topic.waiting[block.parent].discard(name)
+                if not topic.waiting[block.parent]:
+                    del topic.waiting[block.parent]
 
     def _announce(self, topic: _Topic, name: int) -> None:
         """Announces a block and its waiting children, or lets the block wait for its parent."""
@@ -233,63 +227,50 @@ class Routing:
             if block.parent is not None and not topic.has_announced(block.parent):
                 topic.waiting.setdefault(block.parent, set()).add(name)
                 continue
-            block.era = topic.era
+            block.round = topic.round
             for medium in sorted(self._media(block)):
-                self._add_stored(topic, name, block, medium)
+                self._send_stored(topic, name, block, medium)
             ready += topic.waiting.pop(name, ())
 
-    def _wait_no_more(self, topic: _Topic, name: int, block: _Block) -> None:
-        if block.parent in topic.waiting:
-            topic.waiting[block.parent].discard(name)
-            if not topic.waiting[block.parent]:
-                del topic.waiting[block.parent]
-
-    def _medium(self, at: int) -> str:
-        return _MEDIA[self._view.tiers[at % MOST_TIERS].kind]
+    def _medium(self, copy: int) -> str:
+        return _MEDIA[self._core.view.tiers[copy % MOST_TIERS].kind]
 
     def _media(self, block: _Block) -> set[str]:
-        return {self._medium(at) for at in block.at}
+        return {self._medium(copy) for copy in block.copies}
 
-    # -- what is sent
+    # -- events to send
 
-    def _add_stored(self, topic: _Topic, name: int, block: _Block, medium: str) -> None:
+    def _send_stored(self, topic: _Topic, name: int, block: _Block, medium: str) -> None:
         last = topic.events[-1] if topic.events else None
         if isinstance(last, Stored) and last.takes(block.parent, medium, len(block.tokens)):
             last.names.append(name)
             last.tokens.append(block.tokens)
         else:
-            self._add(topic, Stored([name], block.parent, [block.tokens], medium))
+            self._send(topic, Stored([name], block.parent, [block.tokens], medium))
 
-    def _add_removed(self, topic: _Topic, name: int, medium: str) -> None:
-        last = topic.events[-1] if topic.events else None
-        if isinstance(last, Removed) and last.medium == medium:
-            last.names.append(name)
-        else:
-            self._add(topic, Removed([name], medium))
-
-    def _add(self, topic: _Topic, event: Event) -> None:
+    def _send(self, topic: _Topic, event: Event) -> None:
         topic.events.append(event)
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush)
+            self._core.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Hands on what one turn of the loop has brought: a batch a topic."""
+        """Publishes the events of one turn of the event loop, one batch per topic."""
         self._flushing = False
         assert self._publisher is not None
         for topic in self._topics.values():
             events, topic.events = topic.events, []
             if events and not self._behind and not self._publisher.put(topic.name, events):
-                # Subscribers have missed events: everything is repeated when there is room.
+                # Subscribers have missed events: all are repeated when there is room.
                 self._behind = True
-                self._loop.call_later(_NEXT_TRY_S, self._catch_up)
+                self._core.loop.call_later(_RETRY_AFTER_S, self._catch_up)
 
-    # -- everything from the start
+    # -- repeats of all events
 
     def _catch_up(self) -> None:
         assert self._publisher is not None
         if self._publisher.waiting:
-            self._loop.call_later(_NEXT_TRY_S, self._catch_up)
+            self._core.loop.call_later(_RETRY_AFTER_S, self._catch_up)
         else:
             self._behind = False
             self._repeat_all()
@@ -301,30 +282,30 @@ class Routing:
     def _plan_repeat(self) -> None:
         if self._repeat is None:
             when = max(self._core.now(), self._repeat_at)
-            self._repeat = self._loop.call_at(when, self._repeat_all)
+            self._repeat = self._core.loop.call_at(when, self._repeat_all)
 
     def _repeat_all(self) -> None:
         """Sends AllBlocksCleared, and then every block again, in steps."""
-        if self._again:
-            self._repeat = self._loop.call_later(_REPEAT_AFTER_S, self._repeat_all)
+        if self._repeating:
+            self._repeat = self._core.loop.call_later(_REPEAT_AFTER_S, self._repeat_all)
             return
         self._repeat, self._repeat_at = None, self._core.now() + _REPEAT_AFTER_S
         for topic in self._topics.values():
             topic.events, topic.waiting = [], {}
-            topic.era += 1
-            self._add(topic, CLEARED)
-            self._again.append((topic, list(reversed(topic.blocks))))
-        self._tell_some()
+            topic.round += 1
+            self._send(topic, CLEARED)
+            self._repeating.append((topic, list(reversed(topic.blocks))))
+        self._repeat_step()
 
-    def _tell_some(self) -> None:
+    def _repeat_step(self) -> None:
         assert self._publisher is not None
-        if self._again and not self._publisher.waiting:
-            topic, names = self._again[0]
-            for name in names[-_BLOCKS_AT_ONCE:]:
+        if self._repeating and not self._publisher.waiting:
+            topic, names = self._repeating[0]
+            for name in names[-_BLOCKS_PER_STEP:]:
                 if name in topic.blocks and not topic.has_announced(name):
                     self._announce(topic, name)
-            del names[-_BLOCKS_AT_ONCE:]
+            del names[-_BLOCKS_PER_STEP:]
             if not names:
-                self._again.popleft()
-        if self._again:
-            self._loop.call_later(_NEXT_STEP_S, self._tell_some)
+                self._repeating.popleft()
+        if self._repeating:
+            self._core.loop.call_later(_STEP_EVERY_S, self._repeat_step)

@@ -153,7 +153,7 @@ def suspect(session: Session, q: m.Suspect) -> None:
 def reserve(session: Session, q: m.Reserve) -> None:
     """Reserves slots for keys that are not stored, and keeps the blocks' tokens for KV events."""
     space, event = _named(session, q)
-    if q.tokens and not session.services.kv_events.hear(space, event.keys, q.tokens):
+    if q.tokens and not session.services.kv_events.add_tokens(space, event.keys, q.tokens):
         raise DeniedError(f"{len(q.tokens) // 4} tokens for {event.keys.n} blocks", "see Layout.block_tokens")
     session.services.core.ask(session, q.id, event)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.core.insight.hit_counters import HitCounters
-from kvstore.daemon.kv_events.tracker import Routing
+from kvstore.daemon.kv_events.tracker import Tracker
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator.command import Commands
 from kvstore.daemon.operator.latency import Calls
@@ -40,7 +40,7 @@ class Services(Protocol):
     data_keys: DataKeys
     deletion: Deletion
     network: NetworkTier | None
-    kv_events: Routing
+    kv_events: Tracker
     waits: Waits
     hits: HitCounters
     recorder: TraceRecorder

@@ -362,7 +362,7 @@ def test_what_does_not_fit_is_refused_and_counted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Publisher, "_run", lambda self: None)
     sends = Publisher("tcp://127.0.0.1:*", None, lambda: None)
     assert [sends.put("t", [CLEARED]) for _ in range(3)] == [True, True, False]
-    assert sends.figures()["dropped_batches"] == 1
+    assert sends.counts["dropped_batches"] == 1
     sends._context.destroy(linger=0)
 
 
@@ -371,7 +371,7 @@ def test_of_what_was_sent_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) 
     sends = Publisher("tcp://127.0.0.1:*", None, lambda: None)
     for i in range(5):
         sends.put("t", [Removed([i], "CPU")])
-    eventually(lambda: sends.figures()["batches"] == 5)
+    eventually(lambda: sends.counts["batches"] == 5)
     assert [number for number, _ in sends._kept] == list(range(sends._next - 3, sends._next))
     assert sends._kept_bytes == sum(len(payload) for _, payload in sends._kept)
     sends.close()
