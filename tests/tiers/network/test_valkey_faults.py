@@ -386,6 +386,22 @@ def test_answers_that_nobody_asked_for_are_never_used() -> None:
         assert made.connections == 2
 
 
+def test_a_connection_with_unsent_bytes_is_not_reused() -> None:
+    """A server that replies early leaves bytes of a slot unsent: they must not be sent in a later call."""
+
+    def serve(connection: socket.socket) -> None:
+        greet(connection)
+        connection.sendall(b"+OK\r\n")
+        time.sleep(0.2)
+        while connection.recv(1 << 16):
+            pass
+
+    with fake(serve) as made, opened(made.url) as backend:
+        assert backend.write([block(b"k", 64 * MIB)], ends(2)) == [Outcome.OK]
+        assert backend.write([block(b"k", 64 * MIB)], ends(2)) == [Outcome.OK]
+        assert made.connections == 2
+
+
 @pytest.mark.parametrize("claim", [0, 100, HEADER_BYTES, 70_000, 70_000 + HEADER_BYTES + 1, 1 << 30, 1 << 39])
 def test_lengths_are_claims(claim: int) -> None:
     """Whatever is said and sent, nothing is put behind the slot, and it ends in time."""

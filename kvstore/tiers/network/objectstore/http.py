@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import selectors
+import select
 import socket
-import ssl
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from functools import partial
+
+from kvstore.tiers.network.sockets import Steps, retry
 
 HEAD_BYTES = 1 << 14
 """The most bytes of a response head."""
 
 _STATUS = re.compile(r"HTTP/1\.1 (\d{3})\b")
 _LENGTH = re.compile(r"\d{1,18}")
-
-_T = TypeVar("_T")
-Steps: TypeAlias = Generator[tuple[socket.socket, int], None, _T]
-"""Yields what it waits for: a socket and events of `selectors`."""
 
 
 class StaleError(OSError):
@@ -45,45 +42,22 @@ class Head:
         return self.length >= 0 and self.fields.get("connection", "").lower() != "close"
 
 
-def shake_hands(connection: socket.socket) -> Steps[None]:
-    """Completes the TLS handshake of a TLS connection."""
-    while isinstance(connection, ssl.SSLSocket):
-        try:
-            connection.do_handshake()
-            return
-        except ssl.SSLWantReadError:
-            yield connection, selectors.EVENT_READ
-        except ssl.SSLWantWriteError:
-            yield connection, selectors.EVENT_WRITE
-
-
 def send(connection: socket.socket, request: bytes) -> Steps[None]:
     """Sends a whole request."""
     left = memoryview(request)
-    while left:
-        try:
-            left = left[connection.send(left) :]
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            yield connection, selectors.EVENT_WRITE
-        except ssl.SSLWantReadError:
-            yield connection, selectors.EVENT_READ
-        except (BrokenPipeError, ConnectionResetError):
-            raise StaleError from None
+    try:
+        while left:
+            left = left[(yield from retry(connection, partial(connection.send, left), select.POLLOUT)) :]
+    except (BrokenPipeError, ConnectionResetError):
+        raise StaleError from None
 
 
 def _receive(connection: socket.socket, target: memoryview) -> Steps[int]:
     """Receives at least 1 byte into memory, and returns the number. Raises OSError at the end."""
-    while True:
-        try:
-            nbytes = connection.recv_into(target)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            yield connection, selectors.EVENT_READ
-        except ssl.SSLWantWriteError:
-            yield connection, selectors.EVENT_WRITE
-        else:
-            if not nbytes:
-                raise ConnectionResetError("the server closed the connection")
-            return nbytes
+    nbytes = yield from retry(connection, partial(connection.recv_into, target), select.POLLIN)
+    if not nbytes:
+        raise ConnectionResetError("the server closed the connection")
+    return nbytes
 
 
 def receive_head(connection: socket.socket) -> Steps[Head]:

@@ -8,7 +8,6 @@ are handled. All others (a redirect, an error, no length) are left to obstore.
 from __future__ import annotations
 
 import re
-import selectors
 import socket
 import ssl
 import threading
@@ -20,17 +19,9 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvstore.tiers.network.base import Outcome
-from kvstore.tiers.network.objectstore.http import (
-    HEAD_BYTES,
-    Head,
-    StaleError,
-    Steps,
-    fill,
-    receive_head,
-    send,
-    shake_hands,
-)
+from kvstore.tiers.network.objectstore.http import HEAD_BYTES, Head, StaleError, fill, receive_head, send
 from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver, SocketAddress
+from kvstore.tiers.network.sockets import Steps, connect, run
 
 _AT_ONCE = 8
 _IDLE, _IDLE_S = 64, 20.0
@@ -89,14 +80,12 @@ class Fetcher:
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: an http or https URL of the service. Does not connect yet."""
         url = urlsplit(endpoint)
-        self._host = url.hostname or ""
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
-        self._address = Address(self._host, url.port or (443 if self._tls else 80))
+        self._address = Address(url.hostname or "", url.port or (443 if self._tls else 80))
         self._resolver = Resolver()
         self._lock = threading.Lock()
         self._idle: deque[tuple[socket.socket, float]] = deque()
-        self._used: set[socket.socket] = set()
-        self._closed = False
+        self._closed = threading.Event()
 
     def fetch(self, gets: Sequence[Get], ends: float) -> Iterator[Get]:
         """Runs requests until `ends`. Yields each one when it has ended, with its answer."""
@@ -104,31 +93,14 @@ class Fetcher:
             addresses = self._resolver.resolve(self._address, ends)
         except (OSError, NoAnswer):
             return  # obstore reports the error
-        waiting = deque((self._get(get, addresses), get) for get in gets)
-        running: dict[Steps[None], Get] = {}
-        with selectors.DefaultSelector() as selector:
-            try:
-                while (waiting or running) and (left := ends - time.monotonic()) > 0:
-                    ready: list[tuple[Steps[None], selectors.SelectorKey | None]] = []
-                    while waiting and len(running) < _AT_ONCE:
-                        steps, get = waiting.popleft()
-                        running[steps] = get
-                        ready.append((steps, None))
-                    ready += [(key.data, key) for key, _ in selector.select(0 if ready else left)]
-                    for steps, key in ready:
-                        if _is_done(steps, key, selector):
-                            yield running.pop(steps)
-            finally:
-                for steps in running:
-                    steps.close()
+        jobs = {self._get(get, addresses): get for get in gets}
+        for job in run(jobs, ends, self._closed.is_set, _AT_ONCE):
+            yield jobs[job]
 
     def close(self) -> None:
         """Ends running requests. Closing twice does nothing."""
         with self._lock:
-            self._closed = True
-            for connection in self._used:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            self._closed.set()
             idle, self._idle = self._idle, deque()
         for connection, _ in idle:
             connection.close()
@@ -136,13 +108,12 @@ class Fetcher:
     def _get(self, get: Get, addresses: Sequence[SocketAddress]) -> Steps[None]:
         """Runs one request. Retries on another connection if the server has closed a kept one."""
         with suppress(OSError):
-            for connection in self._idle_connections():
-                try:
+            while (connection := self._take_idle()) is not None:
+                with suppress(StaleError):
                     yield from self._exchange(get, connection)
                     return
-                except StaleError:
-                    continue
-            yield from self._exchange(get, (yield from self._connect(addresses)))
+            connection = yield from connect(self._address, addresses, self._tls)
+            yield from self._exchange(get, connection)
 
     def _exchange(self, get: Get, connection: socket.socket) -> Steps[None]:
         """Sends a request and receives its response. Keeps the connection if possible. Raises OSError."""
@@ -161,73 +132,22 @@ class Fetcher:
                 keep = head.kept and not rest
             get.answer = answer
         finally:
-            self._give_back(connection, keep)
+            self._put_back(connection, keep)
 
-    def _connect(self, addresses: Sequence[SocketAddress]) -> Steps[socket.socket]:
-        """Opens a connection. Raises OSError."""
-        for family, address in addresses:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            self._use(connection)
-            try:
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.connect_ex(address)
-                yield connection, selectors.EVENT_WRITE
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                    connection = self._secure(connection)
-                    yield from shake_hands(connection)
-                    return connection
-            except BaseException:
-                self._give_back(connection, False)
-                raise
-            self._give_back(connection, False)
-        raise OSError("no connection")
-
-    def _secure(self, connection: socket.socket) -> socket.socket:
-        if self._tls is None:
-            return connection
-        with self._lock:
-            self._used.discard(connection)
-        secured = self._tls.wrap_socket(connection, server_hostname=self._host, do_handshake_on_connect=False)
-        self._use(secured)
-        return secured
-
-    def _idle_connections(self) -> Iterator[socket.socket]:
-        """Yields kept connections until there are none."""
+    def _take_idle(self) -> socket.socket | None:
+        """Returns a kept connection, None if there is none."""
         while True:
             with self._lock:
                 if not self._idle:
-                    return
+                    return None
                 connection, since = self._idle.pop()
             if time.monotonic() - since < _IDLE_S:
-                self._use(connection)
-                yield connection
-            else:
-                connection.close()
+                return connection
+            connection.close()
 
-    def _use(self, connection: socket.socket) -> None:
+    def _put_back(self, connection: socket.socket, keep: bool) -> None:
         with self._lock:
-            if not self._closed:
-                self._used.add(connection)
-                return
-        connection.close()
-        raise OSError("closed")
-
-    def _give_back(self, connection: socket.socket, keep: bool) -> None:
-        with self._lock:
-            self._used.discard(connection)
-            if keep and not self._closed and len(self._idle) < _IDLE:
+            if keep and not self._closed.is_set() and len(self._idle) < _IDLE:
                 self._idle.append((connection, time.monotonic()))
                 return
         connection.close()
-
-
-def _is_done(steps: Steps[None], key: selectors.SelectorKey | None, selector: selectors.BaseSelector) -> bool:
-    """Runs a request until it has to wait. Returns whether it has ended."""
-    waits = next(steps, None)
-    if key is not None and waits != (key.fileobj, key.events):
-        selector.unregister(key.fileobj)
-        key = None
-    if waits is not None and key is None:
-        selector.register(*waits, steps)
-    return waits is None

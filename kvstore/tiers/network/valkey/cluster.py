@@ -6,6 +6,7 @@ fail.
 
 from __future__ import annotations
 
+import binascii
 import logging
 import ssl
 import threading
@@ -18,8 +19,7 @@ from kvstore.tiers.network.base import NetworkError
 from kvstore.tiers.network.resolver import Address, NoAnswer, Resolver
 from kvstore.tiers.network.valkey.connection import WINDOW_BYTES, Connection, Request, exchange
 from kvstore.tiers.network.valkey.errors import judge_hello
-from kvstore.tiers.network.valkey.resp import Refusal, command
-from kvstore.tiers.network.valkey.slot_map import parse_slots, redirection, slot_of
+from kvstore.tiers.network.valkey.resp import Refusal, Reply, command
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ _MOST_REDIRECTS = 4
 _FETCH_EVERY_S = 1.0  # at most one fetch of the slots per this time, also while a cluster fails
 _UNSETTLED = ("CLUSTERDOWN", "READONLY")  # replies during a failover
 _ASKING = command("ASKING")
+_SLOTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,14 @@ class Cluster:
         return batches
 
     def _node_of(self, key: bytes) -> Address | None:
-        return self._endpoint.seeds[0] if self._slots is None else self._slots[slot_of(key)]
+        return self._endpoint.seeds[0] if self._slots is None else self._slots[_slot_of(key)]
 
     def _redirected(self, node: Address, request: Request) -> bool:
         """Returns whether a node redirected a request, and prepares it for the other node."""
         asked, request.asked_at = request.asked_at, None
         if not isinstance(request.reply, Refusal):
             return False
-        where = redirection(request.reply, node)
+        where = _redirection(request.reply, node)
         if where is None:
             self._stale |= request.reply.code in _UNSETTLED
             return False
@@ -165,18 +166,15 @@ class Cluster:
                     connections[node] = self._take_connection(node, ends, fresh)
                 except (OSError, NoAnswer) as error:
                     failed[node] = error
-            for node, connection in connections.items():
-                connection.ask(_wrap(batches[node], wrapper))
             reused = {node for node, connection in connections.items() if connection.reused}
-            exchange(list(connections.values()), ends, self._closed.is_set)
+            wrapped = [(each, _wrap(batches[node], wrapper)) for node, each in connections.items()]
+            exchange(wrapped, ends, self._closed.is_set)
             for node, connection in connections.items():
                 self._put_back(connection)
                 if connection.broken is not None:
                     failed[node] = connection.broken
             self._unresponsive = self._unresponsive - set(batches) | set(failed)
-            again = {
-                n for n in failed if n in reused and not connections[n].heard and not _is_late(failed[n])
-            }
+            again = {n for n in failed if n in reused and not connections[n].heard and not _late(failed[n])}
             self._raise_fatal({n: error for n, error in failed.items() if n not in again}, connections)
             batches = {node: batches[node] for node in again}
             if not batches:
@@ -189,16 +187,12 @@ class Cluster:
             if isinstance(error, NetworkError) and (error.fatal or self._slots is None):
                 raise NetworkError(f"{node}: {error.message}", error.hint, error.fatal) from None
             if isinstance(error, ssl.SSLCertVerificationError):
-                raise NetworkError(
-                    f"{node}: {error.verify_message}",
-                    "for a private CA, add ?ca=FILE to network.url",
-                    fatal=True,
-                ) from None
+                hint = "for a private CA, add ?ca=FILE to network.url"
+                raise NetworkError(f"{node}: {error.verify_message}", hint, fatal=True) from None
             unknown = node not in connections or not connections[node].greeted
-            if self._slots is None and unknown and not _is_late(error):
-                raise NetworkError(
-                    f"cannot connect to {node}: {error}", "is the server up, and is network.url right?"
-                ) from None
+            if self._slots is None and unknown and not _late(error):
+                hint = "is the server up, and is network.url right?"
+                raise NetworkError(f"cannot connect to {node}: {error}", hint) from None
             _log.debug("%s: %s", node, error)
 
     def _take_connection(self, node: Address, ends: float, fresh: bool) -> Connection:
@@ -211,11 +205,10 @@ class Cluster:
         return Connection(node, addresses, self._endpoint.tls, list(self._hello()))
 
     def _put_back(self, connection: Connection) -> None:
-        if connection.broken is None:
-            with self._lock:
-                if not self.closed:
-                    self._idle.setdefault(connection.address, []).append(connection)
-                    return
+        with self._lock:
+            if connection.broken is None and not self.closed:
+                self._idle.setdefault(connection.address, []).append(connection)
+                return
         connection.close()
 
     def _hello(self) -> Iterator[Request]:
@@ -257,21 +250,19 @@ class Cluster:
                 failure = error
                 if error.fatal:
                     break
-            if slots := parse_slots(request.reply, node):
+            if slots := _parse_slots(request.reply, node):
                 self._slots = slots
                 return None
             if isinstance(request.reply, Refusal) and not self._endpoint.cluster:
                 return None
             if isinstance(request.reply, Refusal):
-                failure = NetworkError(
-                    f"{node} does not tell its slots: {request.reply.text}",
-                    "name a single server with one host in network.url",
-                    fatal=True,
-                )
+                hint = "name a single server with one host in network.url"
+                what = f"{node} does not tell its slots: {request.reply.text}"
+                failure = NetworkError(what, hint, fatal=True)
         return failure
 
 
-def _is_late(error: Exception) -> bool:
+def _late(error: Exception) -> bool:
     return isinstance(error, NoAnswer)
 
 
@@ -284,3 +275,38 @@ def _wrap(requests: Sequence[Request], wrapper: tuple[bytes, bytes] | None) -> l
     if wrapper is None:
         return asked
     return [Request([wrapper[0]]), *asked, Request([wrapper[1]])]
+
+
+def _slot_of(key: bytes) -> int:
+    """Returns the slot of a key without braces."""
+    return binascii.crc_hqx(key, 0) % _SLOTS
+
+
+def _parse_slots(reply: Reply, asked: Address) -> list[Address | None] | None:
+    """Returns the node of each slot from a reply to CLUSTER SLOTS of `asked`, None if it is malformed."""
+    if not isinstance(reply, list):
+        return None
+    slots: list[Address | None] = [None] * _SLOTS
+    for entry in reply:
+        match entry:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < _SLOTS:
+                name = host.decode() if isinstance(host, bytes) else ""
+                slots[first : last + 1] = [_address(name, port, asked)] * (last + 1 - first)
+            case _:
+                return None
+    return slots
+
+
+def _redirection(refusal: Refusal, asked: Address) -> tuple[bool, int, Address] | None:
+    """Parses MOVED and ASK. Returns whether the redirection is permanent, the slot and the node."""
+    match refusal.text.split():
+        case ["MOVED" | "ASK" as word, slot, address] if slot.isdecimal() and int(slot) < _SLOTS:
+            host, _, port = address.rpartition(":")
+            if port.isdecimal() and 0 < int(port) < 1 << 16:
+                return word == "MOVED", int(slot), _address(host.strip("[]"), int(port), asked)
+    return None
+
+
+def _address(host: str, port: int, asked: Address) -> Address:
+    """Returns a node's address. A node that does not know its own host has the one it was asked at."""
+    return Address(host if host not in ("", "?") else asked.host, port)

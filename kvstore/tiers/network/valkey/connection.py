@@ -6,12 +6,9 @@ read or written.
 
 from __future__ import annotations
 
-import errno
-import os
 import select
 import socket
 import ssl
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from itertools import islice
 from kvstore.errors import RemoteProtocolError
 from kvstore.tiers.network.base import NetworkError, Outcome
 from kvstore.tiers.network.resolver import Address, NoAnswer, SocketAddress
+from kvstore.tiers.network.sockets import Steps, connect, run
 from kvstore.tiers.network.valkey.resp import Reader, Reply, ReplyParser
 
 WINDOW_BYTES = 16 << 20
@@ -28,7 +26,6 @@ WINDOW_BYTES = 16 << 20
 SMALL_BYTES = 64
 """The weight of a reply without payload."""
 
-_CHECK_CLOSED_EVERY_S = 0.1  # the time between checks whether the backend was closed
 _PIECES = 64
 _TLS_BYTES = 64 << 10  # a send that would block must be repeated with the same bytes
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -79,8 +76,7 @@ class Connection:
         self.broken: Exception | None = None
         self.reused = self.heard = False
         self._hello = tuple(hello)
-        self.wants = select.POLLOUT
-        self._addresses = deque(addresses)
+        self._addresses = addresses
         self._tls = tls
         self._unsent = deque(hello)
         self._pieces: deque[memoryview] = deque()
@@ -89,41 +85,18 @@ class Connection:
         self._reader = Reader()
         self._parsing: ReplyParser | None = None
         self._target = memoryview(b"")
-        self._on_ready: Callable[[int], None] = self._connect
         self._socket: socket.socket | None = None
-
-    def ask(self, requests: Sequence[Request]) -> None:
-        """Queues requests for the next exchange."""
-        self.heard = False
-        self._unsent.extend(requests)
-        if self._socket is None:
-            self._catch(self._start_connect)
-        elif self.reused:
-            self.wants = select.POLLIN | select.POLLOUT
 
     @property
     def greeted(self) -> bool:
         """Whether a server has accepted the login."""
         return all(request.answered for request in self._hello)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a request is unsent or unanswered."""
-        return self.broken is None and bool(self._unsent or self._waiting)
-
-    @property
-    def pending(self) -> bool:
-        """Whether TLS has received bytes that a poll does not see."""
-        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
-
-    def fileno(self) -> int:
-        """Returns the descriptor of the socket. A step may replace the socket."""
-        assert self._socket is not None
-        return self._socket.fileno()
-
-    def step(self, events: int) -> None:
-        """Sends and receives without waiting, after a poll with these events."""
-        self._catch(lambda: self._on_ready(events))
+    def ask(self, requests: Sequence[Request]) -> Steps[None]:
+        """Sends requests and receives their replies. Sets `broken` if this fails."""
+        self.heard = False
+        self._unsent.extend(requests)
+        return self._run()
 
     def close(self) -> None:
         """Closes the socket and drops references to the caller's memory."""
@@ -136,75 +109,32 @@ class Connection:
 
     def end(self) -> None:
         """Ends an exchange. A connection with unanswered requests is closed."""
-        if self.busy:
+        if self.broken is None and (self._unsent or self._waiting):
             self.broken = NoAnswer("no answer in time")
-        elif self.broken is None and not self._reader.empty:
-            self.broken = RemoteProtocolError("the server sent more replies than requests")
+        elif self.broken is None and (self._pieces or not self._reader.empty):
+            self.broken = RemoteProtocolError("the server replied before a request, or more often")
         self.reused = True
         if self.broken is not None:
             self.close()
 
-    def _catch(self, work: Callable[[], None]) -> None:
+    def _run(self) -> Steps[None]:
         try:
-            work()
+            events = 0
+            if self._socket is None:
+                self._socket = yield from connect(self.address, self._addresses, self._tls)
+            else:
+                events = yield self._socket, select.POLLIN | select.POLLOUT
+            while self._unsent or self._waiting:
+                self._fill_window()
+                if events & ~select.POLLOUT:
+                    self._receive(self._socket)
+                    self._fill_window()
+                if self._pieces:
+                    self._send(self._socket)
+                if self._waiting:
+                    events = yield self._socket, select.POLLIN | (select.POLLOUT if self._pieces else 0)
         except (OSError, RemoteProtocolError, NetworkError) as error:
             self.broken = error.with_traceback(None)  # its frames hold the caller's memory
-
-    def _start_connect(self) -> None:
-        """Starts to connect to the next address that accepts it."""
-        error = errno.EADDRNOTAVAIL
-        while self._addresses:
-            family, address = self._addresses.popleft()
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            if family != socket.AF_UNIX:
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            error = self._socket.connect_ex(address)
-            if error in (0, errno.EINPROGRESS):
-                return
-            self._socket.close()
-        raise OSError(error, os.strerror(error))
-
-    def _connect(self, events: int) -> None:
-        assert self._socket is not None
-        if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._socket.close()
-            if not self._addresses:
-                raise OSError(error, os.strerror(error))
-            self._start_connect()
-        elif self._tls is None:
-            self._established()
-        else:
-            host = self.address.host
-            self._socket = self._tls.wrap_socket(
-                self._socket, server_hostname=host, do_handshake_on_connect=False
-            )
-            self._on_ready = self._shake_hands
-            self._on_ready(events)
-
-    def _shake_hands(self, events: int) -> None:
-        assert isinstance(self._socket, ssl.SSLSocket)
-        try:
-            self._socket.do_handshake()
-        except ssl.SSLWantReadError:
-            self.wants = select.POLLIN
-        except ssl.SSLWantWriteError:
-            self.wants = select.POLLOUT
-        else:
-            self._established()
-
-    def _established(self) -> None:
-        self._on_ready = self._talk
-        self._talk(0)
-
-    def _talk(self, events: int) -> None:
-        self._fill_window()
-        if events & ~select.POLLOUT or self.pending:
-            self._receive()
-            self._fill_window()
-        if self._pieces:
-            self._send()
-        self.wants = select.POLLIN | (select.POLLOUT if self._pieces else 0)
 
     def _fill_window(self) -> None:
         """Moves requests to the send queue while their replies fit in the window."""
@@ -214,13 +144,12 @@ class Connection:
             self._waiting.append(request)
             self._pieces.extend(memoryview(piece) for piece in request.pieces)
 
-    def _send(self) -> None:
-        assert self._socket is not None
+    def _send(self, connection: socket.socket) -> None:
         try:
             if self._tls is None:
-                sent = self._socket.sendmsg(list(islice(self._pieces, _PIECES)))
+                sent = connection.sendmsg(list(islice(self._pieces, _PIECES)))
             else:
-                sent = self._socket.send(self._pieces[0][:_TLS_BYTES])
+                sent = connection.send(self._pieces[0][:_TLS_BYTES])
         except _BLOCKED:
             return
         while sent:
@@ -229,14 +158,11 @@ class Connection:
                 self._pieces.appendleft(first[sent:])
             sent -= min(sent, len(first))
 
-    def _receive(self) -> None:
-        assert self._socket is not None
+    def _receive(self, connection: socket.socket) -> None:
         if self._parsing is None:
-            if not self._waiting:
-                raise RemoteProtocolError("the server sent more replies than requests")
             self._next_reply()
         try:
-            nbytes = self._socket.recv_into(self._target)
+            nbytes = connection.recv_into(self._target)
         except _BLOCKED:
             return
         if not nbytes:
@@ -271,29 +197,14 @@ class Connection:
         request.answer(reply)
 
 
-def exchange(connections: Sequence[Connection], ends: float, stopped: Callable[[], bool]) -> None:
-    """Runs all connections in parallel until their requests are answered, or until `ends`."""
+def exchange(
+    batches: Sequence[tuple[Connection, Sequence[Request]]], ends: float, stopped: Callable[[], bool]
+) -> None:
+    """Runs the requests of all connections concurrently until they are answered, or until `ends`."""
+    jobs = [connection.ask(requests) for connection, requests in batches]
     try:
-        while busy := [connection for connection in connections if connection.busy]:
-            left_s = ends - time.monotonic()
-            if left_s <= 0 or stopped():
-                break
-            _move(busy, min(left_s, _CHECK_CLOSED_EVERY_S))
+        for _ in run(jobs, ends, stopped, len(jobs)):
+            pass
     finally:
-        for connection in connections:
+        for connection, _ in batches:
             connection.end()
-
-
-def _move(connections: Sequence[Connection], wait_s: float) -> None:
-    """Waits until a connection is ready, then steps all that are ready."""
-    poll, by_number = select.poll(), {}
-    for connection in connections:
-        number = connection.fileno()
-        by_number[number] = connection
-        poll.register(number, connection.wants)
-    if any(connection.pending for connection in connections):
-        wait_s = 0
-    ready = dict(poll.poll(wait_s * 1000))
-    for number, connection in by_number.items():
-        if number in ready or connection.pending:
-            connection.step(ready.get(number, 0))
