@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.core.queues.device_queue import DeviceQueue
-from kvstore.daemon.runtime.ports import Post
+from kvstore.daemon.runtime.executor import Executor
 from kvstore.errors import KVStoreError
 from kvstore.tiers.network.base import Backend, NetworkError, Outcome
 from kvstore.tiers.network.thread_pool import ThreadPool
@@ -50,8 +50,7 @@ class BackendExecutor:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
-        post: Post,
+        core: Executor,
         backend: Backend,
         threads: int,
         timeout_s: float,
@@ -63,8 +62,8 @@ class BackendExecutor:
         self.counters: Counter[str] = Counter()
         self.device = DeviceQueue()
         self.problem = "not checked yet"
-        self._loop = loop
-        self._post = post
+        self._core = core
+        self._loop = core.loop
         self._health_changed = health_changed
         self._threads = threads
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -195,9 +194,9 @@ class BackendExecutor:
             try:
                 value = call(ends)
             except Exception as error:
-                self._post(_fail, future, error)
+                self._core.post(_fail, future, error)
             else:
-                self._post(_succeed, future, value)
+                self._core.post(_succeed, future, value)
 
         pool.submit(work)
         # Cancelling the task must not free memory that the running call still writes to.

@@ -20,7 +20,6 @@ from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.insight.hit_counters import NETWORK
 from kvstore.core.queues.device_queue import DEMAND, PREFETCH
-from kvstore.core.view import View
 from kvstore.daemon.network.downloads import Downloads
 from kvstore.daemon.network.eligibility import Eligibility
 from kvstore.daemon.network.executor import BackendExecutor
@@ -38,7 +37,6 @@ class NetworkRequests:
     """Answers requests from this node and the network. Times are in s of the event loop."""
 
     _core: Executor
-    _view: View
     _executor: BackendExecutor
     _eligibility: Eligibility
     _existence: ExistenceChecks
@@ -74,7 +72,7 @@ class NetworkRequests:
         self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry
     ) -> None:
         """Answers with a lease. Downloads the blocks that only the network has first, until the deadline."""
-        view, keys = self._view, event.keys
+        view, keys = self._core.view, event.keys
         if not view.in_memory(event.namespace, keys, event.tier):
             stored = view.stored(event.namespace, keys)
             if stored < keys.n and self._may_start(requester, namespace):
@@ -141,7 +139,7 @@ class NetworkRequests:
         requester.answer(request, ac.Deny(request, f"the blocks cannot be handed off: {why}", hint))
 
     async def _hand_off(self, namespace: NamespaceEntry, keys: Keys, tenant: int, until: float) -> ac.Answer:
-        stored = self._view.stored(namespace.number, keys)
+        stored = self._core.view.stored(namespace.number, keys)
         uploads = self._uploads.start(namespace, [keys[i] for i in range(stored)], tenant, DEMAND)
         await self._wait(uploads, until)
         return ac.Answer(0, _leading(uploads))

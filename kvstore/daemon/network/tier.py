@@ -49,16 +49,12 @@ class NetworkTier:
         event_log: EventLog,
     ) -> None:
         """`encrypts` returns whether a tenant's blocks are encrypted at rest."""
-        loop, view = core.loop, core.view
-        changed = self._health_changed
-        executor = BackendExecutor(loop, core.post, backend, config.threads, config.timeout, changed)
-        tasks, eligibility = Tasks(loop, namespaces), Eligibility(executor, encrypts)
-        existence = ExistenceChecks(executor, eligibility, loop.time)
+        executor = BackendExecutor(core, backend, config.threads, config.timeout, self._health_changed)
+        tasks, eligibility = Tasks(core.loop, namespaces), Eligibility(executor, encrypts)
+        existence = ExistenceChecks(executor, eligibility, core.now)
         downloads = Downloads(core, dram, executor, eligibility, existence, tasks, config.hedge_after)
-        uploads = Uploads(core, view, dram, namespaces, executor, eligibility, existence, tasks)
-        self.requests = NetworkRequests(
-            core, view, executor, eligibility, existence, tasks, downloads, uploads
-        )
+        uploads = Uploads(core, dram, namespaces, executor, eligibility, existence, tasks)
+        self.requests = NetworkRequests(core, executor, eligibility, existence, tasks, downloads, uploads)
         self.deletion = Deletion(executor, eligibility, existence, tasks, uploads)
         self.tasks = tasks
         self.eligibility = eligibility
@@ -66,7 +62,6 @@ class NetworkTier:
         self.uploads = uploads
         self._downloads = downloads
         self._executor = executor
-        self._loop = loop
         self._core = core
         self._event_log = event_log
         self._config = config
@@ -116,7 +111,7 @@ class NetworkTier:
             "kind": executor.backend.kind,
             "usable": executor.usable,
             "problem": executor.problem,
-            "bandwidth_bytes_per_s": round(executor.device.bandwidth(self._loop.time())),
+            "bandwidth_bytes_per_s": round(executor.device.bandwidth(self._core.now())),
             "coming_blocks": len(self._downloads),
             "going_blocks": len(self.uploads),
             "owed_removals": len(self.eligibility.to_retry),

@@ -18,7 +18,6 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.queues.device_queue import DEMAND, WRITE_BACK
-from kvstore.core.view import View
 from kvstore.daemon.network.eligibility import Eligibility, Target
 from kvstore.daemon.network.executor import BackendExecutor, batch_blocks
 from kvstore.daemon.network.existence import ExistenceChecks
@@ -46,7 +45,6 @@ class Uploads:
     """Uploads under way, by name."""
 
     _core: Executor
-    _view: View
     _dram: DramTier
     _namespaces: Namespaces
     _executor: BackendExecutor
@@ -131,7 +129,7 @@ class Uploads:
                 keys.append(key)
         if not keys or namespace.number != number or not self._eligibility.serves(namespace):
             return set(), 0
-        until = asyncio.get_running_loop().time() + self._executor.timeout_s
+        until = self._core.now() + self._executor.timeout_s
         exist = await self._existence.probe([Name(namespace.fingerprint, key) for key in keys], until)
         stored = {key for key, exists in zip(keys, exist, strict=True) if exists}
         moved, left = 0, [key for key in keys if key not in stored]
@@ -159,7 +157,7 @@ class Uploads:
             return [], []
         try:
             n, checksums = len(grant.slots), grant.checksum.tolist()
-            parents = self._view.parents(number, joined)
+            parents = self._core.view.parents(number, joined)
             slots = self._dram.slots(grant.where)
             names = [Name(namespace.fingerprint, key) for key in keys[:n]]
             objects = [
