@@ -61,7 +61,7 @@ def compare(
 def reference_disks(
     folder: Path, block_bytes: int, file_bytes: int, memory_bytes: int
 ) -> Iterator[list[Disk]]:
-    """Returns the references, on a separate file that is written in full first."""
+    """Yields the references, on a separate file that is written in full first."""
     path = folder / "reference"
     memory = _memory(memory_bytes)
     try:

@@ -6,9 +6,9 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from kvstore.config.sections import LIVE, Section, SocketPath, as_path
+from kvstore.config.sections import LIVE, FilePath, Section, SocketPath
 from kvstore.config.tenants import Secret
 from kvstore.errors import MisuseError
 
@@ -58,9 +58,9 @@ class Admin(Section):
     socket: SocketPath = Path("/run/kvstore/admin.sock")
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
     listen: Annotated[str, AfterValidator(_address)] = ""
-    certificate: Annotated[Path, BeforeValidator(as_path)] | None = None
-    key: Annotated[Path, BeforeValidator(as_path)] | None = None
-    audit_log: Annotated[Path, BeforeValidator(as_path)] | None = None
+    certificate: FilePath | None = None
+    key: FilePath | None = None
+    audit_log: FilePath | None = None
     requests_per_s: Annotated[int, Field(ge=1, le=100_000), LIVE] = 50
     tokens: Annotated[tuple[AdminToken, ...], Field(strict=False), LIVE] = ()
 

@@ -44,6 +44,9 @@ _EVERY_KEY = "`kvstore config example` shows every key"
 _BY_NAME = ("tenants", "nvme.devices")
 """Tables whose keys are names."""
 
+_ALIKE = 0.7
+"""Least similarity (0 to 1) of a known key that is suggested for an unknown one."""
+
 
 class Config(Section):
     """All sections. Immutable; made by `load`, `parse` or `Source.config`."""
@@ -252,19 +255,16 @@ def _nearest(place: list[Any]) -> str:
         at = len(table)
         if parts[:at] == table and len(parts) > at:
             given_name, parts = str(parts[at]), [*table, _NAME, *parts[at + 1 :]]
-    key = ".".join(map(str, parts))
-    parent, _, name = key.rpartition(".")
-    known = {dotted: dotted.rpartition(".")[2] for dotted in _known_keys()}
-    near = [dotted for dotted, leaf in known.items() if leaf == name and "." in dotted]
-    near.sort(key=lambda dotted: not dotted.startswith(f"{parent}."))
-    siblings = {leaf: dotted for dotted, leaf in known.items() if dotted.rpartition(".")[0] == parent}
-    near = near or [siblings[leaf] for leaf in difflib.get_close_matches(name, siblings, 1, 0.7)]
-    leaves = difflib.get_close_matches(name, known.values(), 1, 0.7)
-    near = near or [dotted for dotted, leaf in known.items() if leaf in leaves]
-    near.sort(key=lambda dotted: not dotted.startswith(f"{parts[0]}."))
-    if not near:
-        return _EVERY_KEY
-    return f"did you mean {near[0].replace(_NAME, _bare(given_name))}?"
+    parent, _, name = ".".join(map(str, parts)).rpartition(".")
+    known = {key: key.rpartition(".") for key in _known_keys()}
+    alike = {key: difflib.SequenceMatcher(None, leaf, name).ratio() for key, (_, _, leaf) in known.items()}
+
+    def rank(key: str) -> tuple[bool, bool, float, bool]:
+        section, _, leaf = known[key]
+        return bool(section) and leaf == name, section == parent, alike[key], key.startswith(f"{parts[0]}.")
+
+    near = max((key for key in known if alike[key] >= _ALIKE), key=rank, default="")
+    return f"did you mean {near.replace(_NAME, _bare(given_name))}?" if near else _EVERY_KEY
 
 
 def _show(key: str, value: object) -> str:

@@ -42,7 +42,7 @@ LIVE = object()
 """Marks a field that a running daemon takes over on a reload or a change. Other keys need a restart."""
 
 
-def as_path(value: object) -> Path:
+def _as_path(value: object) -> Path:
     """Returns the path of a string. Raises MisuseError for other types, empty strings and NUL."""
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise MisuseError(f"{value!r:.80} is not a path", "a string that names a file or folder")
@@ -68,7 +68,8 @@ WriteBudget = Annotated[int | str, AfterValidator(_write_budget)]
 Admission = Literal["always", "twice", "reuse"]
 DeviceName = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
-SocketPath = Annotated[Path, BeforeValidator(as_path), AfterValidator(_socket_path)]
+FilePath = Annotated[Path, BeforeValidator(_as_path)]
+SocketPath = Annotated[FilePath, AfterValidator(_socket_path)]
 
 
 class Section(BaseModel):
@@ -89,7 +90,7 @@ class Daemon(Section):
     operator_socket: SocketPath | None = None
     stop_timeout: Annotated[Duration, Field(gt=0), LIVE] = 10.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE] = "info"
-    changes: Annotated[Path, BeforeValidator(as_path)] | None = None
+    changes: FilePath | None = None
 
     @field_validator("operator_socket")
     @classmethod
@@ -116,7 +117,7 @@ class Dram(Section):
 class NvmeDevice(Section):
     """An additional NVMe device: its folder, its hard limit in bytes, its write budget per day."""
 
-    path: Annotated[Path, BeforeValidator(as_path)]
+    path: FilePath
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = 8 * GIB
     write_budget: Annotated[WriteBudget, LIVE] = 0
 
@@ -132,7 +133,7 @@ class Nvme(Section):
     `devices`: additional devices by name. The device at `path` is called nvme.
     """
 
-    path: Annotated[Path, BeforeValidator(as_path)] | None = None
+    path: FilePath | None = None
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = 8 * GIB
     write_policy: Annotated[Literal["write_through", "on_evict"], LIVE] = "write_through"
     admission: Annotated[Admission, LIVE] = "always"
@@ -204,7 +205,7 @@ class Network(Section):
     url: str | None = None
     limit: Size = 0
     user: str = ""
-    password_file: Annotated[Path, BeforeValidator(as_path)] | None = None
+    password_file: FilePath | None = None
     credentials: Literal["keys", "anonymous", "instance"] = "keys"
     timeout: Annotated[Duration, Field(ge=0.05, le=60), LIVE] = 2.0
     threads: Annotated[int, Field(ge=1, le=64)] = 8

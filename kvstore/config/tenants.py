@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from kvstore.config.sections import Section, as_path
+from kvstore.config.sections import FilePath, Section
 from kvstore.config.units import Duration, Size, format_size
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
@@ -119,27 +118,21 @@ class Tenant(Section):
 class Encryption(Section):
     """The master key of encrypted tenants; by default the systemd credential `kvstore-key`."""
 
-    key_file: Annotated[Path, BeforeValidator(as_path)] | None = None
+    key_file: FilePath | None = None
 
 
 def check_apart(tenants: Mapping[str, Tenant]) -> None:
     """Raises MisuseError if two tenants share a uid, gid or token."""
-    for kind in ("uid", "gid", "token"):
-        owners: dict[object, str] = {}
-        for name, tenant in tenants.items():
-            for member in _members(tenant, kind):
-                if member in owners:
-                    raise MisuseError(
-                        f"{kind} {member} is given twice: to tenants.{owners[member]} and to tenants.{name}",
-                        "a peer belongs to one tenant: remove it from the other one",
-                    )
-                owners[member] = name
-
-
-def _members(tenant: Tenant, kind: str) -> Iterable[object]:
-    if kind == "token":
-        return [token.hash for token in tenant.tokens]
-    return set(tenant.uids if kind == "uid" else tenant.gids)
+    owners: dict[str, str] = {}
+    for name, tenant in tenants.items():
+        members = [f"uid {uid}" for uid in set(tenant.uids)] + [f"gid {gid}" for gid in set(tenant.gids)]
+        for member in [*members, *(f"token {token.hash}" for token in tenant.tokens)]:
+            if member in owners:
+                raise MisuseError(
+                    f"{member} is given twice: to tenants.{owners[member]} and to tenants.{name}",
+                    "a peer belongs to one tenant: remove it from the other one",
+                )
+            owners[member] = name
 
 
 def check_floors(tenants: Mapping[str, Tenant], tier: str, limit_bytes: int) -> None:
