@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +26,11 @@ from kvstore.errors import KVStoreError, MisuseError
 class _Count:
     """Totals of a recording so far."""
 
+    file: str
     requests: int = 0
     blocks: int = 0
-    dropped: int = 0
-    file_bytes: int = 0
+    dropped_requests: int = 0
+    written_bytes: int = 0
 
 
 def record(
@@ -50,27 +51,20 @@ def record(
     Example: kvstore trace record --out trace.jsonl --for 10m
     """
     seconds, most = named("--for", parse_duration, duration), named("--max-bytes", parse_size, max_bytes)
-    count = _Count()
+    count = _Count(str(out))
     totals = TextColumn("{task.fields[requests]} requests, {task.fields[dropped]} dropped")
     with progress_bar(totals, hidden=daemon.as_json and not sys.stderr.isatty()) as bar:
         task = bar.add_task("record", total=seconds, requests=0, dropped=0)
 
         def progress(part: Part) -> None:
             done = min(part.passed_s, seconds)
-            bar.update(task, completed=done, requests=count.requests, dropped=count.dropped)
+            bar.update(task, completed=done, requests=count.requests, dropped=count.dropped_requests)
 
         try:
             asyncio.run(_write(url_of(daemon.socket), out, seconds, most, count, progress))
         except KeyboardInterrupt:
             typer.echo("interrupted: the file has the requests up to now", err=True)
-    shown = {
-        "file": str(out),
-        "requests": count.requests,
-        "blocks": count.blocks,
-        "dropped_requests": count.dropped,
-        "written_bytes": count.file_bytes,
-    }
-    daemon.show(shown, lambda: pairs("record", shown))
+    daemon.show(asdict(count), lambda: pairs("record", asdict(count)))
 
 
 async def _write(
@@ -90,15 +84,15 @@ async def _write(
                         # A trace has one block size. Without one in the layout, a block counts as one token.
                         block_tokens = block_tokens or request.block_tokens or 1
                         line = trace_line(request, block_tokens)
-                        if count.file_bytes + len(line) > most:
+                        if count.written_bytes + len(line) > most:
                             oversized += 1
                             continue
                         await file.write(line)
                         count.requests += 1
                         count.blocks += len(request.hashes)
-                        count.file_bytes += len(line)
+                        count.written_bytes += len(line)
                     await file.flush()
-                    count.dropped = part.dropped + oversized
+                    count.dropped_requests = part.dropped + oversized
                     progress(part)
         except FileExistsError:
             raise MisuseError(f"{out} already exists", "name another file") from None
