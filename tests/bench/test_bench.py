@@ -42,7 +42,7 @@ def test_a_bench_yields_its_rows(name: str, tmp_path: Path) -> None:
     assert {*BENCHES[name].always} <= results <= {*BENCHES[name].rows}
 
 
-def test_without_a_gpu_its_bench_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_gpu_bench_without_a_gpu_is_unable(tmp_path: Path) -> None:
     """Its figures need a GPU: see `make test-gpu`."""
     if not (why := device.why_not()):
         pytest.skip("there is a GPU: python -m bench gpu")
@@ -52,7 +52,7 @@ def test_without_a_gpu_its_bench_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in BENCHES.items() if entry.needs])
-def test_what_a_bench_elsewhere_names_its_rows_by_stands_in_it(name: str) -> None:
+def test_benches_with_requirements_name_their_rows(name: str) -> None:
     """It takes a GPU or a serving engine to run them: here they are imported, and their rows looked for."""
     module = importlib.import_module(f"bench.{BENCHES[name].run.partition(':')[0]}")
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def test_refused_puts_have_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["x/a", "x/c"], "x/c is no row of x"),
     ],
 )
-def test_rows_are_those_of_the_catalogue(
+def test_rows_outside_the_catalogue_are_refused(
     yields: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(bench: Bench) -> Iterator[Result]:
@@ -93,7 +93,7 @@ def test_rows_are_those_of_the_catalogue(
         list(measure("x", smoke(tmp_path)))
 
 
-def test_a_figure_of_nothing_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zero_figure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = Result("core", 0.0, "GiB/s", 1.0, 0.0, 1)
     monkeypatch.setattr("bench.core.run", lambda bench: iter([nothing]))
     with pytest.raises(NotDone, match=r"core: 0\.0 GiB/s"):
@@ -123,13 +123,13 @@ FIRST_MACHINE = next(section.rows[0]["machine"] for section in parse(TEXT) if se
         (f"\n| {FIRST_MACHINE} |", "\n| unknown |", f"there is no machine {FIRST_MACHINE}"),
     ],
 )
-def test_rot_is_found(was: str, becomes: str, why: str) -> None:
+def test_outdated_results_are_detected(was: str, becomes: str, why: str) -> None:
     assert was in TEXT
     found = list(problems(TEXT.replace(was, becomes), RESULTS.parent))
     assert any(why in problem for problem in found), found
 
 
-def test_a_bench_that_is_gone_or_new_is_found(tmp_path: Path) -> None:
+def test_removed_and_new_benches_are_detected(tmp_path: Path) -> None:
     for path in RESULTS.parent.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "core.py").rename(tmp_path / "kernel.py")
@@ -154,7 +154,7 @@ def rows(text: str, name: str) -> dict[str, dict[str, str]]:
     return {row["name"]: row for row in section.rows}
 
 
-def test_a_run_rewrites_the_tables_of_its_benches_alone() -> None:
+def test_a_run_rewrites_only_the_tables_of_its_benches() -> None:
     after = merge(TEXT, [line("core", "core")])
     row = rows(after, "core")["core"]
     assert {key: row[key] for key in (*HEADER, *ORIGIN)} == {
@@ -170,7 +170,7 @@ def test_a_run_rewrites_the_tables_of_its_benches_alone() -> None:
     assert merge(after, [line("core", "core")]) == after
 
 
-def test_a_noisy_row_without_a_target_is_read_as_it_was_written() -> None:
+def test_a_noisy_row_without_a_target_is_parsed_unchanged() -> None:
     after = merge(TEXT, [{**line("core", "core"), "noisy": True}])
     assert rows(after, "core")["core"]["met"] == "(noisy)"
     assert render(parse(after)) == after
@@ -182,7 +182,7 @@ def rows_of_machine(text: str, number: str) -> dict[str, str]:
     return row
 
 
-def test_a_failed_bench_says_so_in_its_rows() -> None:
+def test_rows_of_a_failed_bench_have_the_error() -> None:
     ended = {**line("", "lookup"), "failed": "NotDone: 0 | 1"}
     del ended["name"]
     after = rows(merge(TEXT, [line("lookup/1", "lookup"), ended]), "lookup")
@@ -191,7 +191,7 @@ def test_a_failed_bench_says_so_in_its_rows() -> None:
     assert {row["commit"] for row in after.values()} == {"abcdef0"}
 
 
-def test_what_is_not_measured_again_stays_and_what_was_never_says_what_it_needs() -> None:
+def test_unmeasured_rows_are_kept_or_name_their_requirement() -> None:
     unable = {**line("", "gpu"), "unable": "no GPU"}
     del unable["name"]
     assert rows(merge(TEXT, [unable]), "gpu") == rows(TEXT, "gpu")
@@ -224,7 +224,7 @@ def test_figures_without_a_commit_are_refused(tmp_path: Path, commit: str, dirty
         list(report.read(path, dirty))
 
 
-def test_report_writes_what_a_run_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_writes_the_rows_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, results = tmp_path / "run.jsonl", tmp_path / "RESULTS.md"
     results.write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(report, "RESULTS", results)
@@ -236,7 +236,7 @@ def test_report_writes_what_a_run_said(tmp_path: Path, monkeypatch: pytest.Monke
     assert report.main(["--from", str(path)]) == 1
 
 
-def test_report_goes_on_when_a_bench_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_continues_after_a_failed_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that end at once: one is not known to the process that should run it, the other has no GPU."""
     if not device.why_not():
         pytest.skip("there is a GPU: its bench takes longer")

@@ -28,7 +28,7 @@ def changed(daemon: LocalDaemon, *args: str) -> dict[str, Any]:
     return answer
 
 
-def test_a_quota_is_set_and_taken_back(daemon: LocalDaemon) -> None:
+def test_a_quota_is_set_and_reset(daemon: LocalDaemon) -> None:
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         asked = ("quota", "set", "chat", "--dram-limit", "4MiB", "--share", "2")
         assert changed(daemon, *asked, "--dry-run")["dry_run"] is True
@@ -40,13 +40,13 @@ def test_a_quota_is_set_and_taken_back(daemon: LocalDaemon) -> None:
         assert client.control("tenant", name="chat")["tiers"][0]["limit_bytes"] is None
 
 
-def test_the_policy_is_another_one_from_then_on(daemon: LocalDaemon) -> None:
+def test_policy_set_changes_the_policy(daemon: LocalDaemon) -> None:
     assert len(changed(daemon, "policy", "set", "arc")["changed"]) == 1
     done = cli("policy", "show", "--socket", str(daemon.socket), "--json")
     assert json.loads(done.stdout)["policy"] == "arc"
 
 
-def test_people_are_told_what_comes_of_a_quota(daemon: LocalDaemon) -> None:
+def test_quota_set_prints_the_consequences(daemon: LocalDaemon) -> None:
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(300)
         for at in range(0, 300, 100):

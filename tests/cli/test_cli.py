@@ -92,7 +92,7 @@ def test_every_command_has_an_example_and_json(name: str, command: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "command"), [pytest.param(*each, id=each[0]) for each in commands()])
-def test_every_example_is_of_a_command_with_options_that_there_are(name: str, command: Any) -> None:
+def test_every_example_uses_existing_options(name: str, command: Any) -> None:
     example = command.help.split("Example: kvstore ")[1].split("\n")[0].split()
     known = dict(commands())
     of = known.get(" ".join(example[:2])) or known[example[0]]
@@ -119,7 +119,7 @@ ASKING = (
 
 
 @pytest.mark.parametrize("args", ASKING, ids=" ".join)
-def test_without_a_daemon_it_is_an_error_with_a_hint(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_without_a_daemon_commands_fail_with_a_hint(args: tuple[str, ...], tmp_path: Path) -> None:
     done = in_process(*args, "--socket", str(tmp_path / "nobody.sock"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "no answer from the daemon" in done.stderr
@@ -127,7 +127,7 @@ def test_without_a_daemon_it_is_an_error_with_a_hint(args: tuple[str, ...], tmp_
 
 
 @needs_root
-def test_tenants_are_told_that_only_operators_may() -> None:
+def test_tenants_cannot_use_operator_commands() -> None:
     with TenantDaemon(WITH_NVME, f"[tenants.chat]\nuids = [{VICTIM}]\n") as daemon:
         for args in (("quota", "list"), ("ns", "list"), ("tier", "list"), ("events",)):
             asked = [*args, "--socket", str(daemon.socket)]
@@ -166,7 +166,7 @@ def _in_process(args: list[str]) -> tuple[int, str]:
         (("events", "--since", "soon"), "--since: 'soon' is not a duration"),
     ],
 )
-def test_what_makes_no_sense_is_an_error_with_a_hint(
+def test_invalid_arguments_are_errors_with_a_hint(
     daemon: LocalDaemon, args: tuple[str, ...], says: str
 ) -> None:
     done = run(daemon, *args)
@@ -178,7 +178,7 @@ def test_what_makes_no_sense_is_an_error_with_a_hint(
 # -- namespaces
 
 
-def test_namespaces_are_listed_page_by_page_shown_and_published(daemon: LocalDaemon, client: Client) -> None:
+def test_namespaces_are_listed_in_pages_shown_and_published(daemon: LocalDaemon, client: Client) -> None:
     for _ in range(70):
         client.namespace(new_layout()).lookup(names(1))
     ns, id, _ = stored(client, 1)
@@ -197,7 +197,7 @@ def test_namespaces_are_listed_page_by_page_shown_and_published(daemon: LocalDae
     assert told(daemon, "ns", "unpublish", id)["published_to"] == []
 
 
-def test_no_name_that_a_client_gives_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     model = "\x1b]0;owned\x07[bold]\u202e\x9b31m[/nothing]"
     with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = client.namespace(Layout(model, BLOCK, revision=model, shard=model)), names(2)
@@ -213,7 +213,7 @@ def test_no_name_that_a_client_gives_is_obeyed_by_the_terminal(tmp_path: Path) -
                 assert "\\x1b]0" in shown
 
 
-def test_a_namespace_is_forgotten(daemon: LocalDaemon, client: Client) -> None:
+def test_ns_forget_deletes_blocks(daemon: LocalDaemon, client: Client) -> None:
     ns, id, keys = stored(client, 3)
     assert told(daemon, "ns", "forget", id, "--yes") == {"namespace": id, "deleted_blocks": 3}
     assert ns.lookup(keys) == 0
@@ -222,7 +222,7 @@ def test_a_namespace_is_forgotten(daemon: LocalDaemon, client: Client) -> None:
 # -- blocks
 
 
-def test_blocks_are_pinned_and_let_go(daemon: LocalDaemon, client: Client, tmp_path: Path) -> None:
+def test_blocks_are_pinned_and_unpinned(daemon: LocalDaemon, client: Client, tmp_path: Path) -> None:
     ns, id, keys = stored(client, 3)
     file = tmp_path / "keys"
     file.write_text("\n".join(key.hex() for key in keys[1:]))
@@ -235,7 +235,7 @@ def test_blocks_are_pinned_and_let_go(daemon: LocalDaemon, client: Client, tmp_p
     assert [b["pinned_s"] for b in client.explain(keys, model=ns.layout.model)] == [None] * 3
 
 
-def test_blocks_are_shown_brought_up_and_forgotten(daemon: LocalDaemon, client: Client) -> None:
+def test_blocks_are_shown_prefetched_and_invalidated(daemon: LocalDaemon, client: Client) -> None:
     ns, id, keys = stored(client, 2)
     first = keys[0].hex()
     [block] = told(daemon, "blocks", "show", first, "--model", ns.layout.model)["blocks"]
@@ -249,15 +249,13 @@ def test_blocks_are_shown_brought_up_and_forgotten(daemon: LocalDaemon, client: 
 @pytest.mark.parametrize(
     "args", [("blocks", "prefetch"), ("blocks", "invalidate", "--yes"), ("pin", "add"), ("pin", "remove")]
 )
-def test_blocks_that_are_not_there_are_exit_code_one(
-    daemon: LocalDaemon, client: Client, args: tuple[str, ...]
-) -> None:
+def test_missing_blocks_give_exit_code_1(daemon: LocalDaemon, client: Client, args: tuple[str, ...]) -> None:
     _, id, _ = stored(client, 1)
     absent = names(1, "absent")[0].hex()
     assert told(daemon, *args, id, absent, code=1) == {"namespace": id, "keys": 1, "blocks": 0}
 
 
-def test_many_keys_are_asked_for_in_parts(tmp_path: Path) -> None:
+def test_many_keys_are_sent_in_batches(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n".join(f"{i:08x}" for i in range(2500)))
     parts = list(batches(["ffffffff", str(file)]))
@@ -268,7 +266,7 @@ def test_many_keys_are_asked_for_in_parts(tmp_path: Path) -> None:
 # -- what there is
 
 
-def test_tiers_and_devices_are_what_the_daemon_says(daemon: LocalDaemon, client: Client) -> None:
+def test_tiers_and_devices_show_the_daemons_answers(daemon: LocalDaemon, client: Client) -> None:
     stored(client, 40)
     status, figures = plain(client.control("status")), plain(client.control("figures"))
     assert told(daemon, "tier", "list")["tiers"] == status["tiers"]
@@ -289,7 +287,7 @@ def test_tiers_and_devices_are_what_the_daemon_says(daemon: LocalDaemon, client:
     assert "nvme" in run(daemon, "tier", "list").stdout
 
 
-def test_the_policy_is_the_one_that_evicts(daemon: LocalDaemon) -> None:
+def test_policy_show_prints_the_active_policy(daemon: LocalDaemon) -> None:
     assert told(daemon, "policy", "show") == {"policy": "lru", "policies": list(POLICIES)}
 
 
@@ -303,7 +301,7 @@ limit = "8MiB"
 """
 
 
-def test_quotas_are_what_the_daemon_says() -> None:
+def test_quotas_show_the_daemons_answers() -> None:
     with TenantDaemon(WITH_NVME, TENANTS) as daemon, Client(daemon.url, strict=True) as client:
         rows = told(daemon, "quota", "list")["tenants"]
         assert rows == plain(client.control("tenants")["tenants"])
@@ -314,7 +312,7 @@ def test_quotas_are_what_the_daemon_says() -> None:
         assert line.split() == ["chat", "2", "dram", "0B", "2MiB", "8MiB"]
 
 
-def test_a_quota_is_changed_by_a_patch_of_the_configuration() -> None:
+def test_quota_options_become_a_merge_patch() -> None:
     sizes = {"--dram-limit": "64GiB", "--dram-floor": "", "--nvme-limit": "none", "--nvme-floor": "0"}
     patch = {"dram": {"limit": 64 << 30}, "nvme": {"limit": None, "floor": 0}}
     assert patch_of("chat", sizes, None) == {"tenants": {"chat": patch}}
@@ -323,7 +321,7 @@ def test_a_quota_is_changed_by_a_patch_of_the_configuration() -> None:
         patch_of("no/name", sizes, None)
 
 
-def test_what_a_change_did_is_said_a_line_each() -> None:
+def test_consequences_of_a_change_are_one_line_each() -> None:
     evicted = {"tenant": "chat", "tier": "dram", "evicted_bytes": 3 << 20, "claimed_bytes": 0}
     answer = {"changed": ["tenants.chat.share = 2"], "kept": True, "consequences": [evicted]}
     assert lines(answer, False) == [
@@ -340,7 +338,7 @@ def test_what_a_change_did_is_said_a_line_each() -> None:
 # -- traces
 
 
-def test_a_trace_is_summed_up(tmp_path: Path) -> None:
+def test_trace_info_sums_a_trace(tmp_path: Path) -> None:
     trace = chats(tmp_path / "trace", 50)
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     done = cli("trace", "info", str(trace), "--json")
@@ -358,7 +356,7 @@ def test_a_trace_is_summed_up(tmp_path: Path) -> None:
     assert json.loads(skipped.stdout)["bad_lines"] == 1
 
 
-def test_recording_is_reached_as_trace_and_as_lab(daemon: LocalDaemon, tmp_path: Path) -> None:
+def test_record_is_a_command_of_trace_and_of_lab(daemon: LocalDaemon, tmp_path: Path) -> None:
     for group in ("trace", "lab"):
         out = tmp_path / group
         assert told(daemon, group, "record", "--out", str(out), "--for", "0.2s")["requests"] == 0
@@ -376,7 +374,7 @@ def completed(words: str, socket: Path | str, shell: str = "bash") -> list[str]:
     return done.stdout.split()
 
 
-def test_the_shell_completes_what_the_daemon_knows(daemon: LocalDaemon, client: Client) -> None:
+def test_completion_offers_names_of_the_daemon(daemon: LocalDaemon, client: Client) -> None:
     _, id, _ = stored(client, 1)
     for words in ("kvstore ns show ", f"kvstore ns publish {id[:30]}", "kvstore pin add "):
         assert id in completed(words, daemon.socket)
@@ -396,6 +394,6 @@ def test_completion_is_silent_without_a_daemon(tmp_path: Path) -> None:
     assert completed("kvstore tier show ", "not-a-path") == []
 
 
-def test_the_shell_is_told_by_two_options() -> None:
+def test_completion_has_two_options() -> None:
     options = {option for param in get_command(app).params for option in param.opts}
     assert {"--install-completion", "--show-completion"} <= options

@@ -70,7 +70,7 @@ def following(daemon: LocalDaemon, *args: str) -> Iterator[subprocess.Popen[str]
             process.kill()
 
 
-def test_the_latest_are_shown_newest_last(daemon: LocalDaemon, client: Client) -> None:
+def test_latest_events_are_printed_newest_last(daemon: LocalDaemon, client: Client) -> None:
     keys = invalidated(client, 130)
     asked = client.control("events", after=-1)["next"]
     events = shown(daemon)
@@ -84,7 +84,7 @@ def test_the_latest_are_shown_newest_last(daemon: LocalDaemon, client: Client) -
     assert started["detail"] == f"pid {daemon.pid}"
 
 
-def test_only_the_last_minutes(daemon: LocalDaemon, client: Client) -> None:
+def test_since_limits_events_to_a_time_span(daemon: LocalDaemon, client: Client) -> None:
     time.sleep(1.1)
     begin = time.time()
     keys = invalidated(client, 120)
@@ -96,7 +96,7 @@ def test_only_the_last_minutes(daemon: LocalDaemon, client: Client) -> None:
     assert len(shown(daemon, "--since", "1h", "-n", "7")) == 7
 
 
-def test_people_get_a_line_each(daemon: LocalDaemon, client: Client) -> None:
+def test_events_are_one_line_each(daemon: LocalDaemon, client: Client) -> None:
     [key] = invalidated(client, 1)
     done = cli("events", "--socket", str(daemon.socket), TZ="UTC")
     assert done.returncode == 0
@@ -105,7 +105,7 @@ def test_people_get_a_line_each(daemon: LocalDaemon, client: Client) -> None:
     assert (last[2], last[3], last[5]) == ("invalidated", "default", key)
 
 
-def test_what_happens_meanwhile_is_told_and_ctrl_c_is_no_error(daemon: LocalDaemon, client: Client) -> None:
+def test_follow_prints_new_events_until_ctrl_c(daemon: LocalDaemon, client: Client) -> None:
     with following(daemon, "--what", "dropped,evicted,started", "--json") as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["what"] == "started"
@@ -121,7 +121,7 @@ def test_what_happens_meanwhile_is_told_and_ctrl_c_is_no_error(daemon: LocalDaem
     assert (process.returncode, errors) == (0, "")
 
 
-def test_it_goes_on_with_the_next_daemon() -> None:
+def test_follow_continues_after_a_restart() -> None:
     with LocalDaemon(SMALL) as daemon, following(daemon, "--json") as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -138,7 +138,7 @@ def test_it_goes_on_with_the_next_daemon() -> None:
         assert errors.splitlines()[-1] == "the daemon has restarted"
 
 
-def test_how_many_were_missed_is_said(
+def test_follow_reports_lost_events(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = iter([(0, 0), (5, 3), (5, 0)])

@@ -16,7 +16,7 @@ from tests.daemons import SMALL, WITH_NVME, cli, got, names, new_layout, payload
 from tests.tenants import VICTIM, Member, TenantDaemon, needs_root
 
 
-def test_it_shows_what_is_asked_for_meanwhile() -> None:
+def test_top_shows_current_requests() -> None:
     with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(20)
         ns.put(keys, payloads(keys))
@@ -64,7 +64,7 @@ def look(at: float, instance: str = "a", **more: Any) -> dict[str, Any]:
     return nothing | more
 
 
-def test_rates_are_of_what_came_since_the_look_before() -> None:
+def test_rates_are_increments_since_the_previous_sample() -> None:
     def hits(found: int, misses: int, delivered: int) -> list[dict[str, Any]]:
         rows = (
             ("requested", "", found + misses),
@@ -104,13 +104,13 @@ def test_rates_are_of_what_came_since_the_look_before() -> None:
 
 
 @pytest.mark.parametrize("every", ["0", "2h", "soon"])
-def test_an_interval_that_makes_no_sense_is_refused(every: str) -> None:
+def test_an_invalid_interval_is_refused(every: str) -> None:
     done = cli("top", "--every", every)
     assert done.returncode == 2
     assert "--every" in done.stderr
 
 
-def test_without_a_daemon_it_says_so() -> None:
+def test_top_without_a_daemon_fails_with_a_message() -> None:
     done = cli("top", "--socket", "/nowhere/kvstore.sock", "--count", "1")
     assert done.returncode == 2
     assert "no answer from the daemon" in done.stderr

@@ -84,7 +84,7 @@ def test_a_chain_in_a_file_is_a_table(daemon: LocalDaemon, client: Client, tmp_p
     assert shown.stdout.count("live") == len(keys)
 
 
-def test_what_went_says_why(daemon: LocalDaemon, client: Client) -> None:
+def test_an_evicted_block_has_a_reason(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 2)
     ns.invalidate(keys[1:])
     code, told = why(daemon, keys[1].hex(), "--model", ns.layout.model)
@@ -98,7 +98,7 @@ def test_what_went_says_why(daemon: LocalDaemon, client: Client) -> None:
 
 
 @pytest.mark.parametrize("harm", ["none", "cut", "other"])
-def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
+def test_policy_state_survives_an_orderly_restart(harm: str) -> None:
     with LocalDaemon({**WITH_NVME, "policy": {"eviction": "hazard"}}) as daemon:
         with Client(daemon.url, deadline_s=10, strict=True) as client:
             ns, keys = stored(client, 3)
@@ -119,7 +119,7 @@ def test_what_was_learned_outlives_an_orderly_restart(harm: str) -> None:
         assert ("reuse statistics start empty" in log_of(daemon)) is (harm != "none")
 
 
-def test_what_is_not_known_at_all_is_exit_code_one(daemon: LocalDaemon) -> None:
+def test_unknown_keys_give_exit_code_1(daemon: LocalDaemon) -> None:
     absent = names(1, "absent")[0].hex()
     assert why(daemon, absent) == (1, {"keys": 1, "blocks": []})
     done = cli("why", absent, "--socket", str(daemon.socket))
@@ -134,7 +134,7 @@ def test_what_is_not_known_at_all_is_exit_code_one(daemon: LocalDaemon) -> None:
         ("ab" * 65, "is neither a key nor a file"),
     ],
 )
-def test_what_is_no_key_is_an_error_with_a_hint(daemon: LocalDaemon, text: str, says: str) -> None:
+def test_an_invalid_key_is_an_error_with_a_hint(daemon: LocalDaemon, text: str, says: str) -> None:
     done = cli("why", text, "--socket", str(daemon.socket))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
@@ -153,7 +153,7 @@ def test_what_is_no_key_is_an_error_with_a_hint(daemon: LocalDaemon, text: str, 
         ("abcd\nabcdef\n", "keys of one call differ in length"),
     ],
 )
-def test_a_file_of_other_things_is_an_error_with_a_hint(
+def test_a_file_without_keys_is_an_error_with_a_hint(
     daemon: LocalDaemon, tmp_path: Path, content: str, says: str
 ) -> None:
     file = tmp_path / "keys"
@@ -163,14 +163,14 @@ def test_a_file_of_other_things_is_an_error_with_a_hint(
     assert says in done.stderr
 
 
-def test_a_folder_is_no_file(daemon: LocalDaemon, tmp_path: Path) -> None:
+def test_a_folder_is_an_error(daemon: LocalDaemon, tmp_path: Path) -> None:
     done = cli("why", str(tmp_path), "--socket", str(daemon.socket))
     assert done.returncode == 2
     assert "cannot read" in done.stderr
 
 
 @needs_root
-def test_tenants_know_of_their_own_and_operators_of_all() -> None:
+def test_tenants_explain_their_own_blocks_and_operators_all() -> None:
     with TenantDaemon(WITH_NVME, TENANTS) as daemon:
         keys, layout = names(2), new_layout()
         with Member(daemon, VICTIM) as victim, Member(daemon, ATTACKER) as attacker:
@@ -187,7 +187,7 @@ def test_tenants_know_of_their_own_and_operators_of_all() -> None:
             assert operator.explain(keys, model="other") == []
 
 
-def test_too_many_keys_at_a_time_are_refused_by_the_daemon(daemon: LocalDaemon) -> None:
+def test_too_many_keys_in_one_request_are_refused(daemon: LocalDaemon) -> None:
     with greeted(daemon) as (peer, _):
         raw = b"".join(names(EXPLAIN_KEYS + 1))
         denied = peer.ask(m.Explain(5, "", "", 32, raw))
@@ -196,7 +196,7 @@ def test_too_many_keys_at_a_time_are_refused_by_the_daemon(daemon: LocalDaemon) 
         assert isinstance(peer.ask(m.Explain(6, "", "", 32, raw[32:])), m.Explained)
 
 
-def test_the_client_for_event_loops_explains_too(daemon: LocalDaemon, client: Client) -> None:
+def test_the_async_client_explains_blocks(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 2)
 
     async def ask() -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def test_the_client_for_event_loops_explains_too(daemon: LocalDaemon, client: Cl
 # -- hints
 
 
-def test_hints_are_taken_and_nothing_is_lost_by_them(daemon: LocalDaemon, client: Client) -> None:
+def test_hints_are_accepted_and_evict_nothing(daemon: LocalDaemon, client: Client) -> None:
     ns, keys = stored(client, 5)
     assert ns.hint(keys, next_use_s=30.0, priority=1) == 5
     assert ns.hint([*keys[:3], b"x" * 32], closed=True) == 3
@@ -225,7 +225,7 @@ def test_hints_are_taken_and_nothing_is_lost_by_them(daemon: LocalDaemon, client
     assert asyncio.run(ask()) == 5
 
 
-def test_hints_about_nothing_and_to_nobody_are_no_error(client: Client, tmp_path: Path) -> None:
+def test_hints_about_unknown_blocks_are_ignored(client: Client, tmp_path: Path) -> None:
     ns = client.namespace(new_layout())
     assert ns.hint(names(3), closed=True) == 0
     assert ns.hint([]) == 0

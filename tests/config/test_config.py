@@ -51,7 +51,7 @@ def test_sizes(text: object, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "GiB", "0foo", "64G", "1.5GiB", "-1", "1 2", "1e9", "9999999999TiB", -1, True, 1.0, None]
 )
-def test_not_a_size(text: object) -> None:
+def test_invalid_sizes_are_refused(text: object) -> None:
     with pytest.raises(MisuseError, match=re.escape(f"{text!r} is not a size")) as caught:
         parse_size(text)
     assert "64GiB" in caught.value.hint
@@ -75,7 +75,7 @@ def test_durations(text: object, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ms", "0x", "5 sec", "-1s", -1, float("nan"), float("inf"), True, None])
-def test_not_a_duration(text: object) -> None:
+def test_invalid_durations_are_refused(text: object) -> None:
     with pytest.raises(MisuseError, match="is not a duration") as caught:
         parse_duration(text)
     assert "250ms" in caught.value.hint
@@ -93,7 +93,7 @@ def test_not_a_duration(text: object) -> None:
         (2**20 - 1, "1MiB"),
     ],
 )
-def test_sizes_for_people(size: int, text: str) -> None:
+def test_format_size(size: int, text: str) -> None:
     assert format_size(size) == text
 
 
@@ -120,7 +120,7 @@ def test_the_example_is_the_default_and_shows_every_key() -> None:
     }
 
 
-def test_the_tenant_of_the_example_is_one_when_it_is_no_comment() -> None:
+def test_the_commented_tenant_of_the_example_is_valid() -> None:
     lines = example().splitlines()
     at = lines.index('# [tenants.team-a]                    # 1 to 64 letters, digits, "-", "_" and "."')
     text = "\n".join([*lines[:at], *(line.removeprefix("# ") for line in lines[at:])])
@@ -247,7 +247,7 @@ def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_error_names_the_key_the_value_and_what_to_do(text: str, names: str, hint: str) -> None:
+def test_an_error_names_the_key_the_value_and_a_remedy(text: str, names: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text, "x.toml")
     assert caught.value.message.startswith("x.toml: ")
@@ -277,7 +277,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "b.toml")
 
 
-def test_a_token_is_shown_by_no_error() -> None:
+def test_no_error_contains_a_token() -> None:
     token = "kvs_" + "s" * 43
     for text in (
         f"[[tenants.a.tokens]]\nhash = '{token}'",

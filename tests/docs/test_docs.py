@@ -49,14 +49,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize(("line", "where"), [*reversed(RUN.items())])
-def test_what_is_shown_runs(site: Site, line: str, where: str) -> None:
+def test_documented_commands_run(site: Site, line: str, where: str) -> None:
     ran = site.run(line)
     assert ran.returncode in ENDS_WITH.get(line.split()[1], {0}), f"{where}: {ran.stdout}{ran.stderr}"
     assert "Traceback" not in ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("line", HANDBOOK)
-def test_what_the_handbook_asks_for_runs(site: Site, line: str) -> None:
+def test_commands_of_the_handbook_run(site: Site, line: str) -> None:
     ran = site.run(line)
     assert ran.returncode in ENDS_WITH.get(line.split()[1], {0}), ran.stdout + ran.stderr
     assert ran.stdout.strip()
@@ -64,7 +64,7 @@ def test_what_the_handbook_asks_for_runs(site: Site, line: str) -> None:
         assert '"type":"about:blank"' not in ran.stdout
 
 
-def test_every_line_is_run_or_known_not_to_be() -> None:
+def test_every_documented_line_is_run_or_listed() -> None:
     for name, line in FENCED:
         first = line.split()[0]
         assert first in NOT_RUN or is_ours(line) or not re.fullmatch(r"[a-z][a-z-]+", first), (
@@ -74,7 +74,7 @@ def test_every_line_is_run_or_known_not_to_be() -> None:
             print(f"not run: {line}: {NOT_RUN[first]}")
 
 
-def test_targets_of_make_are_there() -> None:
+def test_documented_make_targets_exist() -> None:
     shown = re.findall(r"(?:`|^)make ([a-z-]+)", "\n".join(TEXTS.values()), re.MULTILINE)
     assert {"demo", "test", "install", "deb"} <= set(shown)
     for target in sorted(set(shown)):
@@ -83,7 +83,7 @@ def test_targets_of_make_are_there() -> None:
         assert ran.returncode == 0, ran.stderr
 
 
-def test_units_that_are_named_are_there() -> None:
+def test_documented_units_exist() -> None:
     verbs = "enable|disable|start|stop|restart|try-restart|reload|status|edit"
     lines = re.findall(rf"systemctl (?:{verbs}) ([^`&#\n]*)", "\n".join(TEXTS.values()))
     units = {
@@ -116,13 +116,13 @@ def test_commands_within_sentences_exist(name: str) -> None:
             assert known(words[1:]) == "", line
 
 
-def test_a_command_that_is_not_there_would_be_seen() -> None:
+def test_an_unknown_command_is_detected() -> None:
     assert known(["lab", "guess"])
     assert known(["status", "--colour"])
     assert not known(["tenant", "delete", "NAME", "--yes"])
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[path.name]):
             if "://" in target:
@@ -136,7 +136,7 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in slugs, f"{path.name}: {target}"
 
 
-def test_the_handbook_knows_every_reason_not_to_be_ready() -> None:
+def test_the_handbook_has_every_readiness_reason() -> None:
     routes = (ROOT / "kvstore/admin/routers/queries.py").read_text()
     reasons = re.findall(r'reasons\.append\(f"\{.*?\}: (.*?)"\)', routes) + re.findall(
         r'reasons = \["(.*?)"\]', routes
@@ -148,7 +148,7 @@ def test_the_handbook_knows_every_reason_not_to_be_ready() -> None:
         assert any(words <= set(re.findall(r"[\w']+", row)) for row in rows), reason
 
 
-def test_every_promise_of_the_security_page_has_its_test() -> None:
+def test_every_promise_of_the_security_page_names_existing_tests() -> None:
     """A line of its tables of promises names tests, or a file of them; there are all of these."""
     there = {
         name

@@ -28,17 +28,17 @@ def best_hits(load: Workload, capacity: int) -> int:
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=9), st.integers(1, 4))
-def test_it_is_the_best_of_all_choices(prompts: list[list[int]], capacity: int) -> None:
+def test_the_bound_equals_the_best_of_all_choices(prompts: list[list[int]], capacity: int) -> None:
     load = workload(prompts)
     assert Bound(load).hits(capacity) == best_hits(load, capacity)
 
 
-def test_what_comes_back_last_is_not_kept() -> None:
+def test_the_block_with_the_latest_next_use_is_not_kept() -> None:
     # Least recently used would serve nothing of this: it always drops what comes next.
     load = workload([[1], [2], [3]] * 5)
     assert Bound(load).hits(2) == 8
     assert Bound(load).hits(3) == 12
 
 
-def test_nothing_asked_for_is_nothing_served() -> None:
+def test_empty_prompts_have_no_hits() -> None:
     assert Bound(workload([[], []])).hits(5) == 0

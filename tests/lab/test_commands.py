@@ -118,7 +118,7 @@ def test_size_beside_nvme(trace: Path) -> None:
     assert "searched DRAM from" in table
 
 
-def test_size_for_more_than_can_be(trace: Path) -> None:
+def test_size_for_an_unreachable_hit_ratio_fails(trace: Path) -> None:
     best = json_of("replay", trace, "--capacities", "5%")["trace"]["best_hit_ratio"]
     says = refused("size", trace, "--hit", "99%")
     assert "99.0 % of the tokens cannot be served" in says
@@ -139,7 +139,7 @@ def test_size_for_a_budget(trace: Path) -> None:
 
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
 @pytest.mark.parametrize("block_bytes", [4096, BLOCK, 3 * MIB])
-def test_a_limit_for_so_many_blocks(tier: Tier, block_bytes: int) -> None:
+def test_limit_for_holds_the_blocks_exactly(tier: Tier, block_bytes: int) -> None:
     for blocks in (1, 20, 1000):
         limit = limit_for(blocks, tier, block_bytes)
         assert Capacity(tier, limit_bytes=limit).blocks(block_bytes) >= blocks
@@ -209,7 +209,7 @@ def test_a_report_of_another_version(trace: Path, tmp_path: Path) -> None:
         ("5%+1KiB", "1KiB holds no block of 64KiB in NVME"),
     ],
 )
-def test_what_is_no_capacity(text: str, says: str) -> None:
+def test_invalid_capacities_are_refused(text: str, says: str) -> None:
     with pytest.raises(MisuseError) as caught:
         parse_capacities(text, 1000, BLOCK)
     assert says in caught.value.message
@@ -253,7 +253,7 @@ def test_capacities() -> None:
         (["size", "--budget", "5", "--dram-cost", "0", "--nvme-cost", "1"], "a GiB of dram costs 0"),
     ],
 )
-def test_what_is_refused(trace: Path, args: list[str], says: str) -> None:
+def test_invalid_options_are_refused(trace: Path, args: list[str], says: str) -> None:
     assert says in refused(args[0], trace, *args[1:])
 
 

@@ -99,7 +99,7 @@ def test_every_byte_of_a_block_is_checked(at: int) -> None:
     assert not rows.any(), "checked bytes are cleared"
 
 
-def test_blocks_of_other_keys_torn_blocks_and_zeros_are_wrong() -> None:
+def test_foreign_torn_and_zero_blocks_are_wrong() -> None:
     payload, rows = Payload(BLOCK), np.zeros((3, BLOCK), np.uint8)
     payload.fill(KEYS[:3], rows)
     rows[0] = rows[1]
@@ -114,7 +114,7 @@ def test_odd_block_sizes_are_refused(block_bytes: int) -> None:
         Payload(block_bytes)
 
 
-def test_a_prompt_gets_what_is_there_and_puts_the_rest() -> None:
+def test_a_prompt_gets_the_stored_prefix_and_puts_the_rest() -> None:
     store = Store()
     player = engine(store)
     first = player.prompt(KEYS[:4])
@@ -137,7 +137,7 @@ def test_long_prompts_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(keys) for keys in store.asked] == [10, 10]
 
 
-def test_a_store_that_lies_is_caught() -> None:
+def test_wrong_bytes_are_detected() -> None:
     class Liar(Store):
         def acquire(self, keys: list[bytes]) -> Lease:
             return Lease([self.blocks[KEYS[0]] for _ in keys])
@@ -147,7 +147,7 @@ def test_a_store_that_lies_is_caught() -> None:
     assert player.prompt(KEYS).wrong == 9
 
 
-def test_a_store_that_copies_nothing_is_caught() -> None:
+def test_missing_copies_are_detected() -> None:
     class Idle(Lease):
         def copy_into(self, out: np.ndarray) -> int:
             return len(out)
@@ -184,7 +184,7 @@ def test_blocks_that_fail_their_check_are_misses_and_their_bytes_are_not_reused(
     assert not player._got.any()
 
 
-def test_a_short_answer_is_asked_again_until_nothing_comes() -> None:
+def test_a_partial_lease_is_followed_by_another_acquire() -> None:
     class Narrow(Store):
         def acquire(self, keys: list[bytes]) -> Lease:
             return super().acquire(keys[:4])
@@ -321,7 +321,7 @@ def test_replay_against_a_daemon(daemon: LocalDaemon, tmp_path: Path) -> None:
     assert again.bytes_written == 0
 
 
-def test_what_does_not_fit_dram_comes_from_nvme_also_after_a_restart(tmp_path: Path) -> None:
+def test_blocks_evicted_from_dram_are_served_from_nvme_after_a_restart(tmp_path: Path) -> None:
     path = chat_trace(tmp_path / "t")
     # What is scrubbed holds slots, of which there are few.
     settings = {
@@ -343,7 +343,7 @@ def test_what_does_not_fit_dram_comes_from_nvme_also_after_a_restart(tmp_path: P
     assert second.token_hit_ratio == 1.0
 
 
-def test_a_served_daemon_leaves_nothing_behind(daemon: LocalDaemon) -> None:
+def test_a_local_daemon_removes_its_files(daemon: LocalDaemon) -> None:
     with LocalDaemon({"dram": {"limit": "2MiB"}, "nvme": {"limit": "4MiB"}}) as served:
         folder, first = served.folder, served.pid
         assert folder != daemon.folder
@@ -441,7 +441,7 @@ def test_replay_prints_one_object(daemon: LocalDaemon, tmp_path: Path) -> None:
     assert "wrong blocks" in table
 
 
-def test_replay_with_a_daemon_of_its_own(tmp_path: Path) -> None:
+def test_replay_serve_starts_a_daemon(tmp_path: Path) -> None:
     trace, data = chat_trace(tmp_path / "t"), tmp_path / "data"
     data.mkdir()
     own = ("--serve", "--dram", "2MiB", "--nvme", "64MiB", "--data", data, "--json", "--block-bytes", "64KiB")
@@ -474,12 +474,12 @@ def test_replay_fails_when_a_block_is_wrong(
         (["--requests", "0"], "requests is 0"),
     ],
 )
-def test_replay_options_that_cannot_be(
+def test_invalid_replay_options_are_refused(
     daemon: LocalDaemon, tmp_path: Path, args: list[str], says: str
 ) -> None:
     socket = [] if "--serve" in args else ["--socket", str(daemon.socket)]
     assert says in run("replay", chat_trace(tmp_path / "t"), *socket, *args, code=2).stderr
 
 
-def test_replay_of_what_is_no_trace(tmp_path: Path) -> None:
+def test_replay_of_an_invalid_trace_fails(tmp_path: Path) -> None:
     assert "check the path" in run("replay", tmp_path / "none", "--serve", code=2).stderr

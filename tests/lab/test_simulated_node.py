@@ -59,7 +59,7 @@ def lru_hits(load: Workload, capacity: int) -> int:
 
 
 @given(PROMPTS, st.integers(5, 12))
-def test_lru_is_what_a_dictionary_makes_of_it(prompts: list[list[int]], capacity: int) -> None:
+def test_lru_equals_an_ordered_dictionary(prompts: list[list[int]], capacity: int) -> None:
     load = workload(prompts)
     point = play(load, slots(capacity))
     assert sum(point.hits_by_tier.values()) == lru_hits(load, capacity)
@@ -68,7 +68,7 @@ def test_lru_is_what_a_dictionary_makes_of_it(prompts: list[list[int]], capacity
 
 @pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
 @given(PROMPTS)
-def test_two_tiers_serve_what_they_have(write_policy: str, prompts: list[list[int]]) -> None:
+def test_two_tiers_reach_the_bound_of_their_sum(write_policy: str, prompts: list[list[int]]) -> None:
     load = workload(prompts)
     point = play(load, slots(6, 400), write_policy=write_policy)
     assert sum(point.hits_by_tier.values()) == Bound(load).hits(400), "NVMe has room for everything"
@@ -77,7 +77,7 @@ def test_two_tiers_serve_what_they_have(write_policy: str, prompts: list[list[in
         assert point.written_bytes_by_tier == {"nvme": BLOCK * load.unique_blocks}
 
 
-def test_on_evict_writes_what_dram_lets_go_of() -> None:
+def test_on_evict_writes_evicted_blocks() -> None:
     point = play(workload([range(4), range(10, 14), range(4)]), slots(4, 64), write_policy="on_evict")
     assert point.hits_by_tier == {"dram": 0, "nvme": 4}
     assert point.stored_blocks == 8
@@ -87,7 +87,7 @@ def test_on_evict_writes_what_dram_lets_go_of() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
+def test_no_policy_exceeds_the_bound(tmp_path: Path, policy: str) -> None:
     experiment = Experiment(chats(tmp_path / "t", 150), Options(block_bytes=BLOCK))
     report = experiment.report([policy], ["5%", "20%", "5%+5%", "100%"])
     bounds = {bound.capacity: bound for bound in report.bounds}
@@ -100,7 +100,7 @@ def test_no_policy_is_above_the_bound(tmp_path: Path, policy: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "speed"), [("lru", 0.0), pytest.param("hazard", 1.0, marks=pytest.mark.long)]
 )
-def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> None:
+def test_the_simulation_equals_a_live_daemon(tmp_path: Path, policy: str, speed: float) -> None:
     """By order alone, as fast as it goes; or by the trace's clock too, from which a policy learns."""
     path = chats(tmp_path / "t", 1200, apart_ms=25)
     experiment = Experiment(path, Options(block_bytes=BLOCK))
@@ -121,7 +121,7 @@ def test_as_a_live_daemon_serves(tmp_path: Path, policy: str, speed: float) -> N
     assert point.block_hit_ratio == pytest.approx(live.token_hit_ratio, abs=0.005)
 
 
-def test_prompts_longer_than_dram_come_in_pieces() -> None:
+def test_prompts_longer_than_dram_are_served_in_pieces() -> None:
     node = SimulatedNode(slots(4, 64), BLOCK)
     keys = Keys(keys_of(workload([range(12)]).blocks).tobytes(), 8)
     long, other = keys.take(0, 8), keys.take(8, 12)
@@ -130,7 +130,7 @@ def test_prompts_longer_than_dram_come_in_pieces() -> None:
     assert node.denied == 0
 
 
-def test_a_prompt_that_finds_no_room_is_counted() -> None:
+def test_prompts_denied_for_room_are_counted() -> None:
     point = play(workload([range(10)] * 2), slots(4))
     assert point.denied_blocks == 12
     assert point.hits_by_tier == {"dram": 4}
@@ -141,7 +141,7 @@ def same(points: list[Point]) -> list[Point]:
     return [replace(point, wall_s=0.0, accesses_per_s=0.0) for point in points]
 
 
-def test_the_same_again_also_in_other_processes(tmp_path: Path) -> None:
+def test_replays_are_deterministic_across_processes(tmp_path: Path) -> None:
     experiment = Experiment(chats(tmp_path / "t", 100), Options(block_bytes=BLOCK))
     tasks = [Task("lru", name, experiment.parse(name), BLOCK) for name in ("5%", "20%", "5%+10%")]
     told: list[int] = []
@@ -165,21 +165,21 @@ def test_other_processes_import_nothing_from_the_working_directory(
     assert not (tmp_path / "ran").exists()
 
 
-def test_errors_of_other_processes_come_home(tmp_path: Path) -> None:
+def test_errors_of_child_processes_are_raised(tmp_path: Path) -> None:
     experiment = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     bad = Task("lru", "", (Capacity(Tier.DRAM, limit_bytes=2 << 20),), 4 << 20)
     with pytest.raises(KVStoreError, match="does not fit into an extent"):
         sweep.run(experiment.workload, [bad, bad], 2)
 
 
-def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_child_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = Experiment(chats(tmp_path / "t", 20), Options(block_bytes=BLOCK))
     task = Task("lru", "", slots(9), BLOCK, {"policy_that_dies": Dying()})
     with pytest.raises(KVStoreError, match="a process of the lab died"):
         sweep.run(experiment.workload, [task, task], 2)
 
 
-def test_replays_stop_when_they_are_told(tmp_path: Path) -> None:
+def test_replays_stop_by_the_flag(tmp_path: Path) -> None:
     load = workload([[1, 2], [1, 3]])
     load.save(tmp_path)
     task = Task("lru", "", slots(9), BLOCK)

@@ -70,7 +70,7 @@ def test_chats(tmp_path: Path) -> None:
     assert not any(session.own_clock for session in trace.sessions())
 
 
-def test_chats_may_say_how_many_tokens_a_block_has(tmp_path: Path) -> None:
+def test_chats_may_set_block_tokens(tmp_path: Path) -> None:
     small = [{**chat(i, 40, [1, 2, 3]), "block_tokens": 16} for i in range(2)]
     trace = Trace(write(tmp_path / "small.jsonl", small))
     assert trace.block_tokens == 16
@@ -82,7 +82,7 @@ def test_chats_may_say_how_many_tokens_a_block_has(tmp_path: Path) -> None:
         Trace(write(tmp_path / "none.jsonl", [{**small[0], "block_tokens": 0}]))
 
 
-def test_a_key_names_everything_before_its_block(tmp_path: Path) -> None:
+def test_a_key_depends_on_its_whole_prefix(tmp_path: Path) -> None:
     rows = [chat(0, 1024, [1, 2]), chat(0, 1024, [3, 2])]
     a, b = Trace(write(tmp_path / "chats.jsonl", rows))
     assert not set(a.keys) & set(b.keys)
@@ -107,7 +107,7 @@ def test_conversations(tmp_path: Path) -> None:
     assert all(session.own_clock for session in trace.sessions())
 
 
-def test_keys_do_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_reading_order(tmp_path: Path) -> None:
     # Requests of a session reuse the keys of their common prefix: the result must be as if they did not.
     rows = [
         conversation(*(call(i, 64 * len(ids), ids) for i, ids in enumerate(orders)))
@@ -125,7 +125,7 @@ ORDERS = [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 4], [9, 2, 3, 4], [1, 2]]
 
 
 @pytest.mark.parametrize("rows", [CHATS, CONVERSATIONS], ids=["chats", "conversations"])
-def test_compressed_is_the_same(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_compressed_traces_equal_plain_ones(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     plain = write(tmp_path / "trace.jsonl", rows)
     packed = compress(plain)
     expected = list(Trace(plain))
@@ -197,7 +197,9 @@ def _a_list(path: Path) -> None:
         (_a_list, "line 1 has no known trace format", "input_length"),
     ],
 )
-def test_what_is_no_trace(tmp_path: Path, make: Callable[[Path], None], says: str, hint: str) -> None:
+def test_invalid_traces_are_refused(
+    tmp_path: Path, make: Callable[[Path], None], says: str, hint: str
+) -> None:
     make(tmp_path / "trace.jsonl")
     with pytest.raises(KVStoreError, match=says) as caught:
         Trace(tmp_path / "trace.jsonl")
@@ -244,7 +246,7 @@ def test_a_bad_conversation(tmp_path: Path, row: dict[str, Any], says: str) -> N
         list(Trace(path))
 
 
-def test_zstd_that_is_none_is_cut_or_is_damaged(tmp_path: Path) -> None:
+def test_invalid_truncated_and_damaged_zstd_is_refused(tmp_path: Path) -> None:
     rows = [chat(i, 512, [i * 977 % 1000]) for i in range(5000)]
     path = compress(write(tmp_path / "trace.jsonl", rows))
     whole = path.read_bytes()

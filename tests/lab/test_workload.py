@@ -24,7 +24,7 @@ def test_equal_numbers_are_equal_prefixes(tmp_path: Path) -> None:
     assert load.duration_s == 1.5
 
 
-def test_coarser_blocks_are_named_by_their_last_id(tmp_path: Path) -> None:
+def test_coarser_blocks_use_their_last_id(tmp_path: Path) -> None:
     rows = [chat(0, [1, 2, 3, 4, 5]), chat(1, [1, 2, 3, 9]), chat(2, [1])]
     trace = Trace(write(tmp_path / "t", rows))
     assert prompts_of(of_chats(trace, 1024)) == [[0, 1], [0, 2], []]
@@ -32,7 +32,7 @@ def test_coarser_blocks_are_named_by_their_last_id(tmp_path: Path) -> None:
         of_chats(trace, 700)
 
 
-def test_it_is_the_same_when_it_is_loaded_again(tmp_path: Path) -> None:
+def test_a_loaded_workload_equals_the_saved_one(tmp_path: Path) -> None:
     load = workload([[1, 2], [1, 3], []])
     load.save(tmp_path)
     again = Workload.load(tmp_path)
@@ -58,7 +58,7 @@ def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **loop: float) -> 
     return of_conversations(Trace(write(tmp_path / "t", rows)), 64, ClosedLoop(**{"users": 1, **loop}))  # type: ignore[arg-type]
 
 
-def test_what_conversations_share(tmp_path: Path) -> None:
+def test_conversations_share_a_part_of_the_preamble(tmp_path: Path) -> None:
     """Half of 256 tokens: the first two blocks of main prompts to a model; others are each one's own."""
     load = of(tmp_path, shared=0.5)
     mains = [p for p in prompts_of(load) if len(p) >= 4]
@@ -81,7 +81,7 @@ def test_gaps_are_capped_and_nested_times_merged(tmp_path: Path) -> None:
     assert 0 <= load.times_s[0] <= 100
 
 
-def test_users_play_one_after_another(tmp_path: Path) -> None:
+def test_each_user_plays_conversations_in_sequence(tmp_path: Path) -> None:
     talks = [conversation(call(0, [i]), call(50, [i, i])) for i in range(40)]
     rows = [dict(each) for each in talks]
     for users in (1, 4):
@@ -124,7 +124,7 @@ BAD_TALKS = [
     ("good", "bad", "says"),
     [(GOOD, bad, says) for bad, says in BAD_CHATS] + [(TALKS[0], bad, says) for bad, says in BAD_TALKS],
 )
-def test_bad_lines_are_named_or_left_out(
+def test_bad_lines_are_errors_or_skipped(
     tmp_path: Path, good: dict[str, object], bad: dict[str, object] | str, says: str
 ) -> None:
     path = write(tmp_path / "trace", [good, bad, good])
