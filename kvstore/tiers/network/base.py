@@ -102,7 +102,10 @@ class Backend(Protocol):
         """Deletes objects. OK also for missing objects."""
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """Yields the objects of a namespace, or of all, in no order. Skips foreign objects."""
+        """Yields the objects of a namespace, or of all, in no order. Skips foreign objects.
+
+        Raises NetworkError if the list does not end by `ends`.
+        """
 
     def health(self, ends: float) -> None:
         """Writes, reads and deletes a small object. Raises NetworkError with the problem."""

@@ -29,7 +29,7 @@ from kvstore import arena
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.base import BlockIO
 from kvstore.tiers.network import objects
-from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
+from kvstore.tiers.network.base import Backend, Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.filesystem.byte_grants import ByteGrants
 from kvstore.tiers.network.filesystem.call_pool import Call, CallPool, ScratchBuffer
 from kvstore.tiers.network.filesystem.membership import Membership
@@ -65,15 +65,13 @@ def open_url(settings: BackendSettings) -> Filesystem:
     url = urlsplit(settings.url)
     folder = Path(unquote(url.path))
     if url.netloc not in ("", "localhost") or not folder.is_absolute() or folder == Path("/"):
-        raise ConfigError(
-            f"network.url: {settings.url!r:.120} names no folder",
-            "write three slashes: file:///mnt/lustre/kvstore",
-        )
+        hint = "write three slashes: file:///mnt/lustre/kvstore"
+        raise ConfigError(f"network.url: {settings.url!r:.120} names no folder", hint)
     return Filesystem(folder, settings.limit_bytes, settings.threads)
 
 
-class Filesystem:
-    """A `Backend` of files. All daemons of a folder must have the same `limit_bytes` (0: no limit)."""
+class Filesystem(Backend):
+    """Blocks as files. All daemons of a folder must have the same `limit_bytes` (0: no limit)."""
 
     kind = "filesystem"
 
@@ -87,24 +85,20 @@ class Filesystem:
         self._temporary_numbers = itertools.count()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.probe`."""
         return self._pool.run([partial(self._probe, name) for name in names], ends, Outcome.FAILED)
 
     def read(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.read`."""
         return self._pool.run([partial(self._read, thing) for thing in objects], ends, Outcome.FAILED)
 
     def write(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.write`. An existing file of the right size stays."""
+        """Keeps an existing file of the right size."""
         self._membership.ready(ends)
         return self._pool.run([partial(self._write, thing) for thing in objects], ends, Outcome.FAILED)
 
     def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.delete`."""
         return self._pool.run([partial(self._delete, name) for name in names], ends, Outcome.FAILED)
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """See `Backend.list`. Raises NetworkError if the list does not end by `ends`."""
         now = self._call(self._paths.now, ends)
         tops = [objects.folder(namespace)] if namespace else self._folders(objects.ROOT, ends)
         for top in tops:
@@ -113,11 +107,9 @@ class Filesystem:
                     yield Listed(name, found.st_size, now - found.st_mtime)
 
     def health(self, ends: float) -> None:
-        """See `Backend.health`."""
         self._call(self._check, ends)
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._membership.close()
         self._pool.close()
         # Closing the engine waits for I/O under way, which may hang.
@@ -126,9 +118,8 @@ class Filesystem:
     # -- one object, on a thread of the pool
 
     def _probe(self, name: Name, call: Call[Outcome], scratch: ScratchBuffer) -> Outcome:
-        folder, file = os.path.split(objects.path(name))
         try:
-            with self._paths.at(folder) as at:
+            with self._paths.parent(name) as (at, file):
                 found = os.stat(file, dir_fd=at, follow_symlinks=False)
         except FileNotFoundError:
             return Outcome.MISSING
@@ -174,12 +165,8 @@ class Filesystem:
         return Outcome.OK
 
     def _delete(self, name: Name, call: Call[Outcome], scratch: ScratchBuffer) -> Outcome:
-        folder, file = os.path.split(objects.path(name))
         try:
-            with self._paths.at(folder) as at:
-                os.unlink(file, dir_fd=at)
-        except FileNotFoundError:
-            return Outcome.OK
+            self._paths.unlink(name)
         except OSError:
             return Outcome.FAILED
         return Outcome.OK
@@ -188,8 +175,7 @@ class Filesystem:
 
     def _load(self, name: Name, raw: memoryview) -> bool:
         """Reads a file into memory. Returns False if it is not a regular file of this size."""
-        folder, file = os.path.split(objects.path(name))
-        with self._paths.at(folder) as at:
+        with self._paths.parent(name) as (at, file):
             fd = self._open(file, os.O_RDONLY | os.O_NONBLOCK, at)  # opening a FIFO would wait for a writer
             try:
                 found = os.fstat(fd)
@@ -203,7 +189,6 @@ class Filesystem:
 
     def _store(self, name: Name, raw: memoryview, grants: ByteGrants, call: Call[Outcome]) -> None:
         """Writes a file under a temporary name and renames it."""
-        folder, file = os.path.split(objects.path(name))
         temporary = str(next(self._temporary_numbers))
         with self._paths.at(grants.folder, make=not grants.counted) as here:
             try:
@@ -213,7 +198,7 @@ class Filesystem:
                 finally:
                     self._close(fd)  # NFS reports a full disk only now
                 call.check()
-                with self._paths.at(folder, make=True) as there:
+                with self._paths.parent(name, make=True) as (there, file):
                     os.rename(temporary, file, src_dir_fd=here, dst_dir_fd=there)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -222,15 +207,11 @@ class Filesystem:
 
     def _is_there(self, name: Name, nbytes: int) -> bool:
         """Returns whether a block has a file of this size. This counts as a use of the block."""
-        folder, file = os.path.split(objects.path(name))
-        try:
-            with self._paths.at(folder) as at:
-                found = os.stat(file, dir_fd=at, follow_symlinks=False)
-                if is_file(found) and found.st_size == nbytes:
-                    self._touch(file, found, at)
-                    return True
-        except FileNotFoundError:
-            pass
+        with contextlib.suppress(FileNotFoundError), self._paths.parent(name) as (at, file):
+            found = os.stat(file, dir_fd=at, follow_symlinks=False)
+            if is_file(found) and found.st_size == nbytes:
+                self._touch(file, found, at)
+                return True
         return False
 
     def _touch(self, file: int | str, found: os.stat_result, at: int | None = None) -> None:

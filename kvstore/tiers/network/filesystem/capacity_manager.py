@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from kvstore.tiers.network.base import Name, NetworkError
 from kvstore.tiers.network.filesystem.byte_grants import MAX_FILE_BYTES, ManagerFile, MemberFile, parse_report
 from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths, blocks
-from kvstore.tiers.network.objects import ROOT, path
+from kvstore.tiers.network.objects import ROOT
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class CapacityManager:
         for block in self._walk():
             if block is None:
                 yield True
-            elif _minute(block[1]) <= last and self._delete(block[0]):
+            elif _minute(block[1]) <= last and self._paths.unlink(block[0]):
                 count.nbytes -= block[1].st_size
                 surplus -= block[1].st_size
                 if surplus <= 0:
@@ -178,15 +178,6 @@ class CapacityManager:
                     if seen % _STEP_FILES == 0:
                         yield None
                     yield block
-
-    def _delete(self, name: Name) -> bool:
-        folder, file = os.path.split(path(name))
-        try:
-            with self._paths.at(folder) as at:
-                os.unlink(file, dir_fd=at)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _due(self) -> bool:
         """Returns whether to count now. The first count waits for a report of each member."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvstore.tiers.network.base import Name, NetworkError
 from kvstore.tiers.network.objects import ROOT, name_of
+from kvstore.tiers.network.objects import path as object_path
 
 CONTROL = f"{ROOT}/nodes"
 """The folder for all files but objects: temporary files, reports, leases."""
@@ -50,6 +51,22 @@ class SafePaths:
             yield fd
         finally:
             os.close(fd)
+
+    @contextlib.contextmanager
+    def parent(self, name: Name, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Opens a descriptor of the folder of a block. Yields it and the name of the block's file."""
+        folder, file = os.path.split(object_path(name))
+        with self.at(folder, make) as at:
+            yield at, file
+
+    def unlink(self, name: Name) -> bool:
+        """Deletes a block's file. Returns False if there is none."""
+        try:
+            with self.parent(name) as (at, file):
+                os.unlink(file, dir_fd=at)
+        except FileNotFoundError:
+            return False
+        return True
 
     def entries(self, path: str = "") -> Iterator[os.DirEntry[str]]:
         """Yields the entries of a folder in no order, none if there is no such folder."""

@@ -11,15 +11,16 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from kvstore.arena import checksum, copy, seed
 from kvstore.errors import ConfigError
 from kvstore.tiers.network import BackendSettings, objects
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Object, Outcome
+from kvstore.tiers.network.mooncake.client_process import Request
 from kvstore.tiers.network.mooncake.subprocess_pool import SubprocessPool, Worker, ask
 from kvstore.tiers.network.objects import HEADER_BYTES
 from kvstore.types import ALIGN
@@ -39,6 +40,7 @@ _DELETED = {0: Outcome.OK, _NOT_FOUND: Outcome.OK}
 
 _PORT = 50051
 _MOST_KEYS = 256
+T = TypeVar("T")
 _URL = "mooncake://MASTER:50051?protocol=tcp&device=&host=&segment=0&metadata=P2PHANDSHAKE"
 
 
@@ -77,8 +79,8 @@ def _parameters(parts: SplitResult) -> dict[str, str | int]:
     return {**parameters, "segment": int(parameters["segment"])}
 
 
-class Mooncake:
-    """A `Backend`. `client_settings`: see `client_process`. At most `calls` run at a time.
+class Mooncake(Backend):
+    """Blocks in a Mooncake store. `client_settings`: see `client_process`. At most `calls` run at a time.
 
     A write may end with OK while another node still writes the same object.
     """
@@ -92,51 +94,55 @@ class Mooncake:
         self._written = threading.Condition()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.probe`. The master leases existing objects, which protects them from eviction."""
+        """The master leases existing objects, which protects them from eviction."""
         return self._by_name("probe", names, _PROBED, ends)
 
     def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.delete`. Deletes objects during reads, which then fail verification."""
+        """Deletes objects during reads, which then fail verification."""
         return self._by_name("delete", names, _DELETED, ends)
 
     def _by_name(
         self, what: str, names: Sequence[Name], outcome_of: dict[int, Outcome], ends: float
     ) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        with self._pool.take(ends) as worker:
-            while worker is not None and len(outcomes) < len(names):
-                some = names[len(outcomes) : len(outcomes) + _MOST_KEYS]
-                codes = self._call(worker, what, [objects.path(name) for name in some], [], [], ends)
-                if codes is None:
-                    break
-                outcomes += [outcome_of.get(code, Outcome.FAILED) for code in codes]
-        return outcomes + [Outcome.FAILED] * (len(names) - len(outcomes))
+        def next_batch(worker: Worker, left: Sequence[Name]) -> list[Outcome]:
+            keys = [objects.path(name) for name in left[:_MOST_KEYS]]
+            codes = self._call(worker, (what, keys, [], []), ends)
+            return [outcome_of.get(code, Outcome.FAILED) for code in codes]
+
+        return self._in_batches(names, ends, next_batch)
 
     def read(self, things: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.read`."""
-        outcomes: list[Outcome] = []
-        with self._pool.take(ends) as worker:
-            while worker is not None and len(outcomes) < len(things):
-                some, offsets = _fitting(worker, things[len(outcomes) :])
-                codes = self._transfer(worker, "read", some, offsets, ends)
-                if codes is None:
-                    break
-                outcomes += map(_copy_from, [worker] * len(some), some, offsets, codes)
-        return outcomes + [Outcome.FAILED] * (len(things) - len(outcomes))
+        def next_batch(worker: Worker, left: Sequence[Object]) -> list[Outcome]:
+            some, request = _fitting(worker, "read", left)
+            codes = self._call(worker, request, ends)
+            return list(map(_copy_from, [worker] * len(some), some, request[2], codes))
+
+        return self._in_batches(things, ends, next_batch)
 
     def write(self, things: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.write`."""
+        def next_batch(worker: Worker, left: Sequence[Object]) -> list[Outcome]:
+            some, request = _fitting(worker, "write", left)
+            for thing, offset in zip(some, request[2], strict=True):
+                _copy_to(worker, thing, offset)
+            return [_WRITTEN.get(code, Outcome.FAILED) for code in self._call(worker, request, ends)]
+
+        with self._exclusive(things, ends) as exclusive:
+            if not exclusive:
+                return [Outcome.FAILED] * len(things)
+            return self._in_batches(things, ends, next_batch)
+
+    def _in_batches(
+        self, items: Sequence[T], ends: float, next_batch: Callable[[Worker, Sequence[T]], list[Outcome]]
+    ) -> list[Outcome]:
+        """Calls `next_batch` with the items left, until there are none or it has no answer in time."""
         outcomes: list[Outcome] = []
-        with self._exclusive(things, ends) as exclusive, self._pool.take(ends) as worker:
-            while exclusive and worker is not None and len(outcomes) < len(things):
-                some, offsets = _fitting(worker, things[len(outcomes) :])
-                for thing, offset in zip(some, offsets, strict=True):
-                    _copy_to(worker, thing, offset)
-                codes = self._transfer(worker, "write", some, offsets, ends)
-                if codes is None:
+        with self._pool.take(ends) as worker:
+            while worker is not None and len(outcomes) < len(items):
+                some = next_batch(worker, items[len(outcomes) :])
+                if not some:
                     break
-                outcomes += [_WRITTEN.get(code, Outcome.FAILED) for code in codes]
-        return outcomes + [Outcome.FAILED] * (len(things) - len(outcomes))
+                outcomes += some
+        return outcomes + [Outcome.FAILED] * (len(items) - len(outcomes))
 
     @contextmanager
     def _exclusive(self, things: Sequence[Object], ends: float) -> Iterator[bool]:
@@ -160,34 +166,25 @@ class Mooncake:
                     self._written.notify_all()
 
     def health(self, ends: float) -> None:
-        """See `Backend.health`."""
         put, got = _sample(), _sample()
         got.name = put.name
-        for what in ("write", "read", "delete"):
-            if what == "delete":
-                [outcome] = self.delete([put.name], ends)
-            else:
-                [outcome] = self.write([put], ends) if what == "write" else self.read([got], ends)
-            if outcome is not Outcome.OK:
-                hint = "does the store have free memory?" if outcome is Outcome.FULL else ""
-                raise NetworkError(f"Mooncake at {self._master}: a {what} ends with {outcome.name}", hint)
+        self._require_ok("write", self.write([put], ends))
+        self._require_ok("read", self.read([got], ends))
+        self._require_ok("delete", self.delete([put.name], ends))
 
-    def _transfer(
-        self, worker: Worker, what: str, things: Sequence[Object], offsets: list[int], ends: float
-    ) -> list[int] | None:
-        sizes = [HEADER_BYTES + thing.length for thing in things]
-        return self._call(worker, what, [objects.path(thing.name) for thing in things], offsets, sizes, ends)
+    def _require_ok(self, what: str, outcomes: Sequence[Outcome]) -> None:
+        if outcomes[0] is not Outcome.OK:
+            hint = "does the store have free memory?" if outcomes[0] is Outcome.FULL else ""
+            raise NetworkError(f"Mooncake at {self._master}: a {what} ends with {outcomes[0].name}", hint)
 
-    def _call(
-        self, worker: Worker, what: str, keys: list[str], offsets: list[int], sizes: list[int], ends: float
-    ) -> list[int] | None:
-        codes = ask(worker, (what, keys, offsets, sizes), ends)
+    def _call(self, worker: Worker, request: Request, ends: float) -> list[int]:
+        """Returns Mooncake's code of each key, an empty list if there is no answer by `ends`."""
+        codes = ask(worker, request, ends)
         if codes and _NO_MASTER.issuperset(codes):
             raise NetworkError(f"the Mooncake master at {self._master} does not answer")
         return codes
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._pool.close()
 
     def list(self, namespace: bytes | None, ends: float) -> NoReturn:
@@ -195,8 +192,8 @@ class Mooncake:
         raise NetworkError("Mooncake cannot list its objects")
 
 
-def _fitting(worker: Worker, things: Sequence[Object]) -> tuple[Sequence[Object], list[int]]:
-    """Returns the leading objects that fit in a worker's memory, and their offsets."""
+def _fitting(worker: Worker, what: str, things: Sequence[Object]) -> tuple[Sequence[Object], Request]:
+    """Returns the leading objects that fit in a worker's memory, and the request to transfer them."""
     offsets, end = [], 0
     worker.fit(HEADER_BYTES + things[0].length)
     for thing in things[:_MOST_KEYS]:
@@ -205,7 +202,9 @@ def _fitting(worker: Worker, things: Sequence[Object]) -> tuple[Sequence[Object]
             break
         offsets.append(start)
         end += -end % ALIGN
-    return things[: len(offsets)], offsets
+    some = things[: len(offsets)]
+    sizes = [HEADER_BYTES + thing.length for thing in some]
+    return some, (what, [objects.path(thing.name) for thing in some], offsets, sizes)
 
 
 def _copy_to(worker: Worker, thing: Object, offset: int) -> None:

@@ -68,15 +68,8 @@ class _Store:
         settings, client = self._settings, MooncakeDistributedStore()
         try:
             own = _own_address(settings["master"])
-            code = client.setup(
-                settings["host"] or own,
-                settings["metadata"],
-                settings["segment"],
-                _LOCAL_BYTES,
-                settings["protocol"],
-                settings["device"],
-                settings["master"],
-            )
+            local = settings["host"] or own, settings["metadata"], settings["segment"], _LOCAL_BYTES
+            code = client.setup(*local, settings["protocol"], settings["device"], settings["master"])
         except (OSError, RuntimeError, ValueError) as error:
             raise _Refused(f"no Mooncake at {settings['master']}: {error}", False) from error
         if code:

@@ -88,14 +88,9 @@ class _ClientProcess:
         self.free = [Worker() for _ in range(workers)]
         self.late: list[Worker] = []
         ends = [(worker.remote_end.fileno(), worker.descriptor) for worker in self.free]
+        arguments = json.dumps({**settings, "workers": ends})
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                f"{__package__}.client_process",
-                json.dumps({**settings, "workers": ends}),
-            ],
+            [sys.executable, "-P", "-m", f"{__package__}.client_process", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**_ENVIRONMENT, **os.environ},
@@ -107,16 +102,14 @@ class _ClientProcess:
 
     def failed(self) -> bool:
         """Returns whether the process has ended or hangs. Frees workers whose late answers have come."""
-        now = time.monotonic()
         try:
             answered = [worker for worker in self.late if worker.answered()]
         except (EOFError, OSError):
             return True
         self.late = [worker for worker in self.late if worker not in answered]
         self.free += answered
-        overdue = any(
-            worker.asked_at is not None and now - worker.asked_at > _HANGS_AFTER_S for worker in self.late
-        )
+        before = time.monotonic() - _HANGS_AFTER_S
+        overdue = any(worker.asked_at is not None and worker.asked_at < before for worker in self.late)
         return overdue or self._process.poll() is not None
 
     def end(self, within_s: float) -> None:
@@ -193,16 +186,16 @@ class SubprocessPool:
             process.end(_END_WITHIN_S)
 
 
-def ask(worker: Worker, request: Request, ends: float) -> list[int] | None:
-    """Returns Mooncake's code of each key, None if there is no answer by `ends`. Raises NetworkError."""
+def ask(worker: Worker, request: Request, ends: float) -> list[int]:
+    """Returns Mooncake's code of each key, none if there is no answer by `ends`. Raises NetworkError."""
     try:
         worker.asked_at = time.monotonic()
         worker.connection.send(request)
         if not worker.connection.poll(max(0.0, ends - time.monotonic())):
-            return None
+            return []
         answer: Answer = worker.connection.recv()
     except (EOFError, OSError):
-        return None  # the process has ended: the next call starts another
+        return []  # the process has ended: the next call starts another
     worker.asked_at = None
     if isinstance(answer, tuple):
         why, fatal = answer

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvstore.arena import copy
 from kvstore.tiers.network import BackendSettings, objects
-from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
+from kvstore.tiers.network.base import Backend, Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.objectstore.errors import is_silence, outcome, reason
 from kvstore.tiers.network.objectstore.loop import Loop
 from kvstore.tiers.network.objectstore.s3 import Fetcher, Get
@@ -49,8 +49,8 @@ def open_url(settings: BackendSettings) -> ObjectStore:
     return ObjectStore(store, f"{url.scheme}://{url.netloc}", signs)
 
 
-class ObjectStore:
-    """A `Backend` on any obstore store."""
+class ObjectStore(Backend):
+    """Blocks in any obstore store."""
 
     kind = "objectstore"
 
@@ -67,12 +67,10 @@ class ObjectStore:
         self._loop = Loop(_AT_ONCE)
 
     def probe(self, names: Sequence[Name], ends: float) -> _Outcomes:
-        """See `Backend.probe`."""
         answers = self._loop.each(self._head, [objects.path(name) for name in names], ends)
         return self._outcomes(answers)
 
     def read(self, objects: Sequence[Object], ends: float) -> _Outcomes:
-        """See `Backend.read`."""
         fetched = self._fetch(objects, ends)
         rest = [i for i, known in enumerate(fetched) if known is None]
         for at in range(0, len(rest), _AT_ONCE):
@@ -83,7 +81,7 @@ class ObjectStore:
         return [known for known in fetched if known is not None]
 
     def write(self, objects: Sequence[Object], ends: float) -> _Outcomes:
-        """See `Backend.write`. Sends one request per object of any size.
+        """Sends one request per object of any size.
 
         An interrupted multipart upload would leave parts behind, which the store keeps and charges.
         """
@@ -96,7 +94,7 @@ class ObjectStore:
         return outcomes
 
     def delete(self, names: Sequence[Name], ends: float) -> _Outcomes:
-        """See `Backend.delete`. Deletes in bulk, and one by one if that fails, to learn each outcome."""
+        """Deletes in bulk, and one by one if that fails, to learn each outcome."""
         outcomes: _Outcomes = []
         for at in range(0, len(names), _DELETE_KEYS):
             paths = [objects.path(name) for name in names[at : at + _DELETE_KEYS]]
@@ -109,7 +107,6 @@ class ObjectStore:
         return outcomes
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """See `Backend.list`. Raises NetworkError if the list does not end by `ends`."""
         now = self._now(ends)
         began = time.monotonic()
         root = objects.ROOT if namespace is None else objects.folder(namespace)
@@ -122,11 +119,9 @@ class ObjectStore:
                     yield Listed(name, found["size"], age_s)
 
     def health(self, ends: float) -> None:
-        """See `Backend.health`."""
         self._now(ends)
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._loop.close()
         if self._fetcher is not None:
             self._fetcher.close()

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvstore.errors import printable
 from kvstore.tiers.network import BackendSettings, objects
-from kvstore.tiers.network.base import Listed, Name, NetworkError, Object, Outcome
+from kvstore.tiers.network.base import Backend, Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.resolver import Address
 from kvstore.tiers.network.valkey.cluster import Cluster
 from kvstore.tiers.network.valkey.connection import SMALL_BYTES, Request
@@ -35,8 +35,8 @@ def open_url(settings: BackendSettings) -> Valkey:
     return Valkey(parse(settings.url, settings.user, settings.password), settings.threads)
 
 
-class Valkey:
-    """A `Backend`. It does not trust lengths and names that a server sends."""
+class Valkey(Backend):
+    """Blocks on a server or cluster. Does not trust lengths and names that a server sends."""
 
     kind = "valkey"
 
@@ -47,19 +47,15 @@ class Valkey:
         self._warned: set[str] = set()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.probe`."""
         return self._run([self._request("EXISTS", name, _judge_exists) for name in names], ends)
 
     def read(self, objects_: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.read`."""
         return self._run([self._get(thing) for thing in objects_], ends)
 
     def write(self, objects_: Sequence[Object], ends: float) -> list[Outcome]:
-        """See `Backend.write`."""
         return self._run([self._set(thing) for thing in objects_], ends)
 
     def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
-        """See `Backend.delete`."""
         return self._run([self._request("UNLINK", name, _judge_count) for name in names], ends)
 
     def _run(self, requests: Sequence[Request], ends: float) -> list[Outcome]:
@@ -67,9 +63,8 @@ class Valkey:
         return [request.outcome for request in requests]
 
     def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        """See `Backend.list`. Raises NetworkError if the list does not end by `ends`.
+        """Ages are measured with the writers' clocks, without a valid header since 1970.
 
-        Ages are measured with the writers' clocks. An object without a valid header has the age since 1970.
         Objects that are added, deleted or moved between nodes meanwhile may be missing.
         """
         seen: set[int] = set()
@@ -80,7 +75,7 @@ class Valkey:
                 yield from self._describe(new, ends)
 
     def health(self, ends: float) -> None:
-        """See `Backend.health`. Also pings all nodes of a cluster."""
+        """Also pings all nodes of a cluster."""
         key = f"{self._prefix}{objects.ROOT}-health/{os.urandom(8).hex()}".encode()
         value = os.urandom(16)
         nodes = self._cluster.primaries(ends)
@@ -94,7 +89,6 @@ class Valkey:
             self._check_memory(node, ends)
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._cluster.close()
 
     def _key(self, name: Name) -> bytes:
