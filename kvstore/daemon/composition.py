@@ -48,7 +48,7 @@ from kvstore.daemon.tenancy.deletion import Deletion, delete_here_only
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.daemon.tenancy.recovery import Recovery
-from kvstore.tiers.base import Owner
+from kvstore.tiers.base import Owner, StorageTier
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.network.base import Backend
@@ -63,7 +63,8 @@ _MIN_ROWS, _MAX_ROWS = 1 << 16, 1 << 25
 class Storage:
     """The opened tiers: NVMe devices by name, the first one first, and GPU pools by name.
 
-    `problems`: why configured devices are left out.
+    `others` has tiers of other kinds, each with the core's description of it. `problems`: why configured
+    devices are left out.
     """
 
     dram: DramTier
@@ -71,6 +72,7 @@ class Storage:
     pools: Mapping[str, HbmTier] = field(default_factory=dict)
     network: Backend | None = None
     problems: Sequence[str] = ()
+    others: Sequence[tuple[TierSpec, StorageTier]] = ()
 
 
 class Daemon:
@@ -113,7 +115,7 @@ class Daemon:
             self.problems.report(problem)
 
         # Tiers
-        self.tiers = TierSet(view, storage.dram, storage.devices, storage.pools)
+        self.tiers = TierSet(view, storage.dram, storage.devices, storage.pools, storage.others)
         self.copies = CopyLatency()
         self.tier_actions = TierActions(
             core,
@@ -250,6 +252,7 @@ def _placement(config: Config, storage: Storage, seed: int) -> Placement:
     specs = [TierSpec(Tier.DRAM, storage.dram.limit_bytes, storage.dram.extent_bytes, table=True)]
     specs += [nvme_devices.spec(name, device, config) for name, device in storage.devices.items()]
     specs += [gpus.spec(name, pool) for name, pool in storage.pools.items()]
+    specs += [spec for spec, _ in storage.others]
     total = sum(spec.limit_bytes for spec in specs)
     limits = config.limits
     return Placement(

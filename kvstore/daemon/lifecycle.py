@@ -61,6 +61,8 @@ def _start_tiers(daemon: Daemon) -> None:
         pool.start(*reporters(tier), partial(core.post, gpus.lost, core, daemon.problems, tier))
         for device in tiers.devices.values():
             pool.watch(device.engine)
+    for tier, other in enumerate(tiers.others.values(), DRAM + 1 + len(tiers.devices) + len(tiers.pools)):
+        other.start(*reporters(tier))
     tiers.dram.start(*reporters(DRAM))
 
 
@@ -91,7 +93,7 @@ async def stop(daemon: Daemon, timeout_s: float) -> None:
         _log.error("the NVMe tier could not be closed: a device does not answer")
         return
     dram = _on_thread(tiers.dram.close)
-    pools = [_on_thread(pool.close) for pool in tiers.pools.values()]
+    pools = [_on_thread(tier.close) for tier in (*tiers.pools.values(), *tiers.others.values())]
     await _wait(daemon, [dram], float("inf"))
     await _wait(daemon, pools, ends)
 

@@ -79,7 +79,7 @@ class HbmTier:
 
     # -- extents
 
-    def start(self, ready: Ready, ended: Ended, lost: Callable[[CudaError], None]) -> None:
+    def start(self, ready: Ready, ended: Ended, lost: Callable[[CudaError], None] = lambda _: None) -> None:
         """See `StorageTier.start`. `lost` is called once if the GPU is lost, now or later."""
         self._lost = lost
 

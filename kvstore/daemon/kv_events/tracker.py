@@ -28,7 +28,8 @@ from kvstore.daemon.tenancy.namespaces import NamespaceEntry, Namespaces
 from kvstore.errors import KVStoreError
 from kvstore.types import Tier
 
-_MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK", Tier.NETWORK: "EXTERNAL"}
+_MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}
+"""Names of media in events. Any other tier is EXTERNAL."""
 _MOST_UNSTORED = 1 << 16
 """The most blocks of a topic whose tokens are kept before the blocks are stored. Drops the oldest."""
 
@@ -233,7 +234,7 @@ class Tracker:
             ready += topic.waiting.pop(name, ())
 
     def _medium(self, copy: int) -> str:
-        return _MEDIA[self._core.view.tiers[copy % MOST_TIERS].kind]
+        return _MEDIA.get(self._core.view.tiers[copy % MOST_TIERS].kind, "EXTERNAL")
 
     def _media(self, block: _Block) -> set[str]:
         return {self._medium(copy) for copy in block.copies}

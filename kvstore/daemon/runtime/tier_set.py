@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import View
 from kvstore.tiers.base import StorageTier
 from kvstore.tiers.dram import DramTier
@@ -18,20 +19,26 @@ DRAM = 0
 
 
 class TierSet:
-    """DRAM, NVMe devices and GPU pools. `devices` and `pools` are by name and change at run time."""
+    """DRAM, NVMe devices, GPU pools and tiers of other kinds. NVMe devices and pools change at run time."""
 
     def __init__(
-        self, view: View, dram: DramTier, devices: dict[str, NvmeTier], pools: Mapping[str, HbmTier]
+        self,
+        view: View,
+        dram: DramTier,
+        devices: dict[str, NvmeTier],
+        pools: Mapping[str, HbmTier],
+        others: Iterable[tuple[TierSpec, StorageTier]] = (),
     ) -> None:
         """`devices` has the first device first."""
         self.dram = dram
         self.devices = devices
         self.pools = dict(pools)
+        self.others = {spec.name: tier for spec, tier in others}
         self.changes = 0
         """Counts added and removed NVMe devices."""
         self._view = view
         self._by_name: Mapping[str, StorageTier] = ChainMap[str, Any](
-            {self.name_of(DRAM): dram}, self.devices, self.pools
+            {self.name_of(DRAM): dram}, self.devices, self.pools, self.others
         )
 
     def name_of(self, tier: int) -> str:

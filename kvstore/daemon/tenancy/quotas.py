@@ -133,7 +133,9 @@ class TenantQuotas:
 
 def _quota(tenant: Tenant, spec: TierSpec, config: Config) -> Quota:
     """Returns a tenant's quota on one device: its quota of the tier, times the device's part of the tier."""
-    part = tenant.quotas[spec.tier.name.lower()]
+    part = tenant.quotas.get(spec.tier.name.lower())
+    if part is None:
+        return Quota(share=tenant.share)  # no configuration key sets quotas of this kind of tier
     limits = config.shared_limits(spec.tier, spec.name)
     mine, total = limits.get(spec.name, 0), sum(limits.values())
     limit = UNLIMITED if part.limit is None else part.limit * mine // total
