@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -129,7 +130,7 @@ class DeviceLease(Lease):
         return self._move(parts, 0, len(self), verify)
 
     def scatter(self, i: int, parts: Sequence[Buffer]) -> bool:
-        """Copies block i into device arrays that it fills one after another; whether its checksum matches."""
+        """Copies block i into device arrays that it fills one after another; returns whether it is good."""
         return self.scatter_all([parts], i) == 1
 
     def scatter_all(self, parts: Sequence[Sequence[Buffer]], first: int = 0) -> int:
@@ -172,8 +173,11 @@ class DeviceLease(Lease):
         try:
             while done < n:
                 count = min(at_once, n - done)
-                some = None if parts is None else parts[done : done + count]
-                good = self._move_group(some, first + done, count, verify)
+                with self._in_device_memory(first + done, count) as blocks:
+                    # The daemon may reuse a slot of its pool, so blocks are verified after the copy.
+                    if parts is not None:
+                        _copy_all(self.gpu.thread_stream(), parts[done : done + count], blocks)
+                    good = self._wait(blocks, first + done, verify)
                 done += good
                 if good < count:
                     break
@@ -181,22 +185,21 @@ class DeviceLease(Lease):
             _log.warning("the blocks are a miss, the GPU failed: %s", error)
         return done
 
-    def _move_group(self, parts: _Parts | None, first: int, count: int, verify: bool) -> int:
+    @contextmanager
+    def _in_device_memory(self, first: int, count: int) -> Iterator[list[DeviceBuffer]]:
+        """Yields blocks in device memory. Blocks of DRAM are copied there for the `with` block."""
         if self._piece is not None or self._slots.in_hbm:
-            return self._move_resident(self._resident(first, count), parts, first, verify)
+            yield self._resident(first, count)
+            return
         piece = _staging.take(self.gpu, count * self._step)
         try:
             self._load(piece, first, count)
-            return self._move_resident(self._parts_of(piece, count), parts, first, verify)
+            yield self._parts_of(piece, count)
         finally:
             _staging.give(piece)
 
-    def _move_resident(
-        self, blocks: Sequence[DeviceBuffer], parts: _Parts | None, first: int, verify: bool
-    ) -> int:
-        # The daemon may reuse a slot of its pool, so blocks are verified after the copy.
-        if parts is not None:
-            _copy_all(self.gpu.thread_stream(), parts, blocks)
+    def _wait(self, blocks: Sequence[DeviceBuffer], first: int, verify: bool) -> int:
+        """Waits for copies, then verifies blocks that are not verified yet; returns how many are good."""
         if verify and self._piece is None:
             return self._check(blocks, first)
         self.gpu.thread_stream().wait()
