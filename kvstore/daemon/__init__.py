@@ -1,1 +1,1 @@
-"""The process: runs the core's actions, serves the socket, starts and stops."""
+"""The daemon's process: executes the core's actions and serves requests on the socket."""

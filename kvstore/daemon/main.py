@@ -36,13 +36,13 @@ _SWITCH_INTERVAL_S = 1e-4
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MAPPED_FROM_BYTES = 64 << 10
 _OPERATORS_MODE = 0o600
-GC_THRESHOLD = 5_000  # blocks are no objects, so little is there to find
+GC_THRESHOLD = 5_000  # blocks are not objects: the collector finds little
 
 
 def run(path: Path | None) -> int:
-    """Serves by the configuration at `path` until SIGTERM or SIGINT; SIGHUP reads it again.
+    """Serves by the configuration at `path` until SIGTERM or SIGINT. SIGHUP reloads the configuration.
 
-    Returns the exit code. Raises KVStoreError if it cannot start.
+    Returns the exit code. Raises KVStoreError if the daemon cannot start.
     """
     settings = LiveConfig(path)
     logging.basicConfig(
@@ -50,7 +50,7 @@ def run(path: Path | None) -> int:
     )
     # With the default of 5 ms, a thread in pure Python delays an answer by a millisecond.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    _give_memory_back()
+    _return_memory()
     with new_runner() as runner:
         return runner.run(_serve(settings))
 
@@ -64,10 +64,10 @@ def new_runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-def _give_memory_back() -> None:
-    """Has glibc map what is large by itself, so that it goes back to the system when it is freed.
+def _return_memory() -> None:
+    """Lets glibc map each large allocation, so that its memory is returned to the system when it is freed.
 
-    Left alone, glibc raises its threshold to the largest that was ever freed, and keeps what a crowd needed.
+    By default, glibc raises its threshold to the largest freed allocation, and keeps memory after a peak.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
@@ -78,16 +78,16 @@ async def _serve(settings: LiveConfig) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    # Records become millions of objects for a moment: there is nothing to collect among them.
+    # Recovery makes millions of short-lived objects without cycles.
     gc.disable()
     given = inherited()
     listener, ours = _listener(config, given)
     listeners = [listener]
-    made = [(config.daemon.socket, identity(config.daemon.socket))] if ours else []
+    own_paths = [(config.daemon.socket, identity(config.daemon.socket))] if ours else []
     try:
         if config.daemon.operator_socket is not None:
             listeners.append(listen(config.daemon.operator_socket, _OPERATORS_MODE))
-            made.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
+            own_paths.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
         daemon = Daemon(config, loop, open_tiers(config, given))
         await lifecycle.start(daemon)
         server = daemon.make_server(settings)
@@ -98,7 +98,7 @@ async def _serve(settings: LiveConfig) -> int:
         ]
         reloads = _Reloads(settings)
         loop.add_signal_handler(signal.SIGHUP, reloads.start)
-        # What exists now stays: the collector need not walk it at every full pass.
+        # Objects that exist now are permanent: full collections skip them.
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -117,13 +117,13 @@ async def _serve(settings: LiveConfig) -> int:
     finally:
         for each in listeners:
             each.close()
-        for path, its in made:
-            unlink_own(path, its)
+        for path, made in own_paths:
+            unlink_own(path, made)
     return 0
 
 
 def open_tiers(config: Config, given: Mapping[str, int]) -> Storage:
-    """Opens the tiers of a configuration. `given`: inherited descriptors by name, with DRAM extents."""
+    """Opens the tiers of a configuration. `given`: inherited descriptors by name, among them DRAM extents."""
     devices, problems = open_devices(config)
     pools, more = open_pools(config)
     network, why_not = open_network(config.network)
@@ -135,20 +135,20 @@ def open_tiers(config: Config, given: Mapping[str, int]) -> Storage:
 
 
 def _feed(loop: asyncio.AbstractEventLoop, every_s: float) -> None:
-    """Tells the watchdog, from the event loop, that the event loop turns."""
-    notify("WATCHDOG=1", within_s=0)  # requests must not wait for the manager
+    """Feeds the watchdog from the event loop, which proves that the loop runs."""
+    notify("WATCHDOG=1", within_s=0)  # requests must not wait for the service manager
     loop.call_later(every_s, _feed, loop, every_s)
 
 
 class _Reloads:
-    """Reloads the configuration at SIGHUP, and reports this to the service manager."""
+    """Reloads the configuration at SIGHUP. Reports each reload to the service manager."""
 
     def __init__(self, settings: LiveConfig) -> None:
         self._settings = settings
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts a reload, after the one under way."""
+        """Starts a reload once the running one has ended."""
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         self._task = asyncio.get_running_loop().create_task(self._run(self._task))
 
@@ -166,7 +166,10 @@ class _Reloads:
 
 
 def _listener(config: Config, given: Mapping[str, int]) -> tuple[socket.socket, bool]:
-    """A listening socket, and whether it is ours to remove: the service manager's if it hands one over."""
+    """Returns the listening socket, and whether this process removes its path.
+
+    The socket of the service manager, if there is one, stays.
+    """
     for name, fd in given.items():
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             _log.info("listening on the socket %s of the service manager", name)

@@ -1,7 +1,7 @@
-"""A small service manager for one daemon: starts it, keeps its descriptors, starts it again when it dies.
+"""A small service manager for one daemon: starts it, keeps its descriptors, restarts it when it dies.
 
-It speaks as much of systemd's protocols as the daemon uses (FDSTORE, LISTEN_FDS, READY, WATCHDOG), so the
-daemon cannot tell the two apart. Not here: anything about blocks. It has one thread, so forking is safe.
+It implements the parts of systemd's protocols that the daemon uses (FDSTORE, LISTEN_FDS, READY, WATCHDOG). It
+knows nothing about blocks. It has one thread, so forking is safe.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WATCHDOG_S = 30.0
 
 
 class Supervisor:
-    """Runs `kvstore serve` with `arguments` until it is told to end."""
+    """Runs `kvstore serve` with `arguments` until SIGTERM or SIGINT."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        # Without -P, modules in the working directory would come first, whoever put them there.
+        # Without -P, Python would import modules from the working directory first.
         self._command = [sys.executable, "-P", "-m", "kvstore", "serve", *arguments]
         self._kept: dict[str, int] = {}
         self._pid = 0
@@ -44,7 +44,7 @@ class Supervisor:
         self._signals: set[int] = set()
 
     def run(self) -> int:
-        """The daemon's last exit code. A daemon that never got ready at all is not started again."""
+        """Returns the daemon's last exit code. A daemon that was never ready is not restarted."""
         logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
         handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
         wakes, wake = socket.socketpair()
@@ -69,11 +69,11 @@ class Supervisor:
                 selector.select(1.0)
                 _drain(wakes)
                 self._listen(heard)
-                self._obey()
+                self._handle_signals()
                 code = self._reap()
                 if code is not None:
                     self._listen(heard)
-                    if not self._goes_on(code, selector):
+                    if not self._should_restart(code, selector):
                         return code
                     self._start()
                 elif self._ready and time.monotonic() - self._fed > _WATCHDOG_S:
@@ -81,20 +81,19 @@ class Supervisor:
                     os.kill(self._pid, signal.SIGKILL)
                     self._fed = time.monotonic()
 
-    def _obey(self) -> None:
-        """What signals asked for."""
-        asked, self._signals = self._signals, set()
-        if asked & {signal.SIGTERM, signal.SIGINT} and not self._ending:
+    def _handle_signals(self) -> None:
+        received, self._signals = self._signals, set()
+        if received & {signal.SIGTERM, signal.SIGINT} and not self._ending:
             self._ending = True
             os.kill(self._pid, signal.SIGTERM)
-        if signal.SIGUSR1 in asked and not self._ending:
+        if signal.SIGUSR1 in received and not self._ending:
             self._restarting = True
             os.kill(self._pid, signal.SIGTERM)
-        if signal.SIGHUP in asked:
+        if signal.SIGHUP in received:
             os.kill(self._pid, signal.SIGHUP)
 
-    def _goes_on(self, code: int, selector: selectors.BaseSelector) -> bool:
-        """Whether to start the daemon again after it has ended; waits a little if it dies at once."""
+    def _should_restart(self, code: int, selector: selectors.BaseSelector) -> bool:
+        """Returns whether to restart a daemon that has ended. Waits longer each time if it dies early."""
         restart, self._restarting = self._restarting, False
         if self._ending or (code == 0 and not restart):
             return False
@@ -117,7 +116,7 @@ class Supervisor:
             self._become_daemon()
 
     def _become_daemon(self) -> None:
-        """In the child: the kept descriptors at 3, 4, ..., and what says so in its environment."""
+        """Runs the daemon in the child, with the kept descriptors from 3 on and their names in `environ`."""
         try:
             signal.set_wakeup_fd(-1)
             high = _FIRST_FD + len(self._kept) + 1
@@ -137,7 +136,7 @@ class Supervisor:
             os._exit(127)
 
     def _reap(self) -> int | None:
-        """The exit code of the daemon if it has ended, as a shell counts it."""
+        """Returns the exit code of the daemon, as a shell does, or None while it runs."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         if not pid:
             return None
@@ -145,26 +144,26 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def _listen(self, heard: socket.socket) -> None:
-        """Takes in what the daemon tells."""
+        """Reads the daemon's notifications."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(heard, _MESSAGE_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
-            told = dict(line.partition("=")[::2] for line in data.decode(errors="replace").splitlines())
-            name = told.get("FDNAME", "")
-            if "FDSTORE" in told:
+            sent = dict(line.partition("=")[::2] for line in data.decode(errors="replace").splitlines())
+            name = sent.get("FDNAME", "")
+            if "FDSTORE" in sent:
                 fds = self._keep(name, fds)
             for fd in fds:
                 os.close(fd)
-            if "FDSTOREREMOVE" in told and name in self._kept:
+            if "FDSTOREREMOVE" in sent and name in self._kept:
                 os.close(self._kept.pop(name))
-            if "READY" in told:
+            if "READY" in sent:
                 self._ready = self._was_ready = True
             self._fed = time.monotonic()
 
     def _keep(self, name: str, fds: list[int]) -> list[int]:
-        """Keeps the one descriptor under its name; those that are not kept."""
+        """Keeps a single descriptor under its name. Returns the descriptors that are not kept."""
         if len(fds) != 1 or not name or name in self._kept or len(self._kept) >= _MOST_FDS:
             return fds
         self._kept[name] = fds[0]

@@ -1,6 +1,6 @@
-"""The service manager: what it is told, what it keeps for the next run, what it hands to this one.
+"""The service manager's protocol: notifications, watchdog, and descriptors that outlive the process.
 
-Source: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3) of systemd. `supervise.py` speaks the same.
+Source: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3) of systemd. `supervise.py` is a manager.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ _FIRST_FD = 3
 
 
 def notify(*assignments: str, fds: Sequence[int] = (), within_s: float = 5.0) -> None:
-    """Sends assignments such as `READY=1`, waiting `within_s` for a manager that is busy.
-
-    One that does not listen is no reason to stop.
-    """
+    """Sends assignments such as `READY=1`. Waits at most `within_s` for a busy manager. Logs failures."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(within_s)
         try:
-            # Connected, because not every way to name an address goes with descriptors.
+            # Connected, because a message with descriptors does not take every form of address.
             sock.connect(address.replace("@", "\0", 1))
             socket.send_fds(sock, ["\n".join(assignments).encode()], fds)
         except OSError as error:
@@ -34,7 +31,7 @@ def notify(*assignments: str, fds: Sequence[int] = (), within_s: float = 5.0) ->
 
 
 def watchdog_s() -> float:
-    """How often (s) the manager wants to hear from this process at least; 0 if it does not."""
+    """Returns the manager's watchdog interval in s, 0 if it has no watchdog for this process."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     text = os.environ.get("WATCHDOG_USEC", "")
@@ -42,7 +39,7 @@ def watchdog_s() -> float:
 
 
 def inherited() -> dict[str, int]:
-    """The descriptors that the manager hands to this process, by name. Asked once."""
+    """Returns the descriptors that the manager passes to this process, by name. Later calls return none."""
     count, owner = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if owner != str(os.getpid()) or not count.isdecimal():
@@ -64,9 +61,9 @@ class FdStore:
     """The manager's store of descriptors, which outlives this process. A `tiers.dram.Keeper`."""
 
     def keep(self, name: str, fd: int) -> None:
-        """Has the manager keep a duplicate of `fd`."""
+        """Stores a duplicate of `fd` in the manager."""
         notify("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=[fd])
 
     def forget(self, name: str) -> None:
-        """Has the manager close what it keeps under this name."""
+        """Lets the manager close the stored descriptor of this name."""
         notify("FDSTOREREMOVE=1", f"FDNAME={name}")

@@ -1,4 +1,4 @@
-"""Durable answers: held back until everything that led to the answer is on all NVMe devices.
+"""Durable answers: delays an answer until the request's effect is on all NVMe devices.
 
 A device that was absent during an invalidation must not bring blocks back. Each time the set of devices has
 changed, the next durable request raises the generation, which every present device records. A device with an
@@ -41,7 +41,7 @@ class Durability:
 
 
 class _DurableAnswer:
-    """A requester that holds an answer back until all devices are durable."""
+    """A requester that delays an answer until all devices are durable."""
 
     def __init__(self, requester: Requester, core: Executor, tiers: TierSet) -> None:
         self._requester = requester

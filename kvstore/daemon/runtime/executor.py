@@ -1,7 +1,7 @@
 """Sends events to the placement core and executes the actions that come back.
 
-Everything runs on the event loop's thread; other threads `post`. Each type of action has one function, which
-a room registers with `on`. No policy is here: the core decides which block goes where.
+Everything runs on the event loop's thread. Other threads call `post`. Each type of action has one function,
+registered with `on`. Which block is copied where is not covered here: the core decides.
 """
 
 from __future__ import annotations

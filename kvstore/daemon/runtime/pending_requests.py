@@ -1,4 +1,4 @@
-"""Requests that wait for the core's answer, by the number that the core knows them by."""
+"""Requests that wait for the core's answer, by the core's number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class PendingRequests:
-    """Numbers requests, and passes each answer to the requester with the requester's own number."""
+    """Numbers requests. Passes each answer to its requester, under the requester's own number."""
 
     def __init__(self) -> None:
         self._requesters: dict[int, tuple[Requester, int]] = {}
@@ -28,12 +28,12 @@ class PendingRequests:
         return self._last
 
     def forget(self, requester: Requester) -> None:
-        """Drops the answers that a requester still waits for."""
+        """Drops a requester's answers that have not come."""
         for number in [n for n, (each, _) in self._requesters.items() if each is requester]:
             del self._requesters[number]
 
     def answer(self, action: Any) -> None:
-        """Passes an answer on. An answer that cannot be sent becomes a refusal."""
+        """Passes an answer to its requester. Refuses the request if the answer cannot be sent."""
         pending = self._requesters.pop(action.request, None)
         if pending is not None:
             requester, request = pending

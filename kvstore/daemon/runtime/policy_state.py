@@ -1,8 +1,8 @@
 """Saves reuse statistics from one daemon to the next, in a file in the folder of the first NVMe device.
 
-The file is written at an orderly stop and kept until the next one. After a crash it is older than the blocks,
-which does no harm: only the order of eviction follows from it. A file that cannot be read is ignored. The
-file has fingerprints of keys, not keys.
+The file is written at an orderly stop. After a crash it is older than the blocks, which is harmless: it
+affects only the order of eviction. A file that cannot be read is ignored. The file has fingerprints of keys,
+not keys.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,28 +29,18 @@ _NAME = "learned.npz"
 _FORMAT = 1
 
 
+@dataclass(frozen=True, slots=True)
 class PolicyStateFile:
-    """The file of one daemon. Without an NVMe tier, nothing is saved."""
+    """The file of one daemon. Without an NVMe tier, nothing is saved.
 
-    def __init__(
-        self,
-        core: Executor,
-        config: CurrentConfig,
-        name_of: Callable[[int], str],
-        number_of: Callable[[str], int | None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`name_of` and `number_of` translate tenants. `clock` returns Unix time in s."""
-        self._core = core
-        self._view = core.view
-        self._config = config
-        self._name_of = name_of
-        self._number_of = number_of
-        self._clock = clock
+    `name_of` and `number_of` translate tenants. `clock` returns Unix time in s.
+    """
 
-    def collect(self) -> ReuseState:
-        """Returns the statistics as of now."""
-        return self._view.reuse_state(self._core.now())
+    _core: Executor
+    _config: CurrentConfig
+    _name_of: Callable[[int], str]
+    _number_of: Callable[[str], int | None]
+    _clock: Callable[[], float]
 
     def save(self, state: ReuseState) -> None:
         """Replaces the file. A failure is logged."""

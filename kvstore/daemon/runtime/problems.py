@@ -1,4 +1,4 @@
-"""What is wrong with the daemon, for the log and for `kvstore status`."""
+"""The daemon's problems, for the log and for `kvstore status`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _log = logging.getLogger(__name__)
 
 
 class Problems(list[str]):
-    """Problems in the order in which they came, each once."""
+    """Problems by age, each once."""
 
     def report(self, problem: str) -> None:
         """Logs a problem and keeps it. Has no effect on a problem that is kept already."""
