@@ -108,111 +108,68 @@ class Daemon:
         self.core = core = Executor(loop, self.placement)
         self.view = view = core.view
         self.authenticator = authenticator = Authenticator(config)
-        self.namespaces, domains = Namespaces(), Domains()
-        self.event_log = EventLog(core, self.namespaces, authenticator, self.instance, clock)
-        self.problems = Problems()
+        self.namespaces = names = Namespaces()
+        self.event_log = log = EventLog(core, names, authenticator, self.instance, clock)
+        self.problems = problems = Problems()
+        domains = Domains()
         for problem in storage.problems:
-            self.problems.report(problem)
+            problems.report(problem)
 
         # Tiers
-        self.tiers = TierSet(view, storage.dram, storage.devices, storage.pools, storage.others)
+        self.tiers = tiers = TierSet(view, storage.dram, storage.devices, storage.pools, storage.others)
         self.copies = CopyLatency()
-        self.tier_actions = TierActions(
-            core,
-            self.tiers,
-            self.namespaces,
-            self.event_log,
-            self.problems,
-            partial(_owner, domains, authenticator),
-            clock,
-            self.copies.add,
-        )
-        self.durability = Durability(core, self.tiers)
+        owner_of = partial(_owner, domains, authenticator)
+        self.tier_actions = TierActions(core, tiers, names, log, problems, owner_of, clock, self.copies.add)
+        self.durability = durable = Durability(core, tiers)
         self.scrubber = Scrubber(core)
 
         # Tenants
-        self.data_keys = DataKeys(core, self.tiers, in_use)
-        self.quotas = TenantQuotas(core, authenticator, self.namespaces, domains, self.data_keys, in_use)
+        self.data_keys = keys = DataKeys(core, tiers, in_use)
+        self.quotas = quotas = TenantQuotas(core, authenticator, names, domains, keys, in_use)
         self.network: NetworkTier | None = None
+        core.on(ac.OfferBlocks, lambda offer: None)
         if storage.network is not None:
             self.network = NetworkTier(
                 storage.network,
                 config.network,
                 core=core,
                 dram=storage.dram,
-                namespaces=self.namespaces,
-                encrypts=lambda tenant: self.data_keys.are_wanted_by(authenticator.name(tenant)),
-                event_log=self.event_log,
+                namespaces=names,
+                encrypts=lambda tenant: keys.are_wanted_by(authenticator.name(tenant)),
+                event_log=log,
             )
-            self.quotas.listeners.append(self.network.set_tenant)
+            quotas.listeners.append(self.network.set_tenant)
             core.on(ac.OfferBlocks, self.network.uploads.offer)
-        else:
-            core.on(ac.OfferBlocks, lambda offer: None)
-        self.policy_state = PolicyStateFile(core, in_use, authenticator.name, self.quotas.known, clock)
-        self.catalog = NamespaceCatalog(
-            core,
-            self.durability,
-            self.tiers,
-            self.namespaces,
-            domains,
-            authenticator,
-            self.data_keys,
-            self.event_log,
-            in_use,
-            self.network is not None,
+        delete = self.network.deletion.delete if self.network is not None else delete_here_only
+        self.policy_state = PolicyStateFile(core, in_use, authenticator.name, quotas.known, clock)
+        shared = self.network is not None
+        self.catalog = catalog = NamespaceCatalog(
+            core, durable, tiers, names, domains, authenticator, keys, log, in_use, shared
         )
-        core.on(ac.NamespaceClosed, self.catalog.closed)
-        self.recovery = Recovery(
-            core, self.tiers, self.durability, self.catalog, self.namespaces, domains, self.quotas, clock
-        )
+        core.on(ac.NamespaceClosed, catalog.closed)
+        self.recovery = Recovery(core, tiers, durable, catalog, names, domains, quotas, clock)
+        forget = self.policy_state.discard
         self.deletion = Deletion(
-            self.durability,
-            self.catalog,
-            self.namespaces,
-            authenticator,
-            self.quotas,
-            self.data_keys,
-            self.event_log,
-            in_use,
-            self.network.deletion.delete if self.network is not None else delete_here_only,
-            self.policy_state.discard,
+            durable, catalog, names, authenticator, quotas, keys, log, in_use, delete, forget
         )
 
         # Listeners of stored blocks
-        self.waits = Waits(core, self.namespaces, self.network)
+        self.waits = Waits(core, names, self.network)
         core.on(ac.BlocksArrived, self.waits.blocks_arrived)
         core.look_at_devices = self._look_at_devices
-        self.catalog.on_closed = self.waits.end
-        self.kv_events = Tracker(core, self.namespaces, authenticator, self.problems, config.events)
+        catalog.on_closed = self.waits.end
+        self.kv_events = Tracker(core, names, authenticator, problems, config.events)
         core.on(ac.CopyReport, self.kv_events.copies_changed)
-        self.catalog.on_freed = self.kv_events.namespaces_freed
+        catalog.on_freed = self.kv_events.namespaces_freed
 
         # Operators
-        self.devices = Devices(
-            core, self.tiers, self.durability, self.catalog, self.quotas, self.event_log, in_use
-        )
-        core.on(ac.DeviceAdded, self.devices.added)
-        resizing = Resizing(view, self.tiers, self.devices, in_use)
-        self.reload = Reload(
-            core,
-            self.quotas,
-            self.devices,
-            resizing,
-            self.scrubber,
-            self.event_log,
-            self.network,
-            in_use,
-        )
+        self.devices = devices = Devices(core, tiers, durable, catalog, quotas, log, in_use)
+        core.on(ac.DeviceAdded, devices.added)
+        resizing = Resizing(view, tiers, devices, in_use)
+        self.reload = Reload(core, quotas, devices, resizing, self.scrubber, log, self.network, in_use)
         self.tenants = TenantCommands(view, authenticator, self.deletion, in_use)
         self.status = Status(
-            core,
-            self.tiers,
-            self.namespaces,
-            self.tenants,
-            self.problems,
-            self.instance,
-            self.network,
-            self.kv_events,
+            core, tiers, names, self.tenants, problems, self.instance, self.network, self.kv_events
         )
         self.hits, self.calls, self.lag = HitCounters(), Calls(), Lag(loop, stopwatch)
         self.recorder = TraceRecorder(core.now, lambda: view.limits.batch_keys)

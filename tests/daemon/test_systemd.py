@@ -139,7 +139,9 @@ def test_the_exposure_equals_the_documented_one(installed: Path, unit: str, who:
 @pytest.mark.parametrize("unit", ["kvstore.service.in", "kvstore-admin.service.in"])
 def test_every_restriction_has_its_reason(unit: str) -> None:
     text = (ROOT / "systemd" / unit).read_text()
-    restrictions = text[text.index("# A user who owns nothing else.") : text.index("[Install]")].splitlines()
+    restrictions = text[
+        text.index("# A dedicated user without other files.") : text.index("[Install]")
+    ].splitlines()
     settings = [i for i, line in enumerate(restrictions) if re.match(r"[A-Z]\w*=", line)]
     assert len(settings) > 25
     for i in settings:
