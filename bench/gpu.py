@@ -31,7 +31,7 @@ from kvstore import Layout
 from kvstore.cuda import device
 from kvstore.cuda.kernels import checksums, copy_pieces
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme import kvikio_engine
+from kvstore.tiers.nvme.io import kvikio_engine
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 256
 TOTAL_BYTES = BLOCK_BYTES * BLOCKS

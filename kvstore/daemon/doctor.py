@@ -30,7 +30,7 @@ from kvstore.cuda.device import why_not as no_cuda
 from kvstore.cuda.errors import CudaError
 from kvstore.errors import KVStoreError, TierError
 from kvstore.tiers.network import open_network
-from kvstore.tiers.nvme.kvikio_engine import why_not
+from kvstore.tiers.nvme.io.kvikio_engine import why_not
 from kvstore.types import ALIGN, extent_bytes
 
 Level = Literal["ok", "warn", "fail"]

@@ -18,8 +18,8 @@ import pytest
 
 from kvstore.core.events import CORRUPT, OK
 from kvstore.cuda.device import CudaError, Gpu, resolve, uuids, why_not
-from kvstore.tiers.nvme import kvikio_engine
-from kvstore.tiers.nvme.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io import kvikio_engine
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from tests.cuda.test_device import EXPORTER, IMPORTER, child, ended, filled, held, line
 from tests.tiers.nvme.test_device_io import SLOT, Folder
 from tests.tiers.nvme.test_device_io import filled as slots_of

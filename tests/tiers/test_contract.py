@@ -20,8 +20,8 @@ from kvstore.tiers import dram, hbm
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.nvme import tier as nvme
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.journal import Namespace
-from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.tier import NvmeTier
 from tests.cuda.faking import fake_cuda

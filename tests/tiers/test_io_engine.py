@@ -19,8 +19,8 @@ import pytest
 
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
-from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
-from kvstore.tiers.nvme.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.types import ALIGN
 from tests.tiers.faulty import Faults, FaultyEngine
 

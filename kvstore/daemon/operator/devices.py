@@ -25,7 +25,7 @@ from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.quotas import TenantQuotas
 from kvstore.errors import ConfigError, KVStoreError, TierError
-from kvstore.tiers.nvme.engines import best_engine
+from kvstore.tiers.nvme.io.engines import best_engine
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Tier, extent_bytes

@@ -16,8 +16,8 @@ from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.checksums import checksums
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
+from kvstore.tiers.nvme.io.transforms import TagError
 from kvstore.tiers.nvme.slots import SlotMap, in_gpu
-from kvstore.tiers.nvme.transforms import TagError
 from kvstore.tiers.results import Done, Results, finish_for_sure, verify
 
 _log = logging.getLogger(__name__)

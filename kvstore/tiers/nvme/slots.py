@@ -10,9 +10,9 @@ from kvstore.core.actions import BlockIds, Where
 from kvstore.cuda.device import DeviceBuffer
 from kvstore.tiers.base import BlockIO, IOEngine, Memory
 from kvstore.tiers.nvme.encryption import BlockCipher, TenantKeys
+from kvstore.tiers.nvme.io.transforms import DeviceIO, EncryptedIO
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.store import Namespace
-from kvstore.tiers.nvme.transforms import DeviceIO, EncryptedIO
 from kvstore.tiers.results import verify
 
 

@@ -22,8 +22,8 @@ from kvstore.core.events import Restore
 from kvstore.errors import TierError
 from kvstore.tiers.base import DEFAULT_OWNER, Ended, IOEngine, Owner, Ready
 from kvstore.tiers.job_thread import ExtentJobs
-from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.encryption import TenantKeys
+from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.journal import Journal, Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
 from kvstore.tiers.nvme.reads import BlockReader

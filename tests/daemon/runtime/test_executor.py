@@ -28,8 +28,8 @@ from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.server.connection import Connection
 from kvstore.daemon.tenancy.auth import Principal, Role
 from kvstore.errors import DeniedError, TierError
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.key_files import KeyFiles
-from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import Layout
 from tests.daemons import names, payload, payloads, room_for

@@ -43,14 +43,14 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestKvikio(IOEngineContract):
     def make(self) -> IOEngine:
-        from kvstore.tiers.nvme.kvikio_engine import KvikioEngine  # noqa: PLC0415
+        from kvstore.tiers.nvme.io.kvikio_engine import KvikioEngine  # noqa: PLC0415
 
         return KvikioEngine()
 
 
 @pytest.fixture
 def engine() -> Iterator[IOEngine]:
-    from kvstore.tiers.nvme.engines import best_engine  # noqa: PLC0415
+    from kvstore.tiers.nvme.io.engines import best_engine  # noqa: PLC0415
 
     made = best_engine(2)
     assert made.name == "kvikio"

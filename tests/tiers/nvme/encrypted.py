@@ -14,9 +14,9 @@ from kvstore import arena
 from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.core.events import OK
 from kvstore.tiers.base import Owner
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
-from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.recovery import Recovered
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ENCRYPTION_BYTES, Layout, slot_bytes

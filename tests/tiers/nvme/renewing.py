@@ -19,8 +19,8 @@ import numpy as np
 from kvstore import arena
 from kvstore.core.actions import BlockIds, Copy, Where
 from kvstore.tiers.base import Owner
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.journal import Namespace
-from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.slabs import Slabs
 from kvstore.tiers.nvme.tier import NvmeTier
 from kvstore.types import ALIGN

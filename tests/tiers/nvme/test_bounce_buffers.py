@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.errors import TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO
-from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.encryption import BlockCipher
-from kvstore.tiers.nvme.posix_engine import PosixEngine
-from kvstore.tiers.nvme.transforms import EncryptedIO, TagError
+from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.transforms import EncryptedIO, TagError
 from kvstore.types import ALIGN, ENCRYPTION_BYTES
 from tests.tiers.faulty import Faults, FaultyEngine
 from tests.tiers.test_io_engine import Waiter, aligned, noise, run

@@ -22,13 +22,13 @@ from kvstore.core.events import CORRUPT, FAILED, OK
 from kvstore.cuda.device import DeviceBuffer, Gpu, uuids
 from kvstore.errors import MisuseError, TierError
 from kvstore.tiers.base import BlockIO, Owner
-from kvstore.tiers.nvme.bounce_buffers import BounceBufferEngine
 from kvstore.tiers.nvme.encryption import BlockCipher
+from kvstore.tiers.nvme.io.bounce_buffers import BounceBufferEngine
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.transforms import DeviceIO, EncryptedIO, TagError
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.key_files import MasterKey
-from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
-from kvstore.tiers.nvme.transforms import DeviceIO, EncryptedIO, TagError
 from kvstore.types import ALIGN, ENCRYPTION_BYTES, Layout, slot_bytes
 from tests.cuda.faking import fake_cuda
 from tests.tiers.nvme.at_once import make_extents

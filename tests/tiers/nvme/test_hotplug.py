@@ -10,8 +10,8 @@ import pytest
 from kvstore.config import Config, parse
 from kvstore.daemon.operator.devices import open_new
 from kvstore.errors import TierError
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 from kvstore.tiers.nvme.journal import Namespace
-from kvstore.tiers.nvme.posix_engine import PosixEngine
 from kvstore.tiers.nvme.tier import NvmeTier
 from tests.tiers.nvme.at_once import make_extents
 

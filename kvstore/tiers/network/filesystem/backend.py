@@ -34,7 +34,7 @@ from kvstore.tiers.network.filesystem.byte_grants import ByteGrants
 from kvstore.tiers.network.filesystem.call_pool import Call, CallPool, ScratchBuffer
 from kvstore.tiers.network.filesystem.membership import Membership
 from kvstore.tiers.network.filesystem.safe_paths import CONTROL, SafePaths, blocks, is_file, refused
-from kvstore.tiers.nvme.engines import best_engine
+from kvstore.tiers.nvme.io.engines import best_engine
 from kvstore.types import ALIGN, slot_bytes
 
 if TYPE_CHECKING:

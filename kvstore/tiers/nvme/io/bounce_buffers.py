@@ -19,7 +19,7 @@ from functools import partial
 from kvstore.cuda.device import CudaError, DeviceBuffer, Gpu
 from kvstore.errors import TierError
 from kvstore.tiers.base import OTHERS_EVERY, BlockIO, IOEngine
-from kvstore.tiers.nvme.transforms import TagError, TransformedIO
+from kvstore.tiers.nvme.io.transforms import TagError, TransformedIO
 
 BUFFER_BYTES = 128 << 20
 _THREADS = 2

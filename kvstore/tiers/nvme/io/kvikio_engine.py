@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.cuda.device import CudaError, DeviceBuffer
 from kvstore.tiers.base import BlockIO
-from kvstore.tiers.nvme.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.tiers.base import IOEngine
-from kvstore.tiers.nvme.kvikio_engine import KvikioEngine, why_not
-from kvstore.tiers.nvme.posix_engine import PosixEngine
+from kvstore.tiers.nvme.io.kvikio_engine import KvikioEngine, why_not
+from kvstore.tiers.nvme.io.posix_engine import PosixEngine
 
 ENGINES: list[tuple[Callable[[], str], Callable[[int], IOEngine]]] = [
     (why_not, KvikioEngine),

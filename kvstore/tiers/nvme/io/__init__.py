@@ -1,0 +1,1 @@
+"""I/O of NVMe blocks: engines, and the transforms of blocks that an engine cannot move as they are."""
