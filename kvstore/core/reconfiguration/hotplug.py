@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import DeviceAdded, DeviceRemoved
 from kvstore.core.blocks.block_table import MOST_TIERS
+from kvstore.core.jobs import Job
 from kvstore.core.queues.device_queue import DRAINING, FENCED, TierSpec
 from kvstore.core.reconfiguration.resizing import Resizing
 from kvstore.core.residency.decision_log import DecisionKind
@@ -28,7 +29,7 @@ _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 
 
-class Hotplug:
+class Hotplug(Job):
     """The devices of one residency that are being added or removed.
 
     `_next_row` has for each lost device the first row whose copy may not be forgotten yet.
@@ -41,7 +42,6 @@ class Hotplug:
         self._next_row: dict[int, int] = {}
         self._adding: deque[TierSpec] = deque()
         self._removing: set[int] = set()
-        self._next_step = math.inf
 
     @property
     def addable(self) -> int:
@@ -52,8 +52,7 @@ class Hotplug:
         assert self.addable > 0
         assert len(self._r.tiers) > 1
         self._adding.append(event.spec)
-        self._next_step = now
-        self.step(now)
+        self._step(now)
 
     def remove(self, event: ev.RemoveDevice, now: float) -> None:
         state = self._r.tiers[event.tier]
@@ -61,8 +60,7 @@ class Hotplug:
         state.extents.holdings.drop_floors()
         self._removing.add(event.tier)
         self._resizing.set_limit(ev.SetLimit(event.tier, 0), now)
-        self._next_step = now
-        self.step(now)
+        self._step(now)
 
     def lose(self, event: ev.LoseDevice, now: float) -> list[Arrived]:
         """Forgets the copies of a lost device, in steps. Returns the cancelled copies."""
@@ -73,14 +71,10 @@ class Hotplug:
         self._r.topology.losing.add(event.tier)
         self._next_row[event.tier] = 0
         cancelled = self._copies.lose(event.tier)
-        self._next_step = now
-        self.step(now)
+        self._step(now)
         return cancelled
 
-    def step(self, now: float) -> None:
-        """See Job."""
-        if now < self._next_step:
-            return
+    def _step(self, now: float) -> None:
         if self._adding and self._r.blocks.widen(_ROWS_AT_ONCE):
             self._join(self._adding.popleft())
         for tier in list(self._next_row):
@@ -92,10 +86,6 @@ class Hotplug:
                 self._r.outbox.actions.append(DeviceRemoved(tier))
         at_once = bool(self._adding or self._next_row)
         self._next_step = now + (_NEXT_STEP_S if at_once else _NEXT_LOOK_S if self._removing else math.inf)
-
-    def wakes_at(self) -> float:
-        """See Job."""
-        return self._next_step
 
     def _forget_some(self, tier: int, now: float) -> None:
         """Drops some copies of a lost device. Removes the device after the last one."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore.columns import zeros
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.jobs import Job
 from kvstore.core.policy import Policy, find
 from kvstore.core.policy.migrating import MigratingPolicy
 from kvstore.core.residency.residency import Residency
@@ -28,7 +29,7 @@ _PARTS = [name for name in (*Policy.__annotations__, *vars(Policy)) if not name.
 _WANTED = "a class like those in kvstore.core.policy"
 
 
-class PolicyMigration:
+class PolicyMigration(Job):
     """The eviction policy of one node. New pools get the policy `name`; `wanted` is the latest request.
 
     `rows_at_once`: rows that move in one step.
@@ -41,7 +42,6 @@ class PolicyMigration:
         self._pools: list[tuple[int, SlotPool]] = []
         self._marks: list[npt.NDArray[np.uint32]] = []
         self._under_way = False
-        self._next_step = math.inf
 
     @property
     def pools_left(self) -> int:
@@ -79,14 +79,7 @@ class PolicyMigration:
         self._marks = [zeros(r.blocks.capacity, np.uint32) for _ in r.tiers]
         self._next_step = now
 
-    def wakes_at(self) -> float:
-        """When there is something to go on with."""
-        return self._next_step
-
-    def step(self, now: float) -> None:
-        """It is `now`: goes on with a switch."""
-        if now < self._next_step:
-            return
+    def _step(self, now: float) -> None:
         rows, pools = self.rows_at_once, len(self._pools)
         for _ in range(_POOLS_AT_ONCE):
             if rows <= 0 or not self._pools:

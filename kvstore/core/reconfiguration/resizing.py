@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvstore.core import events as ev
 from kvstore.core.actions import MakeExtents
+from kvstore.core.jobs import Job
 from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.eviction import Eviction
 
@@ -20,7 +21,7 @@ _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 
 
-class Resizing:
+class Resizing(Job):
     """Brings the extents of each tier to its limit.
 
     `_again` has the tiers whose limit was raised while extents were being made. `shrinking` has the tiers
@@ -32,7 +33,6 @@ class Resizing:
         self._eviction = eviction
         self._again: set[int] = set()
         self.shrinking: set[int] = set()
-        self._next_step = math.inf
 
     def set_limit(self, event: ev.SetLimit, now: float) -> None:
         state = self._r.tiers[event.tier]
@@ -68,17 +68,10 @@ class Resizing:
             # The limit may have been raised since.
             self._fill(event.tier)
 
-    def step(self, now: float) -> None:
-        """See Job."""
-        if now < self._next_step:
-            return
+    def _step(self, now: float) -> None:
         progressed = [self._shrink(tier) for tier in sorted(self.shrinking)]
         later = now + (_NEXT_STEP_S if any(progressed) else _NEXT_LOOK_S)
         self._next_step = later if self.shrinking else math.inf
-
-    def wakes_at(self) -> float:
-        """See Job."""
-        return self._next_step
 
     def _shrink(self, tier: int) -> bool:
         """Begins to remove surplus extents. Returns whether there was progress."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.blocks.block_table import Rows
+from kvstore.core.jobs import Job
 from kvstore.core.reconfiguration.hotplug import Hotplug
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
@@ -19,7 +20,7 @@ from kvstore.core.requests.verification import Verification
 from kvstore.core.requests.writes import Writes
 
 
-class CopyResults:
+class CopyResults(Job):
     """CopyDone, SetDevice, LoseDevice. As a job, ends the copies that wait for fenced devices."""
 
     def __init__(

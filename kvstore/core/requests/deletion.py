@@ -15,6 +15,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Answer, RenewExtent
 from kvstore.core.blocks.block_table import LIVE, RESERVED
 from kvstore.core.capacity.quotas import Quota
+from kvstore.core.jobs import Job
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
@@ -45,7 +46,7 @@ class _Sweep:
     extents: set[tuple[int, int]] = field(default_factory=set)
 
 
-class Deletion:
+class Deletion(Job):
     """TTLs, Forget, ForgetTenant."""
 
     def __init__(self, leases: LeaseTable, invalidation: Invalidation, reads: Reads) -> None:
@@ -54,7 +55,6 @@ class Deletion:
         self._invalidation = invalidation
         self._reads = reads
         self._sweeps: list[_Sweep] = []
-        self._next_step = math.inf
         self._row = 0
         self._next_look = 0.0
 

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.actions import Answer
 from kvstore.core.blocks.block_table import LIVE
+from kvstore.core.jobs import Job
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.reads import Reads
 from kvstore.core.residency.decision_log import DecisionKind
@@ -38,7 +39,7 @@ class _Relocation:
     row: int = 0
 
 
-class Publication:
+class Publication(Job):
     """Publish. As a job, moves namespaces to other domains of tier 0. `_requests`: namespaces by request."""
 
     def __init__(self, leases: LeaseTable, reads: Reads) -> None:
@@ -50,7 +51,6 @@ class Publication:
         self._reads = reads
         self._relocations: dict[int, _Relocation] = {}
         self._requests: dict[int, int] = {}
-        self._next_step = math.inf
 
     def publish(self, event: ev.Publish, now: float) -> None:
         space = self._r.namespaces[event.namespace]
@@ -82,20 +82,12 @@ class Publication:
         self._reads.arrived(self._copies.cancel_promotions(space.number))
         self._reads.end(space, but=space.tenant)
         self._relocations[space.number] = _Relocation(space, now)
-        self._next_step = now
-        self.step(now)
+        self._step(now)
 
-    def step(self, now: float) -> None:
-        """See Job."""
-        if now < self._next_step:
-            return
+    def _step(self, now: float) -> None:
         progressed = [self._relocate_some(each, now) for each in list(self._relocations.values())]
         later = now + (_NEXT_STEP_S if any(progressed) else _NEXT_LOOK_S)
         self._next_step = later if self._relocations else math.inf
-
-    def wakes_at(self) -> float:
-        """See Job."""
-        return self._next_step
 
     def _relocate_some(self, relocation: _Relocation, now: float) -> bool:
         """Takes one step. Returns whether it made progress."""

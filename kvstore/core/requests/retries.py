@@ -12,6 +12,7 @@ import heapq
 import math
 
 from kvstore.core import events as ev
+from kvstore.core.jobs import Job
 from kvstore.core.requests.leases import LeaseTable, Reservation
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.writes import Writes
@@ -42,7 +43,7 @@ _RETRIES = 8
 _NOBODY = -1
 
 
-class Retries:
+class Retries(Job):
     """Tries stalled requests again. As a job, answers requests at their deadlines."""
 
     def __init__(self, leases: LeaseTable, reads: Reads, writes: Writes) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import HOLE, Blocks, Rows
 from kvstore.core.blocks.index import Index
+from kvstore.core.jobs import Job
 from kvstore.core.reuse.reuse import Reuse
 
 _LONGEST_CHAIN = 1 << 17
@@ -29,7 +30,7 @@ _CHILDLESS_AT_ONCE = 512
 _NEXT_CHILDLESS_S = 0.001
 
 
-class Chains:
+class Chains(Job):
     """The links between the rows of `blocks`.
 
     `holes` counts holes by namespace. `childless` has holes without children that later steps free, and with
@@ -43,7 +44,6 @@ class Chains:
         self.now = 0.0
         self.holes: Counter[int] = Counter()
         self.childless: set[int] = set()
-        self._next_step = math.inf
         # A memoryview reads one row several times as fast as the array.
         self._parent_of = blocks.parent.data
         self._children_of = blocks.children.data
@@ -193,11 +193,5 @@ class Chains:
         for namespace, n in zip(*np.unique(self._blocks.namespace[rows], return_counts=True), strict=True):
             self.holes[int(namespace)] += sign * int(n)
 
-    def step(self, now: float) -> None:
-        """Frees some of the holes in `childless` if it is time."""
-        if now >= self._next_step:
-            self.free_childless()
-
-    def wakes_at(self) -> float:
-        """When the next holes are freed; infinity if none are left."""
-        return self._next_step
+    def _step(self, now: float) -> None:
+        self.free_childless()

@@ -8,13 +8,14 @@ from collections import Counter
 import numpy as np
 
 from kvstore.core.blocks.block_table import Blocks, Rows
+from kvstore.core.jobs import Job
 from kvstore.core.residency.namespace import Namespace, Namespaces
 
 _UNPINNED_AT_ONCE = 4096
 _NEXT_STEP_S = 0.05
 
 
-class PinTable:
+class PinTable(Job):
     """The pins of one placement.
 
     `ends` has the end of each pinned row's pin, in the clock of `now`. `pinned_bytes` counts by tenant.
@@ -25,7 +26,6 @@ class PinTable:
         self._namespaces = namespaces
         self.ends: dict[int, float] = {}
         self.pinned_bytes: Counter[int] = Counter()
-        self._next_step = math.inf
 
     def pin(self, namespace: Namespace, rows: Rows, until: float) -> None:
         """Pins blocks of a namespace until then. A pin that ends later keeps its end."""
@@ -50,15 +50,9 @@ class PinTable:
         if not self.ends:
             self._next_step = math.inf
 
-    def step(self, now: float) -> None:
+    def _step(self, now: float) -> None:
         """Removes some of the pins that have ended, at most every 50 ms."""
-        if now < self._next_step:
-            return
         ended = [row for row, until in self.ends.items() if until <= now]
         self.unpin(np.array(ended[:_UNPINNED_AT_ONCE], np.int64))
         first = min(self.ends.values(), default=math.inf)
         self._next_step = max(first, now + _NEXT_STEP_S)
-
-    def wakes_at(self) -> float:
-        """When the next pins are removed; infinity if there are none."""
-        return self._next_step

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
 from kvstore.core.capacity.quotas import SlotPool
+from kvstore.core.jobs import Job
 from kvstore.core.queues.device_queue import WRITE_BACK
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.residency import DEMOTE, Residency
@@ -34,7 +35,7 @@ _NEXT_STEP_S = 0.001
 _NEXT_LOOK_S = 0.05
 
 
-class Eviction:
+class Eviction(Job):
     """The eviction of blocks from the tiers of one residency.
 
     `shrinking` has the (tier, tenant) pairs whose limit was lowered, until they keep it. `trying_again`: the
@@ -45,7 +46,6 @@ class Eviction:
         self._r = residency
         self._copies = copies
         self.rebalancing = rebalancing
-        self._next_step = math.inf
         self._last_step: list[int] = []
         self.shrinking: set[tuple[int, int]] = set()
         self.trying_again = False
@@ -300,10 +300,7 @@ class Eviction:
 
     # -- steps
 
-    def step(self, now: float) -> None:
-        """See Job."""
-        if now < self._next_step:
-            return
+    def _step(self, now: float) -> None:
         for tier, tenant in list(self.shrinking):
             extents = self._r.tiers[tier].extents
             holdings = extents.holdings
@@ -330,7 +327,3 @@ class Eviction:
 
     def _step_at(self, when: float) -> None:
         self._next_step = min(self._next_step, when)
-
-    def wakes_at(self) -> float:
-        """See Job."""
-        return self._next_step
