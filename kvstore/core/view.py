@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.actions import U32
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.quotas import UNLIMITED, SlotPool
 from kvstore.core.policy.admission import Rule
@@ -124,6 +125,12 @@ class TransferStatus:
     blocks: int
     nbytes: int
 
+    @classmethod
+    def of(cls, number: int, t: Transfer) -> TransferStatus:
+        """Returns the status of a copy."""
+        where = number, t.source, t.target, t.kind, t.started
+        return cls(*where, t.pool.tenant, t.namespace, int(t.alive.sum()), t.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
@@ -202,24 +209,14 @@ class TierView:
         """Returns queues and bandwidth at `now` (s)."""
         device = self._state.device
         kinds = range(len(device.bytes_moving))
-        return Traffic(
-            device.bandwidth(now),
-            [device.queue.waiting(kind) for kind in kinds],
-            list(device.bytes_moving),
-            device.moving,
-        )
+        queued = [device.queue.waiting(kind) for kind in kinds]
+        return Traffic(device.bandwidth(now), queued, list(device.bytes_moving), device.moving)
 
     def admission(self, now: float) -> AdmissionStatus:
         """Returns what writes are admitted, and what was written, at `now` (s)."""
-        admission = self._state.admission
-        return AdmissionStatus(
-            admission.rule,
-            admission.threshold,
-            admission.written,
-            admission.written_in_a_day(now),
-            admission.refused,
-            admission.spent,
-        )
+        a = self._state.admission
+        written = a.written, a.written_in_a_day(now)
+        return AdmissionStatus(a.rule, a.threshold, *written, a.refused, a.spent)
 
     def policy(self) -> TierPolicy:
         """Returns the state of the eviction policy in this tier."""
@@ -250,15 +247,11 @@ class TierView:
         """Returns the slot pool that owns an extent. None if the extent is unassigned or unknown."""
         return self._state.slots.classes.pool_at(extent)
 
-    def has_slots(
-        self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]
-    ) -> npt.NDArray[np.bool_]:
+    def has_slots(self, extents: U32, indexes: U32) -> npt.NDArray[np.bool_]:
         """Returns which of these places are slots."""
         return self._state.slots.classes.has(extents, indexes)
 
-    def lacks_block(
-        self, extents: npt.NDArray[np.uint32], indexes: npt.NDArray[np.uint32]
-    ) -> npt.NDArray[np.bool_]:
+    def lacks_block(self, extents: U32, indexes: U32) -> npt.NDArray[np.bool_]:
         """Returns which of these places are in a usable extent and hold no block."""
         table = self._state.slots
         empty = np.isin(extents, list(self._state.extents.ready))
@@ -340,7 +333,7 @@ class View:
         under_way = self._copies.under_way
         # Numbers ascend in the order in which copies were queued.
         numbers = islice((number for number in under_way if number > after), limit)
-        return [_transfer(number, under_way[number]) for number in numbers]
+        return [TransferStatus.of(number, under_way[number]) for number in numbers]
 
     # -- counters and logs
 
@@ -374,17 +367,3 @@ class View:
     def reuse_state(self, now: float) -> ReuseState:
         """Returns the reuse statistics, for the next process. Costs a pass over all blocks."""
         return self._residency.reuse.save(now)
-
-
-def _transfer(number: int, transfer: Transfer) -> TransferStatus:
-    return TransferStatus(
-        number=number,
-        source=transfer.source,
-        target=transfer.target,
-        kind=transfer.kind,
-        started=transfer.started,
-        tenant=transfer.pool.tenant,
-        namespace=transfer.namespace,
-        blocks=int(transfer.alive.sum()),
-        nbytes=transfer.nbytes,
-    )

@@ -40,26 +40,16 @@ _NUMBERS = 1 << 16
 class DecisionKind(IntEnum):
     """The kinds of decisions."""
 
-    EVICTED = 1
-    """The copy was evicted; another tier has one."""
-    DEMOTED = 2
-    """The copy was evicted after it was written to a lower tier."""
-    DROPPED = 3
-    """The last copy, of a block without children, was evicted."""
-    REFUSED = 4
-    """Admission rejected the block, or it was worth less than the stored blocks."""
-    DENIED = 5
-    """There was no room for the block."""
-    UNWRITTEN = 6
-    """The block was not written to a lower tier, because its device took no more."""
-    INVALIDATED = 7
-    """A client invalidated the block."""
+    EVICTED = 1  # Another tier has a copy.
+    DEMOTED = 2  # Evicted after it was written to a lower tier.
+    DROPPED = 3  # The last copy, of a block without children, was evicted.
+    REFUSED = 4  # Admission rejected the block, or it was worth less than the stored blocks.
+    DENIED = 5  # There was no room for the block.
+    UNWRITTEN = 6  # Not written to a lower tier, because its device took no more.
+    INVALIDATED = 7  # By a client.
     EXPIRED = 8
-    """The TTL of the block ended."""
-    QUARANTINED = 9
-    """The copy was corrupt. Its slot is not used again."""
-    LOST = 10
-    """The device was lost."""
+    QUARANTINED = 9  # The copy was corrupt. Its slot is not used again.
+    LOST = 10  # With its device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +125,8 @@ class Decisions:
     ) -> None:
         """Records a decision about the keys that `which` marks. They may have no rows."""
         if which.any():
-            marks = self._index.fingerprints_of(keys)[which]
-            self._append(
-                what, tier, namespace, (marks, keys.words[which], keys.size), now, math.nan, NO_CLASS
-            )
+            about = self._index.fingerprints_of(keys)[which], keys.words[which], keys.size
+            self._append(what, tier, namespace, about, now, math.nan, NO_CLASS)
 
     def _append(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -55,8 +55,11 @@ class Transfer:
     source_slots: Slots
     target_slots: Slots
     identity: BlockIds
-    alive: npt.NDArray[np.bool_]
+    alive: npt.NDArray[np.bool_] = field(init=False)
     started: bool = False
+
+    def __post_init__(self) -> None:
+        self.alive = np.ones(len(self.rows), np.bool_)
 
     @property
     def marks(self) -> int:
@@ -181,26 +184,15 @@ class CopyQueue:
             source_slots = r.blocks.slot[source, part].astype(np.int64)
             r.tiers[source].slots.hold(source_slots)
             self._last += 1
-            transfer = Transfer(
-                space.number,
-                source,
-                target,
-                writing,
-                kind,
-                len(part) * size,
-                pool,
-                part,
-                source_slots,
-                to,
-                r.outbox.ids(part),
-                np.ones(len(part), np.bool_),
+            nbytes, ids = len(part) * size, r.outbox.ids(part)
+            self.under_way[self._last] = transfer = Transfer(
+                space.number, source, target, writing, kind, nbytes, pool, part, source_slots, to, ids
             )
-            self.under_way[self._last] = transfer
             r.blocks.copy_marks[part] |= transfer.marks & ~DEMOTE
             r.copying[pool.tenant] += 1
             if writing:
-                r.tiers[target].admission.wrote(transfer.nbytes, r.now)
-                r.tiers[target].device.turn += transfer.nbytes / r.tiers[target].spec.limit_bytes
+                r.tiers[target].admission.wrote(nbytes, r.now)
+                r.tiers[target].device.turn += nbytes / r.tiers[target].spec.limit_bytes
                 self.writing[pool.tenant] += 1
                 self._writes += 1
             else:
@@ -208,7 +200,7 @@ class CopyQueue:
             if source == target:
                 self._start(self._last)
             else:
-                queued = self.device(source, target).put(r.now, asker, kind, transfer.nbytes, self._last)
+                queued = self.device(source, target).put(r.now, asker, kind, nbytes, self._last)
                 assert queued, "beyond what fits the queue"
                 self._queued += 1
 
@@ -241,21 +233,11 @@ class CopyQueue:
             if not len(t.rows):
                 self.finish(CopyDone(number, np.zeros(0, np.uint8)))
                 return
-        ends = r.blocks.expires[t.rows]
-        r.outbox.actions.append(
-            Copy(
-                number,
-                t.source,
-                t.target,
-                t.identity,
-                r.blocks.keys_of(r.blocks.parent[t.rows]),
-                r.where(t.source, t.source_slots),
-                r.where(t.target, t.target_slots),
-                r.tiers[t.target].slots.version[t.target_slots],
-                t.kind == DEMAND,
-                np.where(ends > 0, ends - r.now, math.inf) if ends.any() else None,
-            )
-        )
+        parents = r.blocks.keys_of(r.blocks.parent[t.rows])
+        places = r.where(t.source, t.source_slots), r.where(t.target, t.target_slots)
+        version, ttls = r.tiers[t.target].slots.version[t.target_slots], r.outbox.ttls(t.rows)
+        copy = Copy(number, t.source, t.target, t.identity, parents, *places, version, t.kind == DEMAND, ttls)
+        r.outbox.actions.append(copy)
 
     def _shed(self, t: Transfer) -> None:
         """Removes the blocks that were dropped while the copy was queued."""
@@ -291,11 +273,7 @@ class CopyQueue:
         if not len(rows) or not (self._lifting or self._r.blocks.copy_marks[rows].any()):
             return []
         concerned = set(np.unique(self._r.blocks.namespace[rows]).tolist())
-        over = [
-            t
-            for t in self.under_way.values()
-            if t.namespace in concerned and (source is None or t.source == source)
-        ]
+        over = [t for t in self.under_way.values() if t.namespace in concerned and source in (None, t.source)]
         gone = [self._cancel(t, t.alive & np.isin(t.rows, rows)) for t in over]
         return [each for each in gone if each is not None]
 
