@@ -1,23 +1,19 @@
-"""The invariants, asserted over the whole state. Slow on purpose; used by tests after every event."""
+"""The invariants, asserted over the whole state. Slow: tests check them after each event."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED
 from kvstore.core.capacity.slot_classes import Slots
-from kvstore.core.residency.residency import DEMOTE
-
-if TYPE_CHECKING:
-    from kvstore.core.requests.leases import LeaseTable
-    from kvstore.core.residency.residency import Residency
+from kvstore.core.requests.leases import LeaseTable
+from kvstore.core.residency.residency import DEMOTE, Residency
 
 
 def check(leases: LeaseTable) -> None:
-    """Raises AssertionError naming the invariant that does not hold."""
+    """Raises AssertionError with the name of a broken invariant."""
     r = leases.residency
     _check_rows(r)
     for tier in range(len(r.tiers)):
@@ -32,12 +28,14 @@ def check(leases: LeaseTable) -> None:
     assert not answered, "a request waits twice"
     for row, requests in leases.wanted_by.items():
         for request in requests:
-            assert row in leases.waiting[request].missing, "a waiter is told of a row it does not want"
+            assert row in leases.waiting[request].missing, (
+                "a waiter is registered for a row that it does not need"
+            )
     _check_copies(leases)
     lent: Counter[tuple[int, int]] = Counter()
     for lease in leases.leases.values():
         lent[lease.tenant, lease.reader] += lease.lent_bytes
-    assert +lent == leases.lent, "what others' leases hold is miscounted"
+    assert +lent == leases.lent, "bytes lent to other tenants miscounted"
 
 
 def _check_copies(leases: LeaseTable) -> None:
@@ -45,19 +43,21 @@ def _check_copies(leases: LeaseTable) -> None:
     coming: Counter[tuple[int, int]] = Counter()
     for t in leases.copies.under_way.values():
         rows, slots = t.rows[t.alive], t.source_slots[t.alive]
-        assert (r.tiers[t.source].slots.owner[slots] == rows).all(), "a copy of what is not there any more"
+        assert (r.tiers[t.source].slots.owner[slots] == rows).all(), "a copy of a dropped block"
         assert not (marks[rows] & t.marks).any(), "two copies share a mark"
         marks[rows] |= t.marks
         coming.update((t.target, row) for row in rows.tolist())
     assert max(coming.values(), default=1) == 1, "two copies of a block into one tier"
     assert (r.blocks.copy_marks & ~np.uint8(DEMOTE) == marks & ~np.uint8(DEMOTE)).all(), (
-        "a row is marked wrongly"
+        "a row has wrong copy marks"
     )
-    assert (marks[(r.blocks.copy_marks & DEMOTE) > 0] & DEMOTE).all(), "a row is to leave without a copy down"
+    assert (marks[(r.blocks.copy_marks & DEMOTE) > 0] & DEMOTE).all(), (
+        "a row is marked for demotion without a copy"
+    )
     for request, waiter in leases.waiting.items():
         for row in waiter.missing:
-            assert (waiter.event.tier, row) in coming, "a waiter waits for what is not on its way"
-            assert request in leases.wanted_by[row], "a waiter is not told of a row it wants"
+            assert (waiter.event.tier, row) in coming, "a waiter waits for a block that is not being copied"
+            assert request in leases.wanted_by[row], "a waiter is not registered for a row that it needs"
 
 
 def _check_rows(r: Residency) -> None:
@@ -69,10 +69,12 @@ def _check_rows(r: Residency) -> None:
     rows_in = np.bincount(b.namespace[used], minlength=len(b.rows_in))
     assert (rows_in == b.rows_in).all(), "rows of a namespace miscounted"
     somewhere = (b.slot[:, used] >= 0).any(axis=0)
-    assert (somewhere == (b.state[used] == LIVE)).all(), "a live block in no tier, or a dead one in some"
+    assert (somewhere == (b.state[used] == LIVE)).all(), (
+        "a live block without a slot, or a slot of another block"
+    )
     parents = b.parent[used]
     parents = parents[parents >= 0]
-    assert (b.state[parents] != FREE).all(), "a parent left before its child"
+    assert (b.state[parents] != FREE).all(), "a parent was freed before its child"
     count = np.bincount(parents, minlength=b.capacity)
     assert (count[used] == b.children[used]).all(), "children miscounted"
     holes = used[b.state[used] == HOLE]
@@ -89,13 +91,13 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
     extents, table, slot = r.tiers[tier].extents, r.tiers[tier].slots, r.blocks.slot[tier]
     assert extents.limit_bytes <= extents.bound_bytes, "a bound below the limit"
     assert extents.total * extents.extent_bytes <= extents.bound_bytes, "more extents than the limit allows"
-    assert extents.used_bytes <= extents.capacity_bytes, "more in use than there is"
-    assert extents.removing <= set(extents.renewing), "what is removed can be used"
+    assert extents.used_bytes <= extents.capacity_bytes, "more bytes used than the capacity"
+    assert extents.removing <= set(extents.renewing), "an extent that is being removed is usable"
     live = np.flatnonzero(r.blocks.state != FREE)
     rows = live[slot[live] >= 0]
     assert len(set(slot[rows].tolist())) == len(rows), "a slot has two owners"
-    assert (table.owner[slot[rows]] == rows).all(), "a slot does not know its owner"
-    assert int((table.owner >= 0).sum()) == len(rows), "a slot is owned by a row that is elsewhere"
+    assert (table.owner[slot[rows]] == rows).all(), "a slot has the wrong owner"
+    assert int((table.owner >= 0).sum()) == len(rows), "a slot is owned by a row that has another slot"
     refs = np.zeros(len(table.refs), np.int64)
     for slots in _references(leases, tier):
         np.add.at(refs, slots, 1)
@@ -103,15 +105,17 @@ def _check_tier(leases: LeaseTable, tier: int) -> None:
         refs[retired] += 1
     assert (refs == table.refs).all(), "references miscounted"
     free = {int(s) for c in table.classes.values() for s in c.stack[: c.free].tolist()}
-    assert len(free) == sum(c.free for c in table.classes.values()), "a slot is free twice"
+    assert len(free) == sum(c.free for c in table.classes.values()), "a slot is in two free lists"
     for slot_class in table.classes.values():
         numbers = np.concatenate([table.classes.slots_of(e) for e in slot_class.extents])
         unused = (table.owner[numbers] < 0) & (table.refs[numbers] == 0)
         unused &= ~np.isin(table.place[numbers] >> np.uint64(32), list(table.closed))
-        assert set(numbers[unused].tolist()) == free & set(numbers.tolist()), "used + free is not capacity"
+        assert set(numbers[unused].tolist()) == free & set(numbers.tolist()), (
+            "used and free slots are not all slots"
+        )
         known = len(r.tiers[tier].policies.get(slot_class.pool, ()))
         owned = int((table.owner[numbers] >= 0).sum())
-        assert known == owned, "the policy knows other blocks than the tier holds"
+        assert known == owned, "the policy has other blocks than the tier"
     for generation in r.tiers[tier].generations:
         generation.segments.check()
 
@@ -136,13 +140,13 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
     assert (used == holdings.used).all(), "bytes of tenants miscounted"
     assert (fitted == holdings.fitted).all(), "slots of tenants miscounted"
     lacking = np.maximum(holdings.floor - held, 0).sum()
-    assert lacking == holdings.unmet, "what floors lack is miscounted"
-    assert not table.closed & set(extents.unassigned), "an extent is leaving and has left"
+    assert lacking == holdings.unmet, "unmet floors miscounted"
+    assert not table.closed & set(extents.unassigned), "a closed extent is unassigned"
     for tenant in np.flatnonzero(used > holdings.limit).tolist():
         assert (tier, tenant) in shrinking or holdings.limit[tenant] == 0, "a tenant is over its limit"
     everything = len(extents.ready) + len(extents.renewing)
     spread = int(held.sum()) + len(extents.unassigned) + sum(t < 0 for t in extents.renewing.values())
-    assert everything == spread, "extents got lost between tenants"
+    assert everything == spread, "extents of all tenants and unassigned ones are not all extents"
     for space in leases.namespaces.values():
         if not space.relocated:
             rows = np.flatnonzero(leases.residency.blocks.namespace == space.number)
@@ -153,7 +157,7 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
 
 
 def _references(leases: LeaseTable, tier: int) -> list[Slots]:
-    """All slots of a tier that somebody refers to, once a reference."""
+    """Returns the slots of a tier that have references, once per reference."""
     out = []
     for transfer in leases.copies.under_way.values():
         if transfer.source == tier:

@@ -168,10 +168,8 @@ class Placement:
         """Asserts every invariant. Costs time proportional to the state; for tests and debugging."""
         check(self.leases)
         for tier, state in enumerate(self.residency.tiers):
-            beyond = state.extents.bound_bytes > state.extents.limit_bytes
-            assert not beyond or tier in self.resizing.shrinking, (
-                "over the limit, and nothing is done about it"
-            )
+            above = state.extents.bound_bytes > state.extents.limit_bytes
+            assert not above or tier in self.resizing.shrinking, "a tier above its limit does not shrink"
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         for job in self._jobs:

@@ -140,7 +140,7 @@ class Reads:
         cut = len(rows)
         if len(wanted):
             patient = event.deadline > now
-            n = self._transfers.promote(space, rows[wanted], asker, patient=patient, at=at, whole=at > 0)
+            n = self._transfers.promote(space, rows[wanted], asker, patient=patient, target=at, whole=at > 0)
             if n < len(wanted) and at:
                 # A chain that does not fit into GPU memory is served from DRAM as a whole.
                 table.release(slots[slots >= 0])
@@ -318,7 +318,7 @@ class Reads:
         bound = max(1, pool.total // 8) if pool else len(absent)
         held = r.blocks.slot[at, there].astype(np.int64)
         table.hold(held)
-        n = self._transfers.promote(space, absent[:bound], asker, PREFETCH, at=at)
+        n = self._transfers.promote(space, absent[:bound], asker, PREFETCH, target=at)
         table.release(held)
         r.counters["dropped_prefetch_blocks"] += len(absent) - n
         return n, len(absent) - n

@@ -42,40 +42,40 @@ class Transfers:
         asker: int,
         kind: int = DEMAND,
         patient: bool = False,
-        at: int = 0,
+        target: int = 0,
         whole: bool = False,
     ) -> int:
-        """Queues copies of rows of a namespace into the memory tier `at`, each from the fastest tier.
+        """Queues copies of rows of a namespace into the memory tier `target`, each from the fastest tier.
 
         Returns how many leading rows had room in the tier and in the asker's queues. `whole`: all rows, or
         none.
         """
-        r, pool, least = self._r, space.pools[at], len(rows) if whole else 1
+        r, pool, least = self._r, space.pools[target], len(rows) if whole else 1
         if len(r.tiers) == 1:
             return 0
-        source = self.source(rows, at)
-        n = self._copies.room(space, source, asker, kind, at)
+        source = self.source(rows, target)
+        n = self._copies.room(space, source, asker, kind, target)
         rows, source = rows[:n], source[:n]
         if n < least:
             return 0
-        others = [(t, r.blocks.slot[i, rows].astype(np.int64)) for i, t in enumerate(r.tiers) if i != at]
+        others = [(t, r.blocks.slot[i, rows].astype(np.int64)) for i, t in enumerate(r.tiers) if i != target]
         # The sources of the promotion must not be evicted while room is made.
         for tier, slots in others:
             tier.slots.hold(slots[slots >= 0])
-        n = self._eviction.make_room(at, pool, len(rows), patient)
+        n = self._eviction.make_room(target, pool, len(rows), patient)
         n = n if n >= least else 0
         for number in np.unique(source[:n]).tolist():
             some = rows[:n][source[:n] == number]
-            slots = r.tiers[at].slots.take(pool, len(some))
-            self._copies.put(asker, kind, number, at, space, some, slots)
+            slots = r.tiers[target].slots.take(pool, len(some))
+            self._copies.put(asker, kind, number, target, space, some, slots)
         for tier, slots in others:
             tier.slots.release(slots[slots >= 0])
         return n
 
-    def source(self, rows: Rows, at: int) -> Rows:
+    def source(self, rows: Rows, target: int) -> Rows:
         """Returns the tier from which each row would be promoted: readable tiers, memory first."""
         r = self._r
-        order = np.array([i for i in (*r.topology.memory, *r.topology.persistent) if i != at])
+        order = np.array([i for i in (*r.topology.memory, *r.topology.persistent) if i != target])
         there = r.blocks.slot[:, rows][order] >= 0
         there[[i != 0 and not r.tiers[i].device.readable for i in order.tolist()]] = False
         source: Rows = order[np.argmax(there, axis=0)]
@@ -160,23 +160,23 @@ class Transfers:
         return n
 
     def worth(
-        self, space: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, at: int = 0
+        self, space: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, target: int = 0
     ) -> int:
         """Returns how many leading rows load before `ends`, and faster than they can be recomputed.
 
         The load time is estimated from the measured bandwidth and the queues of the devices.
         """
         r = self._r
-        absent = (r.blocks.slot[at, rows] < 0) & ~self._copies.coming(at, rows)
+        absent = (r.blocks.slot[target, rows] < 0) & ~self._copies.coming(target, rows)
         if not absent.any() or (ends == math.inf and not recompute_s):
             return len(rows)
         first = int(absent.argmax())
         absent = absent[first:]
-        source, load_s = self.source(rows[first:], at), np.zeros(len(absent))
+        source, load_s = self.source(rows[first:], target), np.zeros(len(absent))
         for number in np.unique(source[absent]).tolist():
             # Devices are read in parallel: the slowest one determines the load time of a chain.
-            device = self._copies.device(number, at)
-            per_block_s = space.pools[at].slot_bytes / device.share_of(r.now, asker)
+            device = self._copies.device(number, target)
+            per_block_s = space.pools[target].slot_bytes / device.share_of(r.now, asker)
             to_load = np.cumsum(absent & (source == number))
             wait_s = np.where(to_load > 0, device.wait_s(r.now, asker, 0), 0.0)
             load_s = np.maximum(load_s, wait_s + to_load * per_block_s)
