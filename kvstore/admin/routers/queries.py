@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from blake3 import blake3
 from fastapi import APIRouter, Path, Query, Response
@@ -33,6 +33,7 @@ from kvstore.daemon.server.connection import VERSION
 from kvstore.errors import DeniedError, UnavailableError
 
 _Kind = Annotated[str, StringConstraints(pattern=f"^({'|'.join(KINDS)})$")]
+_V = TypeVar("_V", bound=responses.View)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 health = APIRouter(tags=["health"])
@@ -164,17 +165,20 @@ async def list_transfers(
     limit: Limit = 100,
 ) -> responses.Transfers:
     """Queued and running copies between tiers, oldest first, in pages."""
-    shown, more = await _pages(daemon, "transfers", limit, after, "number")
-    transfers = [responses.Transfer.model_validate(transfer) for transfer in shown]
-    return responses.Transfers(transfers=transfers, next=transfers[-1].number if more else None)
+    return await _page(daemon, responses.Transfers, "transfers", limit, after, "number")
+
+
+async def _found(daemon: DaemonState, view: type[_V], call: str, hint: str = "", **name: str) -> _V:
+    """Returns the answer of a command about one object. Raises ProblemError 404 if there is none."""
+    try:
+        return view.model_validate(await daemon.client.control(call, **name))
+    except DeniedError as error:
+        raise ProblemError(404, error.message, hint or error.hint) from None
 
 
 async def found_device(daemon: DaemonState, name: str) -> responses.Device:
     """Returns the device of a tier. Raises ProblemError 404."""
-    try:
-        return responses.Device.model_validate(await daemon.client.control("device", name=name))
-    except DeniedError as error:
-        raise ProblemError(404, error.message, error.hint) from None
+    return await _found(daemon, responses.Device, "device", name=name)
 
 
 def state_etag(device: responses.Device) -> str:
@@ -189,15 +193,13 @@ async def list_tenants(
     limit: Limit = 100,
 ) -> responses.Tenants:
     """Tenants by name, in pages."""
-    shown, more = await _pages(daemon, "tenants", limit, after, "name")
-    tenants = [responses.Tenant.model_validate(tenant) for tenant in shown]
-    return responses.Tenants(tenants=tenants, next=tenants[-1].name if more else None)
+    return await _page(daemon, responses.Tenants, "tenants", limit, after, "name")
 
 
-async def _pages(
-    daemon: DaemonState, call: str, limit: int, after: Any, by: str, **arguments: Any
-) -> tuple[list[dict[str, Any]], bool]:
-    """Returns up to `limit` rows, collected from the daemon's smaller pages, and whether more rows follow."""
+async def _page(
+    daemon: DaemonState, view: type[_V], call: str, limit: int, after: Any, by: str, **arguments: Any
+) -> _V:
+    """Returns up to `limit` rows, collected from the daemon's smaller pages."""
     rows: list[dict[str, Any]] = []
     more = True
     while more and len(rows) < limit:
@@ -206,7 +208,7 @@ async def _pages(
         rows += page[call]
         more = page["more"]
         after = rows[-1][by] if rows else after
-    return rows, more
+    return view.model_validate({call: rows, "next": after if more else None})
 
 
 @v1.get("/tenants/{name}", dependencies=[VIEWER], tags=["tenants"], responses=documented(404, 422))
@@ -217,10 +219,7 @@ async def show_tenant(daemon: Daemon, name: TenantPath) -> responses.Tenant:
 
 async def found_tenant(daemon: DaemonState, name: str) -> responses.Tenant:
     """Returns a tenant by name. Raises ProblemError 404."""
-    try:
-        return responses.Tenant.model_validate(await daemon.client.control("tenant", name=name))
-    except DeniedError as error:
-        raise ProblemError(404, error.message, "GET /v1/tenants lists them") from None
+    return await _found(daemon, responses.Tenant, "tenant", "GET /v1/tenants lists them", name=name)
 
 
 @v1.get("/namespaces", dependencies=[VIEWER], tags=["namespaces"], responses=documented(404, 422))
@@ -233,9 +232,7 @@ async def list_namespaces(
     """Open namespaces by number, in pages."""
     if tenant:
         await found_tenant(daemon, tenant)
-    shown, more = await _pages(daemon, "namespaces", limit, after, "number", tenant=tenant)
-    namespaces = [responses.Namespace.model_validate(namespace) for namespace in shown]
-    return responses.Namespaces(namespaces=namespaces, next=namespaces[-1].number if more else None)
+    return await _page(daemon, responses.Namespaces, "namespaces", limit, after, "number", tenant=tenant)
 
 
 @v1.get("/namespaces/{id}", dependencies=[VIEWER], tags=["namespaces"], responses=documented(404, 422))
@@ -248,10 +245,7 @@ async def show_namespace(daemon: Daemon, id: NamespacePath, response: Response) 
 
 async def found_namespace(daemon: DaemonState, id: str) -> responses.Namespace:
     """Returns a namespace by id. Raises ProblemError 404."""
-    try:
-        return responses.Namespace.model_validate(await daemon.client.control("namespace", id=id))
-    except DeniedError as error:
-        raise ProblemError(404, error.message, "GET /v1/namespaces lists them") from None
+    return await _found(daemon, responses.Namespace, "namespace", "GET /v1/namespaces lists them", id=id)
 
 
 def etag(namespace: responses.Namespace) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from kvstore.admin.schemas.requests import WHOLE
+from kvstore.admin.schemas.requests import WHOLE, StrictBody
 from kvstore.admin.schemas.responses import View
 from kvstore.config import HOLDER_PATTERN, NvmeDevice
 
@@ -52,19 +52,15 @@ _Bytes = Annotated[int, Field(ge=0, le=1 << 52), WHOLE]
 _Id = Annotated[int, Field(ge=0, lt=(1 << 32) - 1), WHOLE]
 
 
-class Quota(BaseModel):
+class Quota(StrictBody):
     """A tenant's quota in one tier, in bytes: guaranteed `floor`, hard `limit` (null: the tier's limit)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     floor: _Bytes = 0
     limit: _Bytes | None = None
 
 
-class TenantSettings(BaseModel):
+class TenantSettings(StrictBody):
     """Members and quotas of a tenant. `ttl` is in s, `pin` in bytes, `bandwidth` in bytes/s."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     uids: list[_Id] = Field([], max_length=4096)
     gids: list[_Id] = Field([], max_length=4096)
@@ -80,13 +76,11 @@ class TenantSettings(BaseModel):
     nvme: Quota = Quota()
 
 
-class DeviceSettings(BaseModel):
+class DeviceSettings(StrictBody):
     """An additional device of the NVMe tier: its folder, its limit in bytes, its write budget per day.
 
     `write_budget` is in bytes, or a multiple of the limit such as "1x"; 0: no budget.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     path: Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096, examples=["/mnt/nvme1/kvstore"])]
     limit: Annotated[int, Field(ge=2 << 20, le=1 << 52), WHOLE] = NvmeDevice.model_fields["limit"].default
@@ -124,19 +118,15 @@ class AdminTokens(View):
 _Lifetime = Annotated[float, Field(gt=0, le=100 * 365 * 86400, examples=[7776000])]
 
 
-class TenantTokenWanted(BaseModel):
+class TenantTokenWanted(StrictBody):
     """Role and lifetime of a new token of a tenant (null: it never expires)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["read", "write", "admin"] = "write"
     expires_in_s: _Lifetime | None = None
 
 
-class TokenWanted(BaseModel):
+class TokenWanted(StrictBody):
     """Holder, role and lifetime of a new token of the REST interface (null: it never expires)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: Annotated[str, Field(pattern=HOLDER_PATTERN, examples=["grafana"])]
     role: Literal["view", "operate"] = "view"

@@ -10,6 +10,18 @@ from kvstore.daemon.operator.blocks import LONGEST_S
 from kvstore.types import MAX_KEY_BYTES, TENANT_PATTERN
 
 
+class Body(BaseModel):
+    """Base of request bodies. Refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class StrictBody(Body):
+    """Base of request bodies that convert no types."""
+
+    model_config = ConfigDict(strict=True)
+
+
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -18,20 +30,16 @@ WHOLE = BeforeValidator(_whole)
 """Accepts integers that JSON writes as floats: 1.0 is 1."""
 
 
-class Readers(BaseModel):
+class Readers(Body):
     """Tenants that may read a namespace, besides its owner."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tenants: list[Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]] = Field(
         max_length=64, examples=[["batch"]]
     )
 
 
-class DeviceState(BaseModel):
+class DeviceState(Body):
     """State of a device. draining: no more writes. fenced: neither writes nor reads."""
-
-    model_config = ConfigDict(extra="forbid")
 
     state: Literal["serving", "draining", "fenced"]
 
@@ -42,26 +50,20 @@ KEY_PATTERN = rf"^([0-9a-fA-F]{{2}}){{1,{MAX_KEY_BYTES}}}$"
 _Key = Annotated[str, Field(pattern=KEY_PATTERN)]
 
 
-class Prefix(BaseModel):
+class Prefix(Body):
     """Leading blocks of a chain: keys in hex, all of the same length."""
-
-    model_config = ConfigDict(extra="forbid")
 
     keys: list[_Key] = Field(min_length=1, max_length=512, examples=[["00ff", "01ff"]])
 
 
-class Pin(BaseModel):
+class Pin(Body):
     """Duration of a pin, in seconds."""
-
-    model_config = ConfigDict(extra="forbid")
 
     ttl_s: float = Field(gt=0, le=LONGEST_S, examples=[3600])
 
 
-class RecordingWanted(BaseModel):
+class RecordingWanted(StrictBody):
     """Duration of a recording, and the maximum size of its trace."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     seconds: Annotated[float, Field(gt=0, le=86400, examples=[600])]
     max_bytes: Annotated[int, Field(ge=65536, le=64 << 20), WHOLE] = 16 << 20
