@@ -1,10 +1,11 @@
-"""Records what is asked for, as hashes under a secret of the recording: which prompts come back, not which.
+"""Trace recorder: records requests as hashed keys, so that a trace shows repetition and no content.
 
-A prompt is asked for in several messages: a look-up of every k-th key, then of all; a look-up, then an
-acquire; parts, where it is longer than a call may be. What belongs together within a second is one request.
-Of a longer prompt only the parts that were asked for are known: clients stop at the first that is not stored.
+A client sends several messages per prompt: a lookup of every k-th key and then of all, a lookup and then an
+acquire, or several parts of a long prompt. Messages within one second that belong together are one request.
+Each recording hashes with a secret of its own. Of a long prompt only the requested parts are known: clients
+stop at the first block that is not stored.
 
-Not covered: what was found, and what was stored.
+Not covered: hits, and stored blocks.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ MOST_SECONDS = 86400.0
 LEAST_BYTES, MOST_BYTES = 1 << 16, 1 << 30
 
 _TOGETHER_S = 1.0
-_ENTRY_BYTES = 512  # what an entry takes besides its hashes, about
-_ALIKE = 64  # look-ups with the same start that an acquire is compared with
-_READ_BYTES, _READ_REQUESTS = 256 << 10, 256  # more at a time would hold up what others ask for
+_ENTRY_BYTES = 512  # approximate memory of an entry without its hashes
+_MAX_COMPARED = 64  # lookups with the same first key that an acquire is compared with
+_READ_BYTES, _READ_REQUESTS = 256 << 10, 256  # larger answers would delay other requests
 _HASH_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """One request: hashes of its keys, `seen` of them by its latest message, which was `full` or not.
+class _Request:
+    """A recorded request.
 
-    `looked`: that was a look-up, whose acquire may still come.
+    `is_lookup`: its latest message was a lookup, so its acquire may follow. `full`: that message had the
+    maximum number of keys, so more parts may follow. `acquired_bytes`: length of the acquired hashes.
     """
 
     namespace: bytes
     at: float
     block_tokens: int
     hashes: bytes
-    looked: bool
+    is_lookup: bool
     full: bool
-    seen: int
+    acquired_bytes: int
 
 
 class TraceRecorder:
-    """At most one recording, of one connection. Full means that requests are dropped, and counted."""
+    """Has at most one recording, of one connection. Drops and counts requests when its memory is full."""
 
     def __init__(self, now: Callable[[], float], limit: Callable[[], int]) -> None:
-        """`limit`: how many keys a call may have."""
+        """`now` returns the event loop's time in s, `limit` the maximum number of keys in a message."""
         self._now = now
         self._limit = limit
-        self.owner = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.owner, self._began, self._ends = 0, 0.0, 0.0
         self._max_bytes = self._bytes = self._dropped = 0
         self._secret = b""
-        self._asked: deque[_Asked] = deque()
-        self._latest: dict[int, _Asked] = {}
-        self._by_first: dict[tuple[bytes, bytes], list[_Asked]] = {}
+        self._requests: deque[_Request] = deque()
+        self._latest: dict[int, _Request] = {}
+        self._by_first: dict[tuple[bytes, bytes], list[_Request]] = {}
 
     @property
     def running(self) -> bool:
@@ -71,75 +72,73 @@ class TraceRecorder:
         return self.owner != 0 and self._now() < self._ends
 
     def start(self, connection: int, seconds: float, max_bytes: int) -> None:
-        """Records for so long, keeping at most so many bytes. Raises MisuseError if it can't be."""
+        """Starts a recording of `seconds` that keeps at most `max_bytes`. Raises MisuseError."""
         if self.owner:
             raise MisuseError("a recording is under way", "one at a time: wait until it ends")
         if not 0 < seconds <= MOST_SECONDS:
             raise MisuseError(f"a recording of {seconds:g} s", "more than 0 s, at most a day")
         if not LEAST_BYTES <= max_bytes <= MOST_BYTES:
             raise MisuseError(f"a recording of {max_bytes} bytes", f"{LEAST_BYTES} to {MOST_BYTES}")
-        self._forget()
+        self._reset()
         self._secret = secrets.token_bytes(32)
         self.owner, self._max_bytes, self._began = connection, max_bytes, self._now()
         self._ends = self._began + seconds
 
     def leave(self, connection: int) -> None:
-        """A connection has ended, and with it its recording."""
+        """Ends the recording of a closed connection."""
         if connection == self.owner:
-            self._forget()
+            self._reset()
         self._latest.pop(connection, None)
 
     # -- requests
 
     def looked_up(self, connection: int, space: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
-        """A connection has looked keys up."""
+        """Records a lookup of keys."""
         if not keys or not self.running:
             return
-        hashes, now = self._hashes(space, key_bytes, keys), self._now()
-        full = len(keys) // key_bytes >= self._limit()
-        last = self._last(connection, space, now)
-        if last is not None and last.looked and _samples(last.hashes, hashes):
-            self._lengthen(connection, last, hashes, full)
-        elif last is not None and last.looked and last.full:
-            self._lengthen(connection, last, last.hashes + hashes, full)
+        hashes, full = self._hashes(space, key_bytes, keys), len(keys) // key_bytes >= self._limit()
+        last = self._last(connection, space)
+        if last is not None and last.is_lookup and _samples(last.hashes, hashes):
+            self._replace(connection, last, hashes, full)
+        elif last is not None and last.is_lookup and last.full:
+            self._replace(connection, last, last.hashes + hashes, full)
         else:
-            self._add(connection, _Asked(space.fingerprint, now, _tokens(space), hashes, True, full, 0))
+            self._add(connection, space, hashes, True, full)
 
     def acquired(self, connection: int, space: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
-        """A connection has acquired keys."""
+        """Records an acquire of keys."""
         if not keys or not self.running:
             return
-        hashes, now = self._hashes(space, key_bytes, keys), self._now()
-        full = len(keys) // key_bytes >= self._limit()
-        last = self._last(connection, space, now)
-        if last is not None and not last.looked and last.full:
-            # The next part of what this connection is acquiring.
-            rest = last.hashes[last.seen :]
+        hashes, full = self._hashes(space, key_bytes, keys), len(keys) // key_bytes >= self._limit()
+        last = self._last(connection, space)
+        if last is not None and not last.is_lookup and last.full:
+            # This is the next part of the prompt that the connection is acquiring.
+            rest = last.hashes[last.acquired_bytes :]
             if rest.startswith(hashes):
-                last.seen, last.full = last.seen + len(hashes), full
+                last.acquired_bytes, last.full = last.acquired_bytes + len(hashes), full
                 return
             if not rest:
-                self._lengthen(connection, last, last.hashes + hashes, full)
+                self._replace(connection, last, last.hashes + hashes, full)
                 return
-        for asked in self._by_first.get((space.fingerprint, hashes[:_HASH_BYTES]), [])[-_ALIKE:]:
-            # Whoever looks up need not be who acquires: engines do the two in different processes.
-            if asked.looked and now - asked.at <= _TOGETHER_S and asked.hashes.startswith(hashes):
-                asked.looked, asked.full, asked.seen = False, full, len(hashes)
-                self._latest[connection] = asked
+        for request in self._by_first.get((space.fingerprint, hashes[:_HASH_BYTES]), [])[-_MAX_COMPARED:]:
+            # Another connection may have sent the lookup: engines look up and acquire in different processes.
+            recent = self._now() - request.at <= _TOGETHER_S
+            if request.is_lookup and recent and request.hashes.startswith(hashes):
+                request.is_lookup, request.full, request.acquired_bytes = False, full, len(hashes)
+                self._latest[connection] = request
                 return
-        asked = _Asked(space.fingerprint, now, _tokens(space), hashes, False, full, len(hashes))
-        self._add(connection, asked)
+        self._add(connection, space, hashes, False, full)
 
     def answered(self, connection: int, blocks: int) -> None:
-        """A connection was told so many blocks: with less than a call may have, no further part follows."""
+        """Notes how many blocks an answer had. After fewer than the maximum, no further part follows."""
         last = self._latest.get(connection) if self.running else None
         if last is not None and blocks < self._limit():
             last.full = False
 
-    def _last(self, connection: int, space: NamespaceEntry, now: float) -> _Asked | None:
-        """What a connection asked for in this namespace just before."""
+    def _last(self, connection: int, space: NamespaceEntry) -> _Request | None:
+        """Returns the connection's request of the last second, if it was for this namespace."""
         last = self._latest.get(connection)
-        if last is None or last.namespace != space.fingerprint or now - last.at > _TOGETHER_S:
+        if last is None or last.namespace != space.fingerprint or self._now() - last.at > _TOGETHER_S:
             return None
         return last
 
@@ -151,71 +150,69 @@ class TraceRecorder:
             out.append(one.digest())
         return b"".join(out)
 
-    def _add(self, connection: int, asked: _Asked) -> None:
-        if self._bytes + _ENTRY_BYTES + len(asked.hashes) > self._max_bytes:
+    def _add(
+        self, connection: int, space: NamespaceEntry, hashes: bytes, is_lookup: bool, full: bool
+    ) -> None:
+        tokens = space.layout.block_tokens if space.layout is not None else 0
+        acquired_bytes = 0 if is_lookup else len(hashes)
+        request = _Request(space.fingerprint, self._now(), tokens, hashes, is_lookup, full, acquired_bytes)
+        if self._index(connection, request):
+            self._requests.append(request)
+
+    def _replace(self, connection: int, request: _Request, hashes: bytes, full: bool) -> None:
+        """Gives a request longer hashes. Drops the request if they do not fit."""
+        self._unindex(request)
+        request.hashes, request.full = hashes, full
+        request.acquired_bytes = 0 if request.is_lookup else len(hashes)
+        if not self._index(connection, request):
+            self._requests.remove(request)
+
+    def _index(self, connection: int, request: _Request) -> bool:
+        """Counts a request's memory and makes it the connection's latest. Returns whether it fits."""
+        size = _ENTRY_BYTES + len(request.hashes)
+        if self._bytes + size > self._max_bytes:
             self._latest.pop(connection, None)
             self._dropped += 1
-            return
-        self._asked.append(asked)
-        self._put(asked)
-        self._latest[connection] = asked
+            return False
+        self._bytes += size
+        self._by_first.setdefault(_first(request), []).append(request)
+        self._latest[connection] = request
+        return True
 
-    def _lengthen(self, connection: int, asked: _Asked, hashes: bytes, full: bool) -> None:
-        """What was asked for turns out to be longer; it is dropped if there is no room for that."""
-        self._remove(asked)
-        if self._bytes + _ENTRY_BYTES + len(hashes) > self._max_bytes:
-            self._asked.remove(asked)
-            self._latest.pop(connection, None)
-            self._dropped += 1
-            return
-        asked.hashes, asked.full = hashes, full
-        asked.seen = 0 if asked.looked else len(hashes)
-        self._put(asked)
-        self._latest[connection] = asked
-
-    def _put(self, asked: _Asked) -> None:
-        self._bytes += _ENTRY_BYTES + len(asked.hashes)
-        self._by_first.setdefault(_first(asked), []).append(asked)
-
-    def _remove(self, asked: _Asked) -> None:
-        self._bytes -= _ENTRY_BYTES + len(asked.hashes)
-        same = self._by_first[_first(asked)]
-        same.remove(asked)
+    def _unindex(self, request: _Request) -> None:
+        self._bytes -= _ENTRY_BYTES + len(request.hashes)
+        same = self._by_first[_first(request)]
+        same.remove(request)
         if not same:
-            del self._by_first[_first(asked)]
+            del self._by_first[_first(request)]
 
-    # -- out
+    # -- reading
 
     def read(self) -> tuple[bytes, int, bool]:
-        """(requests to which nothing more can come, how many were dropped, whether that was all)."""
+        """Removes finished requests. Returns these, the number of dropped ones, and whether it has ended."""
         now, out, size = self._now(), list[bytes](), 0
         over = now >= self._ends
-        while self._asked and size < _READ_BYTES and len(out) < 2 * _READ_REQUESTS:
-            if not over and now - self._asked[0].at <= _TOGETHER_S:
+        while self._requests and size < _READ_BYTES and len(out) < 2 * _READ_REQUESTS:
+            if not over and now - self._requests[0].at <= _TOGETHER_S:
                 break
-            asked = self._asked.popleft()
-            self._remove(asked)
-            head = REQUEST_RECORD.pack(
-                asked.at - self._began, asked.block_tokens, len(asked.hashes) // _HASH_BYTES
-            )
-            out += [head, asked.hashes]
-            size += len(head) + len(asked.hashes)
-        dropped, ended = self._dropped, over and not self._asked
+            request = self._requests.popleft()
+            self._unindex(request)
+            keys = len(request.hashes) // _HASH_BYTES
+            head = REQUEST_RECORD.pack(request.at - self._began, request.block_tokens, keys)
+            out += [head, request.hashes]
+            size += len(head) + len(request.hashes)
+        dropped, ended = self._dropped, over and not self._requests
         if ended:
-            self._forget()
+            self._reset()
         return b"".join(out), dropped, ended
 
 
-def _tokens(space: NamespaceEntry) -> int:
-    return space.layout.block_tokens if space.layout is not None else 0
-
-
-def _first(asked: _Asked) -> tuple[bytes, bytes]:
-    return asked.namespace, asked.hashes[:_HASH_BYTES]
+def _first(request: _Request) -> tuple[bytes, bytes]:
+    return request.namespace, request.hashes[:_HASH_BYTES]
 
 
 def _samples(some: bytes, every: bytes) -> bool:
-    """Whether `some` are every k-th of the others, k above 1, from the k-th on."""
+    """Returns whether `some` is every k-th hash of `every`, starting with the k-th, for a k above 1."""
     sample, whole = np.frombuffer(some, "<u8"), np.frombuffer(every, "<u8")
     at = np.flatnonzero(whole == sample[0])
     if not len(at) or not at[0]:
