@@ -1,6 +1,6 @@
-"""Who a peer is: tenants by name and number, their members by uid, gid and token, and what each may do.
+"""Authentication: tenants by name and number, their members by uid, gid and token, and members' roles.
 
-Not covered: what a tenant may store (`quotas`), and which of its blocks others may read (`catalog`).
+Not covered: quotas (`quotas`), and read access to published namespaces (`catalog`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNKNOWN_HINT = "pass a valid token (KVSTORE_TOKEN), or ask whoever runs the dae
 
 
 class Role(IntEnum):
-    """What a peer may do, each with all before it: read blocks, write them, publish and delete namespaces."""
+    """Rights of a peer: to read blocks; to write them too; to publish and delete namespaces too."""
 
     READ = 0
     WRITE = 1
@@ -38,7 +38,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a peer is until `expires` (Unix time, s). An `operator` may use admin messages for every tenant."""
+    """An authenticated peer, until `expires` (Unix time, s). An `operator` may administer every tenant."""
 
     tenant: int
     name: str
@@ -48,17 +48,15 @@ class Principal:
 
 
 class RefusedError(KVStoreError):
-    """A peer that is nobody here. Says nothing about which tenants there are."""
+    """Refuses an unknown peer. The message does not reveal which tenants exist."""
 
 
 class Authenticator:
-    """All tenants of one daemon. Numbers stay what they are while the process lives; "default" has 0."""
+    """All tenants of one daemon. A tenant keeps its number while the process runs; "default" has 0."""
 
     def __init__(self, config: Config, own_uid: int | None = None) -> None:
-        """`own_uid`: who runs the daemon, an operator like root; None: this process's user.
-
-        Where operators have a socket of their own, nobody is one elsewhere: a container has a root too.
-        """
+        """`own_uid`: user of the daemon, who is an operator like root; None: this process's user."""
+        # Containers have a root user too: with a socket for operators, peers of the other socket are none.
         self._apart = config.daemon.operator_socket is not None
         self._numbers = {DEFAULT: 0}
         self._names = [DEFAULT]
@@ -67,13 +65,13 @@ class Authenticator:
         self.reload(config)
 
     def reload(self, config: Config) -> None:
-        """Takes over who is configured now. Whoever is not any more keeps its number, without members."""
+        """Applies the configured tenants. A removed tenant keeps its number and loses its members."""
         for name in config.tenants:
             self.add(name)
         self._configured = dict(config.tenants)
 
     def number(self, name: str) -> int | None:
-        """The number of a tenant, None if there is none of this name."""
+        """Returns the number of a tenant, None if there is no tenant of this name."""
         return self._numbers.get(name)
 
     def existing(self, name: str) -> int:
@@ -84,15 +82,15 @@ class Authenticator:
         return number
 
     def name(self, number: int) -> str:
-        """The name behind a number. IndexError if it is nobody's."""
+        """Returns the name of a tenant. Raises IndexError for an unused number."""
         return self._names[number]
 
     def names(self) -> list[str]:
-        """All tenants by number: those that are configured, and those of which something was found."""
+        """Returns all tenants by number: configured tenants, and tenants of recovered blocks."""
         return list(self._names)
 
     def add(self, name: str) -> int:
-        """The number of a tenant, a new one if it has none. Raises MisuseError for a name that can't be."""
+        """Returns the number of a tenant, a new number for a new one. Raises MisuseError for invalid names."""
         number = self._numbers.get(check_tenant(name))
         if number is None:
             number = len(self._names)
@@ -103,16 +101,16 @@ class Authenticator:
         return number
 
     def is_privileged(self, uid: int) -> bool:
-        """Whether a user is root or runs the daemon: it may open anew what the daemon has open."""
+        """Returns whether a user is root or the daemon's user, who can open the daemon's files anyway."""
         return uid in (0, self._own_uid)
 
     def identify(
         self, uid: int, gids: Sequence[int], token: str, now: float, among_operators: bool = False
     ) -> Principal:
-        """Who a peer is, by its token, else its user, else its groups, the primary one first.
+        """Returns a peer's principal, by its token, else its user, else its groups, the primary group first.
 
-        `now` is Unix time (s). `among_operators`: it has come by their socket. Raises RefusedError: the same
-        one whatever is wrong, but to a genuine token that has expired.
+        `now` is Unix time (s). `among_operators`: the peer uses the operators' socket. Raises RefusedError,
+        with the same text for every reason except an expired token.
         """
         operator = self.is_privileged(uid) and (among_operators or not self._apart)
         if among_operators and not operator:
@@ -123,44 +121,42 @@ class Authenticator:
             return self._by_token(token, now)
         name = self._owner({uid}, "uids") or self._owner(gids[:1], "gids") or self._owner(gids[1:], "gids")
         if name is not None:
-            return self._identity(name, self._configured[name].role, operator)
+            role = Role[self._configured[name].role.upper()]
+            return Principal(self._numbers[name], name, role, operator)
         if operator:
             return Principal(0, DEFAULT, Role.ADMIN, operator=True)
         raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
 
     def _by_token(self, token: str, now: float) -> Principal:
-        known = [(each, name) for name, tenant in self._configured.items() for each in tenant.tokens]
-        found = find_token(token, [each for each, _ in known])
+        owners = {each: name for name, tenant in self._configured.items() for each in tenant.tokens}
+        found = find_token(token, owners)
         if found is None:
             raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
         if now >= found.ends:
             raise RefusedError(EXPIRED, EXPIRED_HINT)
-        [name] = [name for each, name in known if each is found]
-        # Engines often run as root: whoever shows a token asks for no more than that gives.
-        return self._identity(name, found.role, operator=False, expires=found.ends)
+        name, role = owners[found], Role[found.role.upper()]
+        # Engines often run as root: a peer with a token gets only the rights of the token.
+        return Principal(self._numbers[name], name, role, operator=False, expires=found.ends)
 
     def _owner(self, ids: Collection[int], kind: Literal["uids", "gids"]) -> str | None:
-        """The one tenant that has one of these ids. Raises RefusedError if several have."""
+        """Returns the tenant that has one of these ids. Raises RefusedError if several tenants have."""
         named = self._configured.items()
         names = [name for name, tenant in named if not set(ids).isdisjoint(getattr(tenant, kind))]
         if len(names) > 1:
             raise RefusedError(_UNKNOWN, _UNKNOWN_HINT)
         return names[0] if names else None
 
-    def _identity(self, name: str, role: str, operator: bool, expires: float = math.inf) -> Principal:
-        return Principal(self._numbers[name], name, Role[role.upper()], operator, expires)
-
 
 def new_token(random_bytes: bytes) -> str:
-    """A token made of 32 random bytes."""
+    """Returns a token of 32 random bytes."""
     assert len(random_bytes) == 32
     return "kvs_" + urlsafe_b64encode(random_bytes).decode().rstrip("=")
 
 
 def find_token(token: str, known: Iterable[_S]) -> _S | None:
-    """The secret that a token is; None if it is none of these."""
+    """Returns the secret that matches a token, None if none does."""
     digest, found = hash_of(token), None
-    # All are compared, whichever fits: how long that takes tells nothing.
+    # Comparing all secrets takes the same time for every token.
     for each in known:
         if hmac.compare_digest(each.digest, digest):
             found = each
@@ -168,5 +164,5 @@ def find_token(token: str, known: Iterable[_S]) -> _S | None:
 
 
 def hash_of(token: str) -> bytes:
-    """What a configuration keeps of a token: it has 256 random bits, so a plain SHA-256 gives none away."""
+    """Returns the hash that a configuration stores. SHA-256 is safe here: a token has 256 random bits."""
     return hashlib.sha256(token.encode()).digest()

@@ -22,10 +22,10 @@ _DEFAULT = "default"
 
 @dataclass(eq=False, slots=True)
 class NamespaceEntry:
-    """One namespace. `number` is the core's, 0 while it is not open there; `layout` None until it is named.
+    """One namespace. `number` is the core's, 0 while it is closed. `layout` is None until a client sends it.
 
-    `readers` are names of the tenants that it is published to, `domain` goes with them. `hits` counts blocks
-    of prompts in it, of all tenants.
+    `readers` are the tenants that it is published to; they determine `domain`. `hits` counts blocks of
+    prompts of all tenants.
     """
 
     number: int
@@ -40,7 +40,7 @@ class NamespaceEntry:
 
 
 class Namespaces:
-    """All namespaces of one daemon. `fingerprints` and `lengths` (bytes a payload) are by number."""
+    """All namespaces of one daemon. `fingerprints` and `lengths` (bytes per payload) are by number."""
 
     def __init__(self) -> None:
         self.fingerprints: dict[int, bytes] = {}
@@ -65,7 +65,7 @@ class Namespaces:
         return self._by_number.get(number)
 
     def new_number(self) -> int:
-        """Returns a number that no namespace has, nor one that is being deleted."""
+        """Returns a number that is free: no namespace has it, and no deletion uses it."""
         for _ in range(_MOST_NUMBERS):
             self._last = self._last % (_MOST_NUMBERS - 1) + 1
             if self._last not in self.fingerprints:
@@ -122,7 +122,7 @@ class Namespaces:
 class Numbering:
     """The namespaces of one connection, by the numbers that its peer uses for them.
 
-    Remembers the `most` that were used last. A number is never given twice.
+    Keeps the `most` recently used ones. A number is never reused.
     """
 
     def __init__(self, most: int) -> None:
@@ -135,7 +135,7 @@ class Numbering:
         return len(self._spaces)
 
     def number_of(self, space: NamespaceEntry) -> int:
-        """The number of a namespace, a new one if it has none."""
+        """Returns the number of a namespace, a new number if it has none."""
         number = self._numbers.get(space, 0)
         if self.at(number) is None:
             self._last += 1
@@ -144,14 +144,14 @@ class Numbering:
         return number
 
     def at(self, number: int) -> NamespaceEntry | None:
-        """The namespace of a number, which is used now; None if it is not known, or not any more."""
+        """Returns the namespace of a number and marks it as used. None: the number is unknown or dropped."""
         space = self._spaces.pop(number, None)
         if space is not None:
             self._spaces[number] = space
         return space
 
     def set(self, number: int, space: NamespaceEntry) -> None:
-        """Lets a number stand for this namespace."""
+        """Assigns a number to a namespace."""
         self._forget(number)
         self._spaces[number] = space
         self._numbers.setdefault(space, number)
@@ -165,9 +165,10 @@ class Numbering:
 
 
 class Domains:
-    """Who may map which extents: numbers and tags (16 bytes, kept beside extents) of sets of tenants.
+    """Domains: sets of tenants that may map the same extents, by number and by tag.
 
-    A tag's first half says whose extents these are, its second half who else may read them.
+    A tag has 16 bytes and is stored with each extent. Its first half identifies the owner, its second half
+    the readers.
     """
 
     def __init__(self) -> None:
@@ -177,7 +178,7 @@ class Domains:
         self._tags: dict[int, bytes] = {}
 
     def of(self, tenant: int, name: str, readers: frozenset[str]) -> int:
-        """The domain of a tenant's extents that these others may read: its own number if nobody may."""
+        """Returns the domain of a tenant's extents with these readers; without any, the tenant's number."""
         owner = _half(name)
         self._tenants[owner] = tenant
         if readers:
@@ -194,20 +195,13 @@ class Domains:
             self._tags[self._last] = tag
         return self._numbers[tag]
 
-    def tag(self, domain: int) -> bytes:
-        """What is kept beside extents of a domain."""
-        return self._tags[domain]
-
     def owner(self, domain: int) -> tuple[int, bytes]:
-        """(tenant, tag) of a domain's extents; an empty tag for a domain that has no extents in DRAM."""
+        """Returns the tenant and the tag of a domain. A domain without extents in DRAM has an empty tag."""
         tag = self._tags.get(domain, b"")
         return self._tenants.get(tag[:8], domain), tag
 
     def by_tag(self, tag: bytes) -> tuple[int, int] | None:
-        """(tenant, domain) of a tag; None if no tenant has it.
-
-        Who could read its extents need not be known: nothing is published to them any more.
-        """
+        """Returns the tenant and the domain of a tag, None if no tenant has it."""
         if tag == bytes(16):
             return 0, 0
         tenant = self._tenants.get(tag[:8])
