@@ -195,7 +195,7 @@ class Daemon:
         server = Server(self)
         self.status.server = server.status
         self.reload.listeners.append(lambda config: server.reconfigure())
-        settings.told_to(self.reload.consequences, self.reload.apply, self.devices.opener)
+        settings.applier = self.reload
         return server
 
 

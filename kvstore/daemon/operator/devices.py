@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvstore.config import FIRST_DEVICE, Config
 from kvstore.core import actions as ac
@@ -160,14 +159,6 @@ class Devices:
         if len(wanted) > self._core.view.addable_devices:
             hint = "restart it: removed devices count until then"
             raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
-
-    def consequences(self, config: Config) -> list[dict[str, Any]]:
-        """Returns the bytes that all tenants together ("") would lose with removed devices."""
-        return [
-            {"tenant": "", "tier": tier.name, "evicted_bytes": used, "claimed_bytes": 0}
-            for tier in self._removed_by(config)
-            if (used := tier.capacity().used_bytes)
-        ]
 
     def change(self, config: Config, opened: Mapping[str, NvmeTier]) -> None:
         """Removes devices that are not configured any more, and adds the devices that were opened."""

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from kvstore.config import Config, Network
+from kvstore.config import Config
 from kvstore.core import events as ev
+from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator.devices import Devices
 from kvstore.daemon.operator.resizing import Resizing
 from kvstore.daemon.runtime.executor import Executor
@@ -33,13 +34,6 @@ class ConfigInUse:
         return self.value
 
 
-class NetworkSettings(Protocol):
-    """The network tier's settings."""
-
-    def reconfigure(self, config: Network, /) -> None:
-        """Applies the settings that can change at run time."""
-
-
 @dataclass(slots=True, eq=False)
 class Reload:
     """Checks and applies configurations. Other rooms add their part to `listeners`."""
@@ -50,7 +44,7 @@ class Reload:
     _resizing: Resizing
     _scrubber: Scrubber
     _event_log: EventLog
-    _network: NetworkSettings | None
+    _network: NetworkTier | None
     _in_use: ConfigInUse
     listeners: list[Callable[[Config], None]] = field(default_factory=list, init=False)
     """Called with each configuration that was applied."""
@@ -64,8 +58,11 @@ class Reload:
     def consequences(self, config: Config) -> list[dict[str, Any]]:
         """Returns the bytes that tenants would lose or could claim. Raises ConfigError as `check` does."""
         self.check(config)
-        rows = self._quotas.consequences(config) + self._resizing.consequences(config)
-        return rows + self._devices.consequences(config)
+        return self._quotas.consequences(config) + self._resizing.consequences(config)
+
+    def opener(self, config: Config) -> Callable[[], dict[str, NvmeTier]]:
+        """Returns a function that opens the added devices. It may run on another thread. See `open_new`."""
+        return self._devices.opener(config)
 
     def apply(
         self, config: Config, changed: list[str], opened: Mapping[str, NvmeTier] = MappingProxyType({})

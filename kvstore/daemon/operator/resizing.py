@@ -73,12 +73,12 @@ class Resizing:
                 raise ConfigError(why, f"make room there, or lower {key}")
 
     def consequences(self, config: Config) -> list[dict[str, Any]]:
-        """Returns the bytes that all tenants together ("") would lose by lower limits."""
+        """Returns the bytes that all tenants together ("") would lose by lower limits and removed devices."""
         rows = []
-        for event in self.events(config):
-            tier = self._view.tiers[event.tier]
-            lost = max(0, tier.capacity().used_bytes - event.limit_bytes)
-            if lost:
+        for tier in self._view.tiers:
+            capacity, limit = tier.capacity(), self._limit_bytes(tier, config)
+            lost = capacity.used_bytes - limit
+            if lost > 0 and limit != capacity.limit_bytes and not tier.leaving:
                 rows.append({"tenant": "", "tier": tier.name, "evicted_bytes": lost, "claimed_bytes": 0})
         return rows
 

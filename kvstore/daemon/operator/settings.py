@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,17 @@ from kvstore.config import Config, Source, Values, changes, etag, keep_changes, 
 from kvstore.core.policy import POLICIES, find
 from kvstore.daemon.operator.command import command
 from kvstore.daemon.operator.devices import close_all
+from kvstore.daemon.operator.reload import Reload
 from kvstore.errors import ConfigError, MisuseError
-from kvstore.tiers.nvme.tier import NvmeTier
 
 _log = logging.getLogger(__name__)
-
-Check = Callable[[Config], list[dict[str, Any]]]
-"""Returns what tenants would lose and could claim. Raises ConfigError for a change that needs a restart."""
-
-Apply = Callable[[Config, list[str], Mapping[str, NvmeTier]], None]
-"""Applies a configuration, the names of its changed keys, and the devices that were opened for it.
-
-Raises ConfigError, and applies nothing.
-"""
-
-Opener = Callable[[Config], Callable[[], Mapping[str, NvmeTier]]]
-"""Returns a function that opens the added devices on another thread. It raises KVStoreError."""
 
 
 class LiveConfig:
     """The configuration in use, and its source."""
+
+    applier: Reload
+    """Checks and applies changes. Set when the daemon is built."""
 
     def __init__(self, path: Path | None) -> None:
         """Reads the configuration at `path`. Raises ConfigError."""
@@ -44,13 +35,6 @@ class LiveConfig:
         self._source = read(path)
         self.config = _checked(self._source)
         self._lock = asyncio.Lock()
-        self._check: Check = lambda config: []
-        self._apply: Apply = lambda config, changed, opened: None
-        self._opener: Opener = lambda config: dict
-
-    def told_to(self, check: Check, apply: Apply, opener: Opener) -> None:
-        """Sets the functions that check and apply changes and open devices."""
-        self._check, self._apply, self._opener = check, apply, opener
 
     @command
     async def settings(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -95,7 +79,7 @@ class LiveConfig:
             if fixed:
                 hint = "edit the file, and restart the daemon"
                 raise MisuseError(f"this can't change while the daemon runs: {', '.join(fixed)}", hint)
-            comes = self._check(config)
+            comes = self.applier.consequences(config)
             if not dry_run:
                 await self._take(source, config, changed, keep=True)
                 _log.info("changed: %s", ", ".join(changed) or "nothing")
@@ -108,14 +92,14 @@ class LiveConfig:
 
     async def _take(self, source: Source, config: Config, changed: list[str], keep: bool = False) -> None:
         """Applies a configuration, all of it or nothing. With `keep`, its changes are written first."""
-        self._check(config)
-        opened = await asyncio.to_thread(self._opener(config))
+        self.applier.consequences(config)
+        opened = await asyncio.to_thread(self.applier.opener(config))
         kept = False
         try:
             if keep:
                 await self._keep(source)
                 kept = True
-            self._apply(config, changed, opened)
+            self.applier.apply(config, changed, opened)
         except BaseException:
             await asyncio.to_thread(close_all, opened)
             if kept:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.core.view import TierView
+from kvstore.daemon.kv_events.tracker import Tracker
+from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator.command import command
 from kvstore.daemon.operator.tenants import TenantCommands
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import TierSet
 from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.namespaces import Namespaces
-
-
-class StatusPart(Protocol):
-    """A part of the daemon with a status of its own."""
-
-    def status(self) -> dict[str, Any]:
-        """Returns plain values."""
 
 
 class Status:
@@ -33,8 +28,8 @@ class Status:
         tenants: TenantCommands,
         problems: list[str],
         instance: bytes,
-        network: StatusPart | None,
-        kv_events: StatusPart,
+        network: NetworkTier | None,
+        kv_events: Tracker,
     ) -> None:
         self.server: Callable[[Principal | None], dict[str, Any]] = lambda who: {}
         """Returns the server's part of the status: for a principal, or for operators."""

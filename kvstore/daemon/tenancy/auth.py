@@ -90,7 +90,7 @@ class Authenticator:
         return list(self._names)
 
     def add(self, name: str) -> int:
-        """Returns the number of a tenant, a new number for a new one. Raises MisuseError for invalid names."""
+        """Returns the number of a tenant, a new one if it has none. Raises MisuseError for invalid names."""
         number = self._numbers.get(check_tenant(name))
         if number is None:
             number = len(self._names)
