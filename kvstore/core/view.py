@@ -87,7 +87,7 @@ class TierPolicy:
     """The eviction policy's state in one tier. `weighs`: it weighs what a block costs to recompute."""
 
     pools: int
-    known_blocks: int
+    blocks: int
     state_bytes: int
     weighs: bool
 
@@ -223,7 +223,7 @@ class TierView:
         state = self._state
         return TierPolicy(
             pools=len(state.policies),
-            known_blocks=sum(generation.segments.known_rows for generation in state.generations),
+            blocks=sum(generation.segments.known_rows for generation in state.generations),
             state_bytes=sum(generation.segments.ram_bytes() for generation in state.generations),
             weighs=bool(getattr(state.generation.make, "weighs", False)),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.core import events as ev
@@ -34,26 +34,8 @@ class DeviceCommands:
 
         `pools_left` is above 0 during a change of policy.
         """
-        status = self._core.view.policy()
-        tiers = []
-        for tier in self._tiers:
-            state = tier.policy()
-            tiers.append(
-                {
-                    "tier": tier.name,
-                    "pools": state.pools,
-                    "blocks": state.known_blocks,
-                    "state_bytes": state.state_bytes,
-                    "weighs": state.weighs,
-                }
-            )
-        return {
-            "name": status.name,
-            "wanted": status.wanted,
-            "available": sorted(POLICIES),
-            "pools_left": status.pools_left,
-            "tiers": tiers,
-        }
+        tiers = [{"tier": tier.name, **asdict(tier.policy())} for tier in self._tiers]
+        return {**asdict(self._core.view.policy()), "available": sorted(POLICIES), "tiers": tiers}
 
     @command
     def devices(self) -> dict[str, Any]:
@@ -90,10 +72,7 @@ class DeviceCommands:
         """Returns at most `limit` copies between tiers with numbers above `after`, queued or under way."""
         check_limit(limit)
         some = self._core.view.transfers(after, limit + 1)
-        return {
-            "transfers": [self._transfer(transfer) for transfer in some[:limit]],
-            "more": len(some) > limit,
-        }
+        return {"transfers": [self._transfer(each) for each in some[:limit]], "more": len(some) > limit}
 
     @property
     def _tiers(self) -> list[TierView]:

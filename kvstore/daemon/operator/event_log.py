@@ -1,7 +1,7 @@
-"""The event log for operators: eviction decisions and what happened to the daemon, a page at a time.
+"""The event log for operators: eviction decisions, and entries about the daemon, read in pages.
 
-Each event has a number, counted from the start of the daemon. The core keeps a ring of decisions. Entries
-about the daemon are few, so they stay long after decisions of the same time were overwritten.
+Events are numbered from the start of the daemon. The core has a ring of decisions. Entries about the daemon
+are rare, so they outlast decisions of the same time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = (*(kind.name.lower() for kind in DecisionKind), *ENTRY_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """Something that happened to the daemon. `decisions`: how many decisions came before."""
+    """An entry about the daemon. `decisions`: number of earlier decisions."""
 
     number: int
     decisions: int
@@ -87,7 +87,7 @@ class EventLog:
             del self._closed[next(iter(self._closed))]
 
     def opened(self, number: int) -> None:
-        """Forgets the closed namespace that had this number, because another one gets it."""
+        """Forgets the closed namespace of a number that is reused."""
         self._closed.pop(number, None)
 
     def look_at_devices(self) -> bool:
@@ -170,7 +170,7 @@ class EventLog:
         return self._authenticator.name(found.tenant), found.fingerprint.hex()
 
     def _number(self, place: int) -> int:
-        """Returns the number of the event of a decision that `place` decisions precede."""
+        """Returns the event number of the decision at `place`, the number of earlier decisions."""
         before = bisect_right(self._entries, place, key=lambda entry: entry.decisions)
         return place + self._dropped + before + 1
 

@@ -46,7 +46,7 @@ class LiveConfig:
 
     @command
     async def reload(self) -> dict[str, Any]:
-        """Reads files again. Returns what has changed and what needs a restart. Raises ConfigError."""
+        """Reads the files again. Returns changed keys, and keys that need a restart. Raises ConfigError."""
         async with self._lock:
             source = await asyncio.to_thread(read, self._path)
             if source.kept_in is None:
@@ -65,9 +65,9 @@ class LiveConfig:
     ) -> dict[str, Any]:
         """Applies a merge patch to a part and keeps it, if `expected` is the part's ETag, "*" or "".
 
-        Returns what has changed, the consequences, and the part's new ETag. With another ETag, returns only
-        `is_now`, the part's ETag. Raises ConfigError or MisuseError for an invalid change, and changes
-        nothing. Imports only an eviction policy that the file names, and none on a dry run.
+        Returns the changes, the consequences, and the part's new ETag; with another ETag, only `is_now`, the
+        part's ETag. Raises ConfigError or MisuseError for an invalid change, and changes nothing. Imports no
+        eviction policy that the file does not name, and none on a dry run.
         """
         async with self._lock:
             is_now, source, will_be = await asyncio.to_thread(_patched, self._source, patch, part)
@@ -79,12 +79,12 @@ class LiveConfig:
             if fixed:
                 hint = "edit the file, and restart the daemon"
                 raise MisuseError(f"this can't change while the daemon runs: {', '.join(fixed)}", hint)
-            comes = self.applier.consequences(config)
+            consequences = self.applier.consequences(config)
             if not dry_run:
                 await self._take(source, config, changed, keep=True)
                 _log.info("changed: %s", ", ".join(changed) or "nothing")
         kept = source.kept_in is not None
-        return {"changed": changed, "etag": will_be, "kept": kept, "consequences": comes}
+        return {"changed": changed, "etag": will_be, "kept": kept, "consequences": consequences}
 
     async def _keep(self, source: Source) -> None:
         if source.kept_in is not None:
