@@ -83,7 +83,7 @@ def written(daemon: LocalDaemon, end: str = "") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-def test_changes_need_a_token_that_operates(
+def test_changes_need_a_token_with_role_operate(
     admin: ServedAdmin, daemon: LocalDaemon, method: str, path: str
 ) -> None:
     body = {"PUT": b'{"tenants": [], "ttl_s": 1}'}.get(method)
@@ -132,7 +132,7 @@ def test_a_device_is_fenced_drained_and_given_back(admin: ServedAdmin, client: C
         assert change(admin, "PUT", f"{path}/state", {"state": "serving"}).json["writable"]
 
 
-def test_what_is_no_device_or_can_not_be_fenced_is_said(admin: ServedAdmin) -> None:
+def test_unknown_devices_and_invalid_states_are_refused(admin: ServedAdmin) -> None:
     assert problem(admin.get("/v1/devices/tape", VIEW), 404)["hint"] == "there are dram, nvme"
     assert (
         "dram" in problem(change(admin, "PUT", "/v1/devices/dram/state", {"state": "fenced"}), 409)["detail"]
@@ -188,7 +188,7 @@ def test_a_namespace_is_emptied_and_can_be_used_again(admin: ServedAdmin, client
     assert admin.get(path).json["id"] == path.rpartition("/")[2]
 
 
-def test_all_that_a_tenant_has_stored_is_deleted() -> None:
+def test_all_blocks_of_a_tenant_are_deleted() -> None:
     with (
         LocalDaemon({**WITH_NVME, "admin": settings()}) as daemon,
         ServedAdmin(daemon) as admin,
@@ -200,7 +200,7 @@ def test_all_that_a_tenant_has_stored_is_deleted() -> None:
         assert "audit: " in admin.log.read_text()
 
 
-def test_who_may_read_a_namespace_is_changed_only_from_what_it_is(admin: ServedAdmin, client: Client) -> None:
+def test_readers_of_a_namespace_change_only_with_the_current_etag(admin: ServedAdmin, client: Client) -> None:
     _, path, _ = put(client, 1)
     seen = admin.get(path)
     assert seen.json["published_to"] == []
@@ -238,7 +238,7 @@ def test_of_edits_at_the_same_time_one_wins_and_the_others_are_told(
 # -- what makes no sense
 
 
-def test_what_is_not_there_and_what_makes_no_sense_is_a_problem(admin: ServedAdmin, client: Client) -> None:
+def test_unknown_objects_and_invalid_requests_are_problems(admin: ServedAdmin, client: Client) -> None:
     _, path, keys = put(client, 1)
     bodies = {"readers": {"tenants": []}, "pin": {"ttl_s": 1.0}, "state": {"state": "fenced"}}
     bodies[f"{ABSENT}/prefetch"] = {"keys": ["00"]}
@@ -256,13 +256,13 @@ def test_what_is_not_there_and_what_makes_no_sense_is_a_problem(admin: ServedAdm
     problem(change(admin, "DELETE", "/v1/namespaces/xyz/blocks"), 422)
 
 
-def test_a_method_that_a_path_does_not_take_is_told_which_it_takes(admin: ServedAdmin) -> None:
+def test_an_unsupported_method_is_answered_with_the_allowed_ones(admin: ServedAdmin) -> None:
     answer = change(admin, "POST", f"/v1/namespaces/{ABSENT}/blocks/00/pin")
     problem(answer, 405)
     assert answer.headers["allow"] == "DELETE, PUT"
 
 
-def test_a_body_that_does_not_say_how_long_it_is_is_bounded_too(admin: ServedAdmin) -> None:
+def test_a_body_of_unknown_length_is_bounded(admin: ServedAdmin) -> None:
     head = f"PUT /v1/namespaces/{ABSENT}/readers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
     with socket.socket(socket.AF_UNIX) as sock:
@@ -293,7 +293,7 @@ def test_every_try_is_written_down_before_it_is_answered(
     assert OPERATE not in Path(daemon.folder / "admin.log").read_text()
 
 
-def test_refusals_roll_no_change_away_and_are_bounded(tmp_path: Path) -> None:
+def test_refusals_never_displace_changes_and_are_bounded(tmp_path: Path) -> None:
     section = settings(audit_log=tmp_path / "audit")
     with LocalDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
         change(admin, "DELETE", "/v1/tenants/default/blocks")
@@ -310,7 +310,7 @@ def test_refusals_roll_no_change_away_and_are_bounded(tmp_path: Path) -> None:
         assert all(file.stat().st_mode & 0o027 == 0 for file in tmp_path.iterdir())
 
 
-def test_refusals_that_were_too_many_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_beyond_the_bound_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "INTERVAL_S", 0.05)
     monkeypatch.setattr(audit, "REFUSALS", 2)
     log, file = audit.AuditLog(tmp_path / "audit"), tmp_path / "audit.refused"
@@ -326,7 +326,7 @@ def test_refusals_that_were_too_many_are_counted(tmp_path: Path, monkeypatch: py
     assert lines[2]["left_out"] == 3
 
 
-def test_what_a_terminal_obeys_is_escaped(tmp_path: Path) -> None:
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
     log, path = audit.AuditLog(tmp_path / "audit"), "/\x1b[2J\u202e\x7f\u200b\x9b"
     asyncio.run(log.write({"path": path}))
     line = (tmp_path / "audit").read_text().rstrip("\n")
@@ -352,7 +352,7 @@ def test_old_files_of_the_log_make_way(tmp_path: Path, monkeypatch: pytest.Monke
     assert ordered == list(range(ordered[0], 60))
 
 
-def test_what_cannot_be_written_down_goes_to_the_processs_log(
+def test_entries_that_the_file_does_not_take_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = audit.AuditLog(tmp_path / "absent" / "audit")
@@ -364,7 +364,7 @@ def test_what_cannot_be_written_down_goes_to_the_processs_log(
 # -- prefixes and what moves
 
 
-def test_a_prefix_comes_up_and_what_moves_is_shown(admin: ServedAdmin, client: Client) -> None:
+def test_a_prefix_is_loaded_and_its_transfers_are_shown(admin: ServedAdmin, client: Client) -> None:
     _, path, keys = put(client, 20)
     chain = [key.hex() for key in keys]
     assert change(admin, "POST", f"{path}/prefetch", {"keys": chain}).json == {"blocks": 20}
@@ -393,7 +393,7 @@ def test_a_prefix_comes_up_and_what_moves_is_shown(admin: ServedAdmin, client: C
 # -- the daemon's side
 
 
-def test_the_daemon_refuses_changes_that_make_no_sense(client: Client) -> None:
+def test_the_daemon_refuses_invalid_changes(client: Client) -> None:
     _, path, keys = put(client, 1)
     at = {"namespace": path.rpartition("/")[2], "keys": keys[0], "key_bytes": 32}
     for call, arguments, why in (

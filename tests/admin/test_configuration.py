@@ -49,7 +49,7 @@ def admin(daemon: LocalDaemon) -> Iterator[ServedAdmin]:
         yield served
 
 
-def test_changing_settings_needs_a_token_that_operates(admin: ServedAdmin) -> None:
+def test_changing_settings_needs_a_token_with_role_operate(admin: ServedAdmin) -> None:
     body = b'{"name": "x", "seconds": 1}'
     for method, path in CHANGES:
         asked = {"method": method, "body": body if method in ("POST", "PUT") else b"{}", "over_tcp": True}
@@ -90,7 +90,7 @@ def test_a_tenant_is_made_looked_at_changed_and_removed(admin: ServedAdmin, daem
     problem(change(admin, "DELETE", path), 404)
 
 
-def test_a_dry_run_says_what_would_go(admin: ServedAdmin, daemon: LocalDaemon) -> None:
+def test_a_dry_run_reports_evictions(admin: ServedAdmin, daemon: LocalDaemon) -> None:
     keys = names(400)
     with Client(daemon.url, strict=True) as client:
         ns = client.namespace(new_layout())
@@ -125,9 +125,7 @@ def test_a_dry_run_says_what_would_go(admin: ServedAdmin, daemon: LocalDaemon) -
         ([], 422, "body"),
     ],
 )
-def test_a_tenant_that_can_not_be_is_refused(
-    admin: ServedAdmin, body: object, status: int, said: str
-) -> None:
+def test_an_invalid_tenant_is_refused(admin: ServedAdmin, body: object, status: int, said: str) -> None:
     before = admin.get("/v1/settings").json
     told = problem(change(admin, "PUT", "/v1/tenants/chat/settings", body), status)
     assert said in told["detail"]
@@ -135,7 +133,7 @@ def test_a_tenant_that_can_not_be_is_refused(
     assert admin.get("/v1/settings").json == before
 
 
-def test_nobody_undoes_what_another_changes_at_the_same_time(admin: ServedAdmin) -> None:
+def test_concurrent_changes_do_not_undo_each_other(admin: ServedAdmin) -> None:
     def add(n: int) -> int:
         return change(admin, "POST", "/v1/tenants/chat/tokens", {}).status
 
@@ -221,9 +219,7 @@ def test_a_reload_reads_the_file_again_here_and_there(admin: ServedAdmin, daemon
 # -- recordings
 
 
-def test_what_is_asked_for_is_recorded_and_fetched(
-    admin: ServedAdmin, daemon: LocalDaemon, tmp_path: Path
-) -> None:
+def test_requests_are_recorded_and_fetched(admin: ServedAdmin, daemon: LocalDaemon, tmp_path: Path) -> None:
     keys = names(5)
     assert admin.get("/v1/recording").json["running"] is False
     started = change(admin, "PUT", "/v1/recording", {"seconds": 600})

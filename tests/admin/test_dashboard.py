@@ -70,7 +70,7 @@ def said(
     )
 
 
-def test_an_hour_says_what_happened_between_two_points() -> None:
+def test_the_history_has_increments_between_points() -> None:
     history = History()
     history.add(1000.0, *said(served=10, missed=5, written=100))
     history.add(1010.0, *said(served=40, missed=15, late=10, written=350, counts=(0, 5, 0, 0), evicted=3))
@@ -90,7 +90,7 @@ def test_an_hour_says_what_happened_between_two_points() -> None:
     assert c["decisions"] == [{"what": "evicted", "tier": "nvme", "blocks": [None, 3]}]
 
 
-def test_an_hour_stays_as_long_as_it_is_and_its_columns_too() -> None:
+def test_the_history_and_its_columns_have_a_bounded_length() -> None:
     history = History(points=5)
     for n in range(50):
         history.add(10.0 * n, *said(served=n, evicted=n))
@@ -101,7 +101,7 @@ def test_an_hour_stays_as_long_as_it_is_and_its_columns_too() -> None:
     assert {len(column) for column in columns} == {5}
 
 
-def test_a_daemon_that_was_away_or_began_anew_leaves_a_gap_and_no_negative_rate() -> None:
+def test_an_absent_or_restarted_daemon_is_a_gap_without_negative_rates() -> None:
     history = History()
     history.add(0.0, *said(served=100))
     history.miss(10.0)
@@ -117,7 +117,7 @@ def test_a_daemon_that_was_away_or_began_anew_leaves_a_gap_and_no_negative_rate(
     assert c["tiers"][0]["used_bytes"][:3] == [7, None, 7]
 
 
-def test_what_was_written_today_is_counted_over_restarts_until_midnight() -> None:
+def test_bytes_written_today_are_counted_over_restarts_until_midnight() -> None:
     noon, history = 1.5 * 86_400, History()
     history.add(noon, *said(written=500))
     assert history.columns()["today_since_s"] == noon, "what went before is another day's, perhaps"
@@ -186,7 +186,7 @@ def test_the_page_and_its_files_are_served_to_anybody_under_a_strict_policy(admi
     assert "/" not in admin.get("/openapi.json").json["paths"]
 
 
-def test_nothing_of_the_page_comes_from_elsewhere_or_goes_in_as_markup() -> None:
+def test_the_page_loads_nothing_from_other_hosts_and_inserts_no_markup() -> None:
     for file in PAGE.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in re.sub(r"(?m)//\s.*$|url\(#", "", text).replace("*/", ""), file.name
@@ -269,7 +269,7 @@ def shown(driver: webdriver.Chrome) -> None:
     eventually(lambda: text(driver, "#tenant-rows"))
 
 
-def test_who_has_no_token_that_holds_is_told_why_and_sees_nothing(page: webdriver.Chrome) -> None:
+def test_without_a_valid_token_the_page_shows_the_reason_only(page: webdriver.Chrome) -> None:
     for token, why in (("kvs_wrong", "Unknown token"), (EXPIRED, "expired"), ("ключ", "is not a token")):
         sign_in(page, token)
         eventually(lambda why=why: why in text(page, "#why"))
@@ -286,7 +286,7 @@ def test_who_has_no_token_that_holds_is_told_why_and_sees_nothing(page: webdrive
     assert not page.find_element(By.ID, "board").is_displayed()
 
 
-def test_every_part_shows_what_the_daemon_says(page: webdriver.Chrome, admin: QuickAdmin) -> None:
+def test_every_part_of_the_page_shows_the_daemons_values(page: webdriver.Chrome, admin: QuickAdmin) -> None:
     shown(page)
     tiers = {tier["name"]: tier for tier in admin.get("/v1/tiers").json["tiers"]}
     picture = text(page, "#picture")
@@ -347,7 +347,7 @@ def test_it_works_by_keyboard_alone(page: webdriver.Chrome) -> None:
     tab_to("#chart-latency .chart")
 
 
-def test_a_chart_tells_what_is_under_the_mouse(page: webdriver.Chrome) -> None:
+def test_a_chart_shows_the_values_under_the_mouse(page: webdriver.Chrome) -> None:
     shown(page)
     chart = page.find_element(By.CSS_SELECTOR, "#chart-used .chart")
     ActionChains(page).move_to_element(chart).perform()
@@ -426,7 +426,7 @@ def altered(driver: webdriver.Chrome, script: str) -> Iterator[None]:
         driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", made)
 
 
-def test_what_the_server_says_is_text_whatever_it_looks_like(page: webdriver.Chrome) -> None:
+def test_text_of_the_server_is_never_markup(page: webdriver.Chrome) -> None:
     evil = "<img src=x onerror=window.hit=1><script>window.hit=1</script>\u202e"
     script = f"""
       const real = window.fetch;
@@ -449,7 +449,7 @@ def test_what_the_server_says_is_text_whatever_it_looks_like(page: webdriver.Chr
         assert page.execute_script("return window.hit") is None
 
 
-def test_a_device_that_an_operator_drains_is_told_so(page: webdriver.Chrome, daemon: LocalDaemon) -> None:
+def test_the_page_shows_a_drained_device(page: webdriver.Chrome, daemon: LocalDaemon) -> None:
     shown(page)
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         for state, said in (
@@ -461,7 +461,7 @@ def test_a_device_that_an_operator_drains_is_told_so(page: webdriver.Chrome, dae
             eventually(lambda said=said: text(page, "#state") == said)
 
 
-def test_a_daemon_that_goes_away_is_told_so_and_when_it_is_back(
+def test_the_page_shows_when_the_daemon_is_absent_and_back(
     page: webdriver.Chrome, daemon: LocalDaemon
 ) -> None:
     shown(page)
@@ -478,7 +478,7 @@ def test_a_daemon_that_goes_away_is_told_so_and_when_it_is_back(
     assert not page.execute_script("return document.body.classList.contains('away')")
 
 
-def test_nothing_is_asked_for_while_nobody_looks(page: webdriver.Chrome) -> None:
+def test_a_hidden_page_sends_no_requests(page: webdriver.Chrome) -> None:
     shown(page)
     hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
     page.execute_script(hide + "document.dispatchEvent(new Event('visibilitychange'))", True)
@@ -556,7 +556,7 @@ def forwarded(path: Path) -> Iterator[int]:
         sock.close()
 
 
-def test_over_the_socket_no_token_is_asked_for(driver: webdriver.Chrome, admin: QuickAdmin) -> None:
+def test_over_the_socket_the_page_needs_no_token(driver: webdriver.Chrome, admin: QuickAdmin) -> None:
     with forwarded(admin.socket) as port:
         driver.get(f"http://127.0.0.1:{port}/")
         eventually(lambda: text(driver, "#state") == "serving")

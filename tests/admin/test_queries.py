@@ -95,9 +95,7 @@ STATES = ("--include-path", STATE, "--exclude-checks", "positive_data_acceptance
         pytest.param(STATES, 10, id="states of devices"),
     ],
 )
-def test_what_openapi_promises_is_what_is_answered(
-    tmp_path: Path, options: tuple[str, ...], examples: int
-) -> None:
+def test_responses_match_openapi(tmp_path: Path, options: tuple[str, ...], examples: int) -> None:
     # It changes settings and tokens too, so this is a daemon of its own.
     settled = {**WITH_NVME, "admin": settings()}
     with LocalDaemon(settled) as daemon, ServedAdmin(daemon) as admin, Client(daemon.url) as client:
@@ -141,7 +139,7 @@ def test_every_path_is_documented_with_its_errors_and_needs_a_token(admin: Serve
 # -- who
 
 
-def test_on_a_port_everybody_needs_a_token_that_holds(admin: ServedAdmin) -> None:
+def test_on_tcp_every_caller_needs_a_valid_token(admin: ServedAdmin) -> None:
     for token in (VIEW, OPERATE):
         assert admin.get("/v1/tiers", token, over_tcp=True).status == 200
     for token, why in (("", "needs a token"), ("kvs_wrong", "unknown"), (EXPIRED, "expired")):
@@ -174,7 +172,7 @@ def test_on_a_port_everybody_needs_a_token_that_holds(admin: ServedAdmin) -> Non
         ({"Host": "rebound.example", "Authorization": f"Bearer {VIEW}"}, 200),
     ],
 )
-def test_who_needs_no_token_is_not_made_use_of_by_other_sites(
+def test_pages_of_other_sites_cannot_use_the_socket_without_a_token(
     admin: ServedAdmin, headers: dict[str, str], status: int
 ) -> None:
     answer = admin.get("/v1/tiers", headers=headers)
@@ -220,7 +218,7 @@ def test_tokens_and_rates_are_read_again_on_sighup() -> None:
 # -- bad requests
 
 
-def test_what_is_not_there_or_makes_no_sense_is_a_problem_with_a_hint(admin: ServedAdmin) -> None:
+def test_unknown_paths_and_invalid_queries_are_problems_with_a_hint(admin: ServedAdmin) -> None:
     assert problem(admin.get("/v1/tiers/hbm"), 404)["hint"] == "there are dram, nvme"
     assert problem(admin.get("/v1/tenants/nobody"), 404)["detail"] == "there is no tenant 'nobody'"
     assert "nobody" in problem(admin.get("/v1/namespaces?tenant=nobody"), 404)["detail"]
@@ -232,7 +230,7 @@ def test_what_is_not_there_or_makes_no_sense_is_a_problem_with_a_hint(admin: Ser
     assert problem(admin.get("/v1/blocks/ab?tenant=a%20b"), 422)["detail"]
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(admin: ServedAdmin) -> None:
+def test_a_too_large_body_is_refused_before_it_is_read(admin: ServedAdmin) -> None:
     announced = {"Content-Length": str(1 << 40)}
     assert "at most" in problem(admin.get("/v1/tiers", headers=announced), 413)["hint"]
     with socket.socket(socket.AF_UNIX) as sock:
@@ -243,7 +241,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(admin: ServedAdmi
     assert admin.get("/livez").status == 200
 
 
-def test_garbage_ends_that_connection_and_nothing_else(admin: ServedAdmin) -> None:
+def test_garbage_ends_only_its_connection(admin: ServedAdmin) -> None:
     hello = b"\x16\x03\x01\x02\x00\x01\x00"
     for garbage in (hello, b"GET\r\n\r\n", b"GET /nothing HTTP/9.9\r\n\r\n", os.urandom(512)):
         with socket.socket(socket.AF_UNIX) as sock:
@@ -255,7 +253,7 @@ def test_garbage_ends_that_connection_and_nothing_else(admin: ServedAdmin) -> No
     assert admin.get("/livez").status == 200
 
 
-def test_who_asks_too_often_is_told_so_and_others_are_not() -> None:
+def test_a_caller_above_its_rate_gets_429_and_others_do_not() -> None:
     section = settings(requests_per_s=5)
     with LocalDaemon({**WITH_NVME, "admin": section}) as daemon, ServedAdmin(daemon) as admin:
         answers = [admin.get("/v1/tiers", VIEW) for _ in range(100)]
@@ -289,14 +287,14 @@ def test_who_asks_too_often_is_told_so_and_others_are_not() -> None:
         ),
     ],
 )
-def test_a_configuration_that_would_not_be_safe_is_refused(lines: str, why: str) -> None:
+def test_an_unsafe_configuration_is_refused(lines: str, why: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config.parse(f"[admin]\n{lines}\n")
     assert why in str(refused.value)
     assert "secret" not in str(refused.value)
 
 
-def test_what_cannot_be_listened_on_is_said_at_the_start(admin: ServedAdmin, tmp_path: Path) -> None:
+def test_an_unusable_address_is_reported_at_the_start(admin: ServedAdmin, tmp_path: Path) -> None:
     taken = admin.connection(over_tcp=True).port
     for lines, why in (
         (f'socket = "{admin.socket}"', f"another daemon serves {admin.socket}"),
@@ -369,7 +367,7 @@ def test_tls_where_it_is_configured(tmp_path: Path) -> None:
         assert admin.get("/livez").status == 200
 
 
-def test_connections_that_say_nothing_make_room_for_others(admin: ServedAdmin) -> None:
+def test_idle_connections_are_closed_for_new_ones(admin: ServedAdmin) -> None:
     with ExitStack() as idle:
         for n in range(140):
             sock = idle.enter_context(_tcp(admin))
@@ -385,7 +383,7 @@ def _tcp(admin: ServedAdmin) -> socket.socket:
 
 
 @needs_root
-def test_users_who_say_nothing_make_room_for_others_and_share_no_rate_with_them() -> None:
+def test_idle_users_are_closed_first_and_have_rates_of_their_own() -> None:
     section = settings(socket_mode=0o666, requests_per_s=5)
     tenants = f"[tenants.chat]\nuids = [{VICTIM}]\n"
     with TenantDaemon({**WITH_NVME, "admin": section}, tenants) as daemon, ServedAdmin(daemon) as admin:
@@ -410,7 +408,7 @@ def _crowd(path: Path) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("body", [b"", b"Content-Length: 9\r\n\r\nx"])
-def test_a_request_that_does_not_end_is_hung_up_on(admin: ServedAdmin, body: bytes) -> None:
+def test_an_unfinished_request_is_closed(admin: ServedAdmin, body: bytes) -> None:
     with _tcp(admin) as sock:
         sock.settimeout(30)
         sock.sendall(b"PATCH /v1/settings HTTP/1.1\r\nHost: x\r\n" + body)
@@ -419,7 +417,7 @@ def test_a_request_that_does_not_end_is_hung_up_on(admin: ServedAdmin, body: byt
                 pass
 
 
-def test_more_requests_than_run_at_once_are_refused_but_those_for_health() -> None:
+def test_requests_beyond_the_bound_are_refused_except_health_checks() -> None:
     async def run() -> list[int]:
         gate, told = asyncio.Event(), []
 
@@ -446,7 +444,7 @@ def test_more_requests_than_run_at_once_are_refused_but_those_for_health() -> No
     assert asyncio.run(asyncio.wait_for(run(), 10)) == [503, 503]
 
 
-def test_who_waits_for_the_same_answer_shares_its_failure() -> None:
+def test_callers_of_the_same_answer_share_its_failure() -> None:
     asked: list[asyncio.Future[int]] = []
 
     def ask() -> asyncio.Future[int]:
@@ -496,7 +494,7 @@ def test_tenants_and_namespaces_come_a_page_at_a_time() -> None:
         assert admin.get("/v1/namespaces?tenant=t01").json == {"namespaces": [], "next": None}
 
 
-def test_the_daemon_is_asked_seldom_however_many_ask(admin: ServedAdmin, client: Client) -> None:
+def test_many_callers_cause_few_requests_to_the_daemon(admin: ServedAdmin, client: Client) -> None:
     def asked() -> int:
         calls = client.control("figures")["calls"]
         return sum(sum(row["counts"]) for row in calls if row["call"] == "control")
@@ -595,7 +593,7 @@ def test_durations_are_counted_by_call_and_whether_it_waited(admin: ServedAdmin,
     assert read["kvstore_loop_lag_seconds_count", ()] > 0
 
 
-def test_dashboards_and_alerts_ask_for_what_there_is(admin: ServedAdmin) -> None:
+def test_dashboards_and_alerts_use_existing_metrics(admin: ServedAdmin) -> None:
     text = admin.get("/metrics", VIEW).body.decode()
     there = {
         name for family in text_string_to_metric_families(text) for name in _samples(family.name, family.type)
@@ -658,7 +656,7 @@ def test_a_histogram_has_every_duration_in_one_bucket() -> None:
 # -- the daemon's side
 
 
-def test_only_operators_control_and_only_by_what_there_is(client: Client) -> None:
+def test_only_operators_run_commands_and_only_known_ones(client: Client) -> None:
     with pytest.raises(DeniedError, match=r"there is no call 'nothing' \(there are status, figures, "):
         client.control("nothing")
     with pytest.raises(DeniedError, match="limit"):
@@ -684,7 +682,7 @@ def test_only_operators_control_and_only_by_what_there_is(client: Client) -> Non
         ("change", {b"patch": {}}, "change: b'patch' names no argument"),
     ],
 )
-def test_wrong_arguments_are_denied_with_what_is_wrong(
+def test_wrong_arguments_are_denied_with_a_reason(
     daemon: LocalDaemon, call: str, arguments: dict[Any, Any], why: str
 ) -> None:
     with Peer(daemon.socket) as peer:

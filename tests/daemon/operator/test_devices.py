@@ -94,7 +94,7 @@ def whole(client: Client) -> bool:
     return tier(client.status(), "nvme1")["capacity_bytes"] > 56 * MIB
 
 
-def test_two_devices_share_what_is_stored_and_both_are_there_after_a_crash(second: Path) -> None:
+def test_two_devices_share_blocks_and_both_recover_after_a_crash(second: Path) -> None:
     with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
@@ -112,9 +112,7 @@ def test_two_devices_share_what_is_stored_and_both_are_there_after_a_crash(secon
         assert hits["hit_blocks_nvme1"] > 0
 
 
-def test_a_device_that_comes_takes_its_part_and_stays_over_restarts(
-    daemon: LocalDaemon, second: Path
-) -> None:
+def test_an_added_device_takes_blocks_and_survives_restarts(daemon: LocalDaemon, second: Path) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         ns = client.namespace(layout)
@@ -135,7 +133,7 @@ def test_a_device_that_comes_takes_its_part_and_stays_over_restarts(
         assert not kinds, "it was there from the start"
 
 
-def test_a_device_that_goes_is_emptied_and_may_come_again(daemon: LocalDaemon, second: Path) -> None:
+def test_a_removed_device_is_emptied_and_can_be_added_again(daemon: LocalDaemon, second: Path) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         ns = client.namespace(layout)
@@ -162,7 +160,9 @@ def test_a_device_that_goes_is_emptied_and_may_come_again(daemon: LocalDaemon, s
         assert "Traceback" not in log_of(daemon)
 
 
-def test_reads_and_writes_go_on_while_a_device_comes_and_goes(daemon: LocalDaemon, second: Path) -> None:
+def test_reads_and_writes_continue_while_a_device_is_added_and_removed(
+    daemon: LocalDaemon, second: Path
+) -> None:
     wrong: list[str] = []
     done = threading.Event()
     layout, keys = new_layout(), names(N)
@@ -194,7 +194,7 @@ def test_reads_and_writes_go_on_while_a_device_comes_and_goes(daemon: LocalDaemo
         assert client.status()["counters"].get("quarantined_blocks", 0) == 0
 
 
-def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: LocalDaemon, second: Path) -> None:
+def test_after_a_crash_during_a_removal_the_device_is_absent(daemon: LocalDaemon, second: Path) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         add(client, second)
@@ -221,7 +221,7 @@ def test_a_crash_while_a_device_goes_leaves_a_daemon_without_it(daemon: LocalDae
         ("nvme", "is given twice", "remove one of the two"),
     ],
 )
-def test_what_is_no_device_is_refused_and_changes_nothing(
+def test_an_unusable_device_is_refused_and_changes_nothing(
     daemon: LocalDaemon, tmp_path: Path, path: str, said: str, hint: str
 ) -> None:
     (tmp_path / "a file").touch()
@@ -243,7 +243,7 @@ def test_a_daemon_without_nvme_can_have_no_second_device(second: Path) -> None:
         assert refused.value.hint == "set nvme.path"
 
 
-def test_a_device_that_cannot_be_opened_at_a_start_is_left_out_and_said(second: Path) -> None:
+def test_a_device_that_cannot_be_opened_at_the_start_is_reported(second: Path) -> None:
     with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
@@ -264,7 +264,7 @@ def test_a_device_that_cannot_be_opened_at_a_start_is_left_out_and_said(second: 
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_what_was_forgotten_while_a_device_was_away_does_not_come_back(second: Path, forgets: bool) -> None:
+def test_blocks_deleted_while_a_device_was_absent_are_not_restored(second: Path, forgets: bool) -> None:
     with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         store(client.namespace(layout), keys)
@@ -332,7 +332,7 @@ def test_a_tenant_has_its_limit_over_all_devices_together(second: Path) -> None:
         assert all(0 < part["used_bytes"] <= part["limit_bytes"] for part in nvme)
 
 
-def test_floors_that_devices_cannot_keep_in_whole_extents_are_refused(second: Path) -> None:
+def test_floors_that_exceed_whole_extents_of_a_device_are_refused(second: Path) -> None:
     tenants = {f"t{i}": {"uids": [70000 + i], "nvme": {"floor": 8 * MIB}} for i in range(8)}
     tenants["me"] = {"uids": [os.getuid()], "role": "admin"}
     settings = {**WITH_NVME, "tenants": tenants}
@@ -368,7 +368,7 @@ def test_sealed_blocks_are_sealed_on_every_device(second: Path, tmp_path: Path) 
         assert stored(client.namespace(layout), keys) > N // 2
 
 
-def test_one_device_that_stops_answering_keeps_nobody_from_the_other(second: Path) -> None:
+def test_a_hanging_device_does_not_block_the_other(second: Path) -> None:
     with LocalDaemon(both(second)) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         layout, keys = new_layout(), names(N)
         ns = client.namespace(layout)
@@ -406,7 +406,7 @@ def test_fsck_and_doctor_look_at_every_device(second: Path) -> None:
         daemon.start()
 
 
-def test_a_device_that_is_to_go_before_it_is_there_leaves_at_once(
+def test_a_device_removed_while_it_is_added_is_removed_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: Path
 ) -> None:
     # As with many millions of rows, which take a while to get their column.
@@ -491,7 +491,7 @@ def test_devices_by_commands(daemon: LocalDaemon, second: Path) -> None:
     assert {"joined", "leaving", "left"} <= {event["what"] for event in told}
 
 
-def test_a_reload_adds_and_removes_what_the_file_says(second: Path) -> None:
+def test_a_reload_adds_and_removes_devices_of_the_file(second: Path) -> None:
     with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, strict=True) as client:
         config = daemon.folder / "kvstore.toml"
         before = config.read_text()

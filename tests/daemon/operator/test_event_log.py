@@ -56,14 +56,14 @@ def fingerprint(ns: Any) -> str:
     return str(ns.layout.fingerprint("default").hex())
 
 
-def test_a_daemon_tells_that_it_has_started_and_when(daemon: LocalDaemon, client: Client) -> None:
+def test_the_event_log_has_the_start_of_the_daemon(daemon: LocalDaemon, client: Client) -> None:
     [first] = client.control("events", limit=1)["events"]
     assert (first["number"], first["what"], first["detail"]) == (1, "started", f"pid {daemon.pid}")
     up_s = client.status()["uptime_s"]
     assert first["at_s"] == pytest.approx(time.time() - up_s, abs=5)
 
 
-def test_blocks_that_go_are_told_by_key_in_the_order_in_which_they_went(client: Client) -> None:
+def test_evictions_are_logged_by_key_in_order(client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(5), latest(client)
     ns.put(keys, payloads(keys))
     ns.invalidate(keys[3:])
@@ -78,7 +78,7 @@ def test_blocks_that_go_are_told_by_key_in_the_order_in_which_they_went(client: 
     assert all(abs(event["at_s"] - time.time()) < 60 for event in told)
 
 
-def test_pages_of_any_size_leave_nothing_out(client: Client) -> None:
+def test_pages_of_any_size_are_complete(client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(150), latest(client)
     ns.put(keys, payloads(keys))
     ns.publish(["friend"])
@@ -91,7 +91,7 @@ def test_pages_of_any_size_leave_nothing_out(client: Client) -> None:
     assert [event["number"] for event in tail] == [event["number"] for event in whole[-3:]]
 
 
-def test_what_was_not_asked_for_is_left_out(client: Client) -> None:
+def test_events_are_filtered_by_tenant_and_kind(client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(20), latest(client)
     ns.put(keys, payloads(keys))
     ns.publish(["friend"])
@@ -106,7 +106,7 @@ def test_what_was_not_asked_for_is_left_out(client: Client) -> None:
     assert client.control("events", after=before, what=("fenced",))["next"] == latest(client)
 
 
-def test_what_happens_to_namespaces_and_tenants_is_told(client: Client) -> None:
+def test_events_of_namespaces_and_tenants_are_logged(client: Client) -> None:
     ns, before = client.namespace(new_layout()), latest(client)
     keys = names(2)
     ns.put(keys, payloads(keys))
@@ -124,7 +124,7 @@ def test_what_happens_to_namespaces_and_tenants_is_told(client: Client) -> None:
     assert [(e["what"], e["tenant"]) for e in happened[3:]] == [("deleted", "default")]
 
 
-def test_what_was_decided_keeps_its_namespace_when_that_is_forgotten(client: Client) -> None:
+def test_decisions_keep_the_names_of_a_deleted_namespace(client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(3), latest(client)
     ns.put(keys, payloads(keys))
     ns.invalidate(keys)
@@ -133,7 +133,7 @@ def test_what_was_decided_keeps_its_namespace_when_that_is_forgotten(client: Cli
     assert [(e["tenant"], e["namespace"]) for e in gone] == [("default", fingerprint(ns))] * 3
 
 
-def test_a_reload_is_told_with_what_changed(daemon: LocalDaemon, client: Client) -> None:
+def test_a_reload_is_logged_with_the_changed_keys(daemon: LocalDaemon, client: Client) -> None:
     before, file = latest(client), daemon.folder / "kvstore.toml"
     text = file.read_text()
     file.write_text(text.replace("[scrub]\nrate = 0", "[scrub]\nrate = 4096"))
@@ -144,7 +144,7 @@ def test_a_reload_is_told_with_what_changed(daemon: LocalDaemon, client: Client)
     assert event["detail"] in log_of(daemon)
 
 
-def test_a_bad_copy_is_told(daemon: LocalDaemon, client: Client) -> None:
+def test_a_corrupt_copy_is_logged(daemon: LocalDaemon, client: Client) -> None:
     ns, keys, before = client.namespace(new_layout()), names(1, "bad"), latest(client)
     ns.put(keys, payloads(keys))
     with ns.acquire(keys) as lease:
@@ -175,7 +175,7 @@ def spoil(daemon: LocalDaemon, copy: dict[str, Any], there: bytes) -> None:
     raise AssertionError(f"{copy} is not where it should be")
 
 
-def test_after_a_restart_numbers_begin_anew_under_another_name() -> None:
+def test_after_a_restart_event_numbers_restart_under_another_instance() -> None:
     with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns, keys = client.namespace(new_layout()), names(3)
         ns.put(keys, payloads(keys))
@@ -241,7 +241,7 @@ def test_both_kinds_are_in_the_order_in_which_they_came() -> None:
     assert {e["at_s"] for e in kept.page(1, 2, None, ())["events"]} == {998.0}
 
 
-def test_what_was_overwritten_is_counted_and_what_happened_outlives_it() -> None:
+def test_overwritten_decisions_are_counted_and_entries_outlive_them() -> None:
     kept, decide = event_log()
     kept.add("lost", detail="a")
     decide(16)
@@ -266,7 +266,7 @@ def test_happenings_make_way_too_and_numbers_stay() -> None:
     assert told(kept.page(12, 64, None, ())) == told(page)[4:]
 
 
-def test_a_device_that_changes_is_told_once() -> None:
+def test_a_changed_device_is_logged_once() -> None:
     kept, _ = event_log()
     STATE.device.fenced = False
     kept.look_at_devices()

@@ -147,7 +147,7 @@ def test_readers_and_writers_go_on_while_dram_shrinks_and_grows(daemon: LocalDae
         assert stored(ns, keys) == 600, "what left DRAM is on NVMe"
 
 
-def test_what_is_leased_or_pinned_is_waited_for() -> None:
+def test_a_lower_limit_waits_for_leased_and_pinned_blocks() -> None:
     with LocalDaemon(SMALL) as daemon, Client(daemon.url, strict=True, deadline_s=10) as client:
         settled(client, "dram", 16)
         ns, keys = client.namespace(new_layout()), names(900)

@@ -62,7 +62,7 @@ def test_etags_stand_for_values_and_not_for_their_order() -> None:
 # -- the file
 
 
-def test_changes_are_read_with_the_file_that_names_where_they_are(tmp_path: Path) -> None:
+def test_persisted_changes_are_read_with_the_configuration_file(tmp_path: Path) -> None:
     kept, file = tmp_path / "changes", tmp_path / "kvstore.toml"
     file.write_text(f'[daemon]\nchanges = "{kept}"\n[dram]\nlimit = "4MiB"\n[tenants.a]\nuids = [1]\n')
     assert load(file).dram.limit == 4 << 20
@@ -86,7 +86,7 @@ def test_changes_are_read_with_the_file_that_names_where_they_are(tmp_path: Path
         ('{"a":' * 9000, "is not JSON"),
     ],
 )
-def test_changes_that_can_not_be_say_where_they_are(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_persisted_changes_name_their_file(tmp_path: Path, text: str, said: str) -> None:
     kept, file = tmp_path / "changes", tmp_path / "kvstore.toml"
     file.write_text(f'[daemon]\nchanges = "{kept}"\n')
     kept.write_bytes(text.encode(errors="surrogateescape"))
@@ -95,7 +95,7 @@ def test_changes_that_can_not_be_say_where_they_are(tmp_path: Path, text: str, s
     assert str(kept) in str(raised.value)
 
 
-def test_what_can_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_previous_changes(tmp_path: Path) -> None:
     kept = tmp_path / "changes"
     keep_changes(kept, {"a": 1})
     (tmp_path / "changes.new").mkdir()
@@ -104,7 +104,7 @@ def test_what_can_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     assert json.loads(kept.read_text()) == {"a": 1}
 
 
-def test_changes_are_what_differs_from_the_file() -> None:
+def test_changes_are_the_difference_from_the_file() -> None:
     source = Source(values={"dram": {"limit": "4MiB"}, "scrub": {"rate": 0}})
     changed = source.changed({"dram": {"limit": "8MiB"}, "scrub": {"rate": 0}})
     assert changed.changes == {"dram": {"limit": "8MiB"}}
@@ -176,7 +176,7 @@ def test_the_file_and_the_changes_both_count_after_a_reload(daemon: LocalDaemon)
             client.control("reload")
 
 
-def test_a_dry_run_says_who_would_lose_what_and_changes_nothing(daemon: LocalDaemon) -> None:
+def test_a_dry_run_reports_consequences_and_changes_nothing(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         ns, keys = client.namespace(new_layout()), names(400)
         for at in range(0, 400, 100):
@@ -265,7 +265,7 @@ def test_a_change_imports_only_policies_that_the_file_names(
     assert not (tmp_path / "foreign").exists()
 
 
-def test_of_two_who_change_the_same_one_is_told(daemon: LocalDaemon) -> None:
+def test_one_of_two_concurrent_changes_is_refused(daemon: LocalDaemon) -> None:
     with Client(daemon.url, strict=True) as client:
         part = ["tenants", "chat"]
         seen = client.control("settings", part=part)["etag"]
@@ -302,7 +302,7 @@ def test_without_a_file_changes_outlive_a_reload_and_not_the_daemon() -> None:
         assert limit_of(client, "chat") is None
 
 
-def test_changes_that_can_not_be_kept_do_not_hold(daemon: LocalDaemon, tmp_path: Path) -> None:
+def test_changes_that_cannot_be_persisted_are_not_applied(daemon: LocalDaemon, tmp_path: Path) -> None:
     (tmp_path / "nvme" / "changes.json.new").mkdir()
     with Client(daemon.url, strict=True) as client:
         with pytest.raises(DeniedError, match="cannot write"):
@@ -310,7 +310,7 @@ def test_changes_that_can_not_be_kept_do_not_hold(daemon: LocalDaemon, tmp_path:
         assert limit_of(client, "chat") == 12 << 20
 
 
-def test_a_daemon_does_not_start_on_damaged_changes_and_says_what_to_do(
+def test_a_daemon_does_not_start_on_damaged_changes_and_gives_a_hint(
     daemon: LocalDaemon, tmp_path: Path
 ) -> None:
     with Client(daemon.url, strict=True) as client:
@@ -344,7 +344,7 @@ def test_only_operators_see_or_change_settings() -> None:
                 member.control(call, **more)
 
 
-def test_an_operator_whose_own_tenant_is_capped_can_take_that_back() -> None:
+def test_an_operator_can_lift_the_cap_of_its_own_tenant() -> None:
     with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=5, strict=True) as client:
         client.control("change", patch={"tenants": {"default": {"requests": 1}}})
         for _ in range(5):

@@ -63,7 +63,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 # -- the whole way
 
 
-def test_a_recording_has_what_was_asked_and_replays(daemon: LocalDaemon, tmp_path: Path) -> None:
+def test_a_recording_has_all_requests_and_replays(daemon: LocalDaemon, tmp_path: Path) -> None:
     out, shared = tmp_path / "trace.jsonl", names(6, "shared")
     prompts = [shared + names(4, f"tail {i}") for i in range(3)] + [names(3, "other")]
     with recording(daemon, out, 4) as result, Client(daemon.url, deadline_s=10, strict=True) as client:
@@ -121,7 +121,7 @@ def test_a_long_prompt_is_one_request_with_all_its_keys(daemon: LocalDaemon, tmp
         assert found == m.Found(1, 0, False)
 
 
-def test_what_does_not_fit_the_file_is_counted(daemon: LocalDaemon, tmp_path: Path) -> None:
+def test_requests_beyond_the_size_of_the_file_are_counted(daemon: LocalDaemon, tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     with (
         recording(daemon, out, 4, "--max-bytes", "64KiB") as result,
@@ -135,7 +135,7 @@ def test_what_does_not_fit_the_file_is_counted(daemon: LocalDaemon, tmp_path: Pa
     assert result["dropped_requests"] == 8 - result["requests"] > 0
 
 
-def test_a_file_that_is_there_stays_as_it_is(daemon: LocalDaemon, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(daemon: LocalDaemon, tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     out.write_text("mine")
     done = cli("lab", "record", "--out", str(out), "--for", "1s", "--socket", str(daemon.socket))
@@ -153,7 +153,7 @@ def test_a_file_that_is_there_stays_as_it_is(daemon: LocalDaemon, tmp_path: Path
         (["--max-bytes", "x"], "--max-bytes: "),
     ],
 )
-def test_what_cannot_be_recorded_is_an_error_and_leaves_no_file(
+def test_a_refused_recording_is_an_error_and_leaves_no_file(
     daemon: LocalDaemon, tmp_path: Path, more: list[str], says: str
 ) -> None:
     out = tmp_path / "trace.jsonl"
@@ -260,7 +260,7 @@ def raw(keys: list[int]) -> bytes:
     return b"".join(key.to_bytes(4, "little") for key in keys)
 
 
-def test_a_look_up_and_its_acquire_are_one_request_whoever_makes_them() -> None:
+def test_a_lookup_and_its_acquire_are_one_request_even_of_two_connections() -> None:
     desk = Desk()
     desk.look([1, 2, 3])
     desk.acquire([1, 2], connection=2)
@@ -269,7 +269,7 @@ def test_a_look_up_and_its_acquire_are_one_request_whoever_makes_them() -> None:
     assert desk.recorded() == [[1, 2, 3], [1, 2]]
 
 
-def test_an_acquire_that_comes_late_or_asks_for_something_else_is_another_request() -> None:
+def test_a_late_or_different_acquire_is_another_request() -> None:
     desk = Desk()
     desk.look([1, 2, 3])
     desk.acquire([1, 2, 4])
@@ -302,7 +302,7 @@ def test_parts_of_a_long_prompt_are_joined() -> None:
     assert desk.recorded() == [long, [50, 51], list(range(60, 70))]
 
 
-def test_what_follows_a_part_that_was_not_found_is_another_prompt() -> None:
+def test_a_request_after_an_incomplete_part_is_another_prompt() -> None:
     desk = Desk()
     desk.look(list(range(8)), found=3)
     desk.look([50, 51])
@@ -329,7 +329,7 @@ def test_the_same_key_of_two_namespaces_has_two_hashes_and_two_recordings_share_
     assert len({one, two, other.recorder._hashes(other.spaces[0], 4, raw([1]))}) == 3
 
 
-def test_what_does_not_fit_is_dropped_and_counted_and_room_comes_back() -> None:
+def test_requests_beyond_the_bound_are_dropped_and_counted_until_others_are_read() -> None:
     desk = Desk(LEAST_BYTES)
     for i in range(200):
         desk.look([i], connection=i)
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_dropped_and_counted_and_room_comes_back() -> None:
     assert desk.dropped == dropped
 
 
-def test_a_request_that_grows_beyond_the_bound_is_dropped_as_a_whole() -> None:
+def test_a_request_that_grows_beyond_the_bound_is_dropped() -> None:
     desk = Desk(LEAST_BYTES)
     desk.look(list(range(8)), connection=300, found=8)
     for i in range(200):

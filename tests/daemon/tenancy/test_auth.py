@@ -77,12 +77,12 @@ def test_peers_are_known_by_user_then_by_primary_then_by_other_groups() -> None:
         known.identify(7, [9], "", NOW)
 
 
-def test_a_token_says_who_a_peer_is_whatever_its_user() -> None:
+def test_a_token_determines_the_tenant_for_every_user() -> None:
     known = registry(f"[tenants.a]\nuids = [1]\n[[tenants.b.tokens]]{token_of('a', 'admin')}")
     assert known.identify(1, [1], TOKENS["a"], NOW) == Principal(2, "b", Role.ADMIN, operator=False)
 
 
-def test_operators_are_root_and_who_runs_the_daemon() -> None:
+def test_operators_are_root_and_the_daemons_user() -> None:
     known = registry(f"[tenants.a]\nuids = [1, 990]\n[[tenants.b.tokens]]{token_of('a', 'read')}")
     assert known.identify(0, [0], "", NOW) == Principal(0, "default", Role.ADMIN, operator=True)
     assert known.identify(990, [1], "", NOW) == Principal(1, "a", Role.WRITE, operator=True)
@@ -142,7 +142,7 @@ def test_numbers_stay_while_tenants_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", "a\n", "a\0b", ".a", "é", "a" * 65, "a b", None])
-def test_names_that_can_be_no_tenants_get_no_number(name: Any) -> None:
+def test_invalid_tenant_names_get_no_number(name: Any) -> None:
     with pytest.raises(MisuseError, match="can't be a tenant's name"):
         registry("").add(name)
 
@@ -255,7 +255,7 @@ def test_unknown_wrong_and_missing_tokens_are_refused_in_the_same_words(daemon: 
         assert peer.refused().why == "the token has expired"
 
 
-def test_a_client_that_is_refused_misses_and_a_strict_one_says_why(daemon: LocalDaemon) -> None:
+def test_a_refused_client_misses_and_a_strict_one_raises(daemon: LocalDaemon) -> None:
     keys = names(2)
     with client_of(daemon, "kvs_wrong", strict=False) as client:
         ns = client.namespace(new_layout())
@@ -270,7 +270,7 @@ def test_a_client_that_is_refused_misses_and_a_strict_one_says_why(daemon: Local
         client.namespace(new_layout()).lookup(keys)
 
 
-def test_roles_say_what_may_be_asked(daemon: LocalDaemon) -> None:
+def test_roles_determine_the_permitted_requests(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(3)
     with client_of(daemon, "b") as writer, client_of(daemon, "c") as reader, client_of(daemon, "a") as admin:
         put, read = writer.namespace(layout), reader.namespace(layout)
@@ -307,7 +307,7 @@ def raw(daemon: LocalDaemon, token: str) -> Peer:
     return peer
 
 
-def test_readers_get_no_writable_extent_and_nobody_is_told_which_there_are(daemon: LocalDaemon) -> None:
+def test_readers_get_no_writable_extent_and_refusals_do_not_reveal_extents(daemon: LocalDaemon) -> None:
     with raw(daemon, "c") as reader, raw(daemon, "b") as writer:
         answer = reader.ask(m.Map(1, 0, True))
         assert answer.why == "this peer's role is read, this needs write"
@@ -317,7 +317,7 @@ def test_readers_get_no_writable_extent_and_nobody_is_told_which_there_are(daemo
                 assert writer.ask(m.Map(2, extent, writable)).why == f"there is no extent {extent}"
 
 
-def test_a_lease_of_another_connection_is_as_unknown_as_one_that_never_was(daemon: LocalDaemon) -> None:
+def test_a_lease_of_another_connection_is_unknown(daemon: LocalDaemon) -> None:
     layout, [key] = new_layout(), names(1)
     with raw(daemon, "b") as owner, raw(daemon, "d") as other:
         owner.open(layout)
@@ -382,7 +382,7 @@ def test_a_published_namespace_is_read_until_it_is_taken_back(daemon: LocalDaemo
         assert got(own, keys) == 4
 
 
-def test_what_is_not_there_not_published_and_taken_back_is_told_in_the_same_words(
+def test_absent_and_unpublished_namespaces_get_the_same_refusal(
     daemon: LocalDaemon,
 ) -> None:
     hidden, taken, nowhere = new_layout(), new_layout(), new_layout()
@@ -460,7 +460,7 @@ def reload(daemon: LocalDaemon, text: str) -> str:
     return said
 
 
-def test_a_reload_ends_the_connections_of_who_is_not_who_he_was() -> None:
+def test_a_reload_closes_connections_whose_authentication_changed() -> None:
     tenants = {
         name: {"tokens": [granted(token)]} for name, token in (("one", "a"), ("two", "d"), ("six", "e"))
     }
@@ -500,7 +500,7 @@ def test_a_token_ends_on_open_connections_too() -> None:
 # -- the command
 
 
-def test_a_made_token_opens_what_its_lines_say() -> None:
+def test_a_new_token_works_with_the_printed_configuration() -> None:
     made = cli("tenant", "token", "team.a", "--role", "admin", "--expires", "90d")
     assert made.returncode == 0, made.stderr
     token, *lines = [line for line in made.stdout.splitlines() if line]
@@ -527,7 +527,7 @@ def test_a_made_token_opens_what_its_lines_say() -> None:
         (("delete", "a/b", "--yes"), "'a/b' can't be a tenant's name"),
     ],
 )
-def test_the_command_names_what_it_cannot_do(args: tuple[str, ...], why: str) -> None:
+def test_the_token_command_names_invalid_arguments(args: tuple[str, ...], why: str) -> None:
     ran = cli("tenant", *args)
     assert ran.returncode == 2
     assert f"error: {why}" in ran.stderr

@@ -264,7 +264,7 @@ def test_names_of_others_open_nothing(
     assert secret.layout.fingerprint("victim") != attacker.open(secret.layout).fingerprint
 
 
-def test_who_may_read_may_change_nothing(daemon: TenantDaemon, secret: Any) -> None:
+def test_readers_can_change_nothing(daemon: TenantDaemon, secret: Any) -> None:
     assert secret.publish(["attacker"])
     with peer_of(daemon, ATTACKER) as peer:
         space = peer.ask(m.Open(7, secret.layout.to_map(), "victim", 0.0)).namespace
@@ -291,7 +291,7 @@ def test_status_shows_nothing_of_others(attacker: Peer, secret: Any) -> None:
     assert report.status["connections"] == 1
 
 
-def test_what_the_victim_sent_means_nothing_when_the_attacker_sends_it(
+def test_replayed_messages_of_another_connection_have_no_effect(
     daemon: TenantDaemon, victim: Member, attacker: Peer
 ) -> None:
     sent: list[bytes] = []
@@ -427,7 +427,7 @@ def descriptor_of(peer: Peer, extent: int, writable: bool) -> Iterator[tuple[int
     yield peer.fds[-1], mapped.extent_bytes
 
 
-def test_a_readers_descriptor_is_for_reading_whatever_it_tries(daemon: TenantDaemon, secret: Any) -> None:
+def test_a_readers_descriptor_can_never_be_written(daemon: TenantDaemon, secret: Any) -> None:
     assert secret.publish(["friend"])
     with peer_of(daemon, FRIEND) as peer:
         space = peer.ask(m.Open(7, secret.layout.to_map(), "victim", 0.0)).namespace
@@ -455,7 +455,7 @@ def test_a_writer_cannot_close_its_extent_to_the_daemon(daemon: TenantDaemon, at
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
 
 
-def test_filling_all_of_ones_own_extents_harms_nobody_else(daemon: TenantDaemon, secret: Any) -> None:
+def test_overwriting_own_extents_harms_no_other_tenant(daemon: TenantDaemon, secret: Any) -> None:
     with Member(daemon, ATTACKER) as member, peer_of(daemon, ATTACKER) as peer:
         ns = member.namespace(new_layout())
         assert ns.put(KEYS, payloads(KEYS)).stored == len(KEYS)
@@ -496,7 +496,7 @@ def forge(view: mmap.mmap, layout: Layout, owner: str, keys: list[bytes], salt: 
 
 
 @pytest.mark.parametrize("nvme", [False, True], ids=["dram", "dram and nvme"])
-def test_headers_that_name_others_blocks_are_worth_nothing(nvme: bool) -> None:
+def test_forged_headers_restore_no_blocks_of_others(nvme: bool) -> None:
     settings = {name: section for name, section in SETTINGS.items() if nvme or name != "nvme"}
     layout, absent = new_layout(), names(10, "absent")
     with TenantDaemon(settings, TENANTS, supervised=True) as daemon:
@@ -570,7 +570,7 @@ def usage(operator: Member, name: str) -> dict[str, dict[str, Any]]:
     return {t["name"]: t for t in found["tiers"]}
 
 
-def test_a_limit_holds_whatever_is_put_by_whom_into_what(daemon: TenantDaemon, secret: Any) -> None:
+def test_a_limit_holds_for_all_puts_of_a_tenant(daemon: TenantDaemon, secret: Any) -> None:
     with ExitStack() as stack:
         operator = stack.enter_context(Member(daemon, 0))
         members = [stack.enter_context(Member(daemon, ATTACKER)) for _ in range(4)]
@@ -616,7 +616,7 @@ def test_namespaces_without_end_are_closed_and_others_do_not_notice(
 # -- memory that changes hands
 
 
-def test_an_extent_that_changed_hands_shows_its_old_owner_nothing() -> None:
+def test_a_reassigned_extent_shows_its_old_owner_nothing() -> None:
     settings = {"dram": {"limit": "6MiB", "huge_pages": False}}
     with (
         TenantDaemon(settings, TENANTS) as daemon,
@@ -651,7 +651,7 @@ def test_an_extent_that_changed_hands_shows_its_old_owner_nothing() -> None:
 
 
 @pytest.mark.parametrize("nvme", [False, True], ids=["dram", "dram and nvme"])
-def test_what_was_taken_back_is_out_of_reach(nvme: bool) -> None:
+def test_an_unpublished_namespace_cannot_be_read(nvme: bool) -> None:
     settings = {name: section for name, section in SETTINGS.items() if nvme or name != "nvme"}
     with TenantDaemon(settings, TENANTS) as daemon, Member(daemon, VICTIM) as member:
         ns = member.namespace(new_layout())
@@ -698,7 +698,7 @@ def test_readers_of_ones_own_tenant_write_nothing(daemon: TenantDaemon, secret: 
                 assert answer.why.startswith(wanted)
 
 
-def test_who_is_nobody_is_not_let_in(daemon: TenantDaemon) -> None:
+def test_unknown_peers_are_refused(daemon: TenantDaemon) -> None:
     told = set()
     for token in ("", "kvs_wrong", "x" * 1000):
         with acting_as(NOBODY), Peer(daemon.socket) as peer:

@@ -132,7 +132,7 @@ def test_where_all_have_blocks_one_more_is_refused_by_name(small: LocalDaemon) -
         assert [got(client.namespace(layout), KEYS) for layout in layouts[1:]] == [3, 3]
 
 
-def test_who_waits_for_the_first_block_of_a_namespace_keeps_it_open(small: LocalDaemon) -> None:
+def test_a_waiter_for_the_first_block_keeps_a_namespace_open(small: LocalDaemon) -> None:
     layout = new_layout(SIZE)
     with Client(small.url, strict=True) as client, Peer(small.socket) as peer:
         peer.hello()

@@ -59,7 +59,7 @@ def registry(text: str) -> Authenticator:
     return Authenticator(parse(f'[daemon]\noperator_socket = "/run/ops/kvstore.sock"\n{text}'), own_uid=990)
 
 
-def test_who_operates_comes_by_that_socket() -> None:
+def test_operators_use_the_operator_socket() -> None:
     known = registry("[tenants.a]\nuids = [1, 0]\n")
     for uid in (0, 990):
         assert known.identify(uid, [uid], "", NOW, among_operators=True).operator
@@ -76,7 +76,7 @@ def test_without_tenants_too() -> None:
 
 
 @needs_root
-def test_root_without_a_token_is_nobody_where_tenants_connect(daemon: WithOperators) -> None:
+def test_root_without_a_token_is_unknown_on_the_tenants_socket(daemon: WithOperators) -> None:
     with pytest.raises(UnavailableError, match="known by neither token, user nor group"):
         Member(daemon, 0).status()
     with Client(daemon.operators_url, strict=True, deadline_s=10) as operator:
@@ -108,7 +108,7 @@ def test_a_reload_leaves_operators_operators(daemon: WithOperators) -> None:
         operator.control("tenants")
 
 
-def test_without_tenants_nobody_operates_by_the_other_socket(tmp_path: Path) -> None:
+def test_without_tenants_no_peer_of_the_clients_socket_is_an_operator(tmp_path: Path) -> None:
     own = tmp_path / "operators.sock"
     keys = names(2)
     settings = {**SMALL, "daemon": {"operator_socket": own}}
@@ -181,7 +181,7 @@ def test_root_and_the_daemons_user_get_no_memory_for_reading_only() -> None:
         ('[tenants.a]\nuids = [0]\nrole = "read"\n', "warn", "a only reads"),
     ],
 )
-def test_doctor_warns_of_operators_that_anybody_can_be(text: str, level: str, said: str) -> None:
+def test_doctor_warns_if_every_peer_is_an_operator(text: str, level: str, said: str) -> None:
     config = parse(text) if text else Config()
     lines = doctor.operators(config)
     assert [line for line in lines if line.level == level and said in line.found] or (not said and not lines)

@@ -105,7 +105,7 @@ def used(daemon: LocalDaemon, name: str) -> dict[str, int]:
 # -- publication
 
 
-def test_what_is_published_is_read_until_it_is_taken_back(
+def test_a_published_namespace_is_read_until_it_is_unpublished(
     daemon: TenantDaemon, both: tuple[Member, Member]
 ) -> None:
     owner, reader = both
@@ -134,7 +134,7 @@ def test_what_is_published_is_read_until_it_is_taken_back(
     assert got(own, KEYS, salt=3) == got(shared, KEYS) == 20
 
 
-def test_what_is_published_stays_so_after_a_restart(tmp_path: Path) -> None:
+def test_publication_survives_a_restart(tmp_path: Path) -> None:
     with TenantDaemon(BOTH, TENANTS) as daemon:
         layout = new_layout()
         with Member(daemon, OWNER) as owner:
@@ -156,7 +156,7 @@ def test_what_is_published_stays_so_after_a_restart(tmp_path: Path) -> None:
             reader.namespace(layout, owner="owner").lookup(KEYS)
 
 
-def test_what_is_published_outlives_the_daemon_in_memory() -> None:
+def test_published_blocks_in_memory_survive_a_restart() -> None:
     with TenantDaemon(DRAM, TENANTS, supervised=True) as daemon:
         layout = new_layout()
         with Member(daemon, OWNER) as owner:
@@ -253,7 +253,7 @@ def test_a_revision_is_invalidated_wherever_it_is(daemon: TenantDaemon, both: tu
     assert got(reader.namespace(old[0]), KEYS) == 20
 
 
-def test_what_was_invalidated_is_gone_whatever_happens_right_after() -> None:
+def test_invalidated_blocks_are_gone_even_after_a_crash() -> None:
     with TenantDaemon(BOTH, TENANTS) as daemon:
         layout, model = new_layout(), new_layout()
         with Member(daemon, OWNER) as owner:
@@ -309,7 +309,7 @@ def test_quotas_change_under_load(daemon: TenantDaemon) -> None:
     assert not over
 
 
-def test_a_limit_below_what_is_used_is_kept_soon(daemon: TenantDaemon) -> None:
+def test_a_limit_below_the_use_is_enforced_soon(daemon: TenantDaemon) -> None:
     with Member(daemon, READER) as reader:
         ns = reader.namespace(new_layout())
         keys = fill(ns, 500)
@@ -335,7 +335,7 @@ def test_floors_are_never_taken() -> None:
         assert [got(ns, keys[at : at + 100]) for at in (0, 100)] == [100, 100]
 
 
-def test_floors_that_do_not_fit_stop_the_start_and_are_refused_later() -> None:
+def test_floors_that_do_not_fit_are_refused_at_the_start_and_at_run_time() -> None:
     # Together 10 MiB of 12, but each takes whole extents of 2 MiB: seven of six.
     floors = "".join(
         f'[tenants.{name}.dram]\nfloor = "{floor}"\n'
@@ -380,7 +380,7 @@ def test_tokens_are_rotated_without_a_gap() -> None:
             by_old.namespace(layout).lookup(KEYS)
 
 
-def test_who_is_no_longer_configured_keeps_its_blocks_until_others_need_the_room() -> None:
+def test_a_removed_tenant_keeps_its_blocks_until_others_need_the_room() -> None:
     only_owner = TENANTS.partition("[tenants.reader]")[0]
     with TenantDaemon(BOTH, TENANTS) as daemon:
         layout = new_layout()
@@ -409,7 +409,7 @@ def test_who_is_no_longer_configured_keeps_its_blocks_until_others_need_the_room
 # -- what is worth it
 
 
-def test_what_would_take_longer_than_computing_is_no_hit() -> None:
+def test_blocks_slower_to_load_than_to_recompute_are_misses() -> None:
     tenants = TENANTS.replace('role = "admin"', 'role = "admin"\nbandwidth = "1MiB"', 1)
     with TenantDaemon(BOTH, tenants) as daemon, Member(daemon, OWNER) as owner:
         layout = Layout(new_layout().model, 1 << 18, block_tokens=16)
@@ -466,7 +466,7 @@ def answering(folder: Path, answer: Callable[[Any], Any]) -> Iterator[str]:
         listener.close()
 
 
-def test_busy_is_a_miss_that_says_why(tmp_path: Path) -> None:
+def test_busy_is_a_miss_with_a_reason(tmp_path: Path) -> None:
     with answering(tmp_path, lambda q: m.Busy(q.id, 0.25, "too much waits")) as url:
         with Client(url) as lenient:
             ns = lenient.namespace(new_layout())
@@ -478,7 +478,7 @@ def test_busy_is_a_miss_that_says_why(tmp_path: Path) -> None:
         assert told.value.hint == "try again in 0.25 s"
 
 
-def test_who_forgets_faster_than_it_goes_is_told_busy() -> None:
+def test_too_many_pending_deletions_are_answered_busy() -> None:
     settings = {**BOTH, "limits": {"namespaces_per_tenant": 1}}
     with TenantDaemon(settings, TENANTS) as daemon, peer_of(daemon, OWNER) as peer:
         peer.open(new_layout())
@@ -528,7 +528,7 @@ def test_an_older_folder_is_the_default_tenants() -> None:
             assert reader.namespace(layout).lookup(KEYS) == 0
 
 
-def test_leases_of_readers_leave_an_owner_room() -> None:
+def test_leases_of_readers_do_not_exhaust_the_owners_room() -> None:
     layout, most, held = new_layout(), names(700), []
     settings = {**DRAM, "policy": {"eviction": "lru"}}
     with (
@@ -555,7 +555,7 @@ def test_leases_of_readers_leave_an_owner_room() -> None:
         eventually(lambda: operator.control("tenant", name="owner")["lent_bytes"] == {})
 
 
-def test_who_only_reads_makes_no_namespaces() -> None:
+def test_readers_create_no_namespaces() -> None:
     tenants = TENANTS + f'[tenants.looker]\nuids = [{NOBODY}]\nrole = "read"\n'
     with TenantDaemon(DRAM, tenants) as daemon, Member(daemon, NOBODY) as looker:
         keys, before = names(2), None
