@@ -149,7 +149,7 @@ class BackendExecutor:
 
     async def transfer(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
         """Runs a call that moves payload. Returns an empty list if the backend as a whole failed."""
-        return await self._run(self._transfers, call, within_s) or []
+        return await self._run(self._transfers, call, within_s)
 
     async def try_transfer(
         self, call: Callable[[float], Sequence[Outcome]], within_s: float
@@ -162,7 +162,7 @@ class BackendExecutor:
 
     async def call(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
         """Runs a short call without payload. Transfers do not delay it."""
-        return await self._run(self._control, call, within_s) or []
+        return await self._run(self._control, call, within_s)
 
     async def run(self, call: Callable[[float], T], within_s: float) -> T:
         """Runs a call that has other results than outcomes. Raises what the call raises."""
@@ -170,16 +170,16 @@ class BackendExecutor:
 
     async def _run(
         self, pool: ThreadPool, call: Callable[[float], Sequence[Outcome]], within_s: float
-    ) -> list[Outcome] | None:
+    ) -> list[Outcome]:
         try:
             outcomes = list(await self._thread(pool, call, within_s))
         except NetworkError as error:
             self._failed(str(error), _FAILURES_TO_OPEN if error.fatal else 1)
-            return None
+            return []
         except Exception as error:  # a bug in a backend must not end the task
             _log.exception("a call to the network tier failed")
             self._failed(f"{type(error).__name__}: {error}", 1)
-            return None
+            return []
         if outcomes and all(outcome == Outcome.FAILED for outcome in outcomes):
             self._failed(f"{self.backend.kind} does not answer in time, or answers with errors", 1)
         elif outcomes:

@@ -70,18 +70,9 @@ def name_of(path: str) -> Name | None:
 def header(thing: Object) -> bytes:
     """Returns the header of an object to write."""
     name = thing.name
-    fields = _FIELDS.pack(
-        _MAGIC,
-        _FORMAT,
-        thing.length,
-        name.namespace,
-        len(name.key),
-        len(thing.parent),
-        name.key,
-        thing.parent,
-        thing.checksum,
-        time.time(),
-    )
+    keys = len(name.key), len(thing.parent), name.key, thing.parent
+    now = time.time()
+    fields = _FIELDS.pack(_MAGIC, _FORMAT, thing.length, name.namespace, *keys, thing.checksum, now)
     return (fields + _CHECK.pack(xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
 
 

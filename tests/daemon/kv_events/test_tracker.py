@@ -143,7 +143,7 @@ def test_a_block_is_announced_with_its_tokens_and_below_its_parent() -> None:
         assert client.status()["events"]["blocks"] == 4
 
 
-def test_each_tier_is_a_medium_and_what_leaves_the_last_is_gone() -> None:
+def test_each_tier_is_a_medium() -> None:
     with routed(WITH_NVME) as (_, client, ns, router):
         keys = put(ns, 40)
         eventually(lambda: router.has("CPU", keys) and router.has("DISK", keys))
@@ -161,7 +161,7 @@ def test_each_tier_is_a_medium_and_what_leaves_the_last_is_gone() -> None:
         assert not router.orphans
 
 
-def test_what_evicts_its_own_is_told_so() -> None:
+def test_evictions_are_announced() -> None:
     with routed(SMALL, policy={"eviction": "lru"}) as (_, client, ns, router):
         for i in range(15):
             put(ns, 100, i << 16)
@@ -177,7 +177,7 @@ def test_what_evicts_its_own_is_told_so() -> None:
         assert not router.orphans
 
 
-def test_without_tokens_neither_a_block_nor_what_hangs_on_it_is_announced() -> None:
+def test_blocks_without_tokens_and_their_children_are_not_announced() -> None:
     with routed(SMALL) as (_, _, ns, router):
         tokens, keys = prompt(4)
         ns.put(keys[:2], payloads(keys[:2]))
@@ -190,7 +190,7 @@ def test_without_tokens_neither_a_block_nor_what_hangs_on_it_is_announced() -> N
         assert not router.orphans
 
 
-def test_what_waited_for_its_parent_and_has_gone_is_not_announced_with_it() -> None:
+def test_a_deleted_child_is_not_announced_with_its_parent() -> None:
     with routed(SMALL) as (daemon, client, ns, router):
         tokens, keys = prompt(4)
         ns.put(keys[:2], payloads(keys[:2]))
@@ -204,7 +204,7 @@ def test_what_waited_for_its_parent_and_has_gone_is_not_announced_with_it() -> N
         assert "Traceback" not in log_of(daemon)
 
 
-def test_what_was_given_up_is_not_announced_and_announced_when_it_comes() -> None:
+def test_an_aborted_put_is_announced_only_when_it_is_repeated() -> None:
     with routed(SMALL) as (_, _, ns, router):
         tokens, keys = prompt(2)
         with ns.reserve(keys, tokens=tokens):
@@ -247,7 +247,7 @@ def test_only_the_tenants_that_are_named_are_published() -> None:
         assert client.status()["events"] == client.status()["events"] | {"blocks": 0, "batches": 0}
 
 
-def test_who_comes_late_is_told_everything_from_the_start() -> None:
+def test_all_events_are_repeated_for_a_new_subscriber() -> None:
     with routed(SMALL) as (_, client, ns, router):
         keys = put(ns, 30)
         eventually(lambda: router.has("CPU", keys))
@@ -259,7 +259,7 @@ def test_who_comes_late_is_told_everything_from_the_start() -> None:
         late.socket.close()
 
 
-def test_what_was_missed_is_repeated_from_the_number_on_that_one_names(tmp_path: Path) -> None:
+def test_batches_are_replayed_from_a_sequence_number(tmp_path: Path) -> None:
     replay = f"ipc://{tmp_path}/replay"
     with routed(SMALL, events={**EVENTS["events"], "replay": replay}) as (_, client, ns, router):
         for i in range(5):
@@ -291,7 +291,7 @@ def test_what_was_missed_is_repeated_from_the_number_on_that_one_names(tmp_path:
         asks.close()
 
 
-def test_after_a_restart_nothing_holds_until_a_writer_says_it_again(tmp_path: Path) -> None:
+def test_after_a_restart_blocks_are_announced_when_written_again(tmp_path: Path) -> None:
     events = {"listen": f"ipc://{tmp_path}/events", "node": "node-1"}
     with LocalDaemon({**WITH_NVME, "events": events}) as daemon:
         router, keys = Router(events["listen"]), prompt(8)[1]
@@ -320,7 +320,7 @@ def test_after_a_restart_nothing_holds_until_a_writer_says_it_again(tmp_path: Pa
         router.socket.close()
 
 
-def test_who_does_not_read_holds_up_nobody() -> None:
+def test_a_slow_subscriber_delays_nobody() -> None:
     with routed(SMALL) as (_, client, ns, router):
         mute = zmq.Context.instance().socket(zmq.SUB)
         mute.setsockopt(zmq.LINGER, 0)
@@ -357,7 +357,7 @@ def test_an_address_that_is_taken_is_a_problem_and_the_daemon_serves(tmp_path: P
 # -- the thread
 
 
-def test_what_does_not_fit_is_refused_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_above_the_queue_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "_MOST_WAITING", 2)
     monkeypatch.setattr(Publisher, "_run", lambda self: None)
     sends = Publisher("tcp://127.0.0.1:*", None, lambda: None)
@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_refused_and_counted(monkeypatch: pytest.MonkeyPatc
     sends._context.destroy(linger=0)
 
 
-def test_of_what_was_sent_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "_KEPT_BATCHES", 3)
     sends = Publisher("tcp://127.0.0.1:*", None, lambda: None)
     for i in range(5):

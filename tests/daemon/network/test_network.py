@@ -93,7 +93,7 @@ def object_of(folder: Path, layout: Layout, key: bytes) -> Path:
     return folder / objects.path(Name(layout.fingerprint(), key))
 
 
-def test_what_one_node_stores_another_one_serves(shared: str) -> None:
+def test_blocks_of_one_node_are_served_by_another(shared: str) -> None:
     layout, keys = new_layout(), names(40)
     with nodes(shared) as (a, b):
         a.namespace(layout).put(keys, payloads(keys))
@@ -120,7 +120,7 @@ def test_a_chain_is_continued_where_another_node_left_it(shared: str) -> None:
         assert got(ours, keys) == 20
 
 
-def test_what_comes_is_not_sent_back(shared: str) -> None:
+def test_downloaded_blocks_are_not_uploaded(shared: str) -> None:
     layout, keys = new_layout(), names(10)
     with nodes(shared) as (a, b):
         a.namespace(layout).put(keys, payloads(keys))
@@ -131,7 +131,7 @@ def test_what_comes_is_not_sent_back(shared: str) -> None:
         assert counted(b, "written_ok_blocks") == 0
 
 
-def test_many_who_want_the_same_have_it_loaded_once(shared: str) -> None:
+def test_concurrent_requests_share_one_download(shared: str) -> None:
     layout, keys = new_layout(), names(60)
     with nodes(shared) as (a, b):
         a.namespace(layout).put(keys, payloads(keys))
@@ -225,7 +225,7 @@ def test_blocks_that_end_stay_on_the_node(shared: str) -> None:
             a.namespace(layout, ttl_s=60).handoff(keys)
 
 
-def test_only_what_is_used_again_goes_there_if_so_configured(shared: str) -> None:
+def test_with_admission_only_reused_blocks_are_uploaded(shared: str) -> None:
     layout, keys = new_layout(), names(10)
     with nodes(shared, 1, admission="twice") as (a,):
         ours = a.namespace(layout)
@@ -241,7 +241,7 @@ def test_only_what_is_used_again_goes_there_if_so_configured(shared: str) -> Non
 # -- hand-off
 
 
-def test_a_hand_off_says_when_the_network_has_it(shared: str) -> None:
+def test_a_hand_off_ends_when_the_network_has_the_blocks(shared: str) -> None:
     layout, keys = new_layout(), names(30)
     with nodes(shared, admission="twice") as (a, b):
         ours = a.namespace(layout)
@@ -250,7 +250,7 @@ def test_a_hand_off_says_when_the_network_has_it(shared: str) -> None:
         assert got(b.namespace(layout), keys) == 20
 
 
-def test_a_hand_off_reaches_what_has_left_memory(shared: str) -> None:
+def test_a_hand_off_includes_blocks_on_nvme(shared: str) -> None:
     layout, keys = new_layout(), names(1500)
     with nodes(shared, settings=WITH_NVME, admission="twice") as (a, b):
         ours = a.namespace(layout)
@@ -314,7 +314,7 @@ def test_waiting_needs_no_network() -> None:
 
 
 @pytest.mark.parametrize("how", ["bit", "cut", "foreign", "swapped", "header"])
-def test_what_was_altered_on_the_network_is_a_miss(folder: Path, how: str) -> None:
+def test_an_object_altered_on_the_network_is_a_miss(folder: Path, how: str) -> None:
     layout, keys = new_layout(), names(6)
     with nodes(f"file://{folder}") as (a, b):
         a.namespace(layout).put(keys, payloads(keys))
@@ -365,7 +365,7 @@ def stopped(made: Server) -> Iterator[None]:
         made.signal(signal.SIGCONT)
 
 
-def test_a_network_that_hangs_holds_up_nobody_for_long_and_is_seen_to_be_back() -> None:
+def test_a_hanging_network_delays_requests_briefly_and_is_used_again() -> None:
     layout, keys, more = new_layout(), names(20), names(5, "more")
     with server() as made, nodes(made.url) as (a, b):
         ours = a.namespace(layout)
@@ -392,7 +392,7 @@ def test_a_network_that_hangs_holds_up_nobody_for_long_and_is_seen_to_be_back() 
         there(b, 5)
 
 
-def test_a_network_that_dies_and_comes_back(tmp_path: Path) -> None:
+def test_a_restarted_network_is_used_again(tmp_path: Path) -> None:
     layout, keys = new_layout(), names(20)
     with server() as made, nodes(made.url) as (a, b):
         a.namespace(layout).put(keys, payloads(keys))
@@ -416,7 +416,7 @@ def test_a_network_that_dies_and_comes_back(tmp_path: Path) -> None:
         assert got(b.namespace(layout), keys) == 10
 
 
-def test_a_network_tier_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
+def test_a_network_tier_that_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
     for url, said in (
         ("gopher://x", "names no known system"),
         (f"file://{tmp_path}/absent/deeper", "absent"),
@@ -438,7 +438,7 @@ def test_a_password_stays_out_of_the_url() -> None:
         LocalDaemon({"network": {"url": "redis://me:secret@host"}}).__enter__()
 
 
-def test_two_daemons_say_what_they_did(shared: str) -> None:
+def test_two_daemons_have_no_problems(shared: str) -> None:
     with nodes(shared) as (a, b):
         layout, keys = new_layout(), names(3)
         a.namespace(layout).put(keys, payloads(keys))
@@ -464,7 +464,7 @@ def test_a_read_that_takes_too_long_is_asked_once_more() -> None:
         assert counted(b, "hedged_blocks") == 5
 
 
-def test_nobody_waits_for_too_much_at_once() -> None:
+def test_waiting_requests_of_a_connection_are_bounded() -> None:
     with LocalDaemon(SMALL) as daemon:
         with greeted(daemon) as (peer, number):
             for i in range(65):
@@ -477,7 +477,7 @@ def test_nobody_waits_for_too_much_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_between_two_nodes_nothing_wrong_is_served(folder: Path, seed: int) -> None:
+def test_no_wrong_bytes_between_two_nodes(folder: Path, seed: int) -> None:
     """Puts, gets, invalidations, hand-offs and kills, while files are altered, cut, swapped and removed."""
     dice = random.Random(seed)
     layout, prompts = new_layout(), [names(12, f"{seed} {i}") for i in range(6)]
@@ -542,7 +542,7 @@ def _spoil(dice: random.Random, folder: Path) -> None:
         return  # a daemon has taken it away
 
 
-def test_what_could_not_be_taken_off_the_network_is_not_served_from_there() -> None:
+def test_blocks_with_a_failed_deletion_are_not_served() -> None:
     layout, keys = new_layout(), names(10)
     with server() as made, nodes(made.url, 1) as (a,):
         ns = a.namespace(layout)

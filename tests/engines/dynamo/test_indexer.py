@@ -99,7 +99,7 @@ def namespace(daemon: LocalDaemon) -> Iterator[tuple[Client, Any]]:
         yield client, client.namespace(Layout(model="m", block_bytes=BLOCK, block_tokens=TOKENS))
 
 
-def test_of_every_prompt_it_knows_what_is_stored(tmp_path: Path) -> None:
+def test_the_indexer_knows_the_stored_blocks_of_each_prompt(tmp_path: Path) -> None:
     with indexed(SMALL, tmp_path) as (daemon, indexer), namespace(daemon) as (_, ns):
         first, second = prompt(20, 1), prompt(12, 2)
         branch = prompt(15, 3, start=first[0][: 8 * TOKENS])
@@ -122,7 +122,7 @@ def test_of_every_prompt_it_knows_what_is_stored(tmp_path: Path) -> None:
         indexer.knows(first[0], all=10)
 
 
-def test_what_was_evicted_it_does_not_believe_in(tmp_path: Path) -> None:
+def test_the_indexer_drops_evicted_blocks(tmp_path: Path) -> None:
     settings = {**SMALL, "policy": {"eviction": "lru"}}
     with indexed(settings, tmp_path) as (daemon, indexer), namespace(daemon) as (client, ns):
         prompts = [prompt(100, seed) for seed in range(13)]
@@ -150,7 +150,7 @@ def test_it_knows_which_tier_has_a_block(tmp_path: Path) -> None:
         indexer.knows(tokens, all=0, cpu=0, disk=0)
 
 
-def test_who_starts_after_the_daemon_knows_the_same(tmp_path: Path) -> None:
+def test_a_late_indexer_knows_the_same(tmp_path: Path) -> None:
     with indexed(SMALL, tmp_path) as (daemon, indexer), namespace(daemon) as (client, ns):
         tokens, keys = prompt(30, 1)
         put(ns, tokens, keys)
@@ -166,7 +166,7 @@ def test_who_starts_after_the_daemon_knows_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("crash", [False, True], ids=["stop", "crash"])
-def test_after_a_restart_it_believes_nothing_until_it_is_said_again(tmp_path: Path, crash: bool) -> None:
+def test_the_indexer_knows_nothing_after_a_restart_of_the_daemon(tmp_path: Path, crash: bool) -> None:
     with indexed(WITH_NVME, tmp_path) as (daemon, indexer):
         tokens, keys = prompt(20, 1)
         with namespace(daemon) as (client, ns):

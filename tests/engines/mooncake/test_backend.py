@@ -115,7 +115,7 @@ class TestMooncake(Contract):
         assert self.cluster.remove(key) == 0
         assert self.cluster.put(key, raw) == 0
 
-    def test_more_than_a_lane_holds_at_once(self, backend: Backend) -> None:
+    def test_more_objects_than_a_worker_holds(self, backend: Backend) -> None:
         blocks = [block(bytes([i]), 3 << 20) for i in range(13)]
         assert backend.write(blocks, ends()) == [OK] * 13
         got = [wanted(b) for b in blocks]
@@ -129,7 +129,7 @@ class TestMooncake(Contract):
         assert backend.read(got, ends()) == [OK] * 2
         assert [payload(g) for g in got] == [payload(large), payload(small)]
 
-    def test_more_names_than_are_asked_for_at_once(self, backend: Backend) -> None:
+    def test_more_names_than_one_request_has(self, backend: Backend) -> None:
         there = [block(i.to_bytes(2, "little"), 100) for i in range(300)]
         absent = [Name(b.name.namespace, b.name.key + b"!") for b in there]
         assert backend.write(there, ends()) == [OK] * 300
@@ -138,7 +138,7 @@ class TestMooncake(Contract):
         assert backend.delete(names, ends()) == [OK] * 600
         assert backend.probe(names, ends()) == [MISSING] * 600
 
-    def test_what_is_read_can_be_deleted_at_once(self, backend: Backend) -> None:
+    def test_a_read_object_can_be_deleted_at_once(self, backend: Backend) -> None:
         put = block(b"k")
         backend.write([put], ends())
         assert backend.read([wanted(put)], ends()) == [OK]
@@ -158,7 +158,7 @@ def test_a_peer_that_is_killed_takes_its_blocks_along(own: Cluster, opened: Call
     assert backend.read([wanted(put)], ends()) == [OK]
 
 
-def test_a_peer_that_hangs_holds_nobody_up(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_hanging_peer_delays_nobody(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url, 2), block(b"k")
     assert backend.write([put], ends()) == [OK]
     own.peer.send_signal(signal.SIGSTOP)
@@ -173,7 +173,7 @@ def test_a_peer_that_hangs_holds_nobody_up(own: Cluster, opened: Callable[..., B
     assert backend.read([wanted(put)], ends()) == [OK]
 
 
-def test_what_somebody_is_writing_is_not_there_yet(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_an_object_being_written_is_missing(own: Cluster, opened: Callable[..., Backend]) -> None:
     """Mooncake says of it that it is."""
     backend, put = opened(own.url), block(b"k")
     assert backend.write([block(b"other")], ends()) == [OK]
@@ -185,7 +185,7 @@ def test_what_somebody_is_writing_is_not_there_yet(own: Cluster, opened: Callabl
     first.join()
 
 
-def test_a_master_that_hangs_holds_nobody_up(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_hanging_master_delays_nobody(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
     own.master.send_signal(signal.SIGSTOP)
@@ -213,7 +213,7 @@ def test_closing_ends_calls_under_way(own: Cluster, opened: Callable[..., Backen
     assert time.monotonic() - started < 4
 
 
-def test_a_master_that_is_killed_and_comes_back(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_restarted_master_is_used_again(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
     own.master.kill()
@@ -227,7 +227,7 @@ def test_a_master_that_is_killed_and_comes_back(own: Cluster, opened: Callable[.
     assert backend.read([wanted(put)], ends()) == [OK]
 
 
-def test_no_master_is_said_so(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_missing_master_is_named(own: Cluster, opened: Callable[..., Backend]) -> None:
     own.master.kill()
     own.master.wait()
     backend, put = opened(own.url), block(b"k")
@@ -238,7 +238,7 @@ def test_no_master_is_said_so(own: Cluster, opened: Callable[..., Backend]) -> N
     eventually(lambda: backend.write([put], ends()), [OK])
 
 
-def test_a_master_that_says_nothing_or_rubbish(libibverbs: None, opened: Callable[..., Backend]) -> None:
+def test_a_master_with_no_or_malformed_answers(libibverbs: None, opened: Callable[..., Backend]) -> None:
     for says in (b"", b"\xff\x00rubbish" * 1000):
         with socket.create_server(("127.0.0.1", 0)) as server:
             threading.Thread(target=_accept, args=(server, says), daemon=True).start()
@@ -292,7 +292,7 @@ def test_no_room(own: Cluster, opened: Callable[..., Backend]) -> None:
     assert all(mine == theirs for mine, theirs in kept)
 
 
-def test_a_helper_that_is_killed_is_replaced(shared: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_killed_client_process_is_replaced(shared: Cluster, opened: Callable[..., Backend]) -> None:
     shared.clear()
     backend, put = opened(shared.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
@@ -303,7 +303,7 @@ def test_a_helper_that_is_killed_is_replaced(shared: Cluster, opened: Callable[.
     assert _helper(backend) is not first
 
 
-def test_a_helper_that_hangs_is_replaced(
+def test_a_hanging_client_process_is_replaced(
     shared: Cluster, opened: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess_pool, "_HANGS_AFTER_S", 1.0)
@@ -332,7 +332,7 @@ print(backend.probe([Name(bytes(16), b"k")], time.monotonic() + 1)[0].name, flus
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
-def test_nothing_is_left_of_it(own: Cluster, killed: bool) -> None:
+def test_no_process_is_left(own: Cluster, killed: bool) -> None:
     """The helper ends with whoever uses it, who ends in spite of calls that hang."""
     command = [sys.executable, "-W", "ignore", "-c", LEAVES, own.url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:

@@ -67,7 +67,7 @@ class Contract:
     def alter(self, backend: Backend, name: Name, change) -> None:
         raise NotImplementedError
 
-    def test_what_is_put_is_read(self, backend: Backend) -> None:
+    def test_a_written_object_is_read(self, backend: Backend) -> None:
         blocks = [block(bytes([i]) * 32, parent=bytes([i - 1]) * 32 if i else b"") for i in range(9)]
         assert backend.write(blocks, ends()) == [Outcome.OK] * 9
         got = [wanted(b) for b in blocks]
@@ -98,7 +98,7 @@ class Contract:
         assert backend.read(got, ends()) == [Outcome.OK] * 2
         assert [payload(g) for g in got] == [payload(small), payload(large)]
 
-    def test_what_is_not_there_is_missing(self, backend: Backend) -> None:
+    def test_an_absent_object_is_missing(self, backend: Backend) -> None:
         there, absent = block(b"there"), block(b"absent")
         backend.write([there], ends())
         names = [absent.name, there.name, absent.name]
@@ -126,7 +126,7 @@ class Contract:
         assert backend.read([got], ends()) == [Outcome.OK]
         assert payload(got) == payload(put)
 
-    def test_what_is_deleted_is_missing(self, backend: Backend) -> None:
+    def test_a_deleted_object_is_missing(self, backend: Backend) -> None:
         first, second = block(b"first"), block(b"second")
         backend.write([first, second], ends())
         assert backend.delete([first.name, Name(SPACE, b"never")], ends()) == [Outcome.OK] * 2
@@ -184,7 +184,7 @@ class Contract:
         self.alter(backend, put.name, lambda raw: kept[0])
         assert backend.read([wanted(put), wanted(other)], ends()) == [Outcome.TORN, Outcome.OK]
 
-    def test_what_is_torn_can_be_put_again(self, backend: Backend) -> None:
+    def test_a_torn_object_can_be_written_again(self, backend: Backend) -> None:
         put = block(b"k")
         backend.write([put], ends())
         self.alter(backend, put.name, lambda raw: raw[:-1000])

@@ -365,7 +365,7 @@ class TestForeign:
 
 class TestClocks:
     @pytest.mark.parametrize("beyond_s", [-7 * 3600, 7 * 3600])
-    def test_a_host_whose_clock_is_wrong(self, backend, folder, monkeypatch, beyond_s: float) -> None:
+    def test_a_host_with_a_wrong_clock(self, backend, folder, monkeypatch, beyond_s: float) -> None:
         """A fake, of `time.time`: files' times are the kernel's."""
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + beyond_s)

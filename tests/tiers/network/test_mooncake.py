@@ -35,7 +35,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mooncake://master?threads=2", "threads"),
     ],
 )
-def test_what_is_wrong_in_a_url_is_named(url: str, says: str) -> None:
+def test_errors_in_a_url_are_named(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=r"network\.url") as raised:
         open_backend(BackendSettings(url))
     assert says in raised.value.message

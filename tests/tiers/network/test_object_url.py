@@ -33,13 +33,13 @@ def no_environment(monkeypatch) -> None:
         ("az://container", "cannot be used"),
     ],
 )
-def test_what_can_not_be_used_is_named(url, words) -> None:
+def test_unusable_settings_are_named(url, words) -> None:
     with pytest.raises(ConfigError, match=words):
         open_backend(BackendSettings(url, credentials="anonymous"))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://container?account=a"])
-def test_nobody_is_asked_for_credentials_unless_it_is_said(url) -> None:
+def test_credentials_are_requested_only_if_configured(url) -> None:
     with pytest.raises(ConfigError, match="no credentials for") as told:
         open_backend(BackendSettings(url))
     assert "network.credentials" in told.value.hint

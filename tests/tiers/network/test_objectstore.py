@@ -101,7 +101,7 @@ class TestS3OverTLS(OnS3Server):
         assert payload(got) == payload(put)
         assert len(self.server.requests) == asked + 3
 
-    def test_a_certificate_that_nobody_vouches_for(self, server, monkeypatch) -> None:
+    def test_an_untrusted_certificate(self, server, monkeypatch) -> None:
         monkeypatch.delenv("SSL_CERT_FILE")
         backend = opened(server)
         with pytest.raises(NetworkError, match="s3://bucket"):

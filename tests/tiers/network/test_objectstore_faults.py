@@ -93,7 +93,7 @@ def test_calls_end_in_time_and_nothing_is_read(server, backend, trouble) -> None
     in_time(backend.health)
 
 
-def test_what_hangs_has_failed(server, backend) -> None:
+def test_hanging_requests_fail(server, backend) -> None:
     put, quick = block(b"k"), block(b"quick")
     backend.write([put, quick], ends())
     server.twist = lambda request, reply: (
@@ -110,7 +110,7 @@ def test_what_hangs_has_failed(server, backend) -> None:
             asking()
 
 
-def test_what_hangs_does_not_keep_the_others(server, backend) -> None:
+def test_hanging_requests_do_not_delay_others(server, backend) -> None:
     hung, good = [block(bytes([i])) for i in range(7)], [block(bytes([i])) for i in range(7, 30)]
     backend.write([*hung, *good], ends())
     keys = {f"{PREFIX}/{path(one.name)}" for one in hung}
@@ -135,7 +135,7 @@ def test_memory_is_left_alone_afterwards(server, backend, straight) -> None:
 
 @pytest.mark.parametrize("nbytes", [100_000, LARGE])
 @pytest.mark.parametrize("share", [0.4, 0.0001])
-def test_what_is_cut_short_is_gone_on_with_or_has_failed(server, backend, nbytes, share) -> None:
+def test_a_cut_response_is_resumed_or_fails(server, backend, nbytes, share) -> None:
     put = block(b"k", nbytes)
     backend.write([put], ends())
     server.twist = altered(stop_after=int(nbytes * share))
@@ -234,14 +234,14 @@ def between_ranges(server: S3Server, name: Name, change) -> None:
     server.twist = twist
 
 
-def test_what_vanishes_between_ranges_is_missing(server, backend) -> None:
+def test_an_object_deleted_between_ranges_is_missing(server, backend) -> None:
     put = block(b"k", LARGE)
     backend.write([put], ends())
     between_ranges(server, put.name, lambda key: server.objects.pop(key, None))
     assert backend.read([wanted(put)], ends()) == [Outcome.MISSING]
 
 
-def test_what_changes_between_ranges_is_torn(server, backend) -> None:
+def test_an_object_replaced_between_ranges_is_torn(server, backend) -> None:
     put = block(b"k", LARGE)
     backend.write([put], ends())
     key = f"{PREFIX}/{path(put.name)}"
@@ -286,7 +286,7 @@ def test_a_bucket_that_is_not_there(server) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refusals_are_fatal_and_say_what_to_do(server, backend, reply, words) -> None:
+def test_refusals_are_fatal_and_have_hints(server, backend, reply, words) -> None:
     server.twist = always(reply)
     put = block(b"k")
     for call in (
@@ -313,7 +313,7 @@ def test_no_room_is_full(server, backend, reply) -> None:
     assert not told.value.fatal
 
 
-def test_nobody_there(server, backend) -> None:
+def test_no_service_listens(server, backend) -> None:
     server.close()
     put = block(b"k")
     for call in (
@@ -379,7 +379,7 @@ def test_one_that_can_not_be_deleted_does_not_keep_the_others(server, backend) -
     assert answers == [Outcome.OK, Outcome.FAILED, Outcome.OK]
 
 
-def test_a_list_that_breaks_off_says_so(server, backend) -> None:
+def test_an_interrupted_list_raises(server, backend) -> None:
     for i in range(1500):
         key = path(Name(SPACE, i.to_bytes(4, "little")))
         server.objects[f"{PREFIX}/{key}"] = Stored(b"x", time.time())
@@ -390,7 +390,7 @@ def test_a_list_that_breaks_off_says_so(server, backend) -> None:
         list(backend.list(None, ends()))
 
 
-def test_health_leaves_nothing(server, backend) -> None:
+def test_health_checks_leave_no_objects(server, backend) -> None:
     backend.health(ends())
     assert not server.objects
     assert [method for method, _ in server.requests] == ["PUT", "GET", "POST"]
@@ -406,7 +406,7 @@ def test_health_is_not_asked_for_more_than_it_wrote(server, backend) -> None:
         backend.health(ends())
 
 
-def test_what_a_server_says_of_an_error_is_cut_and_escaped(server, backend) -> None:
+def test_error_bodies_are_cut_and_escaped(server, backend) -> None:
     server.twist = always(error(400, "-", "\x1b[31mred\u202e\r\nERROR all is lost" * 100))
     with pytest.raises(NetworkError) as told:
         backend.health(ends())

@@ -16,7 +16,7 @@ from tests.tiers.network.contract import ends
 HERE = Address("a-host", 6379)
 
 
-def test_a_resolver_that_hangs_holds_up_only_who_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_resolver_delays_only_unknown_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def hangs(*_: Any, **__: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def test_a_resolver_that_hangs_holds_up_only_who_is_not_known(monkeypatch: pytes
     released.set()
 
 
-def test_who_is_unknown_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any, **__: Any) -> list[Any]:
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 

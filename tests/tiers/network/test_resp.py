@@ -68,7 +68,7 @@ def test_replies_come_in_any_pieces(wanted: list[Reply], sizes: list[int]) -> No
 
 
 @given(st.binary(max_size=2 * BUFFER_BYTES), st.integers(0, 300), st.integers(1, BUFFER_BYTES * 2), sizes)
-def test_a_bulk_goes_where_it_is_wanted(bulk: bytes, first: int, second: int, sizes: list[int]) -> None:
+def test_a_bulk_is_received_into_memory(bulk: bytes, first: int, second: int, sizes: list[int]) -> None:
     """Behind other replies, shorter or longer than there is room."""
     room = [bytearray(b"\xee" * first), bytearray(b"\xee" * second)]
     reader, steps = Reader(), cycle(sizes)
@@ -82,7 +82,7 @@ def test_a_bulk_goes_where_it_is_wanted(bulk: bytes, first: int, second: int, si
 
 
 @pytest.mark.parametrize("raw", [b"$-1\r\n", b"-ERR no\r\n", b":12\r\n", b"*1\r\n:1\r\n"])
-def test_what_is_no_bulk_goes_nowhere(raw: bytes) -> None:
+def test_other_replies_are_not_received_into_memory(raw: bytes) -> None:
     room = bytearray(10)
     reply, _ = read(Reader(), raw, cycle([1]), [memoryview(room)])
     assert reply in (None, Refusal("ERR no"), 12, [1])
@@ -111,13 +111,13 @@ def test_simple_strings_are_bytes() -> None:
         b"%1\r\n+a\r\n+b\r\n",
     ],
 )
-def test_what_is_no_reply_is_refused(raw: bytes) -> None:
+def test_a_malformed_reply_is_refused(raw: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read(Reader(), raw, cycle([5000]))
 
 
 @pytest.mark.parametrize("raw", [b"$99999999999999999\r\n", b"$3\r\nabcd\r\n", b"$-7\r\n"])
-def test_what_is_no_bulk_is_refused(raw: bytes) -> None:
+def test_a_malformed_bulk_is_refused(raw: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read(Reader(), raw, cycle([5000]), [memoryview(bytearray(3))])
 

@@ -132,7 +132,7 @@ class TestLimit:
         assert nbytes(folder) > LIMIT // 2
         backend.close()
 
-    def test_what_was_there_already_counts(self, folder: Path) -> None:
+    def test_existing_files_count(self, folder: Path) -> None:
         before = Filesystem(folder)
         blocks = [block(f"{i}".encode(), BLOCK_BYTES) for i in range(LIMIT // BLOCK_BYTES * 2)]
         assert {*before.write(blocks, ends())} == {OK}
@@ -143,7 +143,7 @@ class TestLimit:
         until(lambda: backend.write([block(b"new", BLOCK_BYTES)], ends()) == [OK])
         backend.close()
 
-    def test_what_was_used_lately_stays(self, folder: Path) -> None:
+    def test_recently_used_blocks_are_kept(self, folder: Path) -> None:
         before = Filesystem(folder)
         blocks = [block(f"{i}".encode(), BLOCK_BYTES) for i in range(LIMIT // BLOCK_BYTES * 3 // 2)]
         before.write(blocks, ends())
@@ -217,7 +217,7 @@ class TestLimit:
         made.close()
 
 
-class TestJanitor:
+class TestCapacityManager:
     def test_another_takes_over(self, folder: Path, start) -> None:
         first = start("writes")
         until(lambda: len(first.said) > 3)
@@ -265,14 +265,14 @@ class TestJanitor:
         assert backend.write([block(b"k", BLOCK_BYTES)], ends()) == [OK]
         backend.close()
 
-    def test_one_that_leaves_takes_its_folder_with_it(self, folder: Path) -> None:
+    def test_a_closed_member_removes_its_folder(self, folder: Path) -> None:
         backend = Filesystem(folder, LIMIT)
         assert backend.write([block(b"k", BLOCK_BYTES)], ends()) == [OK]
         assert members(folder) == [os.getpid()]
         backend.close()
         assert members(folder) == []
 
-    def test_what_sleeps_comes_back_with_nothing(self, folder: Path, start) -> None:
+    def test_a_suspended_member_has_no_grants_afterwards(self, folder: Path, start) -> None:
         """A daemon is stopped where it would rename, others fill its room, and it wakes."""
         backend = Filesystem(folder, LIMIT)
         assert backend.write([block(b"k", BLOCK_BYTES)], ends()) == [OK]
@@ -339,7 +339,7 @@ class TestCounting:
         self.count(made)
         assert self.beat(tree, made).grants == {A: LIMIT // 40, B: LIMIT // 40}
 
-    def test_nothing_is_granted_before_who_is_silent_is_out(self, tree: SafePaths) -> None:
+    def test_no_grants_before_silent_members_are_removed(self, tree: SafePaths) -> None:
         made = capacity_manager.CapacityManager(tree, LIMIT, 2)
         self.say(tree, B, MemberFile(1, 1, 0, True))
         for beat in range(1000):
@@ -352,7 +352,7 @@ class TestCounting:
             time.sleep(0.01)
         assert self.beat(tree, made).grants == {A: LIMIT // 20}
 
-    def test_what_is_granted_counts_until_a_count_has_seen_it(self, tree: SafePaths) -> None:
+    def test_grants_count_until_the_next_count(self, tree: SafePaths) -> None:
         made = capacity_manager.CapacityManager(tree, LIMIT, 1)
         there = self.put(tree, b"there")
         self.say(tree, A, MemberFile(1, 1, -10, True))
@@ -366,7 +366,7 @@ class TestCounting:
         assert more == granted + BLOCK_BYTES + 10
         assert made.bound() == there + 10 + more
 
-    def test_what_the_dead_were_granted_counts_until_the_next_count(self, tree: SafePaths) -> None:
+    def test_grants_of_dead_members_count_until_the_next_count(self, tree: SafePaths) -> None:
         made = capacity_manager.CapacityManager(tree, LIMIT, 1)
         for name in (A, B):
             self.say(tree, name, MemberFile(1, 1, 0, True))
@@ -414,7 +414,7 @@ class TestLeftovers:
 
 
 class TestAccount:
-    def test_what_is_granted_is_written_once(self) -> None:
+    def test_granted_bytes_are_written_once(self) -> None:
         account = ByteGrants("a", counted=True)
         assert not account.take(1)
         account.update(1, 100)
@@ -428,7 +428,7 @@ class TestAccount:
         assert account.report(3, False) == MemberFile(3, 1, 120, False)
         assert not account.take(1)
 
-    def test_what_flies_counts_under_the_next(self) -> None:
+    def test_bytes_in_flight_count_for_the_next_manager(self) -> None:
         account = ByteGrants("a", counted=True)
         account.update(1, 100)
         assert account.take(60)

@@ -307,7 +307,7 @@ def test_a_list_by_one_host_has_all_of_a_cluster(three: Cluster) -> None:
     reader.close()
 
 
-def test_what_two_nodes_have_is_listed_once(moving: Cluster) -> None:
+def test_an_object_on_two_nodes_is_listed_once(moving: Cluster) -> None:
     """As it may be while it goes from one to the other."""
     moving.clear()
     source, target = moving.servers[:2]

@@ -132,7 +132,7 @@ def test_wrong_password() -> None:
                     backend.health(ends())
 
 
-def test_what_a_server_says_is_cut_and_escaped() -> None:
+def test_error_replies_are_cut_and_escaped() -> None:
     with fake(answering(b"-NOPERM \x1b[31m\xe2\x80\xae" + b"n" * 9000 + b"\r\n", first=True)) as made:
         with opened(made.url) as backend, pytest.raises(NetworkError) as told:
             backend.health(ends())
@@ -184,7 +184,7 @@ def test_nothing_may_be_written(running: Server) -> None:
         assert backend.write([block(b"k")], ends()) == [Outcome.FULL]
 
 
-def test_a_policy_that_makes_no_room_is_told(running: Server, caplog) -> None:
+def test_a_policy_that_never_evicts_is_logged(running: Server, caplog) -> None:
     with opened(running.url) as backend:
         backend.health(ends())
         assert "no maxmemory" in caplog.text
@@ -202,7 +202,7 @@ def test_a_policy_that_makes_no_room_is_told(running: Server, caplog) -> None:
         assert not caplog.text
 
 
-def test_nobody_listens() -> None:
+def test_no_server_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         url = f"redis://127.0.0.1:{sock.getsockname()[1]}"
     with opened(url) as backend:
@@ -241,7 +241,7 @@ def test_looking_up_a_name_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     released.set()
 
 
-def test_a_server_that_comes_again(running: Server) -> None:
+def test_a_restarted_server_is_used_again(running: Server) -> None:
     put = block(b"k")
     with opened(running.url) as backend:
         assert backend.write([put], ends()) == [Outcome.OK]
@@ -376,7 +376,7 @@ def test_a_reply_that_is_none_ends_the_connection() -> None:
         assert made.connections == 2
 
 
-def test_answers_that_nobody_asked_for_are_never_used() -> None:
+def test_surplus_replies_are_never_used() -> None:
     put, other = block(b"k"), block(b"other")
     two = b"".join(b"$%d\r\n%b\r\n" % (len(value(b)), value(b)) for b in (put, other))
     with fake(answering(two)) as made, opened(made.url) as backend:
@@ -546,7 +546,7 @@ def test_no_more_is_asked_for_than_a_server_should_hold() -> None:
         assert asked.count(b"GET") == 40
 
 
-def test_answers_that_come_too_late_are_nobodys(running: Server) -> None:
+def test_late_replies_are_dropped(running: Server) -> None:
     there, absent = block(b"there"), block(b"absent")
     with opened(running.url) as backend:
         assert backend.write([there], ends()) == [Outcome.OK]

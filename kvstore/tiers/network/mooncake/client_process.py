@@ -113,22 +113,6 @@ class _Memory:
         self.start, self._nbytes = start, nbytes
 
 
-class _CallCount:
-    """Counts calls under way. Mooncake must not be closed during a call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self.count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.count -= 1
-
-
 def _call(client: Any, memory: _Memory, request: Request) -> list[int]:
     operation, keys, offsets, sizes = request
     if operation == "probe":
@@ -140,12 +124,14 @@ def _call(client: Any, memory: _Memory, request: Request) -> list[int]:
     return list(move(keys, [memory.start + offset for offset in offsets], sizes))
 
 
-def _serve(store: _Store, calls: _CallCount, connection: Connection, memory: _Memory) -> None:
+def _serve(store: _Store, busy: set[Connection], connection: Connection, memory: _Memory) -> None:
+    """Serves one worker. `busy` has its connection during a call."""
     with suppress(EOFError, OSError):  # the daemon has closed the worker: standard input ends too
         while True:
             request: Request = connection.recv()
-            with calls:
-                answer = _answer(store, memory, request)
+            busy.add(connection)
+            answer = _answer(store, memory, request)
+            busy.discard(connection)
             connection.send(answer)
 
 
@@ -163,13 +149,14 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the daemon decides when to end: it may still write blocks
-    store, calls = _Store(settings), _CallCount()
+    store = _Store(settings)
+    busy: set[Connection] = set()
     for connection, memory in settings["workers"]:
         worker = Connection(connection), _Memory(memory)
-        threading.Thread(target=_serve, args=(store, calls, *worker), daemon=True).start()
+        threading.Thread(target=_serve, args=(store, busy, *worker), daemon=True).start()
     sys.stdin.buffer.read()
     signal.alarm(_EXIT_WITHIN_S)
-    if not calls.count:
+    if not busy:  # Mooncake crashes if it is closed during a call
         store.close()
     os._exit(0)
 

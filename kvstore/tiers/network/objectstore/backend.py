@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvstore.arena import copy
@@ -35,10 +35,7 @@ _RANGE_BYTES = 8 << 20
 """Larger objects are read in concurrent ranges of this size. Ranges of two puts fail the checksum."""
 
 _SIGNED_FOR = timedelta(minutes=15)
-
-_Outcomes: TypeAlias = list[Outcome]
-_MaybeOutcomes: TypeAlias = list[Outcome | None]
-"""Aliases, because `list` is a method of the class below. None: the outcome is not known yet."""
+_DOWN_HINT = "is the service up, and is the URL right?"
 
 
 def open_url(settings: BackendSettings) -> ObjectStore:
@@ -66,11 +63,10 @@ class ObjectStore(Backend):
         self._fetcher: Fetcher | None = None
         self._loop = Loop(_AT_ONCE)
 
-    def probe(self, names: Sequence[Name], ends: float) -> _Outcomes:
-        answers = self._loop.each(self._head, [objects.path(name) for name in names], ends)
-        return self._outcomes(answers)
+    def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:
+        return self._outcomes(self._loop.each(self._head, [objects.path(name) for name in names], ends))
 
-    def read(self, objects: Sequence[Object], ends: float) -> _Outcomes:
+    def read(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
         fetched = self._fetch(objects, ends)
         rest = [i for i, known in enumerate(fetched) if known is None]
         for at in range(0, len(rest), _AT_ONCE):
@@ -80,12 +76,12 @@ class ObjectStore(Backend):
                 fetched[i] = known
         return [known for known in fetched if known is not None]
 
-    def write(self, objects: Sequence[Object], ends: float) -> _Outcomes:
+    def write(self, objects: Sequence[Object], ends: float) -> list[Outcome]:
         """Sends one request per object of any size.
 
         An interrupted multipart upload would leave parts behind, which the store keeps and charges.
         """
-        outcomes: _Outcomes = []
+        outcomes: list[Outcome] = []
         for at in range(0, len(objects), _AT_ONCE):
             if time.monotonic() >= ends:
                 return outcomes + [Outcome.FAILED] * (len(objects) - at)
@@ -93,9 +89,9 @@ class ObjectStore(Backend):
             outcomes += self._outcomes(self._loop.each(self._put, bodies, ends), answered=bool(outcomes))
         return outcomes
 
-    def delete(self, names: Sequence[Name], ends: float) -> _Outcomes:
+    def delete(self, names: Sequence[Name], ends: float) -> list[Outcome]:
         """Deletes in bulk, and one by one if that fails, to learn each outcome."""
-        outcomes: _Outcomes = []
+        outcomes: list[Outcome] = []
         for at in range(0, len(names), _DELETE_KEYS):
             paths = [objects.path(name) for name in names[at : at + _DELETE_KEYS]]
             [answer] = self._loop.each(self._remove, [paths], ends)
@@ -106,18 +102,6 @@ class ObjectStore(Backend):
             outcomes += [Outcome.OK if o is Outcome.MISSING else o for o in self._outcomes(answers)]
         return outcomes
 
-    def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
-        now = self._now(ends)
-        began = time.monotonic()
-        root = objects.ROOT if namespace is None else objects.folder(namespace)
-        stream = self._obstore.list(self._store, root, chunk_size=_PAGE)
-        while page := self._one(_page, stream, ends, "listing"):
-            for found in page:
-                name = objects.name_of(found["path"])
-                if name is not None:
-                    age_s = now - found["last_modified"].timestamp() + time.monotonic() - began
-                    yield Listed(name, found["size"], age_s)
-
     def health(self, ends: float) -> None:
         self._now(ends)
 
@@ -126,7 +110,7 @@ class ObjectStore(Backend):
         if self._fetcher is not None:
             self._fetcher.close()
 
-    def _fetch(self, things: Sequence[Object], ends: float) -> _MaybeOutcomes:
+    def _fetch(self, things: Sequence[Object], ends: float) -> list[Outcome | None]:
         """Reads objects directly into memory. None: read this object through obstore."""
         if not self._signs or not things:
             return [None] * len(things)
@@ -139,7 +123,7 @@ class ObjectStore(Backend):
         heads = [bytearray(objects.HEADER_BYTES) for _ in things]
         parts = [_parts(i, *one) for i, one in enumerate(zip(urls, things, heads, strict=True))]
         left = [len(gets) for gets in parts]
-        outcomes: _MaybeOutcomes = [None] * len(things)
+        outcomes: list[Outcome | None] = [None] * len(things)
         for get in self._fetcher.fetch([get for gets in parts for get in gets], ends):
             i = get.of
             left[i] -= 1
@@ -147,7 +131,7 @@ class ObjectStore(Backend):
                 outcomes[i] = _combine(parts[i], things[i], heads[i])
         return outcomes
 
-    def _read(self, things: Sequence[Object], ends: float, answered: bool) -> _Outcomes:
+    def _read(self, things: Sequence[Object], ends: float, answered: bool) -> list[Outcome]:
         """Reads objects through obstore, and copies them into memory on this thread."""
         answers = self._loop.each(self._get, things, ends)
         outcomes = self._outcomes(answers, answered)
@@ -156,22 +140,15 @@ class ObjectStore(Backend):
                 outcomes[i] = _copy_in(thing, answer)
         return outcomes
 
-    def _outcomes(self, answers: Sequence[Any], answered: bool = False) -> _Outcomes:
+    def _outcomes(self, answers: Sequence[Any], answered: bool = False) -> list[Outcome]:
         """Returns the outcomes of a call.
 
         Raises NetworkError if the store as a whole refuses, or does not answer at all. `answered`: it
         has answered earlier in the same call.
         """
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if (
-            not answered
-            and errors
-            and len(errors) == len(answers)
-            and all(is_silence(error) for error in errors)
-        ):
-            raise NetworkError(
-                f"{self._where}: {reason(errors[0])}", "is the service up, and is the URL right?"
-            )
+        if errors and len(errors) == len(answers) and not answered and all(map(is_silence, errors)):
+            raise NetworkError(f"{self._where}: {reason(errors[0])}", _DOWN_HINT)
         return [
             outcome(answer, self._where) if isinstance(answer, BaseException) else Outcome.OK
             for answer in answers
@@ -181,14 +158,11 @@ class ObjectStore(Backend):
         """Returns the store's Unix time (s). Writes, reads and deletes an object for it."""
         path, body = f"{objects.ROOT}/health-{secrets.token_hex(8)}", secrets.token_bytes(_HEALTH_BYTES)
         self._one(self._put, (path, body), ends, "writing")
-        got = self._one(self._read_back, path, ends, "reading")
+        data, modified = self._one(self._read_back, path, ends, "reading")
         self._one(self._remove, [path], ends, "deleting")
-        data, modified = got
         if data != body:
-            raise NetworkError(
-                f"{self._where}: the bytes read differ from the bytes written",
-                "does the URL name a store, and is there a cache in between?",
-            )
+            hint = "does the URL name a store, and is there a cache in between?"
+            raise NetworkError(f"{self._where}: the bytes read differ from the bytes written", hint)
         return float(modified)
 
     def _one(self, job: Any, thing: Any, ends: float, doing: str) -> Any:
@@ -198,7 +172,7 @@ class ObjectStore(Backend):
             return answer
         what = outcome(answer, self._where)
         why = "no room" if what is Outcome.FULL else reason(answer)
-        raise NetworkError(f"{self._where}: {doing} fails: {why}", "is the service up, and is the URL right?")
+        raise NetworkError(f"{self._where}: {doing} fails: {why}", _DOWN_HINT)
 
     async def _sign(self, paths: Sequence[str]) -> Sequence[str]:
         urls: Sequence[str] = await self._obstore.sign_async(self._store, "GET", paths, _SIGNED_FOR)
@@ -228,6 +202,18 @@ class ObjectStore(Backend):
 
     async def _remove(self, paths: Sequence[str]) -> None:
         await self._obstore.delete_async(self._store, paths)
+
+    def list(self, namespace: bytes | None, ends: float) -> Iterator[Listed]:
+        now = self._now(ends)
+        began = time.monotonic()
+        root = objects.ROOT if namespace is None else objects.folder(namespace)
+        stream = self._obstore.list(self._store, root, chunk_size=_PAGE)
+        while page := self._one(_page, stream, ends, "listing"):
+            for found in page:
+                name = objects.name_of(found["path"])
+                if name is not None:
+                    age_s = now - found["last_modified"].timestamp() + time.monotonic() - began
+                    yield Listed(name, found["size"], age_s)
 
 
 async def _page(stream: Any) -> Any:
