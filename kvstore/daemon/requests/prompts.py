@@ -7,7 +7,7 @@ Clients mark the first request of a prompt, because only they know all of its ke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +36,14 @@ class _Leased:
     sources: npt.NDArray[np.int16]
 
 
+@dataclass(slots=True)
 class Prompts:
     """Unanswered requests and leases of one connection of a tenant."""
 
-    def __init__(self, counters: hits.HitCounters, tenant: int) -> None:
-        self._counters = counters
-        self._tenant = tenant
-        self._questions: dict[int, _Question] = {}
-        self._leased: dict[int, _Leased] = {}
+    _counters: hits.HitCounters
+    _tenant: int
+    _questions: dict[int, _Question] = field(default_factory=dict)
+    _leased: dict[int, _Leased] = field(default_factory=dict)
 
     def asked(self, q: m.Lookup | m.Acquire, space: NamespaceEntry) -> None:
         """Counts the requested blocks."""

@@ -7,6 +7,7 @@ older generation starts empty (see `kvstore.daemon.tenancy.recovery`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core import actions as ac
@@ -40,13 +41,13 @@ class Durability:
         self._core.ask(requester, request, event)
 
 
+@dataclass(slots=True, eq=False)
 class _DurableAnswer:
     """A requester that delays an answer until all devices are durable."""
 
-    def __init__(self, requester: Requester, core: Executor, tiers: TierSet) -> None:
-        self._requester = requester
-        self._core = core
-        self._tiers = tiers
+    _requester: Requester
+    _core: Executor
+    _tiers: TierSet
 
     def answer(self, request: int, action: ac.Reply) -> None:
         """See Requester."""

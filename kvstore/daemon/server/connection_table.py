@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.config import Config
@@ -24,16 +25,13 @@ _SHARE_OF_FREE = 2
 _READ_BYTES = 64 << 10
 
 
+@dataclass(slots=True)
 class TenantBytes:
-    """One connection's share of the bytes that a tenant's connections hold."""
+    """One connection's share of the bytes of a tenant's connections. Counts nothing without a tenant."""
 
-    __slots__ = ("_by_tenant", "nbytes", "tenant")
-
-    def __init__(self, by_tenant: Counter[int]) -> None:
-        """Nothing is counted before `tenant` is set."""
-        self._by_tenant = by_tenant
-        self.tenant: int | None = None
-        self.nbytes = 0
+    _by_tenant: Counter[int]
+    tenant: int | None = None
+    nbytes: int = 0
 
     def set(self, nbytes: int) -> int:
         """Sets this connection's bytes. Returns the sum of the tenant."""

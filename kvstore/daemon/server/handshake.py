@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvstore.daemon.server.peer_credentials import Peer
 from kvstore.daemon.tenancy.auth import Authenticator, Principal, RefusedError
 from kvstore.errors import RemoteProtocolError
@@ -12,16 +14,15 @@ class VersionError(RefusedError):
     """The client and this daemon have no wire version in common."""
 
 
+@dataclass(slots=True)
 class Handshake:
-    """The credentials of one peer: from the kernel, and from its Hello."""
+    """The credentials of one peer. `_among_operators`: the peer connected to the operators' socket."""
 
-    def __init__(self, peer: Peer, authenticator: Authenticator, among_operators: bool) -> None:
-        """`among_operators`: the peer connected to the operators' socket."""
-        self.peer = peer
-        self.version = m.VERSION
-        self._authenticator = authenticator
-        self._among_operators = among_operators
-        self._token = ""
+    peer: Peer
+    _authenticator: Authenticator
+    _among_operators: bool
+    version: int = m.VERSION
+    _token: str = ""
 
     def greet(self, hello: m.Hello, now: float) -> Principal:
         """Reads the peer's Hello and returns its principal. `now` is Unix time in s.

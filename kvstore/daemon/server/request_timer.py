@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.daemon.operator.latency import Calls
 
 
+@dataclass(slots=True)
 class RequestTimer:
-    """The requests of one connection that have no answer yet."""
+    """The unanswered requests of one connection. `_stopwatch` returns seconds.
 
-    def __init__(self, latency: Calls, stopwatch: Callable[[], float]) -> None:
-        """Adds to `latency`. `stopwatch` returns seconds.
+    `running`: the number of the request that runs, 0 for none. Requests answered later have waited.
+    """
 
-        `running`: the number of the request that runs, 0 for none. Requests answered later have waited.
-        """
-        self._latency = latency
-        self._stopwatch = stopwatch
-        self._began_s: dict[int, tuple[type, float]] = {}
-        self.running = 0
+    _latency: Calls
+    _stopwatch: Callable[[], float]
+    _began_s: dict[int, tuple[type, float]] = field(default_factory=dict)
+    running: int = 0
 
     def run(self, message: Any, waited_s: float) -> None:
         """Starts the time of a message that was read `waited_s` seconds ago."""
