@@ -11,25 +11,19 @@ from kvstore.config.example import example
 from kvstore.config.file import Config, Source, changes, load, parse, read
 from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
 from kvstore.config.sections import (
-    DEVICE_PATTERN,
     FIRST_DEVICE,
     SOCKET_PATH_BYTES,
     Daemon,
-    Dram,
     Events,
-    Hbm,
     Limits,
     Network,
-    Nvme,
     NvmeDevice,
     Policy,
-    Scrub,
 )
-from kvstore.config.tenants import Encryption, Secret, Tenant, TierQuota, Token
+from kvstore.config.tenants import Secret, Tenant, TierQuota, Token
 from kvstore.config.units import GIB, KIB, MIB, format_size, parse_duration, parse_size, parse_write_budget
 
 __all__ = [
-    "DEVICE_PATTERN",
     "FIRST_DEVICE",
     "GIB",
     "HOLDER_PATTERN",
@@ -40,16 +34,11 @@ __all__ = [
     "AdminToken",
     "Config",
     "Daemon",
-    "Dram",
-    "Encryption",
     "Events",
-    "Hbm",
     "Limits",
     "Network",
-    "Nvme",
     "NvmeDevice",
     "Policy",
-    "Scrub",
     "Secret",
     "Source",
     "Tenant",

@@ -26,8 +26,7 @@ from kvstore.errors import MisuseError
 from kvstore.types import MAX_KEY_BYTES
 
 FIRST_DEVICE = "nvme"
-DEVICE_PATTERN = r"^nvme[a-z0-9_-]{1,28}$"
-"""Matches names of additional NVMe devices. The first device is called `nvme`."""
+"""Name of the first NVMe device. `DeviceName` matches names of additional ones."""
 
 MOST_DEVICES = 8
 """Maximum number of additional NVMe devices."""
@@ -66,7 +65,7 @@ def _write_budget(value: int | str) -> int | str:
 
 WriteBudget = Annotated[int | str, AfterValidator(_write_budget)]
 Admission = Literal["always", "twice", "reuse"]
-DeviceName = Annotated[str, Field(pattern=DEVICE_PATTERN)]
+DeviceName = Annotated[str, Field(pattern=r"^nvme[a-z0-9_-]{1,28}$")]
 
 FilePath = Annotated[Path, BeforeValidator(_as_path)]
 SocketPath = Annotated[FilePath, AfterValidator(_socket_path)]

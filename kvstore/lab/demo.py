@@ -112,16 +112,9 @@ def _table(turns: list[Tally]) -> Table:
     for turn, tally in enumerate(turns, 1):
         if turn == KILLED_BEFORE_TURN:
             table.add_row(*[""] * 7, "SIGKILL, then restart")
-        table.add_row(
-            str(turn),
-            str(tally.asked),
-            str(tally.hits[Tier.DRAM]),
-            str(tally.hits[Tier.NVME]),
-            str(tally.asked - tally.served),
-            format_size(tally.served * LAYOUT.block_bytes),
-            str(tally.wrong),
-            _picture(tally),
-        )
+        blocks = (turn, tally.asked, tally.hits[Tier.DRAM], tally.hits[Tier.NVME], tally.asked - tally.served)
+        served = format_size(tally.served * LAYOUT.block_bytes)
+        table.add_row(*map(str, blocks), served, str(tally.wrong), _picture(tally))
     return table
 
 

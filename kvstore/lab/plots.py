@@ -53,7 +53,7 @@ def draw(report: Report, path: Path) -> None:
     check(path)
     plt = _pyplot()
     panels: list[Callable[[Any, Report], None]] = [_hits]
-    if any(len(p.blocks_by_tier) > 1 for p in report.points):
+    if report.two_tiers:
         panels += [_shares, _written]
     if any(p.drive_writes_per_day is not None for p in report.points):
         panels.append(_wear)
@@ -103,13 +103,9 @@ def _places(report: Report) -> dict[str, float]:
 def _capacity_axis(axes: Any, report: Report) -> None:
     places = _places(report)
     axes.set_xticks(list(places.values()), list(places), rotation=30 if len(places) > 6 else 0)
-    axes.set_xlabel("capacity" if not _two_tiers(report) else "capacity, DRAM + NVMe")
+    axes.set_xlabel("capacity, DRAM + NVMe" if report.two_tiers else "capacity")
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_ylim(0, 1.12 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
-
-
-def _two_tiers(report: Report) -> bool:
-    return any(len(p.blocks_by_tier) > 1 for p in report.points)
 
 
 def _policies(report: Report) -> list[str]:
@@ -129,14 +125,9 @@ def _lines(axes: Any, report: Report, value: Callable[[Point], float | None]) ->
 def _hits(axes: Any, report: Report) -> None:
     places = _places(report)
     bound = sorted((places[b.capacity], 100 * b.hit_ratio) for b in report.bounds)
-    axes.plot(
-        [x for x, _ in bound],
-        [y for _, y in bound],
-        color=_BOUND,
-        linestyle=(0, (4, 2)),
-        label="Belady's bound",
-    )
-    axes.fill_between([x for x, _ in bound], [y for _, y in bound], color=_GRID, alpha=0.35, linewidth=0)
+    xs, ys = [x for x, _ in bound], [y for _, y in bound]
+    axes.plot(xs, ys, color=_BOUND, linestyle=(0, (4, 2)), label="Belady's bound")
+    axes.fill_between(xs, ys, color=_GRID, alpha=0.35, linewidth=0)
     _lines(axes, report, lambda p: 100 * p.hit_ratio)
     axes.set_title("Tokens served, %")
     axes.legend(loc="best")

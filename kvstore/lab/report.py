@@ -92,6 +92,11 @@ class Report:
     bounds: list[BoundPoint]
     version: int = VERSION
 
+    @property
+    def two_tiers(self) -> bool:
+        """Whether any of the replayed nodes has NVMe."""
+        return any(len(p.blocks_by_tier) > 1 for p in self.points)
+
 
 def load(path: Path) -> Report:
     """Reads a report from JSON. Raises KVStoreError if the file is not a report of this version."""

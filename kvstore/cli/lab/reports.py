@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 def report_table(report: Report) -> Group:
     """Returns a table with one row per capacity and policy, below a summary of the trace."""
     bounds = {bound.capacity: bound.hit_ratio for bound in report.bounds}
-    two_tiers = any(len(p.blocks_by_tier) > 1 for p in report.points)
     many = len({p.policy for p in report.points}) > 1
     shown = table(("capacity", "size", "policy"))
     shown.collapse_padding = True
-    for name in ("hits", "bound", *(("of NVMe", "written", "drives/day") if two_tiers else ())):
+    for name in ("hits", "bound", *(("of NVMe", "written", "drives/day") if report.two_tiers else ())):
         shown.add_column(name, justify="right", no_wrap=True)
     last = ""
     for p in sorted(report.points, key=lambda p: sum(p.blocks_by_tier.values())):
         if many and last and last != p.capacity:
             shown.add_section()
         cells = [percent(p.hit_ratio), percent(bounds.get(p.capacity))]
-        if two_tiers:
+        if report.two_tiers:
             written = (p.written_per_served or {}).get("nvme")
             share = percent(p.share_by_tier.get("nvme"))
             cells += [share, _number(written), _number(p.drive_writes_per_day)]
@@ -40,7 +39,7 @@ def report_table(report: Report) -> Group:
         last = p.capacity
     denied = sum(p.denied_blocks for p in report.points)
     notes = ["hits and bound: share of all input tokens"]
-    if two_tiers:
+    if report.two_tiers:
         notes.append(
             "of NVMe: share of the hits; written: NVMe bytes per byte served; drives/day: drive writes"
         )
