@@ -20,7 +20,7 @@ def commit_what_was_written(w: World, room: ac.Reserved, n: int) -> int:
 # -- blocks
 
 
-def test_what_only_a_lost_pool_had_is_a_miss() -> None:
+def test_blocks_only_in_a_lost_pool_are_misses() -> None:
     w = world(write_policy="on_evict")
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -35,7 +35,7 @@ def test_what_only_a_lost_pool_had_is_a_miss() -> None:
     w.settle()
 
 
-def test_what_is_also_elsewhere_is_served_from_there() -> None:
+def test_blocks_of_a_lost_pool_are_served_from_other_tiers() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -70,7 +70,7 @@ def test_a_lost_block_with_children_elsewhere_is_a_hole_that_a_put_fills() -> No
     w.settle()
 
 
-def test_what_is_lost_is_given_up_in_steps_and_unreadable_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_pool_is_unreadable_at_once_and_forgotten_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._LOST_AT_ONCE", 1)
     w = world(write_policy="on_evict", dram=1)
     gpu, keys = w.pools[0], chain("a")
@@ -188,7 +188,7 @@ def test_of_two_pools_one_may_be_lost() -> None:
 # -- who waits
 
 
-def test_who_waits_at_a_lost_pool_is_served_from_dram() -> None:
+def test_waiters_at_a_lost_pool_are_served_from_dram() -> None:
     w = world()
     gpu = w.pools[0]
     below = put_in_nvme_alone(w, "a")
@@ -208,7 +208,7 @@ def test_who_waits_at_a_lost_pool_is_served_from_dram() -> None:
     w.settle()
 
 
-def test_who_waits_for_what_only_a_lost_pool_had_is_told_so_at_once() -> None:
+def test_waiters_for_blocks_only_in_a_lost_pool_are_answered_at_once() -> None:
     w = world(write_policy="on_evict", hbm=(2, 2))
     one, two = w.pools
     keys = chain("a", 3)
@@ -227,7 +227,7 @@ def test_who_waits_for_what_only_a_lost_pool_had_is_told_so_at_once() -> None:
     w.settle()
 
 
-def test_who_waits_for_a_copy_out_of_a_lost_pool_gets_it_from_elsewhere() -> None:
+def test_waiters_for_a_copy_from_a_lost_pool_get_another_copy() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -242,7 +242,7 @@ def test_who_waits_for_a_copy_out_of_a_lost_pool_gets_it_from_elsewhere() -> Non
     w.settle()
 
 
-def test_whoever_waits_at_a_lost_pool_past_the_deadline_is_told_then() -> None:
+def test_waiters_at_a_lost_pool_are_answered_at_their_deadline() -> None:
     w = world()
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -258,7 +258,7 @@ def test_whoever_waits_at_a_lost_pool_past_the_deadline_is_told_then() -> None:
 # -- copies, leases, reservations
 
 
-def test_what_arrived_just_before_the_loss_is_not_readable() -> None:
+def test_blocks_that_arrive_just_before_a_loss_are_not_readable() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys)
@@ -274,7 +274,7 @@ def test_what_arrived_just_before_the_loss_is_not_readable() -> None:
     w.settle()
 
 
-def test_a_write_out_of_a_lost_pool_leaves_no_record_of_what_is_gone() -> None:
+def test_a_write_from_a_lost_pool_leaves_no_record_of_lost_blocks() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -288,7 +288,7 @@ def test_a_write_out_of_a_lost_pool_leaves_no_record_of_what_is_gone() -> None:
     w.settle()
 
 
-def test_what_was_to_be_written_out_of_a_lost_pool_is_written_from_dram() -> None:
+def test_writes_queued_from_a_lost_pool_use_dram_copies() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)

@@ -142,7 +142,7 @@ def test_keys_that_differ_in_trailing_zeros_are_different() -> None:
         assert w.get(1, [key]) == [payload(1, key)]
 
 
-def test_what_is_there_already_is_not_granted_again() -> None:
+def test_stored_blocks_are_not_granted_again() -> None:
     w = world()
     w.put(0, 1, [b"a"])
     w.reserve(0, 1, [b"a", b"b"])
@@ -220,7 +220,7 @@ def test_a_commit_of_the_wrong_length_is_refused_and_frees_the_slots() -> None:
     assert w.used() == 0
 
 
-def test_only_who_reserved_commits_and_only_once() -> None:
+def test_only_the_reserving_client_commits_and_only_once() -> None:
     w = world()
     room = room_of(w.reserve(0, 1, [b"a"]))
     sums = w.fill(1, [b"a"], room)
@@ -352,7 +352,7 @@ def test_usage_never_exceeds_the_limit(nvme: int) -> None:
 # -- making room
 
 
-def test_the_least_recently_used_block_goes_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     w = world(dram=1)
     keys = full_of(w, 4)
     w.get(1, keys[:1])
@@ -360,7 +360,7 @@ def test_the_least_recently_used_block_goes_first() -> None:
     assert told(w) == [("drop", "dram", keys[1]), ("room", "granted")]
 
 
-def test_a_chain_goes_from_its_tail() -> None:
+def test_a_chain_is_evicted_from_its_tail() -> None:
     w = world(dram=1)
     w.put(0, 1, [b"a", b"b", b"c", b"d"])
     w.reserve(0, 1, [b"x", b"y"])
@@ -562,7 +562,7 @@ def test_a_lower_tier_without_room_does_not_stop_eviction() -> None:
     assert [w.put(0, 1, [b"%d" % i]) for i in range(9)] == [1] * 9
 
 
-def test_room_is_found_when_all_below_are_parents_of_what_is_here() -> None:
+def test_room_is_found_when_the_lower_tier_has_only_parents() -> None:
     w = World(dram=1, nvme=1)
     w.open(1)
     chain = [b"k%d" % i for i in range(8)]
@@ -620,7 +620,7 @@ def test_a_row_that_has_changed_hands_is_written_down_in_its_new_size() -> None:
     assert w.lookup(1, [b"x0"]) == w.lookup(3, [b"other"]) == 1
 
 
-def test_on_evict_writes_only_what_leaves() -> None:
+def test_on_evict_writes_only_evicted_blocks() -> None:
     w = world(dram=1, nvme=4, write_policy="on_evict")
     keys = full_of(w, 4)
     assert w.used(1) == 0
@@ -789,7 +789,7 @@ def test_a_device_that_keeps_failing_is_left_alone_for_a_while() -> None:
     assert [action[0] for action in told(w)] == ["copy"]
 
 
-def test_who_waits_for_slots_being_emptied_has_no_more_emptied() -> None:
+def test_a_request_that_waits_for_demotions_starts_no_more() -> None:
     w = world(dram=30, nvme=8, write_policy="on_evict")
     w.open(2)
     for i in range(60):
@@ -931,7 +931,7 @@ def test_a_lost_parent_is_a_hole_and_the_child_comes_back_with_it() -> None:
     assert w.get(1, [b"a", b"b", b"c"]) == [payload(1, b"a"), payload(1, b"b", 3), payload(1, b"c")]
 
 
-def test_a_hole_goes_with_its_last_child() -> None:
+def test_a_hole_is_freed_with_its_last_child() -> None:
     w = world()
     w.put(0, 1, [b"a", b"b", b"c"])
     w.invalidate(1, [b"a", b"b"])
@@ -1026,7 +1026,7 @@ def test_an_unfinished_put_of_a_lost_client_shows_nothing() -> None:
 # -- restarts
 
 
-def test_what_was_recorded_comes_back() -> None:
+def test_recorded_blocks_are_restored() -> None:
     w = world(dram=2, nvme=4)
     w.put(0, 1, [b"a", b"b", b"c"])
     w.finish_all()
@@ -1091,7 +1091,7 @@ def test_fewer_rows_than_records_lose_some_and_start_all_the_same() -> None:
     assert sum(w.lookup(1, [key]) for key in keys) in range(1, 9)
 
 
-def test_flush_writes_down_what_only_dram_holds() -> None:
+def test_flush_writes_blocks_that_only_dram_has() -> None:
     w = world(dram=2, nvme=4, write_policy="on_evict")
     w.put(0, 1, [b"a", b"b"])
     w.put(0, 1, [b"c"])
@@ -1132,7 +1132,7 @@ def test_a_chain_that_arrives_in_another_order_is_told_to_the_policy_once_and_pa
             assert r.topology.policy(tier, pool).coldest(9, w.now).tolist() == rows[::-1].tolist()
 
 
-def test_what_is_coldest_and_held_for_ever_hides_nothing() -> None:
+def test_long_leases_on_the_coldest_blocks_do_not_stop_eviction() -> None:
     w = World(200, 0, slots=8, max_blocks=2048, limits=Limits(leases_per_client=4096))
     w.open(1)
     keys = [b"%04d" % i for i in range(1600)]

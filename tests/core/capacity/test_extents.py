@@ -70,7 +70,7 @@ def test_a_slot_has_a_new_version_whenever_it_is_taken() -> None:
     assert int(e.slots.version[again][0]) == version + 1
 
 
-def test_a_slot_is_free_when_nobody_owns_or_holds_it() -> None:
+def test_a_slot_without_owner_and_references_is_free() -> None:
     e = make()
     e.assign(SMALL)
     taken = e.slots.take(SMALL, 1)
@@ -117,7 +117,7 @@ def test_an_empty_extent_can_change_its_slot_size() -> None:
     assert e.slots.pool_of(int(kept[0])) == SMALL
 
 
-def test_more_than_the_limit_is_a_broken_invariant() -> None:
+def test_extents_beyond_the_limit_break_an_invariant() -> None:
     e = make(2)
     with pytest.raises(AssertionError):
         e.add(2)
@@ -147,7 +147,7 @@ def test_slots_are_bounded_and_every_extent_has_its_part() -> None:
 
 @example([(0, 4), (1, 2), (2, 2), (3, 2), (0, 2)])  # three slots are free at each end, and six are wanted
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 5, 7, 12])), max_size=60))
-def test_an_extent_can_always_be_cut_whatever_was_cut_before(steps: list[tuple[int, int]]) -> None:
+def test_fragmentation_never_prevents_an_assignment(steps: list[tuple[int, int]]) -> None:
     e = make(4, max_slots=24)
     for extent, pages in steps:
         if extent not in e.unassigned:

@@ -74,7 +74,7 @@ def columns(rows: list[tuple[int, int, float]]) -> tuple[np.ndarray, np.ndarray,
 
 
 @given(tenants, st.data())
-def test_nobody_gives_below_its_floor_nor_to_itself(
+def test_no_tenant_gives_below_its_floor_or_to_itself(
     rows: list[tuple[int, int, float]], data: st.DataObject
 ) -> None:
     held, floor, share = columns(rows)
@@ -87,7 +87,9 @@ def test_nobody_gives_below_its_floor_nor_to_itself(
 
 
 @given(tenants, st.data())
-def test_an_extent_never_comes_straight_back(rows: list[tuple[int, int, float]], data: st.DataObject) -> None:
+def test_an_extent_does_not_move_back_at_once(
+    rows: list[tuple[int, int, float]], data: st.DataObject
+) -> None:
     held, floor, share = columns(rows)
     idle = np.zeros(len(rows), np.bool_)
     taker = data.draw(st.integers(0, len(rows) - 1))
@@ -99,7 +101,7 @@ def test_an_extent_never_comes_straight_back(rows: list[tuple[int, int, float]],
 
 
 @given(tenants, st.data())
-def test_below_its_floor_one_is_given_if_anybody_is_above(
+def test_a_tenant_below_its_floor_gets_an_extent_if_another_is_above(
     rows: list[tuple[int, int, float]], data: st.DataObject
 ) -> None:
     held, floor, share = columns(rows)
@@ -110,7 +112,9 @@ def test_below_its_floor_one_is_given_if_anybody_is_above(
 
 
 @given(tenants, st.data())
-def test_the_idle_give_before_nobody_does(rows: list[tuple[int, int, float]], data: st.DataObject) -> None:
+def test_idle_tenants_give_when_no_other_would(
+    rows: list[tuple[int, int, float]], data: st.DataObject
+) -> None:
     held, floor, share = columns(rows)
     taker, spare = data.draw(st.permutations(range(len(rows))))[:2]
     idle = np.zeros(len(rows), np.bool_)
@@ -142,7 +146,7 @@ def test_moves_end_at_weighted_max_min(rows: list[tuple[int, int, float]], data:
                 assert above[one] - 1 / share[one] < above[other] + 1 / share[other]
 
 
-def test_the_quiet_and_those_with_free_room_give() -> None:
+def test_inactive_tenants_and_those_with_free_extents_give() -> None:
     h = Holdings(100)
     for tenant in (1, 2, 3):
         h.set(tenant, Quota())
@@ -159,7 +163,7 @@ def test_the_quiet_and_those_with_free_room_give() -> None:
     assert h.giver(1, 1100.0) == 3
 
 
-def test_room_that_slots_cannot_use_is_not_free_room() -> None:
+def test_bytes_that_no_slot_covers_are_not_free() -> None:
     h = Holdings(100)
     for tenant in (1, 2):
         h.set(tenant, Quota())
@@ -173,7 +177,7 @@ def test_room_that_slots_cannot_use_is_not_free_room() -> None:
 # -- floors and limits
 
 
-def test_a_floor_is_free_at_once_though_others_wanted_everything() -> None:
+def test_a_floor_is_available_at_once_when_others_filled_the_tier() -> None:
     w = world((A, 2, None), (B, 0, None))
     fill(w, B, 40)
     assert w.extents()[B] == 2
@@ -223,7 +227,7 @@ def test_a_limit_is_one_for_all_slot_sizes() -> None:
     assert kept(w, 11, large)
 
 
-def test_bytes_of_another_slot_size_make_way() -> None:
+def test_blocks_of_another_slot_size_are_evicted_for_room() -> None:
     """A limit that is no multiple of extents counts bytes, whatever the slots' size."""
     w = World(4, 0)
     extent = w.p.residency.tiers[0].extents.extent_bytes
@@ -235,7 +239,7 @@ def test_bytes_of_another_slot_size_make_way() -> None:
     assert w.used(0, A) <= extent + ALIGN
 
 
-def test_rows_are_not_taken_from_who_is_at_its_floor() -> None:
+def test_rows_are_not_taken_from_a_tenant_at_its_floor() -> None:
     w = world((A, 1, None), (B, 0, None), dram=8, max_blocks=8)
     mine = fill(w, A, 4, b"a")
     for i in range(20):
@@ -278,7 +282,7 @@ def test_a_lowered_limit_shrinks_coldest_first_and_gives_extents_back(nvme: int)
         assert w.extents(NVME)[A] == 1
 
 
-def test_what_cannot_shrink_is_not_looked_at_all_the_time() -> None:
+def test_a_tenant_that_cannot_shrink_is_examined_rarely() -> None:
     w = world((A, 0, None))
     fill(w, A, 16)
     grants = [w.acquire(1, A, [b"f%03d" % i]) for i in range(8)]
@@ -294,7 +298,7 @@ def test_what_cannot_shrink_is_not_looked_at_all_the_time() -> None:
     assert w.p.next_wakeup() is None
 
 
-def test_steps_go_on_while_many_other_events_come() -> None:
+def test_steps_continue_during_many_other_events() -> None:
     w = world((A, 0, None))
     fill(w, A, 16)
     w.tenant(A, (0, 1))
@@ -310,7 +314,7 @@ def test_steps_go_on_while_many_other_events_come() -> None:
 # -- extents that change hands
 
 
-def test_an_extent_is_renewed_before_anybody_else_has_it() -> None:
+def test_an_extent_is_renewed_before_another_tenant_gets_it() -> None:
     w = world((A, 0, None), (B, 0, None))
     fill(w, A, 16)
     before = set(w.kept[0])
@@ -326,7 +330,7 @@ def test_an_extent_is_renewed_before_anybody_else_has_it() -> None:
     assert w.extents()[A:3] == [3, 1]
 
 
-def test_on_nvme_the_number_stays() -> None:
+def test_a_renewed_extent_of_nvme_keeps_its_number() -> None:
     w = world((A,), (B,), dram=8, nvme=2)
     fill(w, A, 8)
     w.finish_all()
@@ -337,7 +341,7 @@ def test_on_nvme_the_number_stays() -> None:
     assert w.get(B, [b"b"]) == [payload(B, b"b")]
 
 
-def test_blocks_of_an_extent_that_leaves_go_down() -> None:
+def test_blocks_of_an_emptied_extent_are_demoted() -> None:
     w = world((A,), (B,), nvme=8, write_policy="on_evict")
     keys = fill(w, A, 16)
     w.now += 1
@@ -368,7 +372,7 @@ def test_a_leased_slot_keeps_its_extent() -> None:
     assert w.read(A, keys[:1], grant) == [payload(A, keys[0])]
 
 
-def test_who_does_not_leave_in_time_stays() -> None:
+def test_an_extent_that_is_not_empty_in_time_stays_in_its_pool() -> None:
     w = world((A,), (B,), dram=2, nvme=8, write_policy="on_evict")
     keys = fill(w, A, 8)
     w.now += 1
@@ -388,7 +392,7 @@ def test_who_does_not_leave_in_time_stays() -> None:
     w.settle()
 
 
-def test_an_extent_that_cannot_be_made_anew_is_lost_to_its_taker_only() -> None:
+def test_an_extent_that_cannot_be_renewed_is_lost_to_its_taker_only() -> None:
     w = world((A,), (B,))
     fill(w, A, 16)
     w.now += 1
@@ -422,7 +426,7 @@ def test_an_extent_promised_to_one_domain_is_not_cut_for_another_as_it_is() -> N
         w.pass_time(0.1)
 
 
-def test_a_tenant_in_need_is_not_held_up_by_those_who_may_have_nothing() -> None:
+def test_refused_tenants_do_not_delay_a_tenant_that_may_get_an_extent() -> None:
     w = world((A,), (B,), (C,), dram=4)
     fill(w, A, 8)
     fill(w, B, 8)
@@ -459,7 +463,7 @@ def test_published_blocks_are_readable_by_others_from_new_extents(nvme: int) -> 
     w.settle()
 
 
-def test_what_has_not_moved_yet_is_a_miss_to_others() -> None:
+def test_blocks_that_are_not_relocated_yet_are_misses_for_others() -> None:
     w = published()
     w.publish(A, SHARED)
     assert w.copies
@@ -470,7 +474,7 @@ def test_what_has_not_moved_yet_is_a_miss_to_others() -> None:
     assert w.lookup(A, [b"a"], tenant=B) == (1 if not w.copies else 0)
 
 
-def test_taking_back_moves_blocks_away_from_readers() -> None:
+def test_unpublishing_relocates_blocks_away_from_readers() -> None:
     w = published()
     w.publish(A, SHARED)
     w.pass_time(1)
@@ -586,7 +590,7 @@ def test_publication_is_answered_when_what_was_being_written_can_be_read() -> No
         assert w.read(A, [key], grant) == [payload(A, key)]
 
 
-def test_what_is_committed_into_the_old_domain_moves_on() -> None:
+def test_blocks_committed_into_the_old_domain_are_relocated() -> None:
     w = world((A,), (B,))
     room = w.reserve(0, A, [b"a"])
     assert isinstance(room, ac.Reserved)
@@ -599,7 +603,7 @@ def test_what_is_committed_into_the_old_domain_moves_on() -> None:
 # -- ends
 
 
-def test_blocks_whose_time_is_over_are_misses_at_that_moment_and_freed_soon() -> None:
+def test_expired_blocks_are_misses_at_once_and_freed_soon() -> None:
     w = world((A,), nvme=4)
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a", b"b"])
@@ -617,7 +621,7 @@ def test_blocks_whose_time_is_over_are_misses_at_that_moment_and_freed_soon() ->
     assert (w.used(0), w.used(1)) == (ALIGN, ALIGN)
 
 
-def test_a_block_stored_again_lives_anew() -> None:
+def test_a_block_stored_again_has_a_new_ttl() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -644,7 +648,7 @@ def room_of(w: World, client: int, namespace: int, keys: list[bytes], parent: by
 
 
 @pytest.mark.parametrize("nvme", [0, 4])
-def test_what_has_expired_is_stored_again_though_it_is_still_there(nvme: int) -> None:
+def test_an_expired_block_is_stored_again_before_it_is_freed(nvme: int) -> None:
     w = world((A,), nvme=nvme)
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a", b"b", b"c"])
@@ -662,7 +666,7 @@ def test_what_has_expired_is_stored_again_though_it_is_still_there(nvme: int) ->
     w.settle()
 
 
-def test_only_what_has_expired_of_a_chain_is_stored_again() -> None:
+def test_only_expired_blocks_of_a_chain_are_stored_again() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a", b"b"])
@@ -676,7 +680,7 @@ def test_only_what_has_expired_of_a_chain_is_stored_again() -> None:
     w.settle()
 
 
-def test_nothing_can_be_hung_on_what_has_expired() -> None:
+def test_an_expired_block_gets_no_children() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -687,7 +691,7 @@ def test_nothing_can_be_hung_on_what_has_expired() -> None:
     assert w.p.residency.blocks.used == 0
 
 
-def test_a_reader_keeps_what_has_expired_while_it_is_stored_again() -> None:
+def test_a_reader_keeps_an_expired_block_while_it_is_stored_again() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -706,7 +710,7 @@ def test_a_reader_keeps_what_has_expired_while_it_is_stored_again() -> None:
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_what_expires_while_it_is_copied_does_not_arrive_over_what_is_stored_again(way: str) -> None:
+def test_a_block_that_expires_during_its_copy_does_not_replace_a_newer_one(way: str) -> None:
     w = world((A,), nvme=4)
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -730,7 +734,7 @@ def test_what_expires_while_it_is_copied_does_not_arrive_over_what_is_stored_aga
     w.settle()
 
 
-def test_what_is_reserved_and_not_written_yet_is_no_matter_of_ends() -> None:
+def test_reserved_blocks_do_not_expire() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -741,7 +745,7 @@ def test_what_is_reserved_and_not_written_yet_is_no_matter_of_ends() -> None:
     assert w.get(11, [b"a"]) == [payload(11, b"a", 1)]
 
 
-def test_rows_used_again_do_not_inherit_an_end() -> None:
+def test_reused_rows_do_not_inherit_an_expiry() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -751,7 +755,7 @@ def test_rows_used_again_do_not_inherit_an_end() -> None:
     assert w.lookup(A, [b"x"]) == 1
 
 
-def test_a_hole_that_is_filled_again_has_a_new_end_or_none() -> None:
+def test_a_filled_hole_has_a_new_expiry_or_none() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a", b"b"])
@@ -762,7 +766,7 @@ def test_a_hole_that_is_filled_again_has_a_new_end_or_none() -> None:
     assert w.lookup(11, [b"a", b"b"]) == 1
 
 
-def test_without_a_ttl_any_more_old_blocks_end_on_time() -> None:
+def test_old_blocks_expire_on_time_after_the_ttl_is_removed() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=10.0)
     w.put(0, 11, [b"a"])
@@ -772,7 +776,7 @@ def test_without_a_ttl_any_more_old_blocks_end_on_time() -> None:
     assert w.get(11, [b"a"]) == []
 
 
-def test_the_next_end_is_known_while_rows_are_used_again() -> None:
+def test_the_next_expiry_is_known_while_rows_are_reused() -> None:
     w = world((A,))
     w.open(11, tenant=A, ttl_s=1.0)
     for i in range(400):
@@ -807,7 +811,7 @@ def test_a_forgotten_namespace_is_a_miss_at_once_and_answered_when_nothing_is_le
     assert w.put(0, A, [b"a0"]) == 1
 
 
-def test_who_waits_for_or_writes_a_forgotten_namespace_is_told() -> None:
+def test_waiters_and_writers_of_a_deleted_namespace_are_answered() -> None:
     w = world((A,), dram=1, nvme=4)
     keys = fill(w, A, 8)
     r = w.p.residency
@@ -837,7 +841,7 @@ def test_a_writer_of_a_forgotten_namespace_stores_nothing() -> None:
     assert A not in w.p.residency.namespaces
 
 
-def test_forgotten_twice_is_forgotten() -> None:
+def test_deleting_a_namespace_twice_is_harmless() -> None:
     w = world((A,), nvme=4)
     w.put(0, A, [b"a"])
     assert w.ask(ev.Forget(0, (A,))) is None
@@ -850,7 +854,7 @@ def test_forgotten_twice_is_forgotten() -> None:
     assert {first, second, third} <= set(w.answers)
 
 
-def test_an_old_forget_leaves_what_comes_after_it_alone() -> None:
+def test_a_deletion_keeps_blocks_that_are_stored_after_it() -> None:
     w = world((A,), nvme=4)
     w.put(0, A, [b"a"])
     w.send(ev.Forget(0, (A,)))
@@ -865,7 +869,7 @@ def test_an_old_forget_leaves_what_comes_after_it_alone() -> None:
     assert w.lookup(A, [b"new"]) == 1
 
 
-def test_much_is_forgotten_in_steps() -> None:
+def test_large_namespaces_are_deleted_in_steps() -> None:
     w = world((A,), dram=40, slots=64, max_blocks=6000)
     w.open(11, tenant=A)
     keys = [b"k%05d" % i for i in range(2200)]
@@ -915,7 +919,7 @@ def test_a_tenant_is_forgotten_when_its_extents_are_renewed(nvme: int) -> None:
     w.settle()
 
 
-def test_others_moves_do_not_hold_a_forgotten_tenant_up() -> None:
+def test_copies_of_other_tenants_do_not_delay_a_deletion() -> None:
     w = world((A,), (B,), (C,), dram=8)
     fill(w, A, 4)
     fill(w, B, 28)
@@ -1002,7 +1006,7 @@ def slow_world() -> tuple[World, list[bytes]]:
     return w, keys
 
 
-def test_look_ups_and_gets_stop_where_loading_takes_longer_than_computing() -> None:
+def test_lookups_and_gets_stop_where_loading_is_slower_than_recomputing() -> None:
     w, keys = slow_world()
     for recompute_s, n in ((0.0, 8), (0.002, 8), (0.0009, 2)):
         answer = w.ask(ev.Lookup(0, A, joined(keys), A, math.inf, recompute_s))
@@ -1013,7 +1017,7 @@ def test_look_ups_and_gets_stop_where_loading_takes_longer_than_computing() -> N
     assert len(grant.where) == 2
 
 
-def test_no_more_is_loaded_than_arrives_by_the_deadline() -> None:
+def test_only_blocks_that_arrive_by_the_deadline_are_loaded() -> None:
     w, keys = slow_world()
     answer = w.ask(ev.Lookup(0, A, joined(keys), A, w.now + 0.0045, 0.0))
     assert isinstance(answer, ac.Found)
@@ -1027,7 +1031,7 @@ def test_no_more_is_loaded_than_arrives_by_the_deadline() -> None:
     assert len(answer.where) in (5, 6)
 
 
-def test_who_waits_already_makes_it_later() -> None:
+def test_queued_reads_delay_the_estimate() -> None:
     w, keys = slow_world()
     device = w.p.residency.tiers[1].device
     device.bytes_moving[DEMAND] += 3 * ALIGN
@@ -1123,7 +1127,7 @@ def test_a_fenced_device_starts_nothing() -> None:
     assert [n for n, _, _ in d.next(6.0)] == [3]
 
 
-def test_what_was_never_moved_is_not_counted_as_speed() -> None:
+def test_bytes_that_were_not_copied_do_not_count_as_bandwidth() -> None:
     d = DeviceQueue()
     d.queue.put(1, DEMAND, 1 << 20, 1)
     list(d.next(0.0))
@@ -1137,7 +1141,7 @@ def test_what_was_never_moved_is_not_counted_as_speed() -> None:
     assert d.bandwidth(2.0) == 1 << 20
 
 
-def test_copies_whose_blocks_went_are_never_made() -> None:
+def test_copies_of_dropped_blocks_are_not_started() -> None:
     w = world((A,), dram=8, nvme=8)
     w.p.residency.tiers[1].device.fenced = True
     w.p.residency.tiers[1].device.moving = 1
@@ -1186,7 +1190,7 @@ def test_a_queue_full_of_sealed_blocks_takes_no_more() -> None:
 # -- turns
 
 
-def test_a_tenant_makes_its_own_room_though_others_keep_the_device_busy() -> None:
+def test_a_tenant_evicts_its_own_blocks_while_others_keep_the_device_busy() -> None:
     """Nothing of A can go down: its part of NVMe holds parents only. Its leaves in memory make way."""
     w = world((A, 0, 1, 0, 1), (B,), dram=4, nvme=4)
     chain = [b"c%d" % i for i in range(8)]
@@ -1199,7 +1203,7 @@ def test_a_tenant_makes_its_own_room_though_others_keep_the_device_busy() -> Non
     assert w.put(0, A, [b"x"]) == 1
 
 
-def test_who_has_nothing_below_keeps_no_backlog() -> None:
+def test_a_node_without_a_lower_tier_has_no_backlog() -> None:
     w = world((A, 0, 2, 0, 0), (B,), dram=4, nvme=4)
     w.put(0, B, [b"b"])
     assert w.copies
@@ -1223,7 +1227,7 @@ def test_stalled_requests_of_tenants_take_turns() -> None:
         stalled.pop(n)
 
 
-def test_beyond_so_many_that_wait_a_tenant_is_told_when_to_come_again() -> None:
+def test_too_many_waiting_requests_of_a_tenant_are_denied_with_a_delay() -> None:
     w = world((A,), (B,), dram=1, nvme=4, limits=Limits(leases_per_client=64, waiting_per_tenant=2))
     assert w.put(0, A, [b"a", b"b", b"c", b"d"]) == 4
     assert w.copies
@@ -1237,7 +1241,7 @@ def test_beyond_so_many_that_wait_a_tenant_is_told_when_to_come_again() -> None:
     w.settle()
 
 
-def test_reminders_do_not_pile_up() -> None:
+def test_deadlines_of_retried_requests_are_stored_once() -> None:
     w = world((A,), dram=1, nvme=4, limits=Limits(leases_per_client=64))
     assert w.put(0, A, [b"a", b"b", b"c", b"d"]) == 4
     assert [w.acquire(1, A, [k]) for k in (b"a", b"b", b"c", b"d")]
@@ -1251,7 +1255,7 @@ def test_reminders_do_not_pile_up() -> None:
 # -- starts
 
 
-def test_what_lies_in_another_tenants_extent_is_not_restored() -> None:
+def test_blocks_in_another_tenants_extent_are_not_restored() -> None:
     w = world((A,), (B,))
     w.put(0, A, [b"a"])
     w.put(0, B, [b"b"])
@@ -1263,7 +1267,7 @@ def test_what_lies_in_another_tenants_extent_is_not_restored() -> None:
     assert place
 
 
-def test_a_limit_lowered_while_nobody_ran_holds_after_a_start() -> None:
+def test_a_limit_lowered_while_the_daemon_was_stopped_holds_after_a_start() -> None:
     w = world((A, 0, 4), dram=4)
     fill(w, A, 16)
     w.tenants[A] = ev.SetTenant(A, (Quota(0, w.p.residency.tiers[0].extents.extent_bytes),))

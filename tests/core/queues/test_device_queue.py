@@ -37,7 +37,7 @@ def world(*devices: int, dram: int = 2, **more: object) -> World:
     return w
 
 
-def test_what_is_written_is_divided_by_size_and_each_block_is_written_once() -> None:
+def test_writes_are_divided_by_device_size_and_each_block_is_written_once() -> None:
     w = world(8, 8, 16, dram=4)
     for i in range(24):
         put(w, f"c{i}-")
@@ -72,7 +72,7 @@ def test_one_prompt_may_lie_on_several_devices_and_is_read_from_all() -> None:
     w.settle()
 
 
-def test_where_one_device_is_fenced_the_others_go_on() -> None:
+def test_a_fenced_device_does_not_stop_the_others() -> None:
     w = world(4, 4)
     a, b = put(w, "a"), put(w, "b")
     put(w, "c")
@@ -89,7 +89,7 @@ def test_where_one_device_is_fenced_the_others_go_on() -> None:
     w.settle()
 
 
-def test_a_full_queue_at_one_device_holds_up_no_read_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_of_one_device_delays_no_read_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(4, 4)
     a, b = put(w, "a"), put(w, "b")
     put(w, "c")
@@ -101,7 +101,7 @@ def test_a_full_queue_at_one_device_holds_up_no_read_from_another(monkeypatch: p
     assert w.get(1, here) == []
 
 
-def test_a_device_without_budget_leaves_the_writing_to_the_others() -> None:
+def test_devices_with_budget_get_the_writes_of_a_device_without() -> None:
     w = world(8, 8, admission=Rule("always", 0.0, int(DAY_S) * ALIGN))
     spent = w.p.residency.tiers[1].admission
     for i in range(200):
@@ -115,7 +115,7 @@ def test_a_device_without_budget_leaves_the_writing_to_the_others() -> None:
     assert held(w)[1] > before
 
 
-def test_a_device_that_comes_gets_its_part_and_is_there_after_a_restart() -> None:
+def test_an_added_device_gets_its_part_and_exists_after_a_restart() -> None:
     w = world(4, dram=1)
     put(w, "a")
     w.add(8)
@@ -131,7 +131,7 @@ def test_a_device_that_comes_gets_its_part_and_is_there_after_a_restart() -> Non
     w.settle()
 
 
-def test_rows_in_use_when_a_device_comes_lie_nowhere_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_no_slot_in_an_added_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.core.reconfiguration.hotplug._ROWS_AT_ONCE", 3)
     w = world(8, dram=4)
     keys = put(w, "a", 10)
@@ -144,7 +144,7 @@ def test_rows_in_use_when_a_device_comes_lie_nowhere_there(monkeypatch: pytest.M
     assert w.get(1, keys) == [payload(1, key) for key in keys]
 
 
-def test_a_device_that_goes_is_emptied_read_meanwhile_and_never_written_again() -> None:
+def test_a_removed_device_is_read_until_it_is_empty_and_not_written() -> None:
     w = world(4, 4)
     kept, going = put(w, "a"), put(w, "b")
     put(w, "c")
@@ -185,7 +185,7 @@ def test_pins_keep_a_device_until_they_end() -> None:
     w.settle()
 
 
-def test_a_device_comes_while_a_tenant_is_being_deleted() -> None:
+def test_a_device_is_added_while_a_tenant_is_being_deleted() -> None:
     w = World(2, [4])
     w.tenant(3)
     w.open(1, tenant=3)
@@ -200,7 +200,7 @@ def test_a_device_comes_while_a_tenant_is_being_deleted() -> None:
     w.settle()
 
 
-def test_no_more_devices_come_than_there_are_columns() -> None:
+def test_added_devices_are_bounded_by_the_slot_columns() -> None:
     w = world(1, dram=1)
     for _ in range(w.p.hotplug.addable):
         w.add(1)

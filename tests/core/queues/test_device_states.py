@@ -27,7 +27,7 @@ def device(w: World):
     return w.p.residency.tiers[1].device
 
 
-def test_of_a_fenced_device_nothing_is_read_or_written_and_all_comes_back() -> None:
+def test_a_fenced_device_is_neither_read_nor_written_until_it_serves_again() -> None:
     w = world()
     w.send(ev.SetDevice(1, FENCED))
     assert not device(w).readable
@@ -41,7 +41,7 @@ def test_of_a_fenced_device_nothing_is_read_or_written_and_all_comes_back() -> N
     w.settle()
 
 
-def test_who_waits_for_a_device_is_told_when_it_is_fenced_and_nothing_stays_queued() -> None:
+def test_waiters_are_answered_when_their_device_is_fenced_and_its_queue_is_emptied() -> None:
     w = world()
     # Nothing starts, as while more than enough is under way.
     device(w).bytes_moving[0], device(w).moving = 1 << 40, 1
@@ -61,7 +61,7 @@ def test_who_waits_for_a_device_is_told_when_it_is_fenced_and_nothing_stays_queu
     w.settle()
 
 
-def test_what_is_under_way_when_a_device_is_fenced_still_arrives() -> None:
+def test_copies_under_way_when_a_device_is_fenced_still_arrive() -> None:
     w = world()
     assert w.acquire(0, 1, A) is None
     asked = w.last_request
@@ -120,7 +120,7 @@ def test_a_device_that_drains_is_read_and_not_written(write_policy: str) -> None
     w.settle()
 
 
-def test_many_that_wait_are_called_off_step_by_step() -> None:
+def test_many_queued_copies_are_cancelled_in_steps() -> None:
     w = World(16, 40, slots=64, max_blocks=8192)
     w.open(1)
     chains = [[b"%03d-%02d" % (i, k) for k in range(32)] for i in range(50)]

@@ -35,9 +35,7 @@ def fair(
 
 
 @given(st.lists(st.tuples(st.booleans(), tenants, kinds, costs), max_size=200), st.integers(20, 60))
-def test_what_goes_in_comes_out_once_and_in_order(
-    steps: list[tuple[bool, int, int, int]], limit: int
-) -> None:
+def test_items_are_taken_once_and_in_order(steps: list[tuple[bool, int, int, int]], limit: int) -> None:
     f = fair((4.0, 2.0, 1.0), limit)
     f.set(1, 0.5)
     f.set(2, 3.0)
@@ -161,7 +159,7 @@ def test_a_tenant_is_a_newcomer_only_after_it_was_through_the_round() -> None:
     assert got[9] <= got[0] + 4 + 2 * 1
 
 
-def test_who_left_its_share_to_others_gets_it_at_once_when_it_comes_back() -> None:
+def test_a_returning_tenant_gets_its_saved_share_at_once() -> None:
     f = fair(quantum=4, saved=40)
     for _ in range(200):
         f.put(0, 0, 1, None)
@@ -195,7 +193,7 @@ def test_no_more_is_saved_than_the_bound() -> None:
 
 
 @given(st.integers(2, 6), randoms)
-def test_many_that_come_and_go_leave_who_always_asks_its_share(n: int, random: Random) -> None:
+def test_many_short_tenants_leave_a_steady_tenant_its_share(n: int, random: Random) -> None:
     """Their savings do not add up to more than there was."""
     f = fair(quantum=4, saved=40)
     got: Counter[int] = Counter()
@@ -220,7 +218,7 @@ def test_newcomers_take_turns_among_themselves() -> None:
     assert order.count(0) == order.count(1) == 8
 
 
-def test_what_was_dearer_than_the_quantum_is_paid_before_the_next_turn() -> None:
+def test_an_item_above_the_quantum_is_paid_before_the_next_turn() -> None:
     """Also by one that had nothing queued when its turn came."""
     f = fair(quantum=4)
     for _ in range(300):
@@ -236,7 +234,7 @@ def test_what_was_dearer_than_the_quantum_is_paid_before_the_next_turn() -> None
 
 
 @given(st.integers(2, 8), randoms)
-def test_nobody_waits_longer_than_two_quanta_of_everybody_else(n: int, random: Random) -> None:
+def test_no_tenant_waits_longer_than_two_quanta_of_each_other(n: int, random: Random) -> None:
     f = fair()
     f.put(0, 0, 1, None)
     since = 0
@@ -260,7 +258,7 @@ def test_nobody_waits_longer_than_two_quanta_of_everybody_else(n: int, random: R
     st.floats(0.0, 40.0),
     st.lists(st.tuples(st.floats(0.0, 2.0), kinds, costs), min_size=1, max_size=60),
 )
-def test_a_cap_holds_over_any_window_and_nobody_waits_longer_than_it_says(
+def test_a_cap_holds_over_any_window_and_bounds_the_wait(
     rate: float, burst: float, steps: list[tuple[float, int, int]]
 ) -> None:
     f = fair((4.0, 2.0, 1.0))
@@ -286,7 +284,7 @@ def test_a_cap_holds_over_any_window_and_nobody_waits_longer_than_it_says(
         assert used <= rate * (log[j][0] - log[i][0]) + max(burst, DEAREST) + 1e-6
 
 
-def test_a_tenant_that_is_held_back_holds_nobody_else_back() -> None:
+def test_a_capped_tenant_delays_no_other() -> None:
     f = fair()
     f.set(0, 1.0, rate=1.0, burst=1.0)
     f.put(0, 0, 1, "first")
@@ -311,7 +309,7 @@ def test_a_capped_tenant_reaches_its_cap_beside_a_greedy_one() -> None:
     assert got[0] >= 1000 * 64 / (160 + 64) - 64
 
 
-def test_what_waits_behind_something_dear_goes_earlier_when_that_is_discarded() -> None:
+def test_discarding_a_costly_item_lets_the_next_one_start_earlier() -> None:
     f = fair()
     f.set(0, 1.0, rate=1.0, burst=10.0)
     for item, cost in enumerate((10, 10, 1)):
@@ -341,7 +339,7 @@ def test_a_changed_cap_counts_at_once() -> None:
     assert f.take(0.0) == (0, 0, 1, 3)
 
 
-def test_only_the_kinds_asked_for_go_and_the_others_are_not_made_up_to() -> None:
+def test_left_out_classes_do_not_catch_up() -> None:
     f = fair((1.0, 1.0))
     for _ in range(20):
         f.put(0, 0, 1, None)
@@ -353,9 +351,7 @@ def test_only_the_kinds_asked_for_go_and_the_others_are_not_made_up_to() -> None
 
 
 @given(st.lists(st.tuples(tenants, kinds, costs), max_size=40), st.integers(2, 5), st.booleans())
-def test_what_is_discarded_is_as_if_it_had_never_been_put(
-    puts: list[tuple[int, int, int]], modulus: int, capped: bool
-) -> None:
+def test_discarded_items_leave_no_trace(puts: list[tuple[int, int, int]], modulus: int, capped: bool) -> None:
     f = fair((4.0, 2.0, 1.0))
     f.set(0, 1.0, rate=0.01 if capped else 0.0)
     f.put(0, 0, 1, -1)

@@ -70,7 +70,7 @@ def do(policy: Told, kind: str, rows: list[int], now: float) -> None:
 
 @given(before=_steps_of_few, during=_steps_of_few)
 @settings(max_examples=300)
-def test_lru_for_lru_is_as_if_nothing_had_happened(before: list, during: list) -> None:
+def test_migrating_from_lru_to_lru_changes_nothing(before: list, during: list) -> None:
     """Whatever is stored, used, or in the way meanwhile."""
     switched, plain = Switched("lru", "lru"), Tier(ROWS).told("lru")
     steps = [step for step in before if step[0] != "move"]
@@ -97,7 +97,7 @@ def test_lru_for_lru_is_as_if_nothing_had_happened(before: list, during: list) -
 class TestEveryPair:
     @given(before=_steps, during=_steps)
     @settings(max_examples=8)
-    def test_all_that_was_known_is_known_and_nothing_else(
+    def test_the_new_policy_has_exactly_the_blocks_of_the_old_one(
         self, old: str, new: str, before: list, during: list
     ) -> None:
         switched, known, policy = Switched(old, new), set(), None
@@ -122,7 +122,7 @@ class TestEveryPair:
         switched.told.policy = policy.new
         assert sorted(leave_in_turn(switched.told)) == sorted(known)
 
-    def test_it_ends_although_all_is_used_all_the_time(self, old: str, new: str) -> None:
+    def test_a_migration_ends_while_all_blocks_are_in_use(self, old: str, new: str) -> None:
         switched = Switched(old, new)
         switched.told.insert(np.arange(ROWS), 0.0)
         policy, steps = switched.begin(), 0
@@ -137,7 +137,7 @@ class TestEveryPair:
 
 @pytest.mark.parametrize("new", ["lru", "arc", "s3fifo", "lfuda", "gdsf", "sieve"])
 @pytest.mark.parametrize("old", ["lru", "arc", "lfuda"])
-def test_what_was_to_go_first_still_goes_first(old: str, new: str) -> None:
+def test_a_migration_keeps_the_order_of_eviction(old: str, new: str) -> None:
     switched, plain = Switched(old, new), Tier(ROWS).told(old)
     for policy in (switched.told, plain):
         for start in range(0, 60, 6):
@@ -151,7 +151,7 @@ def test_what_was_to_go_first_still_goes_first(old: str, new: str) -> None:
     assert leave_in_turn(switched.told) == leave_in_turn(plain)
 
 
-def test_what_is_in_use_does_not_keep_others_from_going() -> None:
+def test_blocks_in_use_do_not_stop_the_eviction_of_others() -> None:
     """At the end of a switch, too, when nothing goes back any more."""
     switched = Switched("lru", "lru")
     switched.told.insert(np.arange(40), 0.0)
@@ -181,7 +181,7 @@ def keys(name: str, n: int = 5) -> list[bytes]:
 
 
 @pytest.mark.parametrize("new", [name for name in POLICIES if name != "lru"])
-def test_every_pool_of_every_tier_changes_and_all_stays_where_it_is(new: str) -> None:
+def test_all_pools_migrate_and_no_block_moves(new: str) -> None:
     w = world()
     for namespace in (1, 2):
         w.put(0, namespace, keys("a"))
@@ -201,7 +201,7 @@ def test_every_pool_of_every_tier_changes_and_all_stays_where_it_is(new: str) ->
     w.settle()
 
 
-def test_the_last_wish_counts() -> None:
+def test_the_latest_requested_policy_wins() -> None:
     w = world()
     w.put(0, 1, keys("a"))
     for name in ("arc", "sieve", "lru", "hazard", "lfuda"):
@@ -226,7 +226,7 @@ class _NoPolicy:
         (f"{__name__}:_NoPolicy", "has no follows_children, weighs, insert"),
     ],
 )
-def test_what_is_no_policy_changes_nothing(name: str, why: str) -> None:
+def test_an_invalid_policy_changes_nothing(name: str, why: str) -> None:
     w = world()
     w.put(0, 1, keys("a"))
     before = [dict(state.policies) for state in w.p.residency.tiers]
@@ -258,7 +258,7 @@ def test_the_old_policies_memory_is_given_back() -> None:
     assert [ref() for ref in old] == [None, None, None]
 
 
-def test_a_step_moves_no_more_than_so_many() -> None:
+def test_a_step_moves_a_bounded_number_of_rows() -> None:
     w = World(8, 0, slots=100, max_blocks=1024)
     w.open(1)
     for i in range(6):

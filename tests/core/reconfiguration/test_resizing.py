@@ -27,7 +27,7 @@ def filled(dram: int, nvme: int, chains: int) -> World:
     return w
 
 
-def test_more_is_asked_for_at_once_and_used_when_it_is_there() -> None:
+def test_a_raised_limit_requests_extents_at_once() -> None:
     w = filled(1, 0, 1)
     w.resize(0, 3)
     assert [(wanted.tier, wanted.count) for wanted in w.wanted] == [(0, 2)]
@@ -41,7 +41,7 @@ def test_more_is_asked_for_at_once_and_used_when_it_is_there() -> None:
 
 
 @pytest.mark.parametrize("tier", [0, 1])
-def test_beyond_a_new_limit_nothing_is_given_out_and_what_is_nobodys_goes_first(tier: int) -> None:
+def test_above_a_new_limit_nothing_is_assigned_and_unassigned_extents_are_removed_first(tier: int) -> None:
     w = filled(4, 4, 1)
     w.resize(tier, 2)
     assert len(w.removals) == 2, "nobody had these"
@@ -57,7 +57,7 @@ def test_beyond_a_new_limit_nothing_is_given_out_and_what_is_nobodys_goes_first(
     w.settle()
 
 
-def test_what_only_memory_holds_goes_down_before_its_extent_leaves() -> None:
+def test_blocks_only_in_memory_are_demoted_before_their_extent_is_removed() -> None:
     w = World(4, 8, write_policy="on_evict")
     w.open(1)
     for i in range(4):
@@ -72,7 +72,7 @@ def test_what_only_memory_holds_goes_down_before_its_extent_leaves() -> None:
     w.settle()
 
 
-def test_what_is_leased_or_pinned_is_waited_for_and_then_goes() -> None:
+def test_leased_or_pinned_blocks_delay_the_removal_of_their_extent() -> None:
     w = filled(4, 0, 4)
     leases = [w.acquire(1, 1, chain(f"c{i}-")) for i in range(4)]
     w.resize(0, 1)
@@ -92,7 +92,7 @@ def test_what_is_leased_or_pinned_is_waited_for_and_then_goes() -> None:
     w.settle()
 
 
-def test_tenants_most_over_their_share_give_and_nobody_below_its_floor() -> None:
+def test_tenants_most_above_their_share_give_and_none_below_its_floor() -> None:
     w = World(6, 0)
     w.tenant(1, (2, None))
     w.tenant(2, (0, None))
@@ -110,7 +110,7 @@ def test_tenants_most_over_their_share_give_and_nobody_below_its_floor() -> None
     w.settle()
 
 
-def test_what_floors_still_want_stays_back_for_them() -> None:
+def test_extents_are_reserved_for_unmet_floors() -> None:
     w = World(4, 0)
     w.tenant(1, (1, None))
     w.open(2, tenant=2)
@@ -122,7 +122,7 @@ def test_what_floors_still_want_stays_back_for_them() -> None:
     w.settle()
 
 
-def test_an_extent_on_its_way_to_another_stays_when_there_are_too_many() -> None:
+def test_an_extent_is_not_moved_while_the_tier_has_too_many() -> None:
     w = World(2, 0)
     w.open(1)
     w.open(2, block_bytes=8000)
@@ -138,7 +138,7 @@ def test_an_extent_on_its_way_to_another_stays_when_there_are_too_many() -> None
     w.settle()
 
 
-def test_less_and_then_more_before_it_is_gone_asks_again_for_what_goes() -> None:
+def test_raising_a_limit_during_a_removal_requests_the_extent_again() -> None:
     w = World(4, 0)
     w.open(1)
     w.resize(0, 1)
@@ -154,7 +154,7 @@ def test_less_and_then_more_before_it_is_gone_asks_again_for_what_goes() -> None
     w.settle()
 
 
-def test_more_that_comes_while_others_are_made_is_asked_for_after_them_and_only_once() -> None:
+def test_a_second_raise_requests_its_extents_once_after_the_first() -> None:
     w = World(1, 0)
     w.resize(0, 2)
     w.resize(0, 4)
@@ -169,7 +169,7 @@ def test_more_that_comes_while_others_are_made_is_asked_for_after_them_and_only_
     w.settle()
 
 
-def test_less_while_more_are_made_removes_what_still_comes() -> None:
+def test_a_lower_limit_removes_extents_that_are_still_being_made() -> None:
     w = World(1, 0)
     w.resize(0, 4)
     w.resize(0, 2)
@@ -190,7 +190,7 @@ def test_blocks_as_small_as_they_get_fill_four_times_the_extents() -> None:
         w.resize(0, 9)
 
 
-def test_while_there_is_too_much_not_even_what_a_floor_wants_is_given_out() -> None:
+def test_above_the_limit_not_even_floors_get_extents() -> None:
     w = World(3, 0)
     w.tenant(1, (1, None))
     w.open(1, tenant=1)
