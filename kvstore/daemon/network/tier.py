@@ -4,8 +4,9 @@ A downloaded block enters the core as a put does: through a reservation, and ver
 uploaded block leaves the core through a lease that does not count as a use. So the core does not know the
 network, and a slow or failed network delays no request for blocks that are on this node.
 
-The network tier is not a `Tier` of the core. It has no extents and no slots, so it cannot format, renew,
-remove, grow or probe them. The backend owns its capacity and evicts by its own rules.
+The network tier is not a `Tier` of the core. Of `tiers.base.StorageTier` it has `start` and `close` only. It
+has no extents and no slots to format, renew, remove, grow or drop. `existence` asks for objects by name, but
+compares no checksums as `probe` does. The backend owns its capacity and evicts by its own rules.
 """
 
 from __future__ import annotations

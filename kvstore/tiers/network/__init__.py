@@ -52,10 +52,8 @@ def open_backend(settings: BackendSettings) -> Backend:
     """
     scheme = urlsplit(settings.url).scheme
     if scheme not in _MODULES:
-        raise ConfigError(
-            f"network.url: {settings.url!r:.120} names no known system",
-            f"one of {', '.join(f'{known}://' for known in _MODULES)}",
-        )
+        hint = f"one of {', '.join(f'{known}://' for known in _MODULES)}"
+        raise ConfigError(f"network.url: {settings.url!r:.120} names no known system", hint)
     module = importlib.import_module(f"kvstore.tiers.network.{_MODULES[scheme]}.backend")
     backend: Backend = module.open_url(settings)
     return backend

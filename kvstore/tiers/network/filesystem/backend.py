@@ -44,7 +44,7 @@ HEAD_BYTES = ALIGN
 """Bytes before the payload in a file. One page, so that direct I/O can read both."""
 
 TOUCH_AFTER_S = 3600.0
-"""A use of a block renews the file's time if it is older. Eviction goes by this time."""
+"""A use of a block renews the file's time if it is older. Eviction uses this time."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 _HINTS = {

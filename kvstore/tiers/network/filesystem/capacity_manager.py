@@ -40,7 +40,7 @@ _LEFTOVER = re.compile(r"(clock|health)-.+")
 
 
 class StallTimer:
-    """Measures how long a value stays the same, by this host's monotonic clock."""
+    """Measures for how long a value has not changed, by this host's monotonic clock."""
 
     def __init__(self) -> None:
         self._seen: object = None
@@ -150,7 +150,7 @@ class CapacityManager:
     def _evict(self, count: _Count, ages: Counter[int]) -> Iterator[bool]:
         """Deletes the least recently used blocks until a tenth of the limit is free.
 
-        Goes by the likely number of bytes. The upper bound would delete too much: it has bytes that were
+        Uses the likely number of bytes. The upper bound would delete too much: it has bytes that were
         written during the count twice.
         """
         surplus = count.nbytes - self._limit_bytes * 9 // 10

@@ -84,7 +84,7 @@ class Membership:
         return grants if grants.take(nbytes) else None
 
     def close(self) -> None:
-        """Leaves the folder, within 1 s. Writes under way fail, because their temporary files are gone."""
+        """Ends the membership, within 1 s. Writes under way fail, because their temporary files are gone."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()

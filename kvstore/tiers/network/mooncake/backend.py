@@ -49,10 +49,8 @@ def open_url(settings: BackendSettings) -> Backend:
     parts = urlsplit(settings.url)
     client_settings = {"master": _master(parts), **_parameters(parts)}
     if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(
-            "network.url: mooncake:// needs the package mooncake",
-            "pip install mooncake-transfer-engine, or mooncake-transfer-engine-non-cuda without a GPU",
-        )
+        hint = "pip install mooncake-transfer-engine, or mooncake-transfer-engine-non-cuda without a GPU"
+        raise ConfigError("network.url: mooncake:// needs the package mooncake", hint)
     return Mooncake(client_settings, settings.threads)
 
 

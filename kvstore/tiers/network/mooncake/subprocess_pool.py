@@ -3,8 +3,8 @@
 Mooncake's C++ client waits long for a master or peer that hangs, and it crashes its process if it is closed
 during a call. So it runs in a process of its own (`client_process`). Each worker has a connection to that
 process and memory that both sides map. A caller uses a worker alone and waits until its deadline. A worker
-whose answer is late is set aside until the answer comes. Other nodes can access the memory that the client
-has registered: that of workers, and none of the daemon's.
+with a late answer is not used until the answer arrives. Other nodes can access the memory that the client has
+registered: that of workers, and none of the daemon's.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _ClientProcess:
             worker.remote_end.close()
 
     def failed(self) -> bool:
-        """Returns whether the process has ended or hangs. Frees workers whose late answers have come."""
+        """Returns whether the process has ended or hangs. Frees workers whose late answers have arrived."""
         try:
             answered = [worker for worker in self.late if worker.answered()]
         except (EOFError, OSError):

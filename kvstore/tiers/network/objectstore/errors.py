@@ -22,6 +22,10 @@ _REFUSED = {
     "InvalidToken",
     "SignatureDoesNotMatch",
 }
+_RIGHTS_HINT = (
+    "allow the credentials to read, write, delete and list; without the right to list, S3 refuses access to "
+    "missing keys"
+)
 
 
 def reason(error: BaseException) -> str:
@@ -46,18 +50,11 @@ def outcome(error: BaseException, where: str) -> Outcome:
     if code in _SKEWED:
         raise NetworkError(f"{where}: {code}", "set this machine's clock: it is too far off", fatal=True)
     if code in _REFUSED or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        raise NetworkError(
-            f"{where}: access is refused ({code or reason(error)})",
-            "allow the credentials to read, write, delete and list; without the right to list, S3 refuses "
-            "access to missing keys",
-            fatal=True,
-        )
+        raise NetworkError(f"{where}: access is refused ({code or reason(error)})", _RIGHTS_HINT, fatal=True)
     if "latest/api/token" in text or "metadata.google.internal" in text:
-        raise NetworkError(
-            f"{where}: no credentials, and the cloud's metadata service gives none",
-            "set network.user and network.password_file, or environment variables",
-            fatal=True,
-        )
+        hint = "set network.user and network.password_file, or environment variables"
+        what = f"{where}: no credentials, and the cloud's metadata service gives none"
+        raise NetworkError(what, hint, fatal=True)
     if "redirect without LOCATION" in text:
         raise NetworkError(f"{where}: the bucket is in another region", "set ?region=", fatal=True)
     return Outcome.MISSING if isinstance(error, FileNotFoundError) else Outcome.FAILED

@@ -57,9 +57,8 @@ def store_of(settings: BackendSettings) -> Any:
     options = _options(settings.url)
     bucket, prefix = url.netloc, url.path.strip("/")
     if not bucket:
-        raise ConfigError(
-            f"network.url: {settings.url!r:.120} names no bucket", f"{url.scheme}://BUCKET/PREFIX"
-        )
+        hint = f"{url.scheme}://BUCKET/PREFIX"
+        raise ConfigError(f"network.url: {settings.url!r:.120} names no bucket", hint)
     client = {
         "allow_http": options.get("endpoint", "").startswith("http://"),
         "connect_timeout": "5s",
@@ -108,10 +107,8 @@ def _options(url: str) -> dict[str, str]:
     known = _OPTIONS[parts.scheme]
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"network.url: {parts.scheme}:// has no option {name!r:.40}",
-                f"one of {', '.join(known)}" if known else "none",
-            )
+            hint = f"one of {', '.join(known)}" if known else "none"
+            raise ConfigError(f"network.url: {parts.scheme}:// has no option {name!r:.40}", hint)
     endpoint = options.get("endpoint")
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"network.url: endpoint {endpoint!r:.80}", "http://HOST:PORT or https://HOST:PORT")

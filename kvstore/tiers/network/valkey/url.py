@@ -48,9 +48,8 @@ def parse(url: str, user: str, password: str) -> Target:
     if unknown := set(options) - known:
         raise _wrong(f"?{unknown.pop()}= is unknown", f"for {parts.scheme}://: {', '.join(sorted(known))}")
     if user and not password:
-        raise ConfigError(
-            "network.user is set without network.password_file", "set both, or the password only"
-        )
+        hint = "set both, or the password only"
+        raise ConfigError("network.user is set without network.password_file", hint)
     if parts.scheme == "unix":
         if parts.netloc or len(parts.path) < 2:
             raise _wrong("it names no socket path", "unix:///run/valkey/valkey.sock")
@@ -62,14 +61,9 @@ def parse(url: str, user: str, password: str) -> Target:
     prefix = options.get("prefix", "")
     if not _PREFIX.fullmatch(prefix):
         raise _wrong(f"prefix={prefix!r:.120}", "up to 100 letters, digits and . _ : / -")
-    endpoint = Endpoint(
-        tuple(seeds),
-        cluster,
-        _number(database, "the database", 1 << 20),
-        _tls(options.get("ca")) if parts.scheme == "rediss" else None,
-        user,
-        password,
-    )
+    tls = _tls(options.get("ca")) if parts.scheme == "rediss" else None
+    number = _number(database, "the database", 1 << 20)
+    endpoint = Endpoint(tuple(seeds), cluster, number, tls, user, password)
     return Target(endpoint, _number(options.get("ttl", "0"), "ttl=", 10**9), prefix)
 
 
