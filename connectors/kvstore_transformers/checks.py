@@ -39,7 +39,7 @@ _SERVED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_implementation": ((None,), f"only the default cache is restored: {_INSTEAD}"),
     "output_attentions": ((None, False), f"restored tokens have none: {_INSTEAD}"),
     "output_hidden_states": ((None, False), f"restored tokens have none: {_INSTEAD}"),
-    "token_healing": ((None, False), "heal the prompt first: its tokens are looked up as they come"),
+    "token_healing": ((None, False), "heal the prompt first: its tokens are looked up without changes"),
 }
 
 

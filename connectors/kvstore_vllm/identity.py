@@ -136,7 +136,7 @@ def configured(config: Any) -> list[object]:
         )
     except TypeError as error:
         raise ConfigError(
-            f"vLLM cannot digest its configuration, so nothing tells whose KV this engine's is: {error}",
+            f"vLLM cannot digest its configuration, so the KV of this engine has no identity: {error}",
             "leave out the option that it names",
         ) from error
     quantization = f"{model.quantization} {type(config.quant_config).__qualname__}"

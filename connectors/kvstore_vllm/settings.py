@@ -80,14 +80,14 @@ def check_model(model: Any) -> None:
     if model.is_hybrid:
         why = "layers that keep a state of the whole prompt (Mamba, linear attention, convolutions)"
     elif model.is_encoder_decoder:
-        why = "an encoder, and attention to what it says"
+        why = "an encoder, and attention to its output"
     elif model.runner_type == "pooling":
-        why = "a pooler, which may want every token of a prompt computed"
+        why = "a pooler, which may need every token of a prompt computed"
     else:
         return
     raise ConfigError(
         f"the model {model.model!r} has {why}",
-        "only models that write text, by attention alone, are served: leave out the connector",
+        "only text generation by attention alone is served: leave out the connector",
     )
 
 
