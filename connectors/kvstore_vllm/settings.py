@@ -87,7 +87,7 @@ def check_model(model: Any) -> None:
         return
     raise ConfigError(
         f"the model {model.model!r} has {why}",
-        "only text generation by attention alone is served: leave out the connector",
+        "only models that write text by attention alone are served: leave out the connector",
     )
 
 
