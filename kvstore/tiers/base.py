@@ -27,15 +27,12 @@ Ended: TypeAlias = Callable[[TierError | None], None]
 DEFAULT_TENANT = "default"
 
 OTHERS_EVERY = 8
-"""While both wait, one start in so many is of what is not urgent."""
+"""Of this many starts, one is not urgent if both urgencies wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The owner of an extent: a tenant, and the 16-byte tag of the set of tenants that may map the extent.
-
-    The default is the default tenant, whose extents no other tenant may map.
-    """
+    """The owner of an extent: a tenant, and the 16-byte tag of the set of tenants that may map the extent."""
 
     tenant: str = DEFAULT_TENANT
     tag: bytes = bytes(16)
@@ -56,25 +53,25 @@ class StorageTier(Protocol):
 
     @property
     def persistent(self) -> bool:
-        """Whether an extent outlives the process: if its removal fails, the extent still takes room."""
+        """Whether extents outlive the process. An extent whose removal fails then still takes room."""
 
     def start(self, ready: Ready, ended: Ended) -> None:
-        """Makes the missing extents, calls `ready` with each number, then `ended`."""
+        """Makes the missing extents. Calls `ready` with each number, then `ended`."""
 
     def grow(self, count: int, ready: Ready, ended: Ended) -> None:
-        """Makes `count` more extents, calls `ready` with each number, then `ended`."""
+        """Makes `count` more extents. Calls `ready` with each number, then `ended`."""
 
     def format(self, extent: int, slot_bytes: int, owner: Owner = DEFAULT_OWNER) -> None:
-        """Gives an extent to an owner and cuts it into empty slots of `slot_bytes`."""
+        """Assigns an extent to an owner and cuts it into empty slots of `slot_bytes`."""
 
     def renew(self, extent: int, ready: Ready, failed: Callable[[TierError], None]) -> None:
         """Replaces an unused extent by one of zeros and calls `ready` with its number, or `failed`."""
 
     def remove(self, extent: int, done: Ended) -> None:
-        """Removes an unused extent and everything that was in it, then calls `done`."""
+        """Removes an unused extent and its bytes, then calls `done`."""
 
     def drop(self, identity: BlockIds, where: Where) -> None:
-        """Marks slots as empty. A copy that is still on its way into such a slot leaves no trace."""
+        """Marks slots as empty. A copy under way into such a slot leaves no record or header."""
 
     def probe(
         self, probe: Probe, fingerprints: dict[int, bytes], lengths: dict[int, int], done: Done
@@ -93,8 +90,8 @@ class BlockIO:
     """One block to move between memory and a file.
 
     `offset` and the length of `buffer` are multiples of `ALIGN` where `fd` was opened for direct I/O.
-    `buffer` is contiguous bytes, writable for a read (`write` False), or memory of a GPU if the engine says
-    that it moves such. `fd` stays open until the batch ends.
+    `buffer` is contiguous bytes, writable for a read (`write` False), or memory of a GPU if the engine has
+    `device_memory`. `fd` stays open until the batch ends.
     """
 
     fd: int
@@ -103,7 +100,7 @@ class BlockIO:
     write: bool
 
     def check(self) -> None:
-        """MisuseError for a buffer that no engine may touch."""
+        """Raises MisuseError for a buffer that no engine accepts."""
         buffer = self.buffer
         if buffer.nbytes != len(buffer) or not buffer.c_contiguous:
             raise MisuseError(f"a buffer of format {buffer.format}, shape {buffer.shape}", "contiguous bytes")
@@ -117,29 +114,28 @@ class IOEngine(Protocol):
     name: str
 
     device_memory: bool
-    """Whether buffers may be memory of a GPU: without, such a block fails with EINVAL."""
+    """Whether buffers may be memory of a GPU. If not, such a block fails with EINVAL."""
 
     def submit(
         self, ios: Sequence[BlockIO], done: Callable[[list[OSError | None]], None], urgent: bool = False
     ) -> None:
         """Starts to move all blocks and returns at once. The engine keeps the buffers alive meanwhile.
 
-        What is `urgent` goes ahead of what waits and is not, which still gets one start in `OTHERS_EVERY`.
-        `done` is called exactly once, on an engine thread, when every block of this batch has ended: one
-        outcome a block, in the batch's order, None for success. A block moves whole or has an error: EIO for
-        a read past the end of the file, EAGAIN for all blocks if too much of the same urgency waits already.
-        Blocks and batches may end in any order. MisuseError, and nothing is started, if a block fails its
-        `check`; TierError after `close`.
+        Urgent blocks precede other waiting blocks, except one start in `OTHERS_EVERY`. `done` is called
+        once, on an engine thread, after the last block: one outcome a block, in batch order, None for
+        success. A block moves whole or has an error: EIO for a read past the end of the file, EAGAIN for
+        all blocks if the queue of this urgency is full. Blocks and batches end in any order. Raises
+        MisuseError, and starts nothing, if a block fails its `check`; TierError after `close`.
         """
 
     def release(self, fd: int) -> None:
-        """A descriptor is about to be closed, and nothing of it is under way: what was kept for it goes."""
+        """Frees the engine's state of a descriptor, before it is closed and with no I/O under way."""
 
     def register(self, buffer: DeviceBuffer) -> None:
-        """Memory of a GPU, a whole allocation, from and to which many blocks will move."""
+        """Registers a whole allocation of GPU memory for faster I/O."""
 
     def unregister(self, buffer: DeviceBuffer) -> None:
-        """Such memory is about to be freed, and nothing of it is under way."""
+        """Unregisters memory before it is freed, with no I/O under way."""
 
     def close(self) -> None:
-        """Waits for what was submitted, then stops. Closing twice does nothing."""
+        """Ends after all submitted batches. A second call does nothing."""

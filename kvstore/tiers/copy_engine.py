@@ -1,7 +1,7 @@
-"""Blocks on their way into, out of and within one GPU's memory: a few threads, a stream each.
+"""Copies blocks into, out of and within one GPU's memory, on a few threads with a stream each.
 
-What arrives in the GPU is verified there, by the kernel; what arrives in host memory, by the processor. A
-batch waits its turn: in which order they come, and how many at a time, the core has decided.
+Blocks in GPU memory are verified there by a kernel, blocks in host memory by the processor. Not covered here:
+the order of batches and their number at a time, which the core decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUEUE_BLOCKS = 1 << 14
 
 @dataclass(slots=True)
 class Batch:
-    """Blocks to copy and verify; without `sources`, only to verify. `lengths` are of payloads, in bytes."""
+    """Blocks to copy and verify, or without `sources` only to verify. `lengths`: bytes of payloads."""
 
     identity: BlockIds
     sources: Sequence[Memory] | None
@@ -44,10 +44,10 @@ class Batch:
 
 
 class CopyEngine:
-    """Callbacks come on its threads, once a batch, whatever happens."""
+    """Calls back once a batch, on its threads, also after a failure."""
 
     def __init__(self, gpu: Gpu, failed: Callable[[CudaError], None]) -> None:
-        """`failed` is told, on one of the threads, what CUDA refused."""
+        """`failed` receives errors of CUDA on one of the threads."""
         self._gpu = gpu
         self._failed = failed
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
@@ -58,7 +58,7 @@ class CopyEngine:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Starts the threads, with all the device memory that they will need. CudaError if there is none."""
+        """Starts the threads and reserves their device memory. CudaError if it is short."""
         streams = [self._gpu.stream() for _ in range(THREADS)]
         for stream in streams:
             reserve(stream)
@@ -73,7 +73,7 @@ class CopyEngine:
                 self._threads[i].start()
 
     def submit(self, batch: Batch) -> None:
-        """Any thread may call. A batch that finds too much waiting, or no threads, ends FAILED."""
+        """Queues a batch. It ends FAILED if the queue is full or no thread runs. Any thread may call."""
         n = len(batch.targets)
         with self._lock:
             if self._threads and not self._closed:
@@ -84,11 +84,11 @@ class CopyEngine:
         batch.done(np.full(n, FAILED, np.uint8))
 
     def give_up(self) -> None:
-        """The GPU is lost: whatever has not begun ends FAILED."""
+        """Ends all waiting batches FAILED, because the GPU is lost."""
         self._given_up = True
 
     def close(self) -> None:
-        """Returns when all that was submitted has ended. Closing twice does nothing."""
+        """Returns when all submitted batches have ended. A second call does nothing."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -121,7 +121,7 @@ class CopyEngine:
 
 
 def _settle(stream: Stream) -> None:
-    """Slots of a batch that failed may be used again: nothing may be on its way into them any more."""
+    """Waits for copies under way of a failed batch, because its slots may be reused."""
     with contextlib.suppress(CudaError):
         stream.wait()
 
@@ -134,13 +134,13 @@ def _run(batch: Batch, stream: Stream) -> Results:
             stream.copy(target, batch.sources[i][: lengths[i]])
         stream.wait()
     seeds = [arena.seed(batch.fingerprints[i], batch.identity.key(i), lengths[i]) for i in range(n)]
-    good = _sums(stream, targets, seeds) == batch.identity.checksum
+    good = _checksums(stream, targets, seeds) == batch.identity.checksum
     return np.where(good, OK, CORRUPT).astype(np.uint8)
 
 
-def _sums(stream: Stream, blocks: Sequence[Memory], seeds: list[int]) -> npt.NDArray[np.uint64]:
-    there = [block for block in blocks if isinstance(block, DeviceBuffer)]
-    if len(there) == len(blocks):
-        return checksums(stream, there, seeds)
-    here = [block for block in blocks if isinstance(block, memoryview)]
-    return np.array([arena.checksum(here[i], seeds[i]) for i in range(len(here))], np.uint64)
+def _checksums(stream: Stream, blocks: Sequence[Memory], seeds: list[int]) -> npt.NDArray[np.uint64]:
+    on_gpu = [block for block in blocks if isinstance(block, DeviceBuffer)]
+    if len(on_gpu) == len(blocks):
+        return checksums(stream, on_gpu, seeds)
+    host = [block for block in blocks if isinstance(block, memoryview)]
+    return np.array([arena.checksum(host[i], seeds[i]) for i in range(len(host))], np.uint64)

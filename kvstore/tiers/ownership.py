@@ -1,8 +1,8 @@
-"""Whose the extents in memory are and how they are cut, in memory that no client ever maps.
+"""The owner and slot size of each DRAM extent, in memory that no client maps.
 
-Clients that write map extents whole and can change every byte of them, their labels too. So what decides,
-after a restart, who gets an extent is kept here, by numbers that come from whoever keeps the descriptors.
-Each step is one aligned store: a kill between two leaves an extent that is cut, or one that nobody may use.
+Clients with write access can change every byte of an extent, labels too. So this table decides the owner of
+an extent after a restart. Each step is one aligned store: a kill between two steps leaves an extent that is
+cut, or one that is unusable.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MAGIC = int.from_bytes(b"KVOWNS01", "little")
 _NBYTES = 1 << 20
 _ROW = np.dtype({"names": ["number", "slot_bytes", "owner"], "formats": ["<u8", "<u8", ("u1", (16,))]})
 _FREE, _UNCUT, _CUTTING = range(3)
-"""What `slot_bytes` says besides a size: no extent; one that was nobody's yet; one that is being cut."""
+"""Values of `slot_bytes` that are no size: no extent; an unassigned extent; an extent being cut."""
 
 
 class OwnershipTable:
-    """A row for each extent. The first row has the magic number in place of an extent's."""
+    """A row for each extent. The first row has the magic number."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over the table of an earlier daemon. TierError if it is none, or cannot be mapped."""
+        """Takes over the table of an earlier daemon. TierError if it is invalid or cannot be mapped."""
         try:
             if os.fstat(fd).st_size != _NBYTES:
                 raise TierError("the table of owners has another size")
@@ -44,7 +44,7 @@ class OwnershipTable:
 
     @classmethod
     def create(cls) -> OwnershipTable:
-        """An empty one. TierError if there is no memory for it."""
+        """Returns an empty table. TierError if memory is short."""
         extent = Extent.create("kvstore-owners", _NBYTES)
         np.frombuffer(extent.view, _ROW, count=1)["number"] = _MAGIC
         fd = os.dup(extent.fd)
@@ -53,15 +53,15 @@ class OwnershipTable:
 
     @property
     def fd(self) -> int:
-        """The descriptor to keep."""
+        """The table's descriptor, to be kept."""
         return self._extent.fd
 
     def numbers(self) -> list[int]:
-        """All extents."""
+        """Returns the numbers of all extents."""
         return list(self._at)
 
     def add(self, number: int) -> None:
-        """A new extent, which is nobody's. TierError if there is no room for more."""
+        """Adds an unassigned extent. TierError if the table is full."""
         free = self._rows["slot_bytes"] == _FREE
         row = int(free.argmax())
         if not free[row]:
@@ -71,32 +71,32 @@ class OwnershipTable:
         self._at[number] = row
 
     def remove(self, number: int) -> None:
-        """No daemon may use this extent any more."""
+        """Removes an extent: no later daemon uses it."""
         self._rows["slot_bytes"][self._at.pop(number)] = _FREE
 
     def begin_cut(self, number: int, owner: bytes) -> None:
-        """From now on the extent is its owner's (16 bytes); nothing in it counts."""
+        """Assigns an extent to an owner (16 bytes). The extent is unusable until `end_cut`."""
         row = self._at[number]
         self._rows["slot_bytes"][row] = _CUTTING
         self._rows["owner"][row] = np.frombuffer(owner, np.uint8)
 
     def end_cut(self, number: int, slot_bytes: int) -> None:
-        """It is cut."""
+        """Marks an extent as cut and usable."""
         self._rows["slot_bytes"][self._at[number]] = slot_bytes
 
     def usable(self, number: int) -> bool:
-        """Whether an extent can be used: not if it is unknown, was to be renewed, or is half cut."""
+        """Returns whether an extent is known and not half cut."""
         return number in self._at and int(self._rows["slot_bytes"][self._at[number]]) != _CUTTING
 
     def slot_bytes(self, number: int) -> int:
-        """How an extent is cut; 0 if it is not."""
+        """Returns the slot size of an extent, 0 if it is unassigned."""
         size = int(self._rows["slot_bytes"][self._at[number]])
         return 0 if size == _UNCUT else size
 
     def owner(self, number: int) -> bytes:
-        """Whose a cut extent is."""
+        """Returns the owner of a cut extent."""
         return bytes(self._rows["owner"][self._at[number]])
 
     def close(self) -> None:
-        """Lets go of it; whoever keeps its descriptor keeps it alive."""
+        """Closes the table. A kept descriptor keeps its memory alive."""
         self._extent.close()

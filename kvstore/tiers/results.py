@@ -1,4 +1,4 @@
-"""Results of blocks that a tier moves or looks at: told once, whatever happens on the way."""
+"""Results of copies and probes: reported exactly once, also after an exception."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Done: TypeAlias = Callable[[Results], None]
 
 
 def verify(identity: BlockIds, i: int, slot: memoryview, fingerprint: bytes, length: int) -> bool:
-    """Whether a slot holds the bytes of block i."""
+    """Returns whether a slot holds the bytes of block i."""
     seed = arena.seed(fingerprint, identity.key(i), length)
     return arena.checksum(slot[:length], seed) == int(identity.checksum[i])
 
 
 def begin_for_sure(n: int, begin: Callable[[Done], None], done: Done) -> None:
-    """Begins something for n blocks that calls `done` once at its end, with FAILED for all if it raises."""
+    """Calls `begin`, which calls its argument at its end. `done` gets n times FAILED if `begin` raises."""
     left = [True]
 
     def once(results: Results) -> None:
         try:
-            left.pop()  # by one thread alone
+            left.pop()  # succeeds on one thread
         except IndexError:
             _log.error("%d blocks ended twice", n)
         else:
@@ -44,19 +44,19 @@ def begin_for_sure(n: int, begin: Callable[[Done], None], done: Done) -> None:
     try:
         begin(once)
     except Exception:
-        _log.exception("%d blocks could not be moved, or looked at", n)
+        _log.exception("%d blocks could not be moved or verified", n)
         once(np.full(n, FAILED, np.uint8))
 
 
 def finish_for_sure(n: int, find: Callable[[T], Results], done: Done) -> Callable[[T], None]:
-    """A callback that gives `done` what `find` finds for n blocks, or FAILED for all if that raises."""
+    """Returns a callback that passes the results of `find` to `done`, or FAILED for n blocks if it raises."""
 
     def finished(ended: T) -> None:
         results = np.full(n, FAILED, np.uint8)
         try:
             results = find(ended)
         except Exception:
-            _log.exception("%d blocks were moved, and what became of them could not be told", n)
+            _log.exception("the results of %d blocks could not be determined", n)
         done(results)
 
     return finished

@@ -1,8 +1,8 @@
-"""Puts what is on NVMe on record, so that a record never precedes its bytes.
+"""Writes the records of blocks on NVMe. A record never precedes its bytes.
 
-One thread writes. It takes all that waits, makes the data durable, commits the records in one transaction,
-and only then reports: one put at a time when idle, groups under load. Look-ups never come here; what is
-recorded is read once, at start. Not here: the data (`slabs.py`), the records (`records.py`, `store.py`).
+One thread writes. It takes all waiting changes, syncs the data, commits the records in one transaction, and
+then reports: single puts when idle, groups under load. Records are only read at start-up. Not covered here:
+data (`slabs.py`) and the form of records (`records.py`, `store.py`).
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ class _Change:
 
 
 class Journal:
-    """The records of one folder, which no other daemon can open meanwhile. Any thread may call.
+    """The records of one folder, locked against other daemons. Any thread may call.
 
-    `extent_bytes` is what the folder was made with, whatever `open` was asked for.
+    `extent_bytes` is the size that the folder was made with. `generation` is the one on record at opening;
+    `problems` are those found then.
     """
 
     def __init__(self, folder: Path, store: RecordStore, wake: Callable[[], None] | None = None) -> None:
-        """Starts the writer; with `wake`, which is called when there is work, somebody else calls `step`."""
+        """Starts the writer thread. With `wake`, which is called for new work, the caller runs `step`."""
         self.extent_bytes = store.extent_bytes
+        self.generation = store.generation
+        self.problems = store.problems
         self._folder = folder
         self._store = store
         self._ready = threading.Condition()
@@ -76,34 +79,24 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path, extent_bytes: int, map_bytes: int = 8 << 30) -> Journal:
-        """Locks the folder, made if absent, and opens its records. See `RecordStore` for the errors."""
+        """Locks the folder, made if absent, and opens its records. Errors: see `RecordStore`."""
         return cls(folder, RecordStore(folder, extent_bytes, map_bytes))
 
-    @property
-    def problems(self) -> list[str]:
-        """What was wrong with the folder when it was opened."""
-        return self._store.problems
-
-    @property
-    def generation(self) -> int:
-        """The one that was on record when the folder was opened."""
-        return self._store.generation
-
     def put_generation(self, generation: int) -> None:
-        """Records another, no later than any later put."""
+        """Records a generation, no later than any later put."""
         self._change("meta", {GENERATION: NUMBER.pack(generation)})
 
     def load(self) -> Loaded:
-        """Everything that is durable: about a second a million records, in which nothing is written."""
+        """Returns all durable records. Blocks writes for about 1 s a million records."""
         return self._store.load()
 
     def put(self, records: RecordBatch, sync: Sync, done: Done) -> None:
         """Records blocks whose bytes `sync` makes durable. A record of the same key is replaced.
 
-        On the writer's thread: `sync` is called, once for all puts of a group that pass an equal one; then
-        all records are committed; then `done(None)`. If the sync, the commit or the packing failed, or more
-        than `WAITING_RECORDS` wait already, `done` gets the error and none of these records is written.
-        The batch must not change until then. TierError after `close`.
+        The writer's thread calls `sync`, once for all puts of a group with an equal one, commits all records,
+        and calls `done(None)`. If the sync, the commit or the packing fails, or `WAITING_RECORDS` wait
+        already, `done` gets the error and no record of the batch is written. The batch must not change until
+        then. TierError after `close`.
         """
         with self._ready:
             put = _Put(records, sync, done)
@@ -116,40 +109,40 @@ class Journal:
             self._enqueue(put)
 
     def delete(self, ns_id: int, keys: Sequence[bytes]) -> None:
-        """Forgets blocks, known or not. Written before any later put, so that their slots can be given again.
+        """Deletes records of blocks, if any, before any later put. Their slots can be reused then.
 
-        Never refused: no more keys can wait than there are records. What a failed commit left is made up for
-        by the next.
+        Never refused, because no more keys can wait than there are records. The next commit repeats the
+        deletions of a failed one.
         """
         prefix = ID.pack(ns_id)
         self.forget([prefix + key for key in keys])
 
     def forget(self, raw: Sequence[bytes]) -> None:
-        """`delete` by the keys that the records have in their table."""
+        """Deletes records by their raw keys in the table of blocks."""
         self._change("blocks", dict.fromkeys(raw))
 
     def put_namespace(self, ns_id: int, namespace: Namespace) -> None:
-        """Records what an id stands for, no later than any later put."""
+        """Records the namespace of an id, no later than any later put."""
         self._change("namespaces", {ID.pack(ns_id): namespace.pack()})
 
     def delete_namespace(self, ns_id: int) -> None:
-        """Forgets what an id stands for, but not its blocks."""
+        """Deletes the namespace of an id, but not its blocks."""
         self._change("namespaces", {ID.pack(ns_id): None})
 
     def put_extent(self, extent: int, slot_bytes: int, tenant: str) -> None:
-        """Records an extent, its slot size and whose it is, no later than any later put."""
+        """Records the slot size and the tenant of an extent, no later than any later put."""
         self._change("extents", {ID.pack(extent): pack_extent(slot_bytes, tenant)})
 
     def delete_extent(self, extent: int) -> None:
-        """Forgets an extent, but not its blocks."""
+        """Deletes an extent's record, but not those of its blocks."""
         self._change("extents", {ID.pack(extent): None})
 
     def when_durable(self, done: Done) -> None:
-        """Calls `done` on the writer's thread when all given so far is durable, or with the error."""
+        """Calls `done` on the writer's thread when all earlier changes are durable, or with the error."""
         self.put(_NOTHING, _no_sync, done)
 
     def drain(self) -> None:
-        """Returns when all that was given so far was written or refused. TierError if a change could not."""
+        """Returns when all earlier changes are durable. Raises TierError if one is not."""
         ended = threading.Event()
         errors: list[Exception | None] = []
 
@@ -163,7 +156,7 @@ class Journal:
             raise errors[0]
 
     def close(self) -> None:
-        """Writes all that waits, closes the records and unlocks the folder. Closing twice does nothing."""
+        """Writes all waiting changes and closes the records. A second call does nothing."""
         with self._ready:
             self._closing = True
             self._ready.notify()
@@ -192,13 +185,13 @@ class Journal:
             self.step()
 
     def _wait(self) -> bool:
-        """Waits for work; False once closed and drained."""
+        """Waits for work. Returns False once closed and drained."""
         with self._ready:
             self._ready.wait_for(lambda: self._queue or self._closing)
             return bool(self._queue)
 
     def step(self) -> bool:
-        """Writes one group of what waits and reports it; False if nothing waited."""
+        """Writes one group of waiting changes and reports it. Returns False if nothing waited."""
         group = self._take()
         for done, error in self._write_group(group) if group else ():
             try:
@@ -208,7 +201,7 @@ class Journal:
         return bool(group)
 
     def _take(self) -> list[_Put | _Change]:
-        """What waits, oldest first and of bounded size."""
+        """Takes waiting changes, oldest first, about `GROUP_RECORDS` at most."""
         group: list[_Put | _Change] = []
         size = 0
         with self._ready:
@@ -223,7 +216,7 @@ class Journal:
         return group
 
     def _write_group(self, group: list[_Put | _Change]) -> list[tuple[Done, Exception | None]]:
-        """Makes a group durable as one transaction: what each put is to be told, in their order."""
+        """Makes a group durable in one transaction. Returns the outcome of each put, in order."""
         changes = {table: dict(items) for table, items in self._owed.items()}
         owed = self._owed
         outcomes: dict[Sync, Exception | None] = {}

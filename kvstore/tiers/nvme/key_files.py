@@ -1,9 +1,9 @@
-"""Keys at rest: the master key, from outside, and the data keys that it wraps, a file a tenant.
+"""Key files: the master key, from outside, and a file for each tenant's data key, wrapped by the master key.
 
     `folder`/keys/TENANT.key    nonce 12 | wrapped data key 32 | tag 16; the tenant's name is authenticated
 
-Files, and not a table of the records: LMDB copies a page to change it and leaves the old one where it is, so
-that a deleted key could be found again. Not here: what the keys are used for (`seal.py`).
+The keys are not in LMDB, which copies a page to change it and leaves the old page: a deleted key could be
+recovered. Not covered here: the use of keys (`encryption.py`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _PURPOSE = b"kvstore-data-key-1:"
 
 @dataclass(frozen=True, slots=True)
 class MasterKey:
-    """Wraps data keys. `source` names where it came from."""
+    """Wraps data keys. `source` names its origin."""
 
     source: str
     key: bytes = field(repr=False)
 
     @classmethod
     def load(cls, key_file: Path | None) -> MasterKey | None:
-        """The key in a file of 64 hex digits, or without one the systemd credential, or None.
+        """Returns the key in a file of 64 hex digits, without a file the systemd credential, or None.
 
-        ConfigError names the file: unreadable, no key, or open to others than its owner. That is an error
-        and not a warning, because who reads the key reads every block, and a chmod puts it right.
-        A credential's mode is not looked at: systemd gives access to it by other means.
+        ConfigError names a file that is unreadable, invalid, or accessible to other users: a reader of the
+        key can read every block. The mode of a credential is not checked, because systemd controls its
+        access.
         """
         if key_file is not None:
             return cls(str(key_file), _digits(key_file, private=True))
@@ -53,12 +53,12 @@ class MasterKey:
         return cls(f"the systemd credential {CREDENTIAL}", _digits(path, private=False))
 
     def wrap(self, tenant: str, data_key: bytes) -> bytes:
-        """What may lie on disk of a tenant's data key."""
+        """Returns a tenant's data key as stored on disk."""
         nonce = os.urandom(_NONCE_BYTES)
         return nonce + AESGCM(self.key).encrypt(nonce, data_key, _PURPOSE + tenant.encode())
 
     def unwrap(self, tenant: str, wrapped: bytes) -> bytes | None:
-        """The data key, None if it was not wrapped by this master key for this tenant."""
+        """Returns the data key, None if it was not wrapped by this master key for this tenant."""
         nonce, sealed = wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:]
         try:
             return AESGCM(self.key).decrypt(nonce, sealed, _PURPOSE + tenant.encode())
@@ -67,7 +67,7 @@ class MasterKey:
 
 
 def _digits(path: Path, private: bool) -> bytes:
-    """The 32 bytes that a file spells."""
+    """Returns the 32 bytes of a file of hex digits."""
     hint = "make one: (umask 077; openssl rand -hex 32 > FILE)"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -90,20 +90,20 @@ def _digits(path: Path, private: bool) -> bytes:
 
 
 class KeyFiles:
-    """The wrapped data keys in a tier's folder, by tenant. Whole or absent, whatever crashes."""
+    """The wrapped data keys in a tier's folder, by tenant. After a crash a key is whole or absent."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is made before the first `put`."""
+        """Makes nothing before the first `put`."""
         self.folder = folder / "keys"
 
     def load(self) -> dict[str, bytes]:
-        """Every wrapped key. TierError names a file that cannot be read or is none."""
+        """Returns all wrapped keys. TierError names an unreadable or invalid file."""
         found = {}
         try:
             names = os.listdir(self.folder) if self.folder.exists() else []
             for path in (self.folder / name for name in sorted(names) if name.endswith(_SUFFIX)):
                 wrapped = path.read_bytes()
-                if wrapped == _ERASED:  # a crash came before the file could go
+                if wrapped == _ERASED:  # a crash before the file was removed
                     continue
                 if len(wrapped) != _WRAPPED_BYTES:
                     raise TierError(
@@ -116,7 +116,7 @@ class KeyFiles:
         return found
 
     def put(self, tenant: str, wrapped: bytes) -> None:
-        """Keeps a wrapped key, durably."""
+        """Stores a wrapped key, durable on return."""
         path = self._path(tenant)
         new = path.with_suffix(".new")
         try:
@@ -129,7 +129,7 @@ class KeyFiles:
             raise _failed("write", path, error) from error
 
     def erase(self, tenant: str) -> None:
-        """Overwrites a wrapped key where it lies, then removes it; durable on return. None there is fine."""
+        """Overwrites a wrapped key in place, then removes it. Durable on return. Ignores an absent key."""
         path = self._path(tenant)
         try:
             if path.exists():

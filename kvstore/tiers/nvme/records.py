@@ -1,12 +1,12 @@
-"""What the journal says of each block on NVMe, and its bytes.
+"""Records of blocks on NVMe, and their bytes.
 
     key     namespace id u32 big-endian | the block's key, 1 to 64 bytes
     value   extent u32 | index u32 | version u64 | length u32 | checksum u64 | stored_at f64 | check u64
             | parent's key
 
-Values are little-endian and packed; the parent's key runs to the end and is empty for a root. `check` mixes
-all the rest, key included, so that what a device altered is no record; by a sum of products, which numpy
-takes of a million records at once.
+Values are little-endian and packed; the parent's key runs to the end and is empty for a root. `check` covers
+all other fields and the key, so a record that a device altered is invalid. It is a sum of products, which
+numpy computes for a million records at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHUNK = 1 << 16  # records that exist as Python objects at one time while loadi
 class RecordBatch:
     """Blocks to record, as columns of one length. Lists of Python numbers pack fastest.
 
-    `ns` is namespace ids; an empty parent declares a root; `length` is payload bytes; `stored_at` seconds.
+    `ns` has namespace ids, `length` bytes of payloads, `stored_at` s since 1970. A root has an empty parent.
     """
 
     ns: Sequence[int]
@@ -55,7 +55,7 @@ class RecordBatch:
         return len(self.keys)
 
     def pack(self) -> list[tuple[bytes, bytes]]:
-        """A (key, value) pair a record. MisuseError if columns differ in length or a value has no room."""
+        """Returns a (key, value) pair a record. MisuseError if lengths differ or a value is too large."""
         columns = (self.extent, self.index, self.version, self.length, self.checksum, self.stored_at)
         try:
             keys = [ID.pack(ns) + key for ns, key in zip(self.ns, self.keys, strict=True)]
@@ -81,7 +81,7 @@ def _padded(keys: Sequence[bytes]) -> NDArray[np.uint8]:
 def _checks(
     keys: NDArray[np.uint8], parents: NDArray[np.uint8], numbers: Sequence[NDArray[Any]]
 ) -> NDArray[np.uint64]:
-    """The check of each record, from keys and parents padded with zeros, and its numbers."""
+    """Returns the check of each record, from keys and parents padded with zeros, and its numbers."""
     words = MAX_KEY_BYTES // 8
     mixed: NDArray[np.uint64] = keys.view("<u8") @ _FACTORS[:words]
     mixed += parents.view("<u8") @ _FACTORS[words : 2 * words]
@@ -97,8 +97,7 @@ def _checks(
 class Blocks:
     """All records as numpy columns of one length, oldest first; of one age, lowest version first.
 
-    `keys` and `parents` have shape (n, 64), padded with zeros; `key_bytes` and `parent_bytes` say how many
-    count. Numbers are in the machine's byte order.
+    `keys` and `parents` have shape (n, 64), padded with zeros. Numbers are in the machine's byte order.
     """
 
     ns: NDArray[np.uint32]
@@ -137,9 +136,9 @@ _CHECKED_NUMBERS = ("ns", *(name for name, _ in _NUMBERS))
 
 
 def unpack(pairs: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, list[bytes]]:
-    """Columns from `count` (key, value) pairs in any order, and the keys of those that are no records.
+    """Returns the columns of `count` (key, value) pairs, and the keys of invalid records.
 
-    Pairs of equal lengths are joined and read as one array: about a microsecond a record.
+    Pairs of equal lengths are read as one array: about 1 us a record.
     """
     columns = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
     rest, at = iter(pairs), 0
@@ -160,7 +159,7 @@ def unpack(pairs: Iterable[tuple[bytes, bytes]], count: int) -> tuple[Blocks, li
 def _by_length(
     chunk: list[tuple[bytes, bytes]],
 ) -> Iterator[tuple[tuple[int, int], tuple[Sequence[bytes], Sequence[bytes]]]]:
-    """Keys and values by their lengths."""
+    """Yields lengths of key and value, and the keys and values of these lengths."""
     keys, values = zip(*chunk, strict=True)
     lengths = np.array([*map(len, keys)]) << 32 | np.array([*map(len, values)])
     for each in np.unique(lengths).tolist():
@@ -176,7 +175,7 @@ def _fill(
     key_bytes: int,
     parent_bytes: int,
 ) -> NDArray[np.bool_]:
-    """Fills rows from `at` on with those that are records; which ones are."""
+    """Fills rows from `at` on with the valid records. Returns which are valid."""
     key = np.frombuffer(b"".join(keys), [("ns", ">u4"), ("key", "u1", (key_bytes,))])
     value = np.frombuffer(b"".join(values), [*_CHECKED, ("parent", "u1", (parent_bytes,))])
     rows = slice(at, at + len(keys))
@@ -199,7 +198,7 @@ def _fill(
 
 
 def mapped(column: NDArray[np.uint32], values: dict[int, int], absent: int = 0) -> NDArray[np.int64]:
-    """The value for each number of a column, `absent` where there is none."""
+    """Returns the value of each number of a column, `absent` if it has none."""
     known = {n: value for n, value in values.items() if n < _MOST_NUMBERS}
     table = np.full(max(known, default=0) + 2, absent, np.int64)
     table[list(known)] = list(known.values())

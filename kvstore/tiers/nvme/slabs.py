@@ -1,7 +1,7 @@
 """The files that hold NVMe blocks: one slab file an extent, opened for direct I/O.
 
-A file is `slabs/000012.slab` in the tier's folder and has its full size from the start, so that a block write
-never meets a full disk. What is in a slot, the journal knows.
+A file is `slabs/000012.slab` in the tier's folder. It has its full size from the start, so block writes never
+meet a full disk. Not covered here: the contents of slots, which the journal records.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 class Slabs:
-    """Slab files of one folder. An extent is removed only when none of its blocks is moving.
+    """Slab files of one folder. `direct`: all files opened so far allow direct I/O.
 
-    `direct` says whether the file system takes direct I/O, as far as the files opened so far tell.
+    An extent is removed only without I/O under way.
     """
 
     def __init__(
         self, folder: Path, extent_bytes: int, closes: Callable[[int], None] = lambda fd: None
     ) -> None:
-        """Makes `folder`/slabs. TierError if that cannot be done. `closes` hears of descriptors before."""
+        """Makes `folder`/slabs, or raises TierError. `closes` is called before a descriptor is closed."""
         self._closes = closes
         self.folder = folder / "slabs"
         self.extent_bytes = extent_bytes
@@ -42,9 +42,9 @@ class Slabs:
             ) from error
 
     def allocate(self, extent: int) -> None:
-        """Makes the extent's file in full size and opens it; what a crash left there is taken over.
+        """Makes the extent's file in full size and opens it. Reuses a file that a crash left.
 
-        TierError names folder, wanted and free bytes if there is no room; then no file is left behind.
+        TierError names folder, wanted and free bytes if the disk is full. No file is left then.
         """
         assert extent not in self._fds, f"extent {extent} is in use"
         path = self._path(extent)
@@ -64,9 +64,9 @@ class Slabs:
             raise self._no_room(error) from error
 
     def open_existing(self, extent: int) -> int:
-        """Opens a file that `allocate` made earlier, and answers how many bytes of it are left.
+        """Opens a file that `allocate` made earlier, and returns its size. A short file is extended.
 
-        One that was cut short gets its full size again. TierError if it is missing, or has no room for that.
+        TierError if it is missing or the disk is full.
         """
         path = self._path(extent)
         try:
@@ -86,20 +86,20 @@ class Slabs:
         return nbytes
 
     def fd(self, extent: int) -> int:
-        """The open descriptor of an extent, for reads and writes."""
+        """Returns the descriptor of an extent, for reads and writes."""
         return self._fds[extent]
 
     def stored(self) -> list[int]:
-        """Every extent that has a file, open or not. One that the journal does not know is a leftover."""
+        """Returns all extents with a file, open or not. Files without a record are leftovers."""
         return sorted(int(path.stem) for path in self.folder.glob("*.slab") if path.stem.isdecimal())
 
     def free_bytes(self) -> int:
-        """What the file system has free for this user."""
+        """Returns the bytes of the file system that are free for this user."""
         space = os.statvfs(self.folder)
         return space.f_bavail * space.f_frsize
 
     def sync(self, extents: Iterable[int]) -> None:
-        """Returns when all that was written to these extents is on the device. TierError if it may not be."""
+        """Returns when all writes to these extents are on the device. TierError if they may not be."""
         for extent in extents:
             try:
                 os.fdatasync(self._fds[extent])
@@ -107,7 +107,7 @@ class Slabs:
                 raise TierError(f"cannot sync {self._path(extent)}: {error.strerror}") from error
 
     def remove(self, extent: int) -> None:
-        """Closes the extent's file, if open, and deletes it, if there. TierError if it cannot be deleted."""
+        """Closes and deletes the extent's file, if any. TierError if it cannot be deleted."""
         fd = self._fds.pop(extent, -1)
         if fd >= 0:
             self._closes(fd)
@@ -154,7 +154,7 @@ class Slabs:
 
 
 def _open_file(path: Path, flags: int = 0) -> int:
-    """A regular file, opened to read and write. OSError if something else is there: a link, folder, FIFO."""
+    """Opens a regular file to read and write. OSError for a link, folder or FIFO."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -1,13 +1,13 @@
-"""The LMDB environment in a tier's folder: locked, signed, read whole, changed in transactions.
+"""The LMDB environment of a tier's folder: locks it, reads it whole and changes it in transactions.
 
 Tables, with ids as u32 big-endian and numbers as u64 little-endian:
 
     meta          "format", "extent_bytes" -> number
     namespaces    id -> MessagePack [tenant, layout map, fingerprint, encrypted, readers, TTL (s)]
-    extents       id -> slot bytes | whose it is: the tenant's name in UTF-8
+    extents       id -> slot bytes | name of the tenant in UTF-8
     blocks        namespace id, key -> record (`records.py`)
 
-Not here: when to write what (`journal.py`).
+Not covered here: the order of writes (`journal.py`).
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMAT = 3
-"""Of everything under the tier's folder."""
+"""The format of everything in the tier's folder."""
 
 _READ_FORMATS = (2, FORMAT)
-"""A daemon reads no other. Of format 2 are folders of one tenant, whose name no extent has."""
+"""Formats that a daemon reads. Format 2 has one tenant and no names of tenants in extents."""
 
 GENERATION = b"generation"
 NUMBER = struct.Struct("<Q")
 TABLES = ("meta", "namespaces", "extents", "blocks")
 
 Changes: TypeAlias = dict[str, dict[bytes, bytes | None]]
-"""By table: what each key becomes; None removes it."""
+"""New values by table and key; None deletes the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What a namespace id stands for. `encrypted`: its blocks are encrypted under the tenant's data key.
+    """The namespace of an id. `encrypted`: blocks are encrypted under the tenant's data key.
 
-    `readers` are the tenants that it is published to; blocks end `ttl_s` after they were stored (0: never).
+    `readers` are tenants that it is published to. Blocks expire `ttl_s` after the put (0: never).
     """
 
     tenant: str
@@ -69,22 +69,22 @@ class Namespace:
     ttl_s: float = 0.0
 
     def pack(self) -> bytes:
-        """The record's value."""
+        """Returns the value of the record."""
         columns = [self.tenant, self.layout, self.fingerprint, self.encrypted, self.readers, self.ttl_s]
         packed: bytes = msgpack.packb(columns)
         return packed
 
     @property
     def stored_bytes(self) -> int:
-        """What one of its blocks takes in a slab, before that is rounded up to a slot."""
+        """The bytes of one block in a slab, before rounding up to a slot."""
         return int(self.layout["block_bytes"]) + ENCRYPTION_BYTES * self.encrypted
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All that a folder's records say. `extents` gives each extent's slot size in bytes, `owners` its tenant.
+    """All records of a folder. `extents` has the slot size of each extent, `owners` its tenant.
 
-    `damaged` has the keys of what is in the table of blocks and is no record.
+    `damaged` has keys of the table of blocks without a valid record.
     """
 
     namespaces: dict[int, Namespace]
@@ -95,16 +95,16 @@ class Loaded:
 
 
 class RecordStore:
-    """One folder's records. Any thread may call; readers and writers take turns."""
+    """One folder's records. Any thread may call; calls exclude each other."""
 
     def __init__(self, folder: Path, extent_bytes: int | None, map_bytes: int) -> None:
         """Makes the folder if absent, locks it and opens `folder`/records.
 
-        `extent_bytes` signs a new folder; the attribute is what the folder was signed with, `generation` the
-        last one that was put. `map_bytes` is address space, and grows. Records that LMDB cannot read are
-        moved aside, which `problems` tells.
-        With `extent_bytes` None nothing is made or moved: the folder must have readable records.
-        TierError names the folder: in use, not writable, of another format.
+        A new folder keeps `extent_bytes` as its extent size; the attribute has the folder's size,
+        `generation` the last recorded one. `map_bytes` is address space, and grows. Records that LMDB
+        cannot read are moved aside and reported in `problems`. With `extent_bytes` None nothing is made or
+        moved, and the folder must have readable records. TierError names a folder in use, not writable or
+        of another format.
         """
         self._folder = folder
         self._turn = threading.Lock()
@@ -134,7 +134,7 @@ class RecordStore:
             self._held = held.pop_all()
 
     def load(self) -> Loaded:
-        """Everything that was committed: about a second a million records. TierError if it makes no sense."""
+        """Returns all records. Takes about 1 s a million records. TierError if LMDB fails."""
         tables = self._tables
         try:
             with self._turn, self._env.begin() as txn:
@@ -149,7 +149,7 @@ class RecordStore:
         return Loaded(namespaces, sizes, owners, blocks, damaged)
 
     def _decoded(self, pairs: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]) -> dict[int, T]:
-        """A table by id. What makes no sense is left out: its blocks are misses."""
+        """Returns a table by id, without invalid records. Their blocks are misses."""
         found = {}
         for key, value in pairs:
             try:
@@ -159,7 +159,7 @@ class RecordStore:
         return found
 
     def commit(self, changes: Changes) -> None:
-        """Makes all changes durable in one transaction, or none. Raises what LMDB raises."""
+        """Makes all changes durable in one transaction, or none. Raises errors of LMDB."""
         while any(changes.values()):
             try:
                 with self._turn, self._env.begin(write=True) as txn:
@@ -171,7 +171,7 @@ class RecordStore:
                     self._env.set_mapsize(2 * self._env.info()["map_size"])
 
     def close(self) -> None:
-        """Closes the environment, then unlocks the folder. Closing twice does nothing."""
+        """Closes the environment, then unlocks the folder. A second call does nothing."""
         self._held.close()
 
     def _move_aside(self, why: str) -> None:
@@ -183,7 +183,7 @@ class RecordStore:
         self.problems.append(f"corrupt records ({why}) were moved to {aside}: the NVMe tier starts empty")
 
     def _sign(self, extent_bytes: int | None) -> int:
-        """Signs a new folder with the format and the size of its extents; answers the size that it has."""
+        """Records format and extent size in a new folder. Returns the folder's extent size."""
         with self._env.begin() as txn:
             found = txn.get(b"format", db=self._tables["meta"])
             signed = txn.get(b"extent_bytes", db=self._tables["meta"])
@@ -205,12 +205,12 @@ class RecordStore:
 
 
 def pack_extent(slot_bytes: int, tenant: str) -> bytes:
-    """An extent's value."""
+    """Returns the value of an extent's record."""
     return NUMBER.pack(slot_bytes) + tenant.encode()
 
 
 def unpack_extent(value: bytes) -> tuple[int, str]:
-    """(slot bytes, tenant) of an extent's value. Raises struct.error or ValueError if it is none."""
+    """Returns slot bytes and tenant of an extent's record. struct.error or ValueError if invalid."""
     return int(NUMBER.unpack_from(value)[0]), value[NUMBER.size :].decode() or DEFAULT_TENANT
 
 
@@ -240,10 +240,9 @@ def _has_records(folder: Path) -> bool:
 
 
 def _damage(folder: Path) -> str:
-    """What keeps LMDB from reading all of `folder`/records, or from writing; empty if nothing does.
+    """Returns why LMDB cannot read or write `folder`/records, empty if it can. TierError if unknown.
 
-    TierError if that cannot be told. Tried in a process of its own: LMDB follows a damaged page to anywhere,
-    and may die of it.
+    Tries in a separate process, because LMDB may crash on a damaged page.
     """
     if not _has_records(folder):
         return ""
@@ -255,7 +254,7 @@ def _damage(folder: Path) -> str:
     if ran.returncode == _CORRUPT:
         return said
     if ran.returncode:
-        # Whatever this is, no access, no memory, a failing device: it is no reason to give the records up.
+        # Lack of access or memory, or a failing device, does not prove that the records are damaged.
         raise TierError(f"cannot read the records in {folder}: {said}", "nothing was changed: try again")
     return ""
 
@@ -293,14 +292,14 @@ with lmdb.open(sys.argv[1], map_size=room, max_dbs=8, lock=False) as env, env.be
 
 
 def _apply(txn: Any, table: Any, items: dict[bytes, bytes | None]) -> None:
-    """In the order of keys, which pages like best: a transaction shows only the last word on a key anyway."""
+    """Applies changes in the order of keys, which touches fewest pages."""
     txn.cursor(table).putmulti(sorted(item for item in items.items() if item[1] is not None))
     for key in sorted(key for key, value in items.items() if value is None):
         txn.delete(key, db=table)
 
 
 def _lock(folder: Path) -> int:
-    """Makes the folder and locks it: a descriptor that holds the lock until it is closed, by crash or not."""
+    """Makes and locks the folder. Returns the descriptor that holds the lock, until closed or a crash."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_mode & stat.S_IWOTH:
@@ -318,14 +317,14 @@ def _lock(folder: Path) -> int:
             hint = "stop that daemon, or name another folder"
             raise TierError(f"folder {folder} is in use by pid {owner or 'unknown'}", hint) from error
         raise TierError(f"cannot lock folder {folder}: {error.strerror}", "name a local folder") from error
-    with contextlib.suppress(OSError):  # a full disk must not keep what is stored from being read
+    with contextlib.suppress(OSError):  # a full disk must not prevent reads
         os.pwrite(fd, f"{os.getpid():<19}\n".encode(), 0)
     return fd
 
 
 def _open(path: Path, map_bytes: int) -> Any:
-    # Commits are synchronous. Otherwise a power cut can leave LMDB's root ahead of the pages it names, and a
-    # commit whose sync failed stays visible. Measured: 3 % of the puts under load, 30 us for one alone.
+    # Commits are synchronous. Otherwise a power cut can leave LMDB's root ahead of its pages, and a commit
+    # with a failed sync stays visible. Measured cost: 3 % of puts under load, 30 us for a single put.
     path.mkdir(mode=0o700, exist_ok=True)  # LMDB would make it with the mode of its files
     env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(TABLES), mode=0o600, sync=True)
     env.reader_check()

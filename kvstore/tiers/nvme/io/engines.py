@@ -1,4 +1,4 @@
-"""The I/O engines of the NVMe tier, the preferred one first. A new engine is one more row."""
+"""The I/O engines of the NVMe tier, in order of preference. A new engine adds a row."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ENGINES: list[tuple[Callable[[], str], Callable[[int], IOEngine]]] = [
     (why_not, KvikioEngine),
     (lambda: "", PosixEngine),
 ]
-"""Pairs: a function that says why the engine cannot run here (empty if it can), and the engine's class."""
+"""Pairs: a function that returns why an engine cannot run here (empty if it can), and the engine's class."""
 
 
 def best_engine(threads: int) -> IOEngine:
-    """Starts the first engine that can run on this machine."""
+    """Returns the first engine that can run on this machine, started."""
     return next(start(threads) for reason, start in ENGINES if not reason())

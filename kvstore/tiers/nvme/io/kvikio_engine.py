@@ -1,8 +1,8 @@
-"""Blocks between memory and files through kvikio: by GPUDirect Storage where that is, else its POSIX path.
+"""Moves blocks between memory and files by kvikio: GPUDirect Storage where available, else its POSIX path.
 
-Queues, turns and threads are those of the posix engine; each of its tasks is one of kvikio's, which has
-threads of its own and no errno. Without libcuda kvikio moves nothing: `why_not` says so before. Memory of a
-GPU goes straight to the device where GDS is, and through kvikio's own host buffers where it is not.
+Queues and threads are those of the posix engine. Each of its tasks is one task of kvikio, which has threads
+of its own and no errno. kvikio needs libcuda: see `why_not`. With GPUDirect, GPU memory goes straight to the
+device, otherwise through kvikio's host buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _counting = threading.Lock()
 
 
 def why_not() -> str:
-    """What keeps kvikio from moving anything here; empty if nothing does."""
+    """Returns why kvikio cannot be used here, empty if it can."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -37,13 +37,13 @@ def why_not() -> str:
     try:
         import kvikio.defaults  # noqa: F401, PLC0415
     except Exception as error:
-        # A driver that is too old, or half a package, shows itself in many ways.
+        # An old driver or an incomplete package raises errors of many types.
         return f"kvikio cannot be used: {error}"[:200]
     return ""
 
 
 class KvikioEngine(PosixEngine):
-    """An `IOEngine` for any file, in whatever way kvikio finds. Make one only if `why_not` is empty."""
+    """An `IOEngine` for any file. Requires that `why_not` is empty."""
 
     name = "kvikio"
     device_memory = True
@@ -64,7 +64,7 @@ class KvikioEngine(PosixEngine):
             known[1].close()
 
     def register(self, buffer: DeviceBuffer) -> None:
-        """See `IOEngine.register`: cuFile then needs no buffer of its own for it."""
+        """See `IOEngine.register`. cuFile then needs no buffer of its own."""
         self._tell("memory_register", buffer)
 
     def unregister(self, buffer: DeviceBuffer) -> None:
@@ -78,7 +78,7 @@ class KvikioEngine(PosixEngine):
             buffer.gpu.select()
             getattr(kvikio.buffer, call)(buffer)
         except (CudaError, RuntimeError) as error:
-            # What is not registered moves too, slower.
+            # Unregistered memory works too, slower.
             _log.info("%s of %d bytes of device memory: %s", call, buffer.nbytes, error)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class KvikioEngine(PosixEngine):
             part = np.frombuffer(part, np.uint8)
         call = file.pwrite if io.write else file.pread
         try:
-            # The future does not keep the buffer: this frame does, until it ends.
+            # The future does not keep the buffer alive, this frame does.
             moved = call(part, stop - start, io.offset + start, task_size=stop - start).get()
         except RuntimeError as error:
             raise _error(str(error)) from None
@@ -111,12 +111,12 @@ class KvikioEngine(PosixEngine):
             raise OSError(errno.EIO, f"the file ends at {io.offset + start + moved}")
 
     def _file(self, fd: int) -> tuple[bool, Any]:
-        """Whether a descriptor may be written, and kvikio's file for it."""
+        """Returns whether a descriptor is writable, and kvikio's file for it."""
         known = self._files.get(fd)
         if known is None:
             from kvikio import CuFile  # noqa: PLC0415
 
-            os.fstat(fd)  # EBADF for what is none
+            os.fstat(fd)  # EBADF for an invalid descriptor
             writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
             with self._opening:
                 known = self._files.get(fd)
@@ -127,7 +127,7 @@ class KvikioEngine(PosixEngine):
 
 
 def _use(threads: int, task_bytes: int = 0) -> None:
-    """So many threads more (or less) wait for kvikio, whose pool all engines share."""
+    """Adds threads to kvikio's pool, which all engines share, or removes them if negative."""
     import kvikio.defaults  # noqa: PLC0415
 
     global _threads  # noqa: PLW0603
@@ -140,7 +140,7 @@ def _use(threads: int, task_bytes: int = 0) -> None:
 
 
 def _error(said: str) -> OSError:
-    """What kvikio said, with an errno: its errors end with the words for one, or with EOF."""
+    """Returns kvikio's error with an errno. Its messages end with the words of an errno, or with EOF."""
     last = said.rpartition(": ")[2].strip()
     number = errno.EIO if last == "EOF" else _ERRNO.get(last, errno.EIO)
     return OSError(number, "the file ends" if last == "EOF" else said)

@@ -1,7 +1,7 @@
-"""Blocks between memory and files by `preadv` and `pwritev`, on a few threads of its own.
+"""Moves blocks between memory and files by `preadv` and `pwritev`, on a few threads.
 
-A block is cut into tasks, so that one large block keeps several requests at the device and a small one behind
-it starts soon. Tasks wait in two lanes, urgent and not. System calls and device time pass with the GIL free.
+A block is cut into tasks, so that a large block has several requests at the device and a small block behind
+it starts soon. Tasks wait in two queues, urgent and not. System calls release the GIL.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _log = logging.getLogger(__name__)
 
 
 class PosixEngine:
-    """An `IOEngine` for any file. `task_bytes` is the most that one system call is asked to move."""
+    """An `IOEngine` for any file. One system call moves at most `task_bytes`."""
 
     name = "posix"
     device_memory = False
 
     def __init__(self, threads: int = 4, task_bytes: int = 512 << 10, queue_tasks: int = 1 << 14) -> None:
-        """Starts the threads. A batch is refused if it would leave more than `queue_tasks` in its lane."""
+        """Starts the threads. Refuses a batch if its queue would exceed `queue_tasks`."""
         if threads < 1 or task_bytes < ALIGN or task_bytes % ALIGN:
             raise MisuseError(f"{threads} threads, {task_bytes} bytes a task", f"multiples of {ALIGN} bytes")
         self._task_bytes = task_bytes
         self._queue_tasks = queue_tasks
-        self._lanes: tuple[deque[_Task], deque[_Task]] = deque(), deque()  # the second one is urgent
+        self._queues: tuple[deque[_Task], deque[_Task]] = deque(), deque()  # the second one is urgent
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # one a task, then False for each thread
         self._choosing = threading.Lock()
         self._passed_over = 0
@@ -54,7 +54,7 @@ class PosixEngine:
         for io in ios:
             io.check()
         step = self._task_bytes
-        lane, batch = self._lanes[urgent], _Batch(len(ios), done)
+        queue, batch = self._queues[urgent], _Batch(len(ios), done)
         tasks: list[_Task] = [
             (batch, i, io, start, min(start + step, len(io.buffer)))
             for i, io in enumerate(ios)
@@ -63,13 +63,13 @@ class PosixEngine:
         with self._submitting:
             if self._closed:
                 raise TierError("the I/O engine is closed")
-            if len(lane) + len(tasks) > self._queue_tasks:
+            if len(queue) + len(tasks) > self._queue_tasks:
                 batch.errors = [OSError(errno.EAGAIN, "too much waits for the device") for _ in ios]
                 tasks = []
             tasks = tasks or [(batch, 0, None, 0, 0)]
             batch.tasks_left = len(tasks)
             for task in tasks:
-                lane.append(task)
+                queue.append(task)
                 self._tokens.put(True)
 
     def _move(self, io: BlockIO, start: int, stop: int) -> None:
@@ -77,10 +77,10 @@ class PosixEngine:
         _move(io, start, stop)
 
     def release(self, fd: int) -> None:
-        """See `IOEngine.release`. Nothing is kept."""
+        """See `IOEngine.release`. There is no state to free."""
 
     def register(self, buffer: DeviceBuffer) -> None:
-        """See `IOEngine.register`. Nothing is gained by it."""
+        """See `IOEngine.register`. Has no effect."""
 
     def unregister(self, buffer: DeviceBuffer) -> None:
         """See `IOEngine.unregister`."""
@@ -96,8 +96,8 @@ class PosixEngine:
             thread.join()
 
     def _next(self) -> _Task:
-        """The task to start; a token was taken for it, so there is one."""
-        others, urgent = self._lanes
+        """Returns the next task. The caller has taken a token for it."""
+        others, urgent = self._queues
         with self._choosing:
             if urgent and others:
                 self._passed_over = (self._passed_over + 1) % OTHERS_EVERY
@@ -120,7 +120,7 @@ class PosixEngine:
 
 
 class _Batch:
-    """What is left of one submit."""
+    """The outcomes of one `submit`."""
 
     __slots__ = ("done", "errors", "lock", "tasks_left")
 
@@ -145,13 +145,13 @@ _Task: TypeAlias = tuple[_Batch, int, BlockIO | None, int, int]
 
 
 def _move(io: BlockIO, start: int, stop: int) -> None:
-    """Moves bytes `start` to `stop` of the block. OSError names what happened; EINTR is retried by Python."""
+    """Moves bytes `start` to `stop` of a block. Raises OSError. Python retries EINTR."""
     call: Callable[..., int] = os.pwritev if io.write else os.preadv
     while start < stop:
         try:
             moved = call(io.fd, (io.buffer[start:stop],), io.offset + start)
         except OSError as error:
-            # Direct I/O ends short and unaligned only at the end of a file, and refuses to go on from there.
+            # Direct I/O ends short and unaligned only at the end of a file, and then fails with EINVAL.
             if error.errno != errno.EINVAL or start % ALIGN == 0:
                 raise
             moved = 0
