@@ -100,7 +100,7 @@ def fsck(
     folder: Annotated[Path | None, Argument(help="Folder of an NVMe tier.")] = None,
     *,
     config: Annotated[
-        Path | None, Option("--config", "-c", help="Configuration file whose folders to check.")
+        Path | None, Option("--config", "-c", help="Check the folders of this configuration file.")
     ] = None,
     repair: Annotated[bool, Option("--repair", help="Delete bad records and orphan slabs.")] = False,
     key_file: Annotated[

@@ -42,7 +42,7 @@ _NAME = "NAME"
 _EVERY_KEY = "`kvstore config example` shows every key"
 
 _BY_NAME = ("tenants", "nvme.devices")
-"""Tables whose keys are names."""
+"""Tables with names as keys."""
 
 _ALIKE = 0.7
 """Least similarity (0 to 1) of a known key that is suggested for an unknown one."""
@@ -156,7 +156,7 @@ class Source:
         return str(self.values.get("policy", {}).get("eviction", ""))
 
     def changed(self, effective: Values) -> Source:
-        """Returns a source of the same file whose changes make `effective` the effective values."""
+        """Returns a source of the same file with changes that result in the values `effective`."""
         return replace(self, changes=difference(self.values, effective))
 
     def config(self) -> Config:

@@ -238,8 +238,8 @@ Endpoint = Annotated[str, AfterValidator(_endpoint)]
 class Events(Section):
     """KV events for routers. `listen` publishes events (None: no events), `replay` resends missed ones.
 
-    `node`: name of this node, by default its host name. `tenants`: tenants whose blocks are published; None:
-    all.
+    `node`: name of this node, by default its host name. `tenants`: publishes only blocks of these tenants;
+    None: of all.
     """
 
     listen: Endpoint | None = None
@@ -274,8 +274,8 @@ class Limits(Section):
     @field_validator("batch_keys")
     @classmethod
     def _fits_a_frame(cls, batch_keys: int, info: ValidationInfo) -> int:
-        # A batch within the limit must always fit a frame. Twice the longest key leaves room for the
-        # other fields of each key.
+        # A batch within the limit must fit a frame. Twice the longest key leaves room for the other
+        # fields of each key.
         need = 2 * MAX_KEY_BYTES * batch_keys
         frame_bytes = info.data.get("frame_bytes", need)
         if need > frame_bytes:

@@ -1,8 +1,8 @@
 """Schedules the conversations of a trace as a closed loop of users.
 
 Each user plays one conversation after another. The gap between two requests of a conversation is the trace's,
-up to a cap. The gap between two conversations is random, up to the same cap. The next conversation goes to
-the user that is idle first. Request times do not depend on how fast a replay is served.
+up to a cap. The gap between two conversations is random, up to the same cap. The first idle user plays
+the next conversation. Request times do not depend on how fast a replay is served.
 """
 
 from __future__ import annotations

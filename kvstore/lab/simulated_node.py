@@ -1,7 +1,7 @@
 """A simulated node: the production `Placement` in virtual time, without bytes.
 
-It plays an engine that looks a prompt up, reads the stored prefix and puts the rest, and an executor with all
-extents ready whose copies succeed at once. No request waits.
+It simulates an engine that looks up a prompt, reads the stored prefix and puts the rest, and an executor
+with all extents ready, in which copies succeed at once. No request waits.
 
 Not covered: the duration of copies, damaged bytes, tenants.
 """

@@ -43,7 +43,7 @@ def test_a_bench_yields_its_rows(name: str, tmp_path: Path) -> None:
 
 
 def test_the_gpu_bench_without_a_gpu_is_unable(tmp_path: Path) -> None:
-    """Its figures need a GPU: see `make test-gpu`."""
+    """`make test-gpu` runs the bench on a GPU."""
     if not (why := device.why_not()):
         pytest.skip("there is a GPU: python -m bench gpu")
     with pytest.raises(Unable, match="no GPU to measure") as lack:
@@ -53,7 +53,7 @@ def test_the_gpu_bench_without_a_gpu_is_unable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, entry in BENCHES.items() if entry.needs])
 def test_benches_with_requirements_name_their_rows(name: str) -> None:
-    """It takes a GPU or a serving engine to run them: here they are imported, and their rows looked for."""
+    """These benches need a GPU or a serving engine. The test imports them and searches for their rows."""
     module = importlib.import_module(f"bench.{BENCHES[name].run.partition(':')[0]}")
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
     cases = [f"{name}/{case}" for case in getattr(module, "CASES", ())]
@@ -62,11 +62,11 @@ def test_benches_with_requirements_name_their_rows(name: str) -> None:
         assert named or row.startswith("gpu/checksum/"), row
 
 
-# -- a bench whose work did not happen
+# -- benches without the timed work
 
 
 def test_refused_puts_have_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hazard` refuses new blocks that promise less than what would go for them."""
+    """`hazard` refuses new blocks with less expected reuse than the blocks to evict."""
     monkeypatch.setattr(memcpy_put, "SMOKE", memcpy_put.Sizes(4096, 64, 2, 16 * MIB))
     monkeypatch.setattr(memcpy_put, "serve", partial(serve, policy={"eviction": "hazard"}))
     with pytest.raises(NotDone, match=r"blocks stored: \d+, not 64"):
@@ -139,11 +139,11 @@ def test_removed_and_new_benches_are_detected(tmp_path: Path) -> None:
     ]
 
 
-# -- what a run changes
+# -- changes by a run
 
 
 def line(name: str, bench: str, **more: Any) -> dict[str, Any]:
-    """As `python -m bench NAME --json` prints it."""
+    """Returns a line in the format of `python -m bench NAME --json`."""
     made = {"bench": bench, "command": f"{bench} --seconds 6", "date": "2030-01-02", "commit": "abcdef0"}
     figures = Result(name, 12.5, "GiB/s", 25.0, 0.5, 7, extra={"blocks": 3, "each": {"a": 1}}).to_map()
     return figures | made | {"machine": MACHINE} | more
@@ -237,7 +237,7 @@ def test_report_writes_the_rows_of_a_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_report_continues_after_a_failed_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that end at once: one is not known to the process that should run it, the other has no GPU."""
+    """Both benches end at once: one is unknown to its process, the other has no GPU."""
     if not device.why_not():
         pytest.skip("there is a GPU: its bench takes longer")
     need("git")

@@ -1,4 +1,4 @@
-"""The command line against a real daemon: what it prints, what it changes, how it ends."""
+"""The command line against a real daemon: output, changes and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(daemon: LocalDaemon) -> Iterator[Client]:
 
 
 def stored(client: Client, n: int) -> tuple[Any, str, list[bytes]]:
-    """A namespace, its id, and keys of n blocks that are in it."""
+    """Stores n blocks. Returns the namespace, its id and the keys."""
     ns, keys = client.namespace(new_layout()), names(n)
     assert ns.put(keys, payloads(keys)).stored == n
     eventually(lambda: idle(client.status()))
@@ -53,25 +53,25 @@ def run(daemon: LocalDaemon, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def in_process(*args: str) -> subprocess.CompletedProcess[str]:
-    """The same as `cli`, without the second that an interpreter takes."""
+    """Runs a command like `cli`, without the start of an interpreter."""
     done = CliRunner(env={"COLUMNS": None}).invoke(app, args)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return subprocess.CompletedProcess(args, done.exit_code, done.stdout, done.stderr)
 
 
 def told(daemon: LocalDaemon, *args: str, code: int = 0) -> Any:
-    """What a command prints as JSON."""
+    """Returns the JSON output of a command."""
     done = run(daemon, *args, "--json")
     assert (done.returncode, done.stderr) == (code, ""), done
     return json.loads(done.stdout)
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON has it."""
+    """Returns the value with JSON types."""
     return json.loads(json.dumps(value))
 
 
-# -- all of them
+# -- all commands
 
 
 def commands(group: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -263,7 +263,7 @@ def test_many_keys_are_sent_in_batches(tmp_path: Path) -> None:
     assert b"".join(raw for raw, _ in parts)[:8] == bytes.fromhex("ffffffff00000000")
 
 
-# -- what there is
+# -- tiers, devices, policy, quotas
 
 
 def test_tiers_and_devices_show_the_daemons_answers(daemon: LocalDaemon, client: Client) -> None:
@@ -367,7 +367,7 @@ def test_record_is_a_command_of_trace_and_of_lab(daemon: LocalDaemon, tmp_path: 
 
 
 def completed(words: str, socket: Path | str, shell: str = "bash") -> list[str]:
-    """What the shell is offered for the last word."""
+    """Returns the completions of the last word."""
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1), "KVSTORE_SOCKET": str(socket)}
     done = cli(_KVSTORE_COMPLETE=f"complete_{shell}", **asked)
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""`kvstore events`: what it prints, and what it prints while it goes on."""
+"""`kvstore events`: past events, and new ones with --follow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(daemon: LocalDaemon, *args: str) -> list[dict[str, Any]]:
 
 
 def invalidated(client: Client, n: int) -> list[str]:
-    """Stores and invalidates n blocks; their keys in hex."""
+    """Stores and invalidates n blocks. Returns their keys in hex."""
     ns, keys = client.namespace(new_layout()), names(n)
     ns.put(keys, payloads(keys))
     assert ns.invalidate(keys) == n
@@ -49,9 +49,9 @@ def invalidated(client: Client, n: int) -> list[str]:
 
 @contextmanager
 def following(daemon: LocalDaemon, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """`kvstore events --follow` for as long as the block lasts, its lines coming as they are written."""
+    """Runs `kvstore events --follow` during the block. Yields its lines as they are written."""
     command = [sys.executable, "-m", "kvstore", "events", "--follow", "--socket", str(daemon.socket), *args]
-    # Tests that run in the background ignore Ctrl-C, and what they start would too.
+    # Tests in the background ignore Ctrl-C, and so would their child processes.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(
@@ -89,7 +89,7 @@ def test_since_limits_events_to_a_time_span(daemon: LocalDaemon, client: Client)
     begin = time.time()
     keys = invalidated(client, 120)
     events = shown(daemon, "--since", f"{time.time() - begin + 0.9:.2f}")
-    # Started a moment later than asked for, it may show fewer, and never any that came before.
+    # A late start may show fewer events, but never earlier ones.
     assert {event["key"] for event in events if event["key"]} <= set(keys)
     assert min((event["at_s"] for event in events), default=begin) >= begin - 1
     assert len(shown(daemon, "--since", "1h")) > 100

@@ -1,4 +1,4 @@
-"""`kvstore top`: what happened between two looks."""
+"""`kvstore top`: rates between two samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_top_shows_current_requests() -> None:
         dram, nvme = look["tiers"]
         assert (dram["name"], nvme["name"]) == ("dram", "nvme")
         assert dram["hit_blocks_per_s"] > 0
-        # What is found counts at once, what is delivered when its lease ends.
+        # Found blocks count at once, delivered blocks when their lease ends.
         served = pytest.approx(dram["hit_blocks_per_s"] * ns.layout.block_bytes, rel=0.2)
         assert dram["served_bytes_per_s"] == served
         [acquire] = [call for call in look["calls"] if call["call"] == "acquire"]

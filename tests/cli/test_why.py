@@ -1,4 +1,4 @@
-"""`kvstore why` and hints against a real daemon: what a peer may know, and what it says."""
+"""`kvstore why` and hints against a real daemon: output and access rights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def client(daemon: LocalDaemon) -> Iterator[Client]:
 
 
 def stored(client: Client, n: int) -> tuple[Any, list[bytes]]:
-    """A namespace and n keys that are in it, on both tiers."""
+    """Stores n blocks on both tiers. Returns the namespace and the keys."""
     ns, keys = client.namespace(new_layout()), names(n)
     assert ns.put(keys, payloads(keys)).stored == n
     eventually(lambda: idle(client.status()))

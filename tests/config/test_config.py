@@ -1,4 +1,4 @@
-"""The configuration: what it accepts, and how it names what it does not."""
+"""The configuration: accepted values, and the messages for invalid ones."""
 
 from __future__ import annotations
 

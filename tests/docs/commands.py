@@ -1,4 +1,4 @@
-"""Commands that documents show, and where they run: a daemon, its interface and a block of their own."""
+"""Finds the commands in documents and runs them on a site: a daemon, its REST interface and one block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ exec "$@"
 
 
 def fenced(text: str) -> list[str]:
-    """Lines of blocks of a shell's, or of no language; continued ones in one piece, without comments."""
+    """Returns the lines of shell blocks and of blocks without a language, joined and without comments."""
     lines = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         if language in ("", "sh", "bash", "shell", "console") and "│" not in block:
@@ -52,24 +52,24 @@ def fenced(text: str) -> list[str]:
 
 
 def inline(text: str) -> list[str]:
-    """Commands within sentences and tables."""
+    """Returns the commands within sentences and tables."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`((?:kvstore|curl) [^`\n]+)`", outside)
 
 
 def handbook(text: str) -> list[str]:
-    """The commands in the second column of a table of symptoms."""
+    """Returns the commands in the second column of the table of symptoms."""
     table = text.partition("| symptom | command | remedy |")[2].partition("\n\n")[0]
     return [row.split(" | ")[1].strip("` ") for row in table.splitlines()[2:]]
 
 
 def is_ours(line: str) -> bool:
-    """Whether one of the commands that are run here is in it."""
+    """Returns whether the line contains a command of `SHOWN`."""
     return any(part.split()[:1] and part.split()[0] in SHOWN for part in re.split(r"&&|\|\||;|\||--\s", line))
 
 
 class Site:
-    """A daemon and its interface by one configuration; places of an installation stand for its folder."""
+    """A daemon and its REST interface. Paths of an installation are replaced by paths in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class Site:
         file.chmod(0o755)
 
     def placed(self, text: str) -> str:
-        """With the folders of this site, sizes and times of a test, and names for what stands for one."""
+        """Returns text with the folders of this site, short times, and real names instead of placeholders."""
         for place, here in {"/etc/kvstore": "etc", "/run/kvstore": "run", "/var/lib/kvstore": "nvme"}.items():
             text = text.replace(place, str(self.folder / here))
         text = re.sub(r"\S*_trace\.jsonl(\.zst)?", "trace.jsonl", text)
@@ -102,7 +102,7 @@ class Site:
         return re.sub(r"\bKEY\b", KEY.hex(), text)
 
     def ready(self) -> None:
-        """Daemon and interface answer, and a block is stored."""
+        """Starts the daemon and the interface if necessary, and stores a block."""
         config = str(self.folder / "etc/kvstore.toml")
         for name, command in {"daemon": "serve", "admin": "admin"}.items():
             if name not in self._running or self._running[name].poll() is not None:
@@ -123,7 +123,7 @@ class Site:
             return False
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
-        """Runs a line as pasted into a shell; a command that serves is told to end once it does."""
+        """Runs a line like a shell. Ends a server once it serves."""
         if "curl" in line:
             need("curl")
         self.ready()

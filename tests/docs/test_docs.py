@@ -1,4 +1,4 @@
-"""What README and docs tell people to type is typed here."""
+"""Runs the commands in README and docs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ NOT_RUN = {
     "python": "engines are run by tests/engines, benches by hand",
     "(umask": "writes a key below /etc",
 }
-"""Lines that begin so are not run, and why."""
+"""First words of lines that are not run, with reasons."""
 
 ENDS_WITH = {"doctor": {0, 1}}
-"""Commands whose exit code says how the machine is, not whether they work."""
+"""Commands with an exit code that depends on the machine."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_documented_units_exist() -> None:
 
 
 def known(words: list[str]) -> str:
-    """What is wrong with a command of ours; empty if there is such a one, with these options."""
+    """Returns the error of a kvstore command line; empty if the command and its options exist."""
     command: Any = get_command(app)
     while words and not words[0].startswith("-") and getattr(command, "commands", None):
         if words[0] not in command.commands:
@@ -149,7 +149,7 @@ def test_the_handbook_has_every_readiness_reason() -> None:
 
 
 def test_every_promise_of_the_security_page_names_existing_tests() -> None:
-    """A line of its tables of promises names tests, or a file of them; there are all of these."""
+    """Each row of the tables of promises names existing tests or files of tests."""
     there = {
         name
         for file in (ROOT / "tests").rglob("*.py")

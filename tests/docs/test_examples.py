@@ -1,4 +1,4 @@
-"""Every example runs and prints what it promises."""
+"""Every example runs and prints the documented lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRINTED = {
     ],
     "custom_policy.py": ["custom_policy:FIFO  73.90 %"],
 }
-"""What each example prints, among other lines."""
+"""Some of the lines that each example prints."""
 
 
 @pytest.mark.parametrize("name", PRINTED)

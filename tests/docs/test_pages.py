@@ -81,7 +81,7 @@ def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
     token = new_token(bytes(32))
     text = re.sub(r"sha256:[0-9a-f]{64}", f"sha256:{hash_of(token).hex()}", text)
     settings = tomllib.loads(text)
-    del settings["nvme"]["path"]  # a folder of the test's own instead
+    del settings["nvme"]["path"]  # the test uses a temporary folder
     layout, keys = Layout("m", 4096), [b"a", b"b"]
     with LocalDaemon(settings) as daemon, Client(daemon.url, token, strict=True) as chat:
         assert daemon.socket.stat().st_mode & 0o777 == 0o666

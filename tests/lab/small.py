@@ -14,7 +14,7 @@ from kvstore.lab.workload import Numbering, Workload, assemble
 
 
 def chat(timestamp: float, ids: Sequence[int], rest: int = 0) -> dict[str, Any]:
-    """A request for full blocks with these ids, and `rest` tokens more."""
+    """Returns a request for full blocks with these ids and `rest` more tokens."""
     tokens = CHAT_BLOCK_TOKENS * len(ids) + rest
     return {"timestamp": timestamp, "input_length": tokens, "output_length": 1, "hash_ids": list(ids)}
 
@@ -32,14 +32,14 @@ def conversation(*requests: dict[str, Any], tools: int = 0, system: int = 0) -> 
 
 
 def write(path: Path, rows: Iterable[dict[str, Any] | str]) -> Path:
-    """A trace file; rows that are text stand as they are."""
+    """Writes a trace file. Rows of text are written unchanged."""
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
 def chats(path: Path, requests: int = 300, seed: int = 1, apart_ms: int = 1000) -> Path:
-    """Chats that go on: of 60 heads some are asked for far more often, each time a little longer."""
+    """Writes chats with 60 heads of skewed popularity. Each repetition is a little longer."""
     dice = random.Random(seed)
     heads = [[1000 * head + i for i in range(dice.randint(1, 6))] for head in range(1, 61)]
     rows = []
@@ -53,7 +53,7 @@ def chats(path: Path, requests: int = 300, seed: int = 1, apart_ms: int = 1000) 
 
 
 def workload(prompts: Iterable[Sequence[int]]) -> Workload:
-    """Prompts whose blocks have one token each, a second apart; ids with equal ids before them are equal."""
+    """Returns prompts of one-token blocks, one per second. Equal ids after equal prefixes are one block."""
     numbering = Numbering(1, 1)
     blocks = []
     for n, ids in enumerate(prompts):
@@ -63,6 +63,6 @@ def workload(prompts: Iterable[Sequence[int]]) -> Workload:
 
 
 def prompts_of(load: Workload) -> list[list[int]]:
-    """The numbers of each prompt's blocks."""
+    """Returns the block numbers of each prompt."""
     starts = load.starts.tolist()
     return [load.blocks[a:b].tolist() for a, b in pairwise(starts)]

@@ -1,4 +1,4 @@
-"""Belady's bound, against every choice that a cache could make."""
+"""Belady's bound compared with all possible choices of a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.lab.small import prompts_of, workload
 
 
 def best_hits(load: Workload, capacity: int) -> int:
-    """The most that can be served, over all that could be kept after each request."""
+    """Returns the most hits over all possible contents after each request."""
     best = {frozenset[int](): 0}
     for blocks in prompts_of(load):
         after: dict[frozenset[int], int] = {}
@@ -34,7 +34,7 @@ def test_the_bound_equals_the_best_of_all_choices(prompts: list[list[int]], capa
 
 
 def test_the_block_with_the_latest_next_use_is_not_kept() -> None:
-    # Least recently used would serve nothing of this: it always drops what comes next.
+    # LRU would have no hits here: it always drops the next block.
     load = workload([[1], [2], [3]] * 5)
     assert Bound(load).hits(2) == 8
     assert Bound(load).hits(3) == 12

@@ -1,4 +1,4 @@
-"""`kvstore lab`: what it prints, writes and refuses."""
+"""`kvstore lab`: output, files and refused options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay, the demo and the command line: against a store that lies on purpose, then a real daemon."""
+"""Replay, the demo and the command line, against a store with injected errors and a real daemon."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_an_error_in_a_worker_ends_the_replay(tmp_path: Path) -> None:
         play(Store(), Trace(path), Options(block_bytes=BLOCK))
 
 
-# From here on against the real daemon.
+# The following tests use a real daemon.
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ def test_replay_against_a_daemon(daemon: LocalDaemon, tmp_path: Path) -> None:
 
 def test_blocks_evicted_from_dram_are_served_from_nvme_after_a_restart(tmp_path: Path) -> None:
     path = chat_trace(tmp_path / "t")
-    # What is scrubbed holds slots, of which there are few.
+    # The scrubber holds slots, and there are few.
     settings = {
         "dram": {"limit": "2MiB", "huge_pages": False},
         "nvme": {"limit": "64MiB"},

@@ -1,4 +1,4 @@
-"""Replays in virtual time: against a dictionary, against a live daemon, and against themselves."""
+"""Replays in virtual time compared with a dictionary, a live daemon, and other replays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def play(load: Workload, capacities: Capacities, policy: str = "lru", **options:
 
 
 def lru_hits(load: Workload, capacity: int) -> int:
-    """Least recently used, a prompt's tail before its head, in a dictionary."""
+    """Returns the hits of LRU in a dictionary that evicts the tail of a prompt first."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for blocks in prompts_of(load):
@@ -73,7 +73,7 @@ def test_two_tiers_reach_the_bound_of_their_sum(write_policy: str, prompts: list
     point = play(load, slots(6, 400), write_policy=write_policy)
     assert sum(point.hits_by_tier.values()) == Bound(load).hits(400), "NVMe has room for everything"
     if write_policy == "write_through":
-        # Each block goes down once, when it is stored.
+        # Each block is written once, when it is stored.
         assert point.written_bytes_by_tier == {"nvme": BLOCK * load.unique_blocks}
 
 
@@ -101,13 +101,13 @@ def test_no_policy_exceeds_the_bound(tmp_path: Path, policy: str) -> None:
     ("policy", "speed"), [("lru", 0.0), pytest.param("hazard", 1.0, marks=pytest.mark.long)]
 )
 def test_the_simulation_equals_a_live_daemon(tmp_path: Path, policy: str, speed: float) -> None:
-    """By order alone, as fast as it goes; or by the trace's clock too, from which a policy learns."""
+    """LRU depends on the order only and runs at full speed; hazard learns from the times of the trace."""
     path = chats(tmp_path / "t", 1200, apart_ms=25)
     experiment = Experiment(path, Options(block_bytes=BLOCK))
-    # Nothing else goes on: the scrubber would keep a quarter of so few blocks from being evicted at a time.
+    # Without the scrubber, which would protect a quarter of these few blocks from eviction.
     settings = {"dram": {"limit": "18MiB"}, "policy": {"eviction": policy}, "scrub": {"rate": 0}}
     [point] = experiment.report([policy], ["18MiB"]).points
-    # A machine that is busy for a moment plays late, and the policy learns other times: then once more.
+    # A busy machine replays late and the policy learns other times: one more try is allowed.
     for _ in range(3 if speed else 1):
         with LocalDaemon(settings) as daemon, Client(daemon.url) as client:
             live = replay_live(
@@ -137,7 +137,7 @@ def test_prompts_denied_for_room_are_counted() -> None:
 
 
 def same(points: list[Point]) -> list[Point]:
-    """Without what differs from run to run."""
+    """Returns the points without their timings."""
     return [replace(point, wall_s=0.0, accesses_per_s=0.0) for point in points]
 
 

@@ -1,4 +1,4 @@
-"""The trace readers: both formats, plain and compressed, and every way a file can be bad."""
+"""The trace readers: both formats, plain and compressed, and invalid files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_conversations(tmp_path: Path) -> None:
 
 
 def test_keys_do_not_depend_on_reading_order(tmp_path: Path) -> None:
-    # Requests of a session reuse the keys of their common prefix: the result must be as if they did not.
+    # Requests of a session reuse the keys of their common prefix. The result must not depend on it.
     rows = [
         conversation(*(call(i, 64 * len(ids), ids) for i, ids in enumerate(orders)))
         for orders in (ORDERS, ORDERS[::-1])

@@ -1,4 +1,4 @@
-"""Traces as arrays: blocks and their numbers, the closed loop of users, and what is bad about a line."""
+"""Traces as arrays: block numbers, the closed loop of users, and invalid lines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of(tmp_path: Path, rows: list[dict[str, object]] = TALKS, **loop: float) -> 
 
 
 def test_conversations_share_a_part_of_the_preamble(tmp_path: Path) -> None:
-    """Half of 256 tokens: the first two blocks of main prompts to a model; others are each one's own."""
+    """Half of 256 tokens are the first two blocks of main prompts of a model. No other blocks are shared."""
     load = of(tmp_path, shared=0.5)
     mains = [p for p in prompts_of(load) if len(p) >= 4]
     short = [p for p in prompts_of(load) if len(p) == 3]

@@ -75,7 +75,7 @@ async def _write(
 
     oversized = block_tokens = 0
     async with aclosing(parts_of(url, seconds, most)) as parts:
-        # Returns once the daemon has accepted: a refusal leaves no file behind.
+        # Waits for the daemon's acceptance, so that a refusal creates no file.
         progress(await anext(parts))
         try:
             async with aiofiles.open(out, "xb") as file:
