@@ -70,7 +70,7 @@ def fill(client: Client, n: int, block_bytes: int = BLOCK) -> None:
 # -- keeping
 
 
-def test_what_was_put_is_got(client: Client) -> None:
+def test_stored_blocks_are_read_back(client: Client) -> None:
     ns = client.namespace(new_layout())
     keys = names(20)
     assert got(ns, keys) == 0
@@ -107,7 +107,7 @@ def test_blocks_of_any_size_live_beside_each_other() -> None:
             assert got(ns, keys) >= 1
 
 
-def test_what_dram_lets_go_of_comes_back_from_nvme(client: Client) -> None:
+def test_blocks_evicted_from_dram_are_read_from_nvme(client: Client) -> None:
     ns = client.namespace(new_layout())
     keys = names(200)
     assert ns.put(keys, payloads(keys)).stored == 200
@@ -125,7 +125,7 @@ def test_what_dram_lets_go_of_comes_back_from_nvme(client: Client) -> None:
         assert set(lease.tiers) == {Tier.DRAM}
 
 
-def test_usage_stays_under_the_limits_and_old_blocks_leave_leaf_first(client: Client) -> None:
+def test_usage_stays_below_the_limits_and_old_leaves_are_evicted_first(client: Client) -> None:
     ns = client.namespace(new_layout())
     chain = names(64, "old")
     ns.put(chain, payloads(chain))
@@ -140,7 +140,7 @@ def test_usage_stays_under_the_limits_and_old_blocks_leave_leaf_first(client: Cl
     assert got(ns, chain[::-1]) in (0, 64)
 
 
-def test_status_tells_what_is_where(daemon: LocalDaemon, client: Client) -> None:
+def test_status_counts_blocks_by_tier(daemon: LocalDaemon, client: Client) -> None:
     fill(client, 10)
     status = settled(client)
     assert status["pid"] == daemon.pid

@@ -239,7 +239,7 @@ def test_whether_there_can_be_a_pool_of_gpu_memory(
     told(line, level, said)
 
 
-def test_without_cupy_doctor_says_what_to_install() -> None:
+def test_doctor_advises_to_install_cupy() -> None:
     [line] = doctor.hbm(configuration.parse('[hbm]\nlimit = "1GiB"'))
     told(line, WARN, "there is no package cupy", "pip install 'kvstore[cuda]'")
 

@@ -176,7 +176,7 @@ def send_in_spite(peer: Peer, message: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf"), -1.0, 1e300])
-def test_times_that_are_none_hurt_nobody(daemon: LocalDaemon, bystander: Client, seconds: float) -> None:
+def test_invalid_times_are_harmless(daemon: LocalDaemon, bystander: Client, seconds: float) -> None:
     with victim(daemon) as (peer, ns, keys):
         joined = b"".join(keys)
         for query in (
@@ -200,7 +200,7 @@ def test_times_that_are_none_hurt_nobody(daemon: LocalDaemon, bystander: Client,
         bystander.ping()
 
 
-def test_requests_about_unknown_namespaces_are_denied_and_the_connection_goes_on(
+def test_requests_about_unknown_namespaces_are_denied_and_the_connection_stays_open(
     daemon: LocalDaemon,
 ) -> None:
     with greeted(daemon) as (peer, opened):
@@ -281,7 +281,7 @@ def test_a_key_twice_in_a_reservation_is_denied(daemon: LocalDaemon) -> None:
         assert answer.why == "a key occurs twice in one call"
 
 
-def test_a_key_asked_for_twice_hurts_nobody(daemon: LocalDaemon, bystander: Client) -> None:
+def test_a_repeated_key_is_harmless(daemon: LocalDaemon, bystander: Client) -> None:
     with victim(daemon) as (peer, number, keys):
         for _ in range(3):
             granted = peer.ask(m.Acquire(5, number, 32, keys[0] * 5, 1.0, 0.0))
@@ -337,7 +337,7 @@ def test_frames_may_come_byte_by_byte(daemon: LocalDaemon) -> None:
         assert peer.receive() == m.Value(7, 0)
 
 
-def test_a_peer_that_leaves_before_its_answer_is_nobodys_error(daemon: LocalDaemon) -> None:
+def test_a_peer_that_disconnects_before_its_answer_causes_no_error(daemon: LocalDaemon) -> None:
     for _ in range(30):
         with greeted(daemon) as (peer, number):
             peer.send(*[m.Map(1, 0, False), m.Status(2), m.Lookup(3, number, 4, b"abcd", 0.0, 0.0)] * 3)
@@ -434,7 +434,9 @@ def test_a_killed_client_frees_its_leases_and_its_half_put_shows_nothing(
     assert ns.put([b"n" * 32], [payload(b"n")], parent=keys[-1]).stored == 1
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(daemon: LocalDaemon, bystander: Client) -> None:
+def test_a_client_that_disconnects_while_it_waits_is_forgotten(
+    daemon: LocalDaemon, bystander: Client
+) -> None:
     with victim(daemon) as (peer, number, _):
         for i in range(50):
             peer.send(m.Reserve(i, number, 4, i.to_bytes(4, "big") * 1, b"", 30.0))
@@ -585,7 +587,7 @@ def test_a_folder_of_another_version_is_refused_and_left_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_with_too_little_room_is_used_as_far_as_it_goes(kind: str, tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_used_partly(kind: str, tmp_path: Path) -> None:
     # Slabs are 8 MiB: the file system has room for two, files of 5 MiB for none.
     nbytes = 24 * MIB if kind == "mount" else 5 * MIB
     folder = tmp_path / "disk"
@@ -699,7 +701,7 @@ def test_a_socket_path_that_is_too_long_is_named_with_its_length(tmp_path: Path)
     assert "accepts at most 107 bytes" in said
 
 
-def test_a_socket_where_a_file_is_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_the_socket_is_not_replaced(tmp_path: Path) -> None:
     file = tmp_path / "precious"
     file.write_text("data")
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(file)))
@@ -738,7 +740,7 @@ def test_a_config_that_is_not_there_is_named() -> None:
     )
 
 
-def test_more_memory_than_there_is_names_the_tier_and_serves_what_it_got(tmp_path: Path) -> None:
+def test_too_little_memory_is_reported_and_the_daemon_serves_with_less(tmp_path: Path) -> None:
     # Every extent is a file of its own to the limit of file sizes: none of them can be made.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
@@ -759,7 +761,7 @@ def test_status_without_a_daemon_is_an_error_in_one_line() -> None:
 # -- slow peers
 
 
-def test_a_stopped_client_delays_nobody(daemon: LocalDaemon, bystander: Client) -> None:
+def test_a_stopped_client_delays_no_other_client(daemon: LocalDaemon, bystander: Client) -> None:
     layout = new_layout()
     child = subprocess.Popen(
         [sys.executable, "-c", _HOLDER, daemon.url, layout.model, str(BLOCK)], stdout=subprocess.PIPE

@@ -148,7 +148,7 @@ def copies(client: Client, ns: Any, key: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_is_written_on_the_device_goes_to_the_pool_and_from_there_to_nvme(control: Any) -> None:
+def test_blocks_written_on_the_gpu_are_stored_in_the_pool_and_copied_to_nvme(control: Any) -> None:
     with serving() as (_, client):
         ns, keys = client.namespace(new_layout()), names(5)
         result = ns.put(keys, on_device(payloads(keys)))
@@ -361,7 +361,7 @@ def test_where_the_daemon_cannot_export_clients_use_dram(
         ({}, {"limit": "4MiB", "gpus": ["7"]}, "device '7' is no GPU here"),
     ],
 )
-def test_what_keeps_a_pool_from_being_there_is_said_and_the_daemon_serves(
+def test_a_missing_pool_is_reported_and_the_daemon_serves(
     fake: dict[str, Any], hbm: dict[str, Any], said: str
 ) -> None:
     with fake_cuda(**fake), LocalDaemon({**WITH_NVME, "hbm": hbm}) as daemon:
@@ -464,7 +464,7 @@ TENANTS = {
 }
 
 
-def test_a_pool_has_the_quotas_of_tenants_and_is_mapped_by_nobody_else(control: Any) -> None:
+def test_a_pool_has_quotas_and_other_tenants_cannot_map_it(control: Any) -> None:
     with (
         serving({**POOL, "tenants": TENANTS}) as (daemon, operator),
         Client(daemon.url, OWNER, deadline_s=20, strict=True) as owner,
@@ -577,7 +577,7 @@ def alive(client: Client) -> bool:
     return True
 
 
-def test_what_only_the_pool_has_is_written_down_at_a_stop(control: Any) -> None:
+def test_blocks_that_only_the_pool_has_are_written_to_nvme_at_a_stop(control: Any) -> None:
     settings = {**POOL, "nvme": {**WITH_NVME["nvme"], "write_policy": "on_evict"}}
     with serving(settings) as (daemon, client):
         ns, keys = client.namespace(new_layout()), names(5)
@@ -588,7 +588,7 @@ def test_what_only_the_pool_has_is_written_down_at_a_stop(control: Any) -> None:
         assert got(ns, keys) == 5
 
 
-def test_a_dram_only_node_keeps_what_leaves_the_pool_in_dram(control: Any) -> None:
+def test_without_nvme_blocks_evicted_from_the_pool_stay_in_dram(control: Any) -> None:
     small = {"dram": {"limit": "16MiB", "huge_pages": False}, "hbm": {"limit": "2MiB"}, "scrub": {"rate": 0}}
     with serving({**small, "policy": {"eviction": "lru"}}) as (_, client):
         ns = client.namespace(new_layout())

@@ -232,7 +232,7 @@ def test_an_async_client_counts_alike(client: Client, daemon: LocalDaemon) -> No
 
 
 @pytest.mark.parametrize("stored", [0, 1, 26, 27, 500, 699, 700])
-def test_a_long_prompt_of_which_a_few_keys_are_asked_counts_as_a_whole(
+def test_a_long_prompt_with_few_requested_keys_counts_as_a_whole(
     client: Client, ns: Any, stored: int
 ) -> None:
     keys = keys_of(list(range(700)))
@@ -245,7 +245,7 @@ def test_a_long_prompt_of_which_a_few_keys_are_asked_counts_as_a_whole(
     assert eventually(lambda: count() == {k: n for k, n in wanted.items() if n}), count()
 
 
-def test_what_is_asked_again_later_or_after_its_end_is_another_prompt(
+def test_a_later_request_for_the_same_keys_is_another_prompt(
     client: Client, ns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, count = keys_of([1, 2, 3]), counting(client)
@@ -263,7 +263,7 @@ def test_what_is_asked_again_later_or_after_its_end_is_another_prompt(
     assert count()["requested"] == 12, "the first one was still that of the look-up"
 
 
-def test_a_caller_says_what_is_a_first_question(client: Client, ns: Any) -> None:
+def test_callers_mark_the_first_request_of_a_prompt(client: Client, ns: Any) -> None:
     keys, count = keys_of([5, 6, 7, 8]), counting(client)
     assert [ns.lookup(keys, prompt=n) for n in (4, 0, 0)] == [0, 0, 0]
     assert count() == {"requested": 4, "missed": 4}
@@ -351,7 +351,7 @@ def test_tiers_count_apart(small_dram: Client) -> None:
 # -- found, and not delivered
 
 
-def test_what_is_corrupt_is_found_and_not_delivered() -> None:
+def test_corrupt_blocks_are_found_and_not_delivered() -> None:
     layout = Layout(model="corrupt", block_bytes=16 << 10)
     keys = names(5)
     with LocalDaemon(SMALL) as daemon, Client(daemon.url, deadline_s=10) as client:
@@ -366,7 +366,7 @@ def test_what_is_corrupt_is_found_and_not_delivered() -> None:
         assert count() == {"requested": 5, "found": 5, "delivered": 2, "corrupt": 1}
 
 
-def test_what_is_slower_to_load_than_to_compute_is_not_worth_loading(small_dram: Client) -> None:
+def test_blocks_slower_to_load_than_to_compute_are_not_worth_loading(small_dram: Client) -> None:
     client = small_dram
     ns = client.namespace(Layout(model="unworthy", block_bytes=128 << 10, block_tokens=1))
     keys = with_most_on_nvme(client, ns, 250)
@@ -379,7 +379,7 @@ def test_what_is_slower_to_load_than_to_compute_is_not_worth_loading(small_dram:
     assert count() == wanted, "a poll decides nothing anew"
 
 
-def test_what_a_deadline_cuts_off_is_too_late() -> None:
+def test_blocks_after_the_deadline_are_too_late() -> None:
     w = World(dram=2, nvme=4)
     w.open(1)
     w.put(0, 1, [b"a", b"b", b"c"])
@@ -422,7 +422,7 @@ def test_sums_are_spread_over_tiers_without_losing_any() -> None:
     assert spread({0: 2, 1: 2}, 4) == {0: 2, 1: 2}
 
 
-def test_what_was_missed_never_decreases() -> None:
+def test_counts_of_misses_never_decrease() -> None:
     counters = HitCounters()
     counters.count(1, ("requested", -2), 100, 16, 10)
     assert counters.of(1)["missed", -2] == (100, 1600, 1000)

@@ -58,7 +58,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Path]:
         flag.unlink(missing_ok=True)
 
 
-def test_a_device_that_hangs_is_fenced_and_everybody_goes_on(
+def test_a_device_that_hangs_is_fenced_and_requests_are_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with (
@@ -120,7 +120,7 @@ def test_a_stop_ends_though_the_device_hangs(monkeypatch: pytest.MonkeyPatch, tm
             assert got(client.namespace(layout), keys) == 30, "what was on record is there, and nothing else"
 
 
-def test_a_stop_leaves_the_socket_that_another_daemon_has_meanwhile() -> None:
+def test_a_stop_keeps_a_socket_that_another_daemon_has_replaced() -> None:
     with LocalDaemon(SMALL) as daemon, socket.socket(socket.AF_UNIX) as other:
         daemon.socket.unlink()
         other.bind(str(daemon.socket))
@@ -143,7 +143,7 @@ def edit(daemon: LocalDaemon, text: str) -> None:
     (daemon.folder / "kvstore.toml").write_text(text)
 
 
-def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
+def test_sighup_reloads_live_keys_and_names_keys_that_need_a_restart() -> None:
     settings = {**WITH_NVME, "limits": {"leases_per_connection": 4}, "scrub": {"rate": 0}}
     with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns, keys = client.namespace(new_layout()), names(8)
@@ -179,7 +179,7 @@ def test_a_hangup_reloads_what_can_change_and_names_what_cannot() -> None:
         assert got(ns, keys) == 8
 
 
-def test_who_goes_first_and_what_is_written_change_while_it_runs() -> None:
+def test_eviction_and_write_policy_change_at_run_time() -> None:
     """And of a policy that there is not, nothing."""
     with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=5) as client:
         ns, keys = client.namespace(new_layout()), names(300)

@@ -21,7 +21,7 @@ def stored_below(client: Client, n: int) -> tuple[Any, list[bytes]]:
     return ns, keys
 
 
-def test_what_follows_comes_up_with_what_is_asked_for() -> None:
+def test_following_blocks_are_promoted_with_requested_blocks() -> None:
     settings = {**WITH_NVME, "nvme": {**WITH_NVME["nvme"], "prefetch_blocks": 16}}
     with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = stored_below(client, 64)
@@ -34,7 +34,7 @@ def test_what_follows_comes_up_with_what_is_asked_for() -> None:
         assert got(ns, keys) == 64
 
 
-def test_nothing_comes_unasked_by_default() -> None:
+def test_nothing_is_prefetched_by_default() -> None:
     with LocalDaemon(WITH_NVME) as daemon, Client(daemon.url, deadline_s=10, strict=True) as client:
         ns, keys = stored_below(client, 64)
         with ns.acquire(keys[:16]) as lease:

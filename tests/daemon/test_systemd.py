@@ -68,7 +68,7 @@ def test_everything_is_below_destdir_and_names_what_will_be_there(tmp_path: Path
     assert files(tmp_path) == {kept}
 
 
-def test_a_configuration_that_is_there_stays(tmp_path: Path) -> None:
+def test_an_existing_configuration_is_kept(tmp_path: Path) -> None:
     mine = tmp_path / "etc" / "kvstore" / "kvstore.toml"
     mine.parent.mkdir(parents=True)
     mine.write_text("# mine\n")
@@ -107,7 +107,7 @@ def test_units_are_understood(installed: Path, unit: str) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
-def test_what_is_not_understood_would_be_seen(installed: Path) -> None:
+def test_unknown_directives_are_reported(installed: Path) -> None:
     # It ends with 0 all the same: only what it says counts.
     unit = installed / "kvstore.service"
     unit.write_text(unit.read_text().replace("ProtectHome=", "ProtectHomes="))

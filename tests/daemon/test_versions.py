@@ -188,7 +188,7 @@ def daemon_of_version_7(folder: Path) -> Iterator[tuple[str, list[str]]]:
         os.close(memory)
 
 
-def test_a_client_of_today_asks_a_daemon_of_version_7_what_that_knows(tmp_path: Path) -> None:
+def test_a_current_client_sends_a_daemon_of_version_7_only_known_fields(tmp_path: Path) -> None:
     with (
         daemon_of_version_7(tmp_path) as (url, wrong),
         Client(url, token="", strict=True, deadline_s=10) as client,
@@ -208,7 +208,7 @@ def test_two_of_today_tell_each_other_all(caplog: pytest.LogCaptureFixture) -> N
     assert f"version {m.VERSION} of the wire" in caplog.text
 
 
-def test_what_is_newer_stays_out_of_frames_for_older_peers() -> None:
+def test_frames_for_older_peers_lack_newer_fields() -> None:
     welcome = m.Welcome(7, b"12345678", 1, 2, 3, (), "0.1.0")
     old = m.encode(welcome, 7)
     assert items_of(old) == [1, 7, b"12345678", 1, 2, 3, ()]
@@ -229,7 +229,7 @@ def test_fields_are_added_at_the_end_and_may_be_absent() -> None:
     [((5, 6), "versions 5 to 6", "client"), ((9, 12), "versions 9 to 12", "daemon")],
     ids=["too old", "too new"],
 )
-def test_who_is_too_far_apart_misses_and_both_say_so_once(
+def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
     speaks: tuple[int, int],
     theirs: str,
     older: str,

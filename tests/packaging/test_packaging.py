@@ -152,7 +152,7 @@ def test_the_wheel_serves_from_a_clean_environment(
         )
 
 
-def test_the_image_runs_as_nobody_else_and_copies_what_is_there() -> None:
+def test_the_image_has_its_own_user_and_copies_existing_files() -> None:
     assert RECIPE.of(RECIPE.final, "USER") == ["10001:10001"]
     assert "useradd --uid 10001 --gid 10001" in " ".join(RECIPE.of(RECIPE.final, "RUN"))
     for copied in RECIPE.of(RECIPE.build, "COPY") + RECIPE.of(RECIPE.final, "COPY"):
@@ -235,7 +235,7 @@ def test_memory_and_time_are_enough() -> None:
     assert POD["terminationGracePeriodSeconds"] >= loaded.daemon.stop_timeout + 5
 
 
-def test_versions_with_known_holes_are_below_what_is_required() -> None:
+def test_versions_with_known_holes_are_excluded() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = {name: floor for name, _, floor in (entry.partition(">=") for entry in project["dependencies"])}
     for name, floor in {"h11": (0, 16), "starlette": (0, 49, 1)}.items():
@@ -380,7 +380,7 @@ def test_the_package_has_completion_for_shells(packages: tuple[Path, Path]) -> N
 
 
 @pytest.mark.long
-def test_the_package_depends_on_what_it_links(packages: tuple[Path, Path]) -> None:
+def test_the_package_depends_on_linked_libraries(packages: tuple[Path, Path]) -> None:
     [depends] = re.findall(r"^ Depends: (.*)$", run("dpkg-deb", "--info", str(packages[0])), re.MULTILINE)
     named = {part.split()[0] for part in re.split(r"[,|]", depends)}
     tree = packages[1].parent / "tree"

@@ -73,7 +73,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found_stays_fixed(seed: int) -> None:
+def test_found_failures_stay_fixed(seed: int) -> None:
     assert not simulate(seed, plain=True).violation, FOUND[seed]
 
 
@@ -86,7 +86,7 @@ FOUND_SINCE = {
 
 
 @pytest.mark.parametrize("seed", FOUND_SINCE)
-def test_what_was_found_with_all_that_there_is_now_stays_fixed(seed: int) -> None:
+def test_found_failures_stay_fixed_with_all_features(seed: int) -> None:
     assert not simulate(seed).violation, FOUND_SINCE[seed]
 
 
@@ -404,7 +404,7 @@ OBVIOUS = {free_while_read, early_reading, readable_leftovers, given_back_in_dra
     [pytest.param(each, marks=[pytest.mark.long] * (each not in OBVIOUS)) for each in CAUGHT_AS],
     ids=lambda f: f.__name__,
 )
-def test_what_is_broken_on_purpose_is_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_injected_bugs_are_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
     broken(monkeypatch)
     for seed in range(1, BREAKS_WITHIN):
         violation = simulate(seed, one_device=broken not in SEVERAL).violation

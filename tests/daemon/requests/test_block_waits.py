@@ -63,7 +63,7 @@ def test_too_many_keys_are_refused_before_they_are_waited_for(daemon: LocalDaemo
         assert "4097 keys" in denied.why
 
 
-def test_a_tenant_has_so_many_waits_on_all_its_connections(daemon: LocalDaemon) -> None:
+def test_the_waits_of_a_tenant_are_bounded_over_all_connections(daemon: LocalDaemon) -> None:
     layout = new_layout()
     (one, space), (two, same) = opened(daemon, layout), opened(daemon, layout)
     with one, two:

@@ -165,7 +165,7 @@ def filled(client: Client, layout: object, n: int = 40) -> tuple[Namespace, list
     return ns, keys
 
 
-def test_a_reload_that_fails_in_any_way_leaves_the_next_one_to_work(site: Site) -> None:
+def test_a_reload_works_after_one_that_failed(site: Site) -> None:
     token = new_token(b"t" * 32)
     member = f"[[tenants.chat.tokens]]\nhash = 'sha256:{hash_of(token).hex()}'\n"
     site.configure(more=member)
@@ -233,7 +233,7 @@ def test_blocks_in_dram_are_hits_after_a_restart(site: Site, end: signal.Signals
     assert len(site.manager.extents) == 8, "nothing is given to the manager twice"
 
 
-def test_what_was_only_in_dram_goes_down_after_a_restart_and_both_tiers_agree(site: Site) -> None:
+def test_blocks_only_in_dram_are_written_to_nvme_after_a_restart(site: Site) -> None:
     layout = new_layout()
     site.configure(more=f'[nvme]\npath = "{site.folder}/nvme"\nlimit = "32MiB"\nwrite_policy = "on_evict"\n')
     with site.running() as client:
@@ -301,7 +301,7 @@ def test_extents_of_another_layout_are_not_used(site: Site) -> None:
     assert "another version of kvstore laid it out" in site.log.read_text()
 
 
-def test_a_smaller_limit_keeps_what_fits_and_lets_go_of_the_rest(site: Site) -> None:
+def test_a_smaller_limit_keeps_blocks_that_fit_and_evicts_the_rest(site: Site) -> None:
     layout = new_layout()
     with site.running() as client:
         for i in range(6):
@@ -374,7 +374,7 @@ def test_readiness_and_the_end_are_told(site: Site) -> None:
 # -- kvstore supervise
 
 
-def test_a_supervised_daemon_that_is_killed_comes_back_with_its_dram() -> None:
+def test_a_supervised_daemon_that_is_killed_restarts_with_its_dram() -> None:
     layout = new_layout()
     with LocalDaemon(WITH_NVME, supervised=True) as daemon, Client(daemon.url, deadline_s=10) as client:
         ns, keys = filled(client, layout)

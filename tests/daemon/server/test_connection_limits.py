@@ -87,7 +87,7 @@ def test_a_tenants_request_has_fewer_values_than_an_operators(shared: TenantDaem
 
 
 @needs_root
-def test_a_user_who_connects_and_connects_keeps_no_other_waiting() -> None:
+def test_many_connections_of_one_user_do_not_delay_other_users() -> None:
     with TenantDaemon(SMALL, TENANTS) as own, ExitStack() as held:
         crowd: list[Peer] = []
         with acting_as(ATTACKER):
@@ -129,7 +129,7 @@ def test_answers_that_nobody_reads_have_a_bound_for_each_tenant(shared: TenantDa
             assert member.status()["connections"] == 1
 
 
-def test_what_is_long_is_told_apart_from_what_is_many(daemon: LocalDaemon) -> None:
+def test_long_frames_are_told_apart_from_many_frames(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket) as peer:
         peer.hello()
         number = peer.open(new_layout()).namespace
@@ -144,7 +144,7 @@ def test_a_stranger_sends_little(daemon: LocalDaemon) -> None:
         assert "the limit is 4096" in peer.refused().why
 
 
-def test_silent_strangers_keep_nobody_out(daemon: LocalDaemon) -> None:
+def test_silent_strangers_do_not_block_other_users(daemon: LocalDaemon) -> None:
     with ExitStack() as held, Client(daemon.url, strict=True, deadline_s=10) as client:
         first = held.enter_context(Peer(daemon.socket))
         for _ in range(260):
@@ -156,7 +156,7 @@ def test_silent_strangers_keep_nobody_out(daemon: LocalDaemon) -> None:
 
 
 @needs_root
-def test_who_crowds_in_is_crowded_out(shared: TenantDaemon) -> None:
+def test_new_connections_of_a_crowding_user_replace_its_oldest(shared: TenantDaemon) -> None:
     with ExitStack() as held:
         with acting_as(VICTIM):
             quiet = held.enter_context(Peer(shared.socket))
@@ -167,7 +167,7 @@ def test_who_crowds_in_is_crowded_out(shared: TenantDaemon) -> None:
 
 
 @needs_root
-def test_a_tenant_leaves_connections_to_others_and_to_operators(shared: TenantDaemon) -> None:
+def test_connections_are_reserved_for_other_tenants_and_operators(shared: TenantDaemon) -> None:
     with ExitStack() as held:
         for uid, most in ((ATTACKER, range(40, 60)), (VICTIM, range(10, 30))):
             n = 0

@@ -46,7 +46,7 @@ async def _greeted(path: Path) -> bytes:
         writer.close()
 
 
-def test_who_comes_while_there_is_no_descriptor_waits_and_that_is_said_once(
+def test_connections_wait_while_descriptors_are_exhausted_and_this_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -65,7 +65,7 @@ def test_who_comes_while_there_is_no_descriptor_waits_and_that_is_said_once(
     ]
 
 
-def test_a_connection_that_cannot_be_opened_keeps_nobody_out(
+def test_a_connection_that_cannot_be_opened_does_not_block_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Greeter):

@@ -177,7 +177,7 @@ def world() -> World:
     return World()
 
 
-def test_while_nobody_waits_a_message_runs_at_once(world: World) -> None:
+def test_with_empty_queues_a_message_runs_at_once(world: World) -> None:
     mine, other = world.peer(0), world.peer(1)
     for peer in (mine, other):
         peer.send(*pings(3))
@@ -187,7 +187,7 @@ def test_while_nobody_waits_a_message_runs_at_once(world: World) -> None:
     assert not world.loop.round()
 
 
-def test_a_tenant_that_is_alone_waits_for_nobody(world: World) -> None:
+def test_a_single_tenant_does_not_wait(world: World) -> None:
     peers = [world.peer(0) for _ in range(100)]
     for peer in peers:
         peer.run_s = 0.001
@@ -343,13 +343,13 @@ def test_a_tenants_long_requests_are_read_at_a_bounded_rate(world: World) -> Non
     assert other.ran
 
 
-def test_who_is_alone_may_send_as_much_as_it_likes(world: World) -> None:
+def test_a_single_tenant_is_not_throttled(world: World) -> None:
     peer = world.peer(0)
     world.scheduler.throttle(peer.queue, 1 << 30)
     assert not peer.paused
 
 
-def test_who_rests_is_read_on_when_its_requests_have_run_too(world: World) -> None:
+def test_a_throttled_connection_is_read_again_once_its_requests_have_run(world: World) -> None:
     world.peer(1)
     peer = world.peer(0)
     peer.send(*pings(100))
@@ -360,7 +360,7 @@ def test_who_rests_is_read_on_when_its_requests_have_run_too(world: World) -> No
     assert len(peer.ran) + len(peer.refused) == 100
 
 
-def test_who_leaves_while_it_rests_is_not_read(world: World) -> None:
+def test_a_throttled_connection_that_ends_is_not_read(world: World) -> None:
     world.peer(1)
     peer = world.peer(0)
     world.scheduler.throttle(peer.queue, 64 << 10)
@@ -396,7 +396,7 @@ def test_a_tenant_with_too_much_queued_on_many_connections_is_told_so() -> None:
     assert other.ran
 
 
-def test_who_has_too_much_queued_is_told_so_and_loses_nothing_that_is_to_be_given_back(world: World) -> None:
+def test_a_tenant_with_a_full_queue_gets_busy_and_loses_no_release(world: World) -> None:
     world.scheduler.set(0, 1.0, requests_per_s=10.0)
     peer, other = world.peer(0), world.peer(1)
     peer.send(*pings(LIMIT + 5), m.Release(1), m.Abort(2), m.Commit(99, 3, b"", b""), m.Suspect(0, 1, 1, b""))
@@ -438,7 +438,7 @@ def _queued(world: World) -> list[Any]:
     return [item for flow in flows for _, item in flow.items]
 
 
-def test_what_cannot_be_refused_piles_up_only_so_far(world: World) -> None:
+def test_the_queue_of_messages_that_cannot_be_refused_is_bounded(world: World) -> None:
     world.scheduler.set(0, 1.0, requests_per_s=1000.0)
     peer = world.peer(0)
     peer.send(*[m.Release(i) for i in range(1000)])
@@ -470,7 +470,7 @@ def test_a_cap_holds_and_the_time_spent_waiting_is_told() -> None:
     assert len(peer.ran) == 201
 
 
-def test_lifting_a_cap_lets_go_of_what_it_held(world: World) -> None:
+def test_removing_a_cap_runs_the_requests_that_it_delayed(world: World) -> None:
     world.scheduler.set(0, 1.0, requests_per_s=0.001)
     peer = world.peer(0)
     peer.send(*pings(10))
@@ -562,7 +562,7 @@ def test_time_in_the_queue_is_part_of_the_deadline(monkeypatch: pytest.MonkeyPat
     assert (figures["call"], figures["waited"], figures["sum_s"]) == ("acquire", True, 2.0)
 
 
-def test_what_an_ended_connection_had_sent_takes_no_memory() -> None:
+def test_messages_of_an_ended_connection_are_freed() -> None:
     """A real daemon: its garbage collector runs seldom, so nothing may wait for it."""
     with LocalDaemon(SMALL) as daemon:
         before = _rss(daemon)
