@@ -15,7 +15,6 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Action
-from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.insight import reports
 from kvstore.core.insight.explain import explain
 from kvstore.core.invariants import check
@@ -136,7 +135,7 @@ class Placement:
             ev.CopyDone: results.copy_done,
             ev.ProbeDone: verification.probe_done,
             ev.Scrub: verification.scrub,
-            ev.ExtentReady: self._extent_ready,
+            ev.ExtentReady: self.resizing.extent_ready,
             ev.ExtentLost: self.resizing.extent_lost,
             ev.ExtentsEnd: self.resizing.extents_end,
             ev.Restore: lambda event, now: restore(self.leases, event, writes.write_through),
@@ -187,16 +186,3 @@ class Placement:
             else:
                 self._writes.abort(ev.Abort(event.client, lease), now)
         leases.forget_client(event.client)
-
-    def _extent_ready(self, event: ev.ExtentReady, now: float) -> None:
-        extents = self.residency.tiers[event.tier].extents
-        extents.add(event.extent, event.replaces)
-        if event.tenant == ev.UNKNOWN:
-            self.eviction.rebalancing.renew(event.tier, event.extent)
-        cut = None
-        if event.slot_bytes:
-            cut = extents.assign(SlotPool(event.tenant, event.domain, event.slot_bytes), event.extent)
-            self.eviction.shrink(event.tier, event.tenant)
-        if event.versions is not None and cut is not None:
-            slots = extents.slots.classes.slots_of(event.extent)
-            extents.slots.version[slots] = event.versions[: len(slots)]

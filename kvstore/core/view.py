@@ -313,7 +313,7 @@ class View:
 
     @property
     def limits(self) -> Limits:
-        """What one client or one call may ask for."""
+        """The limits of one client and of one call."""
         return self._leases.limits
 
     def lent_by(self, tenant: int) -> dict[int, int]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvstore.core import events as ev
 from kvstore.core.actions import MakeExtents
+from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.jobs import Job
 from kvstore.core.residency.residency import Residency
 from kvstore.core.transfers.eviction import Eviction
@@ -53,6 +54,20 @@ class Resizing(Job):
         else:
             state.growing = True
             self._r.outbox.actions.append(MakeExtents(tier, state.extents.lacking))
+
+    def extent_ready(self, event: ev.ExtentReady, now: float) -> None:
+        slots, extents = self._r.tiers[event.tier].slots, self._r.tiers[event.tier].extents
+        extents.add(event.extent, event.replaces)
+        if event.tenant == ev.UNKNOWN:
+            self._eviction.rebalancing.renew(event.tier, event.extent)
+        if not event.slot_bytes:
+            return
+        pool = SlotPool(event.tenant, event.domain, event.slot_bytes)
+        assigned = extents.assign(pool, event.extent)
+        self._eviction.shrink(event.tier, event.tenant)
+        if event.versions is not None and assigned is not None:
+            numbers = slots.classes.slots_of(event.extent)
+            slots.version[numbers] = event.versions[: len(numbers)]
 
     def extents_end(self, event: ev.ExtentsEnd, now: float) -> None:
         self._r.tiers[event.tier].growing = False

@@ -1,4 +1,4 @@
-"""Which blocks exist and which tiers hold them: rows, chains, pins, tiers and their policies, kept in step.
+"""The stored blocks and the tiers that hold them: rows, chains, pins, policies, decision log.
 
-Not covered: what is stored, copied or evicted. `transfers` and `requests` decide that.
+Not covered: decisions to store, copy or evict. `transfers` and `requests` make them.
 """

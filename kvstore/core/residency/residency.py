@@ -1,4 +1,4 @@
-"""Which slots hold which blocks: rows, index, links, slots, pins and policies, kept in step.
+"""The stored blocks and their slots: keeps rows, index, links, slots, pins and policies in step.
 
 Not covered: which blocks are evicted or copied; see `transfers.eviction` and `transfers`.
 """
@@ -65,7 +65,7 @@ class Residency:
     # -- which tiers have a block
 
     def copies(self, rows: Rows, persistent: bool = False) -> npt.NDArray[np.int64]:
-        """How many tiers, or `persistent` tiers, have each row's block. Lost devices do not count."""
+        """Returns the number of (`persistent`) tiers with a copy of each row. Lost devices do not count."""
         slot = self.blocks.slot[:, rows]
         if persistent:
             slot = slot[self.topology.persistent]
@@ -75,21 +75,21 @@ class Residency:
         return n
 
     def alone_in_memory(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which of the rows' blocks are in memory tiers only."""
+        """Returns which rows have copies in memory tiers only."""
         slot = self.blocks.slot[:, rows]
         alone: npt.NDArray[np.bool_] = np.logical_or.reduce(slot[self.topology.memory] >= 0)
         alone &= ~np.logical_or.reduce(slot[self.topology.persistent] >= 0)
         return alone
 
     def idle(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which of the rows' copies in a tier are neither referenced nor pinned."""
+        """Returns which rows have a copy in a tier that is neither referenced nor pinned."""
         slots = self.blocks.slot[tier, rows]
         idle: npt.NDArray[np.bool_] = (self.tiers[tier].slots.refs[slots] == 0) & (slots >= 0)
         idle &= ~self.kept(tier, rows)
         return idle
 
     def kept(self, tier: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which of the rows' copies in a tier pins keep. In HBM they keep only the last copy of a block."""
+        """Returns which copies in a tier are protected by pins. In HBM, pins protect only last copies."""
         pinned: npt.NDArray[np.bool_] = self.blocks.pinned[rows]
         if tier in self.topology.memory[1:] and pinned.any():
             pinned &= self.copies(rows) == 1
@@ -176,7 +176,7 @@ class Residency:
         rows = rows[self.blocks.slot[tier, rows] >= 0]
         return rows[self.tiers[tier].slots.are_of(pool, self.blocks.slot[tier, rows])]
 
-    # -- copies come and go
+    # -- new and dropped copies
 
     def where(self, tier: int, slots: Slots) -> Where:
         """Returns the places of slots."""

@@ -24,7 +24,7 @@ from kvstore.types import Tier
 
 @dataclass(slots=True)
 class PolicyGeneration:
-    """What the policies of a tier share that `make` made. A block is in at most one of their pools."""
+    """The shared state of a tier's policies, which `make` made. A block is in at most one of their pools."""
 
     make: Factory
     segments: Segments
@@ -121,7 +121,7 @@ class Topology:
 
     @property
     def out_of_reach(self) -> bool:
-        """Whether some device cannot be read for now. A lost device counts until its blocks are forgotten."""
+        """Whether a device cannot be read now. A lost device counts until its blocks are forgotten."""
         if self.losing:
             return True
         return any(not (t.device.readable or t.lost) for t in self.tiers[1:])

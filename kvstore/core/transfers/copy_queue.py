@@ -101,7 +101,7 @@ class CopyQueue:
         return max(between, key=lambda t: t.spec.tier.rank).device
 
     def room(self, space: Namespace, source: Rows, asker: int, kind: int, target: int) -> int:
-        """How many rows, from the first, the asker may queue. `source` has the tier of each row."""
+        """Returns how many leading rows the asker may queue. `source` has the tier of each row."""
         n = len(source)
         size = max(pool.slot_bytes for pool in space.pools)
         for number in np.unique(source).tolist():
@@ -111,7 +111,7 @@ class CopyQueue:
         return n
 
     def room_for_writes(self, tier: int, tenant: int, more: int = 0) -> int:
-        """How many more writes from a tier may be in flight: at least one for each tenant.
+        """Returns how many more writes from a tier may start: at least one for each tenant.
 
         `more` raises the bound.
         """
@@ -121,7 +121,7 @@ class CopyQueue:
     # -- what is queued
 
     def coming(self, target: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows are being copied into a memory tier."""
+        """Returns which rows are being copied into a memory tier."""
         if target == 0:
             return (self._r.blocks.copy_marks[rows] & PROMOTING) > 0
         coming = np.zeros(len(rows), np.bool_)
@@ -139,7 +139,7 @@ class CopyQueue:
         return rows
 
     def demoting(self, tier: int, pool: SlotPool) -> int:
-        """How many blocks of a pool leave the tier when their write to a lower tier ends."""
+        """Returns the number of blocks in a pool that are dropped when their write to a lower tier ends."""
         if not self.writing[pool.tenant]:
             return 0
         marks = self._r.blocks.copy_marks
@@ -147,7 +147,7 @@ class CopyQueue:
         return sum(int(np.count_nonzero(marks[t.rows[t.alive]] & DEMOTE)) for t in mine)
 
     def relocates(self, namespace: int) -> bool:
-        """Whether blocks of a namespace are being copied within tier 0, or are being demoted from it."""
+        """Returns whether blocks of a namespace are being copied within tier 0, or demoted from it."""
         marks = self._r.blocks.copy_marks
         return any(
             t.source == t.target or (t.source == 0 and bool((marks[t.rows[t.alive]] & DEMOTE).any()))
@@ -156,7 +156,7 @@ class CopyQueue:
         )
 
     def concern(self, namespaces: Sequence[int]) -> bool:
-        """Whether blocks of these namespaces are being copied or probed."""
+        """Returns whether blocks of these namespaces are being copied or probed."""
         if any(t.namespace in namespaces for t in self.under_way.values()):
             return True
         return any(np.isin(p.identity.namespace, namespaces).any() for p, _ in self._probes.values())
