@@ -1,7 +1,7 @@
 """Errors as problem details (RFC 9457), each with a hint.
 
 Every exception that reaches the application becomes one JSON object of `Problem`'s fields. Bugs become a 500
-without details; their traceback goes to the log.
+without details; their traceback is logged.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,11 +19,14 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from kvstore.errors import DeniedError, LocalProtocolError, MisuseError, UnavailableError
+from kvstore.errors import DeniedError, KVStoreError, LocalProtocolError, MisuseError, UnavailableError
 
 _log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+
+
+_STATUSES = {UnavailableError: 503, LocalProtocolError: 409, DeniedError: 409, MisuseError: 422}
 
 
 class Problem(BaseModel):
@@ -102,20 +106,15 @@ def install(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"])
         return answer(ProblemError(422, f"{where}: {first['msg']}", "/openapi.json documents valid requests"))
 
-    @app.exception_handler(UnavailableError)
-    async def unavailable(_: Request, error: UnavailableError) -> JSONResponse:
-        return answer(ProblemError(503, error.message, error.hint, {"Retry-After": "1"}))
-
-    @app.exception_handler(LocalProtocolError)
-    @app.exception_handler(DeniedError)
-    async def denied(_: Request, error: DeniedError | LocalProtocolError) -> JSONResponse:
-        return answer(ProblemError(409, error.message, error.hint))
-
-    @app.exception_handler(MisuseError)
-    async def misuse(_: Request, error: MisuseError) -> JSONResponse:
-        return answer(ProblemError(422, error.message, error.hint))
-
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
         _log.error("a request failed because of a bug", exc_info=error)
         return answer(ProblemError(500, "internal error", "see the log of kvstore admin"))
+
+    for kind, status in _STATUSES.items():
+        app.add_exception_handler(kind, partial(_answer_error, status))
+
+
+async def _answer_error(status: int, _: Request, error: KVStoreError) -> JSONResponse:
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return answer(ProblemError(status, error.message, error.hint, headers))

@@ -48,7 +48,7 @@ class AuditLog:
         self._intervals: set[asyncio.Task[None]] = set()
 
     async def write(self, entry: dict[str, object]) -> None:
-        """Appends one entry. An entry that the file does not take goes to the process's log."""
+        """Appends one entry. If the file cannot be written, the entry is logged by the process."""
         await self._write(entry, self._path)
 
     async def refuse(self, entry: dict[str, object]) -> None:

@@ -30,7 +30,7 @@ _LOCAL_HINT = "requests without a token must address localhost"
 
 
 class Role(IntEnum):
-    """What a caller may do. Each role includes the ones before it."""
+    """Rights of a caller. Each role includes the previous one."""
 
     VIEW = 0
     OPERATE = 1

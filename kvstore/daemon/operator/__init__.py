@@ -1,1 +1,1 @@
-"""What operators ask and change while the daemon runs: commands, devices, settings, event log, traces."""
+"""Commands of operators at run time: status, devices, settings, namespaces, event log, traces."""

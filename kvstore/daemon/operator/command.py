@@ -1,7 +1,7 @@
 """The registry of operator commands: a method with the `command` decorator becomes a command of its name.
 
-Each command stands in the file of its noun. Arguments and results are plain values. A command that changes
-something returns a function that sends the request, so that the answer goes to the operator when it is there.
+Each command is in the file of its noun. Arguments and results are plain values. A command that changes
+something returns a function that sends the request. The operator gets the answer when the core has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_AT_ONCE = 64
 """Items on one page. A longer page would delay other requests."""
 
 Later = Callable[[Requester, int], None]
-"""Sends a request whose answer goes to the requester, under its request number."""
+"""Sends a request to the core. The requester gets the answer, with its request number."""
 
 Result = dict[str, Any] | Later | Coroutine[Any, Any, dict[str, Any]]
 

@@ -98,7 +98,7 @@ def close_all(devices: Mapping[str, NvmeTier]) -> None:
 
 def _open(config: Config, name: str, first: NvmeTier | None) -> NvmeTier:
     limit, path = config.nvme.limits[name], config.nvme.paths[name]
-    # A tenant that is encrypted on one device is encrypted on all, even if it is not configured any more.
+    # A tenant that is encrypted on one device is encrypted on all, even if it is no longer configured.
     encrypt = dict.fromkeys(first.keys.encrypted if first is not None else (), True)
     encrypt |= {tenant: each.encrypt for tenant, each in config.tenants.items()}
     master = MasterKey.load(config.encryption.key_file)
@@ -161,7 +161,7 @@ class Devices:
             raise ConfigError(f"{len(wanted)} devices more are too many for this daemon", hint)
 
     def change(self, config: Config, opened: Mapping[str, NvmeTier]) -> None:
-        """Removes devices that are not configured any more, and adds the devices that were opened."""
+        """Removes devices that are no longer configured, and adds the opened ones."""
         for tier in self._removed_by(config):
             self._event_log.add("leaving", tier=tier.name)
             self._core.handle(ev.RemoveDevice(tier.number))

@@ -1,6 +1,6 @@
 """The operator command behind the metrics: counters, latencies, decisions, hits and holdings.
 
-Of many tenants only the largest have rows of their own, so that the answer stays small.
+Only the largest tenants have rows of their own, which bounds the size of the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.types import Tier
 _MOST_TENANTS = 20
 _UNITS = "blocks", "tokens", "bytes"
 _REMOVED = "(removed)"
-"""Stands for removed devices, whose names may be used again."""
+"""Name of all removed devices, because the names of devices are reused."""
 
 
 @dataclass(slots=True, eq=False)

@@ -136,7 +136,7 @@ def named(
 def _named(block: dict[str, Any], authenticator: Authenticator, namespaces: Namespaces) -> dict[str, Any]:
     rest = {name: value for name, value in block.items() if name != "namespace"}
     space = namespaces.at(block["namespace"])
-    assert space is not None, "the answer comes in the same turn of the event loop"
+    assert space is not None, "the core answers in the same turn of the event loop"
     layout = space.layout
     return {
         "tenant": authenticator.name(space.tenant),

@@ -1,7 +1,7 @@
 """Applies a changed configuration to the running daemon.
 
-What can change at run time, and how the configuration is read and kept, is not covered here: see
-`kvstore.config` and `settings`.
+Not covered: which keys can change at run time (`kvstore.config`), and how the configuration is read and
+persisted (`settings`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What `kvstore status` and the admin API show of the daemon as a whole."""
+"""The status of the whole daemon, for `kvstore status` and the REST interface."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvstore.core.view import TierView
@@ -17,32 +18,24 @@ from kvstore.daemon.tenancy.auth import Principal
 from kvstore.daemon.tenancy.namespaces import Namespaces
 
 
+@dataclass(slots=True, eq=False)
 class Status:
-    """The status of one daemon. `instance` is the daemon's id."""
+    """The status of the daemon with the id `_instance`."""
 
-    def __init__(
-        self,
-        core: Executor,
-        tiers: TierSet,
-        namespaces: Namespaces,
-        tenants: TenantCommands,
-        problems: list[str],
-        instance: bytes,
-        network: NetworkTier | None,
-        kv_events: Tracker,
-    ) -> None:
-        self.server: Callable[[Principal | None], dict[str, Any]] = lambda who: {}
-        """Returns the server's part of the status: for a principal, or for operators."""
-        self._core = core
-        self._view = core.view
-        self._tiers = tiers
-        self._namespaces = namespaces
-        self._tenants = tenants
-        self._problems = problems
-        self._instance = instance
-        self._started = core.now()
-        self._network = network
-        self._kv_events = kv_events
+    _core: Executor
+    _tiers: TierSet
+    _namespaces: Namespaces
+    _tenants: TenantCommands
+    _problems: list[str]
+    _instance: bytes
+    _network: NetworkTier | None
+    _kv_events: Tracker
+    server: Callable[[Principal | None], dict[str, Any]] = field(default=lambda who: {}, init=False)
+    """Returns the server's part of the status: for a principal, or for operators."""
+    _started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started = self._core.now()
 
     @command
     def status(self) -> dict[str, Any]:
@@ -56,7 +49,7 @@ class Status:
         return {**self.server(who), **self._summary(), "tenants": self._tenants.all_usage()}
 
     def _summary(self) -> dict[str, Any]:
-        view, devices = self._view, self._tiers.devices.values()
+        view, devices = self._core.view, self._tiers.devices.values()
         totals = view.totals()
         return {
             "pid": os.getpid(),
@@ -80,7 +73,7 @@ class Status:
         }
 
     def _tier(self, tier: TierView) -> dict[str, Any]:
-        capacity, health, traffic = tier.capacity(), tier.health(), tier.traffic(self._core.now())
+        capacity, traffic = tier.capacity(), tier.traffic(self._core.now())
         return {
             "name": tier.name,
             "limit_bytes": capacity.limit_bytes,
@@ -90,9 +83,6 @@ class Status:
             "extents": {f"{size} bytes a slot": n for size, n in capacity.extents_by_slot_bytes.items()},
             "retired_slots": capacity.retired_slots,
             "bandwidth_bytes_per_s": round(traffic.bandwidth_bytes_per_s),
-            "writable": health.writable,
-            "readable": health.readable,
-            "fenced": health.fenced,
-            "state": health.state,
-            "scrub_passes": self._view.counters[f"scrub_passes_{tier.name}"],
+            **asdict(tier.health()),
+            "scrub_passes": self._core.view.counters[f"scrub_passes_{tier.name}"],
         }

@@ -183,7 +183,7 @@ class NamespaceCatalog:
     def publish(
         self, requester: Requester, request: int, space: NamespaceEntry, readers: Sequence[str]
     ) -> None:
-        """Lets these tenants, and no others, read a namespace. The answer comes when this is durable."""
+        """Lets these tenants, and no others, read a namespace, and answers when this is durable."""
         names = frozenset(readers) - {self._authenticator.name(space.tenant)}
         if len(names) > _MOST_READERS:
             why = f"a namespace published to {len(names)} tenants"

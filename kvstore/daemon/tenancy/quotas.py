@@ -1,6 +1,6 @@
 """Quotas: how much of each tier a tenant may use, its weight and bandwidth, and which tenants are known.
 
-The core enforces quotas by tenant number. Who a peer is, is not covered here: see `auth`.
+The core enforces quotas by tenant number. Not covered: authentication of peers (`auth`).
 """
 
 from __future__ import annotations
