@@ -91,7 +91,7 @@ class EventLog:
         self._closed.pop(number, None)
 
     def look_at_devices(self) -> bool:
-        """Adds an entry for each device whose state changed since the last look. Returns whether it added any."""
+        """Adds an entry for each device with a changed state. Returns whether it added any."""
         tiers = self._core.view.tiers
         seen = [_states(tier.health()) for tier in tiers]
         if seen == self._devices:
