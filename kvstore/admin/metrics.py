@@ -178,12 +178,11 @@ Rows = Sequence[tuple[Sequence[str], Answer]]
 
 
 def _sources(status: Answer, figures: Answer) -> dict[str, tuple[Sequence[str], Rows]]:
-    """Returns the labels and rows of each source."""
+    """Returns the labels and rows of each source. Without a network tier, its sources are absent."""
     tiers, devices, network = status["tiers"], figures["devices"], status["network"]
     daemon = {**status, "up": 1, "n_problems": len(status["problems"])}
     counters = dict.fromkeys(COUNTERS, 0) | status["counters"]
-    outcomes = network["counters"].items() if network is not None else ()
-    return {
+    sources: dict[str, tuple[Sequence[str], Rows]] = {
         "daemon": ([], [([], daemon)]),
         "core": ([], [([], counters)]),
         "core_tier": (["tier"], [([t["name"]], _of_tier(counters, t["name"])) for t in tiers]),
@@ -197,8 +196,6 @@ def _sources(status: Answer, figures: Answer) -> dict[str, tuple[Sequence[str], 
                 for kind in d["queued_bytes"]
             ],
         ),
-        "network": ([], [([], network)] if network is not None else []),
-        "network_outcome": (["what"], [([k.removesuffix("_blocks")], {"blocks": n}) for k, n in outcomes]),
         "events": ([], [([], status["events"])]),
         "tenant": (
             ["tenant", "tier"],
@@ -209,6 +206,10 @@ def _sources(status: Answer, figures: Answer) -> dict[str, tuple[Sequence[str], 
             [([row["what"], row["tier"] or "all"], row) for row in figures["decisions"]],
         ),
     }
+    if network is not None:
+        outcomes = [([k.removesuffix("_blocks")], {"blocks": n}) for k, n in network["counters"].items()]
+        sources |= {"network": ([], [([], network)]), "network_outcome": (["what"], outcomes)}
+    return sources
 
 
 def _of_tier(counters: Answer, tier: str) -> Answer:
@@ -231,14 +232,15 @@ class _Reading(Collector):
         sources = _sources(self._status, self._figures)
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for source, metrics in table.items():
-                labels, rows = sources[source]
+                labels, rows = sources.get(source, ([], [([], {})]))
                 for name, (key, what) in metrics.items():
+                    if rows and not any(key in row for _, row in rows):
+                        continue
                     family = kind(f"kvstore_{name}", what, labels=labels)
                     for values, row in rows:
-                        if row.get(key) is not None:
+                        if row[key] is not None:
                             family.add_metric(values, row[key])
-                    if family.samples:
-                        yield family
+                    yield family
         yield from self._hits()
         yield from self._durations()
 
