@@ -1,11 +1,11 @@
-"""Extents in shared memory: made and filled by the daemon, mapped by clients, one header a slot.
+"""Extents in shared memory, made by the daemon and mapped by clients, with one header a slot.
 
-An extent is a memfd: its label, a table of slot headers, its payload slots (`Geometry` says where).
-Payloads carry a checksum that is keyed by whose bytes they are, so a slot that holds another block's bytes
-never verifies. Not here: which slot holds what, and who may map which extent.
+An extent is a memfd: a label, a table of slot headers, and payload slots (`Geometry` has the offsets). The
+seed of a payload's checksum names its block, so the bytes of another block never verify. Not covered here:
+the contents of slots, and access to extents.
 
-A mapping lives as long as the last view of it: `close` drops this side's hold, and memory goes when nothing
-looks at it any more. So a view that outlives `close` stays readable, and none can ever fault.
+A mapping lives as long as its last view: `close` drops one reference, and the last view unmaps. So a view
+that outlives `close` stays readable and never faults.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = int.from_bytes(b"KVSLOT02", "little")
-"""In every label and every header that was ever written. Another layout of either gets another number."""
+"""The first field of every label and header. Another layout of either gets another number."""
 
 LABEL = np.dtype({"names": ["magic", "number", "slot_bytes"], "formats": ["<u8"] * 3})
-"""What an extent says of itself. How it is cut, `tiers/ownership.py` knows: `slot_bytes` only
-counts for extents of daemons that had none, and one tenant."""
+"""The label of an extent. `tiers/ownership.py` has the valid slot size: `slot_bytes` only counts for extents
+of early daemons without that table, which had one tenant."""
 
 HEADER = np.dtype(
     {
@@ -51,12 +51,12 @@ HEADER = np.dtype(
         "itemsize": HEADER_BYTES,
     }
 )  # fmt: skip
-"""One slot's header. `version` 0 means not readable, `last` is the version it had last; `length` is payload
-bytes; `stamp` orders blocks by when they came; `expires` is in s since 1970, 0: never. Stored to through
-numpy only: an aligned 8-byte store never tears, `struct.pack_into` does."""
+"""One slot's header. `version` 0 means not readable, `last` is the slot's last version; `length` is bytes of
+payload; `stamp` orders blocks by time; `expires` is in s since 1970, 0: never. Written by numpy only: its
+aligned 8-byte stores never tear, those of `struct.pack_into` do."""
 
 HUGE_BYTES = 2 << 20
-_PIECE_BYTES = 512 << 10  # copied and then hashed while still in the core's own cache
+_PIECE_BYTES = 512 << 10  # copied, then hashed while still in the core's cache
 _SKEWED_PIECE_BYTES = 1 << 20
 _LINE_BYTES = 64
 _STEP_BYTES = 16 << 20
@@ -81,36 +81,36 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def seed(namespace: bytes, key: bytes, length: int) -> int:
-    """The 64-bit key of a block's checksum: whose bytes (16 bytes of namespace, key) and how many."""
+    """Returns the 64-bit seed of a block's checksum, from namespace (16 bytes), key and length."""
     return xxh3_64_intdigest(namespace + key + length.to_bytes(8, "little"))
 
 
 def checksum(payload: Bytes, seed: int) -> int:
-    """xxh3_64 of `payload` under `seed`. The GIL is free while large payloads are hashed."""
+    """Returns xxh3_64 of `payload` under `seed`. Releases the GIL for large payloads."""
     return xxh3_64_intdigest(payload, seed)
 
 
 def copy(target: bytearray | memoryview, source: Bytes) -> None:
-    """Copies `source` over `target` at memcpy speed, with the GIL free. ValueError if their sizes differ."""
+    """Copies `source` over `target` at memcpy speed, without the GIL. ValueError if sizes differ."""
     into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     _check_sizes(into.size, data.size)
     np.copyto(into, data)
 
 
 def copy_digest(target: bytearray | memoryview, source: Bytes, digest: xxh3_64) -> None:
-    """Like `copy`; adds what `source` holds to a digest.
+    """Copies as `copy` does, and adds the bytes of `source` to a digest.
 
-    For writers: each piece is hashed from the source right after it was copied and is in the cache. Whoever
-    else reaches `target`, a writer that has lost its slot for instance, can spoil it, but not unnoticed.
+    For writers: each piece is hashed from the source while it is in the cache. Other writers of `target`,
+    such as a client that lost its slot, can damage it, but the checksum shows that.
     """
     for piece, _ in _copied(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)):
         digest.update(piece.data)
 
 
 def gather(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) -> int:
-    """Copies parts that fill `target` one after another; answers the checksum of what they hold.
+    """Fills `target` with parts and returns their checksum. For writers, see `copy_digest`.
 
-    For writers, see `copy_digest`. ValueError if the parts do not fill it exactly.
+    ValueError if the parts do not fill it exactly.
     """
     parts = [np.frombuffer(source, np.uint8) for source in sources]
     into, at, digest = np.frombuffer(target, np.uint8), 0, xxh3_64(seed=seed)
@@ -122,10 +122,10 @@ def gather(target: bytearray | memoryview, sources: Sequence[Bytes], seed: int) 
 
 
 def scatter(targets: Sequence[bytearray | memoryview], source: Bytes, seed: int) -> int:
-    """Copies `source` into parts, one after another; answers the checksum of what these got.
+    """Copies `source` into parts and returns the checksum of the parts.
 
-    For readers: taken from the parts, so what the caller keeps is what was verified, even if someone writes
-    to `source` meanwhile. ValueError if the parts do not take all of it.
+    For readers: the caller's copy is verified, even if another process writes to `source` meanwhile.
+    ValueError if the parts do not take all of `source`.
     """
     parts = [np.frombuffer(target, np.uint8) for target in targets]
     data, at, digest = np.frombuffer(source, np.uint8), 0, xxh3_64(seed=seed)
@@ -145,12 +145,12 @@ def _check_sizes(target_bytes: int, source_bytes: int) -> None:
 def _copied(
     into: NDArray[np.uint8], data: NDArray[np.uint8]
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Copies piece by piece; each piece of the source and of the target. ValueError if the sizes differ."""
+    """Copies in pieces. Yields each piece of source and target. ValueError if sizes differ."""
     _check_sizes(into.size, data.size)
     step = _PIECE_BYTES
     if into.size > step and (into.ctypes.data - data.ctypes.data) % _LINE_BYTES:
-        # Apart by part of a cache line, as large numpy arrays are from slots, ordinary stores get in the way
-        # of the loads behind them and halve the speed; from here on memcpy uses such that don't.
+        # If source and target differ in cache line offset, as numpy arrays and slots do, ordinary stores
+        # delay later loads and halve the speed. From this size on, memcpy uses non-temporal stores.
         step = _SKEWED_PIECE_BYTES
     for start in range(0, into.size, step):
         source, target = data[start : start + step], into[start : start + step]
@@ -159,7 +159,7 @@ def _copied(
 
 
 class Extent:
-    """The daemon's side of one extent: owns the memfd, maps it writable, hands out descriptors."""
+    """The daemon's side of one extent: owns the memfd, maps it writable, provides descriptors."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Takes over `fd`, a memfd of `nbytes`, and maps it. TierError if it cannot be mapped."""
@@ -174,16 +174,16 @@ class Extent:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Extent:
-        """A new extent of zeros, mode 0600, its size sealed. TierError if there is no room for it.
+        """Makes an extent of zeros with mode 0600 and a sealed size. TierError if memory is short.
 
-        The caller labels it.
+        The caller writes the label.
         """
         fd = -1
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, nbytes)
-            # No more seals: one against writing would keep the daemon itself from emptying the extent.
+            # No F_SEAL_WRITE: the daemon could not empty the extent.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             return cls(fd, nbytes)
@@ -195,11 +195,11 @@ class Extent:
             raise
 
     def populate(self, huge: bool) -> bool:
-        """Gives every page of the extent memory now; with `huge`, pages of 2 MiB. True if those were got.
+        """Allocates every page of the extent now, with `huge` in 2 MiB pages. Returns whether all are huge.
 
-        Slow (a second a GiB) and safe beside readers and writers, so made for a thread of its own: it works
-        in steps, the GIL free, and stops with False once the extent is closed. A kernel that refuses leaves
-        small pages, or pages that come on first touch. TierError if memory ran out.
+        Takes about 1 s a GiB, in steps and without the GIL, so run it on a thread. Safe beside readers and
+        writers. Returns False once the extent is closed. If the kernel refuses, pages are small or are
+        allocated on first touch. TierError if memory ran out.
         """
         for start in range(0, self.nbytes, _STEP_BYTES):
             memory = self._memory
@@ -215,17 +215,17 @@ class Extent:
         return huge
 
     def punch(self) -> None:
-        """Gives all memory back to the kernel: whoever maps the extent, here or elsewhere, sees zeros.
+        """Frees all memory: every process that maps the extent reads zeros.
 
-        No access faults, and what others write from now on they have from the kernel, for themselves.
-        TierError if the kernel refuses.
+        No access faults, and later writes of other processes allocate new pages. TierError if the kernel
+        refuses.
         """
         flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
         if _libc.fallocate(self.fd, flags, 0, self.nbytes):
             raise _failed(f"cannot empty an extent of {self.nbytes} bytes", OSError(ctypes.get_errno(), ""))
 
     def readonly_fd(self) -> int:
-        """A descriptor for readers: no writable map can be made of it. The caller closes it."""
+        """Returns a descriptor that allows no writable map. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
@@ -238,7 +238,7 @@ class Extent:
         return _headers(self.view, geometry)
 
     def close(self) -> None:
-        """Closes the descriptor. The memory goes with the last view of it, on this side and on others."""
+        """Closes the descriptor. The last view, in any process, frees the memory."""
         if self._memory is not None:
             self._memory = None
             self.view = memoryview(b"")
@@ -247,7 +247,7 @@ class Extent:
 
 
 class Mapping:
-    """The client's side of one extent: maps a descriptor that it was passed."""
+    """The client's side of one extent: maps a received descriptor."""
 
     def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
         """Maps `nbytes` of `fd`, which the caller may close afterwards.
@@ -258,9 +258,9 @@ class Mapping:
         if status.st_size < nbytes:
             raise TierError(f"an extent has {status.st_size} bytes, {nbytes} were announced")
         flags = mmap.MAP_SHARED
-        # A writer's first touches fault page by page and cost 10 times what populating does (220 against
-        # 20 ms a GiB of small pages); a reader's faults come 16 pages at a time and cost no more than that.
-        # Pages that the daemon has not populated yet are left to it: here they would count as the client's.
+        # A writer's first touches fault page by page and cost 10 times as much as populating (220 against
+        # 20 ms a GiB of small pages). A reader's faults map 16 pages at a time and cost no more than that.
+        # Pages that the daemon has not populated yet would count as the client's memory.
         if writable and status.st_blocks * 512 >= nbytes:
             flags |= _MAP_POPULATE
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -277,18 +277,18 @@ class Mapping:
         return _headers(self.view, geometry)
 
     def close(self) -> None:
-        """Lets go of the memory. Views that were handed out stay valid; the last one unmaps."""
+        """Drops this reference. Existing views stay valid; the last one unmaps."""
         self.view = memoryview(b"")
 
 
 class _Memory:
-    """A shared map of a whole descriptor at a 2 MiB aligned address, undone when nothing views it any more.
+    """A shared map of a whole descriptor at a 2 MiB aligned address, unmapped with its last view.
 
-    Not `mmap.mmap`: that takes no address, and keeps a duplicate of the descriptor.
+    `mmap.mmap` takes no address, and keeps a duplicate of the descriptor.
     """
 
     def __init__(self, fd: int, nbytes: int, prot: int, flags: int) -> None:
-        """Maps at once. OSError, as the kernel gave it."""
+        """Maps at once. Raises the kernel's OSError."""
         room = nbytes + HUGE_BYTES
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         reserved = _mmap(None, room, _PROT_NONE, private, -1)
@@ -311,7 +311,7 @@ class _Memory:
         return memoryview(self._bytes).cast("B")
 
     def advise(self, start: int, nbytes: int, advice: int) -> int:
-        """0, or the errno of the refusal."""
+        """Returns 0, or the errno of madvise."""
         if _libc.madvise(self._address + start, nbytes, advice) == 0:
             return 0
         return ctypes.get_errno()

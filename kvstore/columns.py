@@ -1,4 +1,4 @@
-"""Columns of zeros that take memory page by page, as they are written."""
+"""Numpy columns of zeros, allocated page by page on the first write."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import mmap
 from typing import TypeVar
 
 import numpy as np
-import numpy.ma  # np.unique loads it when first called, which takes 10 ms: not within an event
+import numpy.ma  # np.unique imports it on its first call, which takes 10 ms: too long for an event
 import numpy.typing as npt
 
 _T = TypeVar("_T", bound=np.generic)
 
 
 def zeros(n: int, kind: type[_T]) -> npt.NDArray[_T]:
-    """n zeros. Never in huge pages: to clear one takes up to milliseconds, in the middle of an event."""
+    """Returns n zeros. Not in huge pages: clearing one takes milliseconds, in the middle of an event."""
     size = n * np.dtype(kind).itemsize
-    # Private: of shared memory a page would be taken by reading it, too.
+    # Private, because a read of shared memory would allocate the page too.
     pages = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, kind, n)

@@ -1,15 +1,14 @@
-"""KV blocks of BF16 or FP16 kept as FP8 (E4M3), with a scale for each head: half the bytes in every tier.
+"""Stores KV blocks of BF16 or FP16 as FP8 (E4M3) with a scale for each head: half the bytes in every tier.
 
-Each head of each layer's keys or values in a block is a group. Its scale is the least power of two under
-which its largest magnitude is at most 448, E4M3's largest, but not so little that a code could be less than
-what the type can hold: 2**-124 for BF16, 2**-15 for FP16. So only the step to E4M3 rounds, to the nearest,
-ties to even:
+Each head of each layer's keys or values in a block is a group. Its scale is the least power of two for which
+its largest magnitude is at most 448, the largest of E4M3. The scale is at least 2**-124 for BF16 and 2**-15
+for FP16, so that the type can hold every code. So only the conversion to E4M3 rounds, to nearest even:
 
     |decoded - value| <= max(|value| / 16, scale / 1024)
 
-A stored block is its scales (float32, little-endian), then a byte a value in the order of the plain block.
-Signs stay, zeros' too. What is not finite comes back as NaN, for E4M3 knows no infinity: never as a number
-that nobody computed. What is finite comes back finite. CPU and GPU give the same bytes.
+A stored block has its scales (float32, little-endian), then a byte a value in the order of the plain block.
+Signs are kept, also of zeros. Infinities and NaN are decoded as NaN, because E4M3 has no infinity. Finite
+values stay finite. CPU and GPU compute the same bytes.
 """
 
 from __future__ import annotations
@@ -29,25 +28,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Order = Literal["NHD", "HND"]
-"""Where the heads are: behind a layer's tokens (tokens, heads, dim), or before them (heads, tokens, dim)."""
+"""The order of axes: (tokens, heads, dim) or (heads, tokens, dim)."""
 
 _DTYPES = {"bfloat16": True, "float16": False}
-_STEP_VALUES = 64 << 10  # on the CPU, as many at a time as its cache holds in all their forms
+_STEP_VALUES = 64 << 10  # at a time on the CPU: all their forms fit its cache
 _LARGEST = np.float32(448)
 _NAN = 0x7F
 
 
 class Fp8:
-    """The way between plain blocks of a layout and stored ones, whose layout is `layout`.
+    """Converts between plain blocks and stored blocks, which have the layout `layout`.
 
-    Off unless a connector asks for it: it opens the namespace of `layout` and puts what `encode` makes.
-    That namespace is another than the plain blocks': the two never mix.
+    A connector that uses it opens the namespace of `layout`. Plain blocks have another namespace, so the two
+    never mix.
     """
 
     def __init__(self, layout: Layout, heads: int, dim: int, order: Order = "NHD") -> None:
-        """`layout` is the plain blocks': dtype bfloat16 or float16, and `block_tokens` tells how many tokens
-        each head has. A block is any number of arrays (tokens, heads, dim) or (heads, tokens, dim), such
-        as [layers, 2, tokens, heads, dim]; MisuseError if it cannot be.
+        """`layout` is that of plain blocks: dtype bfloat16 or float16, and `block_tokens` tokens a head.
+
+        A block is a number of arrays (tokens, heads, dim) or (heads, tokens, dim), such as
+        [layers, 2, tokens, heads, dim]. MisuseError for another size.
         """
         tokens = layout.block_tokens
         if layout.dtype not in _DTYPES:
@@ -77,27 +77,27 @@ class Fp8:
         )
 
     def encode(self, blocks: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        """Plain blocks (n, plain.block_bytes) into stored ones (n, layout.block_bytes)."""
+        """Converts plain blocks (n, plain.block_bytes) to stored ones (n, layout.block_bytes)."""
         for plain, scales, codes in self._pieces(blocks, out):
             _encode(plain, scales, codes, self.shape.bfloat16)
 
     def decode(self, blocks: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        """Stored blocks (n, layout.block_bytes) into plain ones (n, plain.block_bytes)."""
+        """Converts stored blocks (n, layout.block_bytes) to plain ones (n, plain.block_bytes)."""
         for plain, scales, codes in self._pieces(out, blocks):
             _decode(plain, scales, codes, self.shape.bfloat16)
 
     def encode_on(self, stream: Stream, blocks: Sequence[Buffer], out: Sequence[Buffer]) -> None:
-        """Like `encode`, of blocks in device memory, at multiples of 16 bytes. Does not wait."""
+        """Starts `encode` for blocks in device memory, at multiples of 16 bytes."""
         self._check(blocks, out, self.plain.block_bytes, self.layout.block_bytes)
         kernels.fp8_encode(stream, self.shape, blocks, out)
 
     def decode_on(self, stream: Stream, blocks: Sequence[Buffer], out: Sequence[Buffer]) -> None:
-        """Like `decode`, of blocks in device memory, at multiples of 16 bytes. Does not wait."""
+        """Starts `decode` for blocks in device memory, at multiples of 16 bytes."""
         self._check(blocks, out, self.layout.block_bytes, self.plain.block_bytes)
         kernels.fp8_decode(stream, self.shape, blocks, out)
 
     def _check(self, sources: Sequence[Buffer], targets: Sequence[Buffer], *nbytes: int) -> None:
-        """Raises MisuseError for buffers that are no such blocks."""
+        """Raises MisuseError for buffers of another number, size or alignment."""
         if len(sources) != len(targets):
             raise MisuseError(f"{len(sources)} blocks into {len(targets)}")
         for buffers, size in zip((sources, targets), nbytes, strict=True):
@@ -147,7 +147,7 @@ def _encode(patterns: NDArray[Any], scales: NDArray[Any], codes: NDArray[Any], b
     exponent = np.maximum(over, 11 if bfloat16 else 120) - np.uint32(8)
     scales[:] = (exponent << np.uint32(23)).view(np.float32)
     inverse = ((254 - exponent) << np.uint32(23)).view(np.float32)
-    # Under the largest scale of all, 256 is more than the type can hold.
+    # With the largest scale, the type cannot hold 256.
     limit = np.where(exponent == (247 if bfloat16 else 135), np.float32(240), _LARGEST)
     scaled = _widened(rest, bfloat16)
     scaled *= inverse[:, None, :, None]
@@ -167,7 +167,7 @@ def _encode(patterns: NDArray[Any], scales: NDArray[Any], codes: NDArray[Any], b
 
 
 def _decode(patterns: NDArray[Any], scales: NDArray[Any], codes: NDArray[Any], bfloat16: bool) -> None:
-    """Fills patterns; the same as `fp8_decode` in kernels.cu."""
+    """Fills patterns, as `fp8_decode` in kernels.cu does."""
     values = _VALUES[codes]
     values *= scales[:, None, :, None]
     if bfloat16:
@@ -180,14 +180,14 @@ def _decode(patterns: NDArray[Any], scales: NDArray[Any], codes: NDArray[Any], b
 
 
 def _widened(rest: NDArray[np.uint16], bfloat16: bool) -> NDArray[np.float32]:
-    """Magnitudes of 16 bits as floats, exactly."""
+    """Returns 16-bit magnitudes as floats, exactly."""
     if bfloat16:
         return (rest.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return rest.view(np.float16).astype(np.float32)
 
 
 def _values() -> NDArray[np.float32]:
-    """What each code stands for under a scale of 1; 0 for NaN, which is no number to multiply."""
+    """Returns the value of each code for a scale of 1, 0 for NaN."""
     rest = np.arange(128, dtype=np.uint32)
     values = ((rest << np.uint32(20)) + np.uint32(120 << 23)).view(np.float32)
     values = np.where(rest < 8, rest.astype(np.float32) * np.float32(2**-9), values)

@@ -1,7 +1,7 @@
-"""The words of the domain: layout, namespace, key, tier. No behaviour beyond naming and hashing them.
+"""Layouts, namespaces, keys and tiers: names and hashes without other behaviour.
 
-A block's identity is (namespace, key). Everything that must differ between two blocks that hold different
-bytes is in one of the two: the layout covers model, weights and shape, the key covers the tokens.
+A block is identified by namespace and key. Blocks with different bytes differ in one of these: the layout of
+a namespace covers model, weights and shape, the key covers the tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from blake3 import blake3
 from kvstore.errors import MisuseError
 
 Key: TypeAlias = bytes
-"""Opaque bytes that name a block's tokens and all tokens before them, 1 to `MAX_KEY_BYTES` long."""
+"""Opaque bytes that identify a block's tokens and all earlier tokens, 1 to `MAX_KEY_BYTES` long."""
 
 MAX_KEY_BYTES = 64
 MAX_BLOCK_BYTES = 64 << 20
 ALIGN = 4096
-"""Slots start and end at multiples of this, so that direct I/O and GPU copies reach them."""
+"""Slots start and end at multiples of this, as direct I/O and GPU copies require."""
 
 
 EXPLAIN_KEYS = 8
-"""Most keys that are explained at a time: it takes the daemon long, and others wait meanwhile."""
+"""The most keys of one explain request, which blocks the daemon's event loop."""
 
 
 class Tier(IntEnum):
@@ -61,10 +61,10 @@ _PERSISTENT = frozenset((Tier.NVME, Tier.NETWORK))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a namespace's blocks look like. Two layouts that differ anywhere never share a block.
+    """The form of a namespace's blocks. Layouts that differ in any field never share a block.
 
     `revision` names the weights; `block_bytes` is one block's payload in bytes, of one shard;
-    `kv_layout` is free text for whatever else decides the bytes (order of axes, instruction set).
+    `kv_layout` is free text for other properties of the bytes (order of axes, instruction set).
     """
 
     model: str
@@ -94,11 +94,11 @@ class Layout:
             raise MisuseError(f"layout.block_tokens is {self.block_tokens}", f"at most {MAX_BLOCK_BYTES}")
 
     def to_map(self) -> dict[str, Any]:
-        """The fields as plain values, for the wire and for records."""
+        """Returns the fields as plain values, for the wire and for records."""
         return asdict(self)
 
     def fingerprint(self, tenant: str = "default") -> bytes:
-        """16 bytes that name this layout of this tenant: the namespace in slot headers and checksums."""
+        """Returns 16 bytes that identify this layout of a tenant in slot headers and checksums."""
         canonical = msgpack.packb(["kvstore-namespace-1", tenant, sorted(self.to_map().items())])
         return blake3(canonical).digest(length=16)
 
@@ -107,7 +107,7 @@ TENANT_PATTERN = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
 
 
 def check_tenant(name: object) -> str:
-    """A tenant's name itself. Raises MisuseError for what can be none: names go into records and logs."""
+    """Returns a valid name of a tenant. Raises MisuseError for an invalid one."""
     if not isinstance(name, str) or not re.fullmatch(TENANT_PATTERN, name):
         raise MisuseError(
             f"{name!r:.80} can't be a tenant's name",
@@ -117,7 +117,7 @@ def check_tenant(name: object) -> str:
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """The room that a payload of `block_bytes` takes in an arena: rounded up to `ALIGN`."""
+    """Returns the bytes of a payload's slot: `block_bytes` rounded up to `ALIGN`."""
     return -(-block_bytes // ALIGN) * ALIGN
 
 
@@ -126,10 +126,10 @@ ENCRYPTION_BYTES = 28
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
-    """Joins the keys of one call: (all keys one after another, bytes a key).
+    """Joins the keys of one call. Returns all keys in one bytes object, and the bytes a key.
 
-    Raises MisuseError for an empty, over-long or odd key: keys of one call have one length, because
-    they travel and are compared as one array.
+    Raises MisuseError for an empty or overlong key, and for keys of different lengths: the keys of one call
+    are one array.
     """
     if not keys:
         return b"", 1
@@ -149,10 +149,10 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
 
 
 def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
-    """Keys of all full blocks of a prompt: 32 bytes each, blake3 over parent's key and own tokens.
+    """Returns the keys of all full blocks of a prompt: blake3 of parent's key and own tokens, 32 bytes.
 
-    `tokens` is a sequence of token ids (0 to 2**32 - 1); a last partial block gets no key. `salt` goes
-    into the first key, so that prompts under other salts (LoRA, cache salt) share nothing.
+    `tokens` is a sequence of token ids (0 to 2**32 - 1). A last partial block gets no key. Prompts with
+    different `salt` (LoRA, cache salt) share no keys.
     """
     if block_tokens < 1:
         raise MisuseError(f"block_tokens is {block_tokens}", "at least 1 token a block")
@@ -167,7 +167,7 @@ def chain_keys(tokens: Any, block_tokens: int, salt: bytes = b"") -> list[Key]:
 
 
 def as_tokens(tokens: Any) -> bytes:
-    """Token ids as u32, little-endian. Raises MisuseError unless it is a flat sequence of such numbers."""
+    """Returns token ids as u32, little-endian. MisuseError unless a flat sequence of these."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise MisuseError("tokens are not a flat sequence of integers", "pass one prompt's token ids")
@@ -177,17 +177,16 @@ def as_tokens(tokens: Any) -> bytes:
 
 
 SLOT_RECORD = np.dtype([("place", "<u8"), ("checksum", "<u8"), ("version", "<u4"), ("tier", "<u4")])
-"""What a client is told of a slot: extent << 32 | index within it, the checksum of what it holds, its
-version, and the tier where the block was found."""
+"""A slot grant on the wire: extent << 32 | index, checksum and version of the block, and its tier."""
 
 HBM_EXTENTS = 1 << 24
-"""Extents of DRAM have lower numbers; those of the n-th pool of GPU memory have n times this and more."""
+"""DRAM extents have lower numbers. Extents of the n-th GPU pool start at n times this."""
 
 HEADER_BYTES = 192
 """One slot header in the table of a shared-memory extent."""
 
 LABEL_BYTES = 4096
-"""What comes before that table: the extent's own label."""
+"""The label of an extent, before that table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ class Geometry:
 
     @property
     def slots(self) -> int:
-        """How many blocks the extent holds; 0 if not even one fits."""
+        """The number of slots, 0 if none fits."""
         if not self.table:
             return self.extent_bytes // self.slot_bytes
         n = max(0, self.extent_bytes - LABEL_BYTES) // (self.slot_bytes + HEADER_BYTES)
@@ -213,17 +212,17 @@ class Geometry:
 
     @property
     def payload_offset(self) -> int:
-        """Where slot 0 starts, in bytes from the extent's head. Slot i follows i * slot_bytes later."""
+        """The offset of slot 0 in bytes. Slot i is i * slot_bytes later."""
         return _head_bytes(self.slots) if self.table else 0
 
 
 def _head_bytes(slots: int) -> int:
-    """Label and table of so many slots."""
+    """Returns the bytes of label and table for a number of slots."""
     return LABEL_BYTES + -(-slots * HEADER_BYTES // ALIGN) * ALIGN
 
 
 def extent_bytes(limit_bytes: int, tenants: int = 1) -> int:
-    """How large a tier's extents are: whole huge pages, 1 GiB at most, at least eight, and two a tenant."""
+    """Returns the extent size of a tier: whole huge pages, at most 1 GiB; at least 8 extents, 2 a tenant."""
     huge = 2 << 20
     target = min(max(limit_bytes // 16, 128 << 20), 1 << 30)
     parts = max(8, 2 * tenants + 6, -(-limit_bytes // target))

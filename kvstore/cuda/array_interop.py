@@ -1,4 +1,4 @@
-"""Arrays of other libraries as device buffers: cupy's, torch's, whatever says where it lies."""
+"""Device arrays of other libraries, such as cupy and torch, as device buffers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvstore.errors import MisuseError
 
 
 def wrap(array: Any) -> DeviceBuffer:
-    """All bytes of a C-contiguous array with `__cuda_array_interface__`, which it keeps alive.
+    """Returns all bytes of a C-contiguous array with `__cuda_array_interface__`, and keeps it alive.
 
-    What computes the array must be over, unless it names its stream: that is waited for. MisuseError for what
-    is in no GPU's memory, or not one run of bytes.
+    Waits for the array's stream if it names one; otherwise its computation must have ended. MisuseError for
+    an array that is not in GPU memory or not contiguous.
     """
     if isinstance(array, DeviceBuffer):
         return array
@@ -39,7 +39,7 @@ def wrap(array: Any) -> DeviceBuffer:
 
 
 def _gpu_of(address: int) -> Gpu:
-    """The GPU that has an address."""
+    """Returns the GPU that has an address."""
     import cupy  # noqa: PLC0415
 
     try:

@@ -1,4 +1,4 @@
-"""What kernels need of a device: the seam under which cupy's device and a C compiler's emulation fit."""
+"""Device memory and streams as kernels use them. Implemented by cupy and by an emulation in C for tests."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ class Buffer(Protocol):
 
     @property
     def address(self) -> int:
-        """Its first byte, on the device."""
+        """The address of the first byte, on the device."""
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
+        """The length in bytes."""
 
     def part(self, start: int, stop: int) -> Buffer:
-        """Some of its bytes."""
+        """Returns bytes `start` to `stop`."""
 
 
 class Stream(Protocol):
-    """Work that a device does in order. Its errors come out of any method, those of `wait` at the latest."""
+    """Work that a device does in order. Any method may raise its errors, `wait` at the latest."""
 
     def copy(self, target: Any, source: Any) -> None:
         """Copies between `Buffer`s and memoryviews of the same size, which the caller keeps until `wait`."""
@@ -32,7 +32,7 @@ class Stream(Protocol):
         """
 
     def scratch(self, nbytes: int, /) -> Buffer:
-        """Device memory that is the caller's until the next `wait`, at a multiple of 16 bytes."""
+        """Returns device memory, valid until the next `wait`, at a multiple of 16 bytes."""
 
     def wait(self) -> None:
-        """Returns when all of it is done."""
+        """Returns when all work is done."""

@@ -1,4 +1,4 @@
-"""Checksums of blocks in a GPU's memory, with bounded scratch memory, or without if there is none left."""
+"""Checksums of blocks in GPU memory, with bounded scratch memory, or on the host if memory is short."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvstore.cuda.errors import OUT_OF_MEMORY, CudaError
 from kvstore.cuda.kernels import checksums as hashed
 
 GROUP_BYTES = 128 << 20
-"""Blocks are hashed so many bytes at a time: the kernel needs a sixteenth of that for itself."""
+"""The most bytes of blocks hashed at a time. The kernel needs a sixteenth of that."""
 
 SCRATCH_BYTES = GROUP_BYTES // 16 + (2 << 20)
 
 
 def reserve(stream: Stream) -> None:
-    """Has a stream keep what `checksums` needs of it, before others take the memory. CudaError."""
+    """Reserves the scratch memory that `checksums` needs. CudaError if memory is short."""
     stream.scratch(SCRATCH_BYTES)
     stream.wait()
 
 
 def checksums(stream: Stream, blocks: Sequence[DeviceBuffer], seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """xxh3_64 of each whole block under its seed. Waits. CudaError if the GPU refuses."""
+    """Returns xxh3_64 of each whole block under its seed. Waits for the GPU. CudaError."""
     sums = np.zeros(len(blocks), np.uint64)
     for start, stop in _groups(blocks):
         try:
@@ -38,7 +38,7 @@ def checksums(stream: Stream, blocks: Sequence[DeviceBuffer], seeds: Sequence[in
 
 
 def _groups(blocks: Sequence[DeviceBuffer]) -> Iterator[tuple[int, int]]:
-    """Runs of blocks, as (start, stop), that take `GROUP_BYTES` if each counts as the run's longest."""
+    """Yields (start, stop) of runs of blocks. Count times longest block is at most `GROUP_BYTES`."""
     start, longest = 0, 0
     for i, block in enumerate(blocks):
         longest = max(longest, block.nbytes)
@@ -50,7 +50,7 @@ def _groups(blocks: Sequence[DeviceBuffer]) -> Iterator[tuple[int, int]]:
 
 
 def _by_processor(stream: Stream, blocks: Sequence[DeviceBuffer], seeds: Sequence[int]) -> list[int]:
-    """The same at the speed of the way to the host: others have left the GPU no memory."""
+    """Hashes copies of blocks in host memory, because the GPU has no memory left."""
     sums = []
     for block, seed in zip(blocks, seeds, strict=True):
         copy = memoryview(bytearray(block.nbytes))

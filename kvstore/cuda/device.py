@@ -39,14 +39,14 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBuffer:
-    """`nbytes` of `gpu`'s memory from `address` on. `base` is whatever keeps it there."""
+    """`nbytes` of a GPU's memory from `address` on. `base` keeps the memory alive."""
 
     address: int
     nbytes: int
     gpu: Gpu
     base: Any = None
 
-    # What a memoryview says of bytes, so that either passes the same checks.
+    # As a memoryview of bytes has them, so that both pass the same checks.
     c_contiguous: ClassVar[bool] = True
     readonly: ClassVar[bool] = False
     format: ClassVar[str] = "B"
@@ -60,13 +60,13 @@ class DeviceBuffer:
         return self.nbytes
 
     def part(self, start: int, stop: int) -> DeviceBuffer:
-        """Bytes `start` to `stop`. MisuseError if they are not all within."""
+        """Returns bytes `start` to `stop`. MisuseError if out of bounds."""
         if not 0 <= start <= stop <= self.nbytes:
             raise MisuseError(f"bytes {start} to {stop} of a device buffer of {self.nbytes}")
         return DeviceBuffer(self.address + start, stop - start, self.gpu, self)
 
     def __getitem__(self, which: slice) -> DeviceBuffer:
-        """A part, with bounds clipped as for a memoryview; steps are of one byte."""
+        """Returns a part, with bounds clipped as for a memoryview. Steps must be 1."""
         start, stop, step = which.indices(self.nbytes)
         if step != 1:
             raise MisuseError(f"every {step}th byte of a device buffer", "parts are contiguous")
@@ -74,7 +74,7 @@ class DeviceBuffer:
 
     @property
     def root(self) -> DeviceBuffer:
-        """The allocation that this is a part of."""
+        """The whole allocation."""
         whole = self
         while isinstance(whole.base, DeviceBuffer):
             whole = whole.base
@@ -82,7 +82,7 @@ class DeviceBuffer:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # Stream None: whoever takes it need not wait, the bytes are there.
+        # Stream None: consumers need not wait.
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -110,10 +110,10 @@ Memory: TypeAlias = memoryview | DeviceBuffer
 
 
 class Stream:
-    """One thread at a time may call. Every call raises CudaError if CUDA refuses."""
+    """A CUDA stream. One thread at a time may call. Every call may raise CudaError."""
 
     def __init__(self, gpu: Gpu) -> None:
-        """A new stream, which waits for no other. Most call `Gpu.stream`."""
+        """Makes a stream that waits for no other. Most callers use `Gpu.stream`."""
         import cupy  # noqa: PLC0415
 
         self.gpu = gpu
@@ -125,7 +125,7 @@ class Stream:
         self._used_bytes = 0
 
     def copy(self, target: Memory, source: Memory) -> None:
-        """Has bytes copied, and keeps both alive until `wait`. MisuseError if sizes differ."""
+        """Starts a copy, and keeps both buffers alive until `wait`. MisuseError if sizes differ."""
         if target.nbytes != source.nbytes:
             raise MisuseError(f"a copy of {source.nbytes} bytes to {target.nbytes}")
         if not isinstance(target, DeviceBuffer) and target.readonly:
@@ -144,7 +144,7 @@ class Stream:
         )
 
     def zero(self, target: DeviceBuffer) -> None:
-        """Has device memory zeroed."""
+        """Starts to zero device memory."""
         self.gpu.call("zeros", self._runtime.memsetAsync, target.address, 0, target.nbytes, self._stream.ptr)
 
     def launch(self, name: str, blocks: int, threads: int, *args: Any) -> None:
@@ -160,7 +160,7 @@ class Stream:
         self.gpu.call(f"kernel {name}", start)
 
     def scratch(self, nbytes: int) -> DeviceBuffer:
-        """Device memory of this stream's own, with anything in it, until the next `wait`."""
+        """Returns memory of this stream with undefined contents, valid until the next `wait`."""
         start = -(-self._used_bytes // _ALIGN) * _ALIGN
         if not self._chunks or start + nbytes > self._chunks[-1].nbytes:
             self._chunks.append(self.gpu.allocate(max(nbytes, _SCRATCH_BYTES)))
@@ -169,32 +169,32 @@ class Stream:
         return self._chunks[-1].part(start, start + nbytes)
 
     def wait(self) -> None:
-        """Until everything that was started is done. CudaError if some of it failed: none of it counts."""
+        """Returns when all started work is done. After a CudaError none of it is valid."""
         try:
             self.gpu.call("work on a stream", self._runtime.streamSynchronize, self._stream.ptr)
         finally:
             self._moving.clear()
             self._used_bytes = 0
         if len(self._chunks) > 1:
-            # What was needed in pieces is had in one the next time.
+            # One chunk for the next time.
             total = sum(chunk.nbytes for chunk in self._chunks)
             self.close()
             self._chunks.append(self.gpu.allocate(total))
 
     def close(self) -> None:
-        """Gives the scratch memory back; the stream itself goes with this object."""
+        """Frees the scratch memory. The stream itself ends with this object."""
         chunks, self._chunks, self._used_bytes = self._chunks, [], 0
         for chunk in chunks:
             self.gpu.free(chunk)
 
     def __del__(self) -> None:
-        # Of a thread that has ended, or of a GPU that is lost, or while the process ends.
+        # The thread or the process may have ended, or the GPU may be lost.
         with contextlib.suppress(Exception):
             self.close()
 
 
 class Gpu:
-    """Any thread may call; every call raises CudaError if CUDA refuses. Most get one by `open`."""
+    """One GPU. Any thread may call, and every call may raise CudaError. Most callers use `open`."""
 
     _opened: ClassVar[dict[str, Gpu]] = {}
     _opening: ClassVar[threading.Lock] = threading.Lock()
@@ -209,7 +209,7 @@ class Gpu:
 
     @classmethod
     def open(cls, uuid: str) -> Gpu:
-        """The GPU of that UUID, the same object each time. MisuseError if this process sees none."""
+        """Returns the GPU of a UUID, always the same object. MisuseError if it is not visible."""
         with cls._opening:
             if uuid not in cls._opened:
                 there = uuids()
@@ -223,30 +223,30 @@ class Gpu:
         return f"Gpu({self.uuid!r})"
 
     def call(self, what: str, function: Callable[..., _T], *args: Any) -> _T:
-        """A call into CUDA on this device. `what` begins the message of the CudaError if it fails."""
+        """Calls CUDA on this device. `what` begins the message of a CudaError."""
         try:
             self._runtime.setDevice(self.ordinal)
             return function(*args)
         except RuntimeError as error:
-            # Of the runtime or of the driver, which number alike what is looked at here.
+            # An error of the runtime or of the driver. Their numbers agree.
             code = getattr(error, "status", None)
             if code is None:
                 raise
             raise failure(f"{self.uuid}: {what}", int(code), str(error)) from None
 
     def select(self) -> None:
-        """Makes this the calling thread's current device, for a library that asks for that."""
+        """Makes this the calling thread's current device, for libraries that require it."""
         self.call("cannot be selected", lambda: None)
 
     # -- memory
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Returns free and total bytes."""
         free, total = self.call("cannot tell its memory", self._runtime.memGetInfo)
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New memory of zeros. CudaError with the free bytes and a hint if there is not so much."""
+        """Allocates zeroed memory. CudaError with the free bytes and a hint if memory is short."""
         if nbytes < 1:
             raise MisuseError(f"{nbytes} bytes of device memory")
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -273,13 +273,13 @@ class Gpu:
         return DeviceBuffer(address, nbytes, self)
 
     def free(self, buffer: DeviceBuffer) -> None:
-        """Gives an allocation back. Nothing of it may be in use, here or in a process that was given it."""
+        """Frees an allocation. No process may use it any more."""
         self.call("cannot free memory", self._runtime.free, buffer.address)
 
     # -- sharing
 
     def export(self, buffer: DeviceBuffer) -> bytes:
-        """A handle of an allocation, 64 bytes, by which other processes open it. MisuseError for a part."""
+        """Returns the 64-byte handle by which other processes map an allocation. MisuseError for a part."""
         if buffer.root is not buffer:
             raise MisuseError(f"{buffer.nbytes} bytes of a larger allocation", "export the whole of it")
         try:
@@ -289,7 +289,7 @@ class Gpu:
         return bytes(handle)
 
     def open_export(self, handle: bytes, nbytes: int) -> DeviceBuffer:
-        """Maps what another process has exported, until `close_export` or this process's end."""
+        """Maps the export of another process, until `close_export` or the end of this process."""
         if len(handle) != HANDLE_BYTES or nbytes < 1:
             raise MisuseError(f"a handle of {len(handle)} bytes for {nbytes} bytes of device memory")
         try:
@@ -304,10 +304,10 @@ class Gpu:
         self.call("cannot close an export", self._runtime.ipcCloseMemHandle, buffer.address)
 
     def register(self, view: memoryview, readonly: bool = False) -> bool:
-        """Pins host memory, so that all GPUs of this process reach it at full speed; slow, once a mapping.
+        """Pins host memory for all GPUs of this process, which makes copies fast. Slow; once a mapping.
 
-        `readonly` for memory that is mapped so. False if the driver refuses: copies still work, slower.
-        CudaError only for a GPU that is lost.
+        `readonly` for memory that is mapped read-only. Returns False if the driver refuses: copies are slower
+        then. CudaError only for a lost GPU.
         """
         flags = _PORTABLE | (_READ_ONLY if readonly else 0)
         try:
@@ -325,22 +325,22 @@ class Gpu:
     # -- work
 
     def stream(self) -> Stream:
-        """A new stream that waits for no other."""
+        """Returns a new stream that waits for no other."""
         return Stream(self)
 
     def thread_stream(self) -> Stream:
-        """The calling thread's own stream, the same each time."""
+        """Returns the calling thread's stream."""
         known = getattr(self._streams, "stream", None)
         if known is None:
             known = self._streams.stream = self.stream()
         return known
 
     def wait_for(self, stream: int) -> None:
-        """Until the work on somebody's stream, by its number, is done."""
+        """Returns when the work on another library's stream, by its number, is done."""
         self.call("work on another's stream", self._runtime.streamSynchronize, stream)
 
     def function(self, name: str) -> Any:
-        """A kernel of kernels.cu, called as f((grid,), (block,), args, stream=...); compiled at first."""
+        """Returns a kernel of kernels.cu: f((grid,), (block,), args, stream=...). The first call compiles."""
         global _module  # noqa: PLW0603
         try:
             with _compiling:
@@ -353,14 +353,12 @@ class Gpu:
         except CudaError:
             raise
         except Exception as error:
-            # No NVRTC, headers that it does not find, code that it does not compile.
+            # NVRTC or its headers are missing, or the code does not compile.
             raise CudaError(f"kernels.cu cannot be compiled: {error}"[:2000]) from None
 
 
 def _address(memory: Memory) -> int:
-    if isinstance(memory, DeviceBuffer):
-        return memory.address
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    return memory.address if isinstance(memory, DeviceBuffer) else address_of(memory)
 
 
 def _argument(value: Any) -> Any:
@@ -372,5 +370,5 @@ def _argument(value: Any) -> Any:
 
 
 def address_of(view: memoryview) -> int:
-    """Where host memory is, writable or not."""
+    """Returns the address of host memory, writable or not."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0

@@ -1,9 +1,8 @@
-"""Which GPUs this process sees, and by what names.
+"""The GPUs that this process sees, and their names.
 
-A name is the UUID that nvidia-smi shows: `GPU-...`, or `MIG-...` for an instance of a partitioned GPU. CUDA
-itself does not say which of the two a device is: CUDA_VISIBLE_DEVICES does, or NVML where its package
-(nvidia-ml-py) is installed. With neither, an instance is called by its UUID after `GPU-`: the same in every
-process that sees it in this way, but not what nvidia-smi shows.
+A name is the UUID of nvidia-smi: `GPU-...`, or `MIG-...` for an instance of a partitioned GPU. CUDA does not
+tell the two apart; CUDA_VISIBLE_DEVICES does, or NVML if nvidia-ml-py is installed. With neither, the name of
+an instance is its UUID after `GPU-`, which nvidia-smi does not show.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from kvstore.errors import MisuseError
 
 
 def why_not() -> str:
-    """What keeps CUDA from being used here; empty if nothing does."""
+    """Returns why CUDA cannot be used here, empty if it can."""
     try:
         import cupy  # noqa: PLC0415
     except ModuleNotFoundError as error:
         return f"there is no package {error.name}: install kvstore[cuda]"
     except Exception as error:
-        # A package for another CUDA, or half of one, shows itself in many ways.
+        # A package for another CUDA, or an incomplete one, raises errors of many types.
         return f"cupy cannot be used: {error}"[:300]
     runtime = cupy.cuda.runtime
     try:
@@ -51,7 +50,7 @@ def _version(number: int) -> str:
 
 
 def uuids() -> list[str]:
-    """Names of the GPUs that this process sees, in CUDA's order. CudaError if there is no CUDA."""
+    """Returns the names of visible GPUs, in CUDA's order. CudaError without CUDA."""
     import cupy  # noqa: PLC0415
 
     runtime = cupy.cuda.runtime
@@ -59,13 +58,13 @@ def uuids() -> list[str]:
         raw = [bytes(runtime.getDeviceProperties(i)["uuid"]) for i in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:
         raise failure("cannot list the GPUs", error.status, str(error)) from None
-    # Of instances, CUDA shows a process but one.
+    # CUDA shows a process only one instance.
     instance = _instance(raw[0]) if len(raw) == 1 else ""
     return [instance] if instance else [f"GPU-{_dashed(one)}" for one in raw]
 
 
 def resolve(device: int | str) -> str:
-    """The UUID of a device: 0, "0", "cuda:0", a UUID or the beginning of just one. MisuseError if none is."""
+    """Returns the UUID of a device: 0, "0", "cuda:0", a UUID or a unique prefix of one. MisuseError."""
     there = uuids()
     text = str(device).strip()
     number = text.removeprefix("cuda:")
@@ -85,7 +84,7 @@ def _dashed(raw: bytes) -> str:
 
 
 def _instance(raw: bytes) -> str:
-    """The name of the one visible device if it is a MIG instance, else empty."""
+    """Returns the name of the only visible device if it is a MIG instance, else empty."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     known = _nvml_instances()
     if first.startswith("MIG-"):
@@ -96,7 +95,7 @@ def _instance(raw: bytes) -> str:
 
 
 def _nvml_instances() -> list[str]:
-    """Names of all MIG instances that NVML shows; none where there is no NVML."""
+    """Returns the names of all MIG instances, none without NVML."""
     try:
         import pynvml  # noqa: PLC0415
 
@@ -113,7 +112,7 @@ def _nvml_instances() -> list[str]:
                 except pynvml.NVMLError:  # no instance has this number
                     continue
                 found.append(uuid.decode() if isinstance(uuid, bytes) else str(uuid))
-    except pynvml.NVMLError:  # not partitioned, or not for us to see
+    except pynvml.NVMLError:  # not partitioned, or no access
         pass
     finally:
         pynvml.nvmlShutdown()

@@ -1,4 +1,4 @@
-"""What CUDA's error numbers mean here: which are for good, and what to do about the others."""
+"""CUDA's error numbers: which are permanent, and hints for the others."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LOST = frozenset(
         999,  # unknown: what a GPU that fell off the bus gives
     }
 )
-"""After one of these every later call of this process fails too, whatever it asks for."""
+"""After one of these errors every later call of this process fails."""
 
 NO_IPC = frozenset({1, 101, 201, 205, 304, 400, 801})
-"""What calls for IPC answer where it does not work: a container of its own, MIG, another platform."""
+"""Errors of IPC calls where IPC does not work: separate containers, MIG, other platforms."""
 
 _CONTAINER = "run the container with --ipc=host and --pid=host, or share both with the other one"
 
@@ -43,7 +43,7 @@ _CONTAINER = "run the container with --ipc=host and --pid=host, or share both wi
 class CudaError(TierError):
     """A call to CUDA failed. `code` is CUDA's own number, 0 if it has none.
 
-    `lost`: the device, or this process's context on it, is gone for good.
+    `lost`: the device, or this process's context on it, is lost permanently.
     """
 
     def __init__(self, message: str, hint: str = "", lost: bool = False, code: int = 0) -> None:
@@ -53,14 +53,14 @@ class CudaError(TierError):
 
 
 def failure(what: str, code: int, said: str) -> CudaError:
-    """The error for a call that failed with CUDA's number `code`. `what` begins the message."""
+    """Returns the error of a call that failed with CUDA's number `code`. `what` begins the message."""
     lost = code in LOST or "is lost" in said
     hint = "the GPU is of no more use to this process: see the kernel's log for Xid" if lost else ""
     return CudaError(f"{what}: {said}", hint, lost, code)
 
 
 def no_ipc(error: CudaError, what: str) -> CudaError:
-    """The error for a call for IPC: says that this does not work here, unless something else is wrong."""
+    """Returns the error of an IPC call, with a hint if IPC does not work here."""
     if error.code not in NO_IPC:
         return error
     return CudaError(f"CUDA IPC does not work here: {what}: {error.message}", _CONTAINER, code=error.code)

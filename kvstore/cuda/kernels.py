@@ -1,4 +1,4 @@
-"""Checksums of blocks in device memory, copies of many pieces at once, FP8: what runs kernels.cu.
+"""Runs kernels.cu: checksums of blocks in device memory, copies of many pieces, FP8 conversion.
 
 Checksums are those of `kvstore.arena`: xxh3_64 under a seed. Buffers start at multiples of 16 bytes.
 """
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 THREADS = 256
-_CHAIN_THREADS = 32  # so that even few blocks spread over many multiprocessors
-_SHORT_BYTES = 240  # XXH3 hashes these in ways of their own
+_CHAIN_THREADS = 32  # spreads few blocks over many multiprocessors
+_SHORT_BYTES = 240  # XXH3 has other algorithms for these
 _ROW_BYTES = 1024
-_SUMS_BYTES = 64  # what the device keeps for each row
+_SUMS_BYTES = 64  # of device memory a row
 _CHUNK_BYTES = 16 << 10  # CHUNK_BYTES in kernels.cu
 
 ROWS = 1 << 20
-"""Most rows of 1 KiB hashed at a time: 1 GiB of blocks, 64 MiB of scratch."""
+"""The most rows of 1 KiB hashed at a time: 1 GiB of blocks, 64 MiB of scratch memory."""
 
 _HASHED = np.dtype([("address", "<u8"), ("length", "<u8"), ("seed", "<u8")])
 _RECODED = np.dtype([("target", "<u8"), ("source", "<u8")])
@@ -35,10 +35,9 @@ _PRIME_MX1 = np.uint64(0x165667919E3779F9)
 
 
 def checksums(stream: Stream, blocks: Sequence[Buffer], seeds: Sequence[int]) -> NDArray[np.uint64]:
-    """xxh3_64 of each whole buffer under its seed of 64 bits. Waits for the stream.
+    """Returns xxh3_64 of each whole buffer under its 64-bit seed. Waits for the stream.
 
-    A buffer's rows of 1 KiB are hashed in parallel, then chained one after another: many buffers take
-    hardly longer than one.
+    Rows of 1 KiB are hashed in parallel, then chained in sequence: many buffers take hardly longer than one.
     """
     if len(blocks) != len(seeds):
         raise ValueError(f"{len(blocks)} blocks, {len(seeds)} seeds")
@@ -48,7 +47,7 @@ def checksums(stream: Stream, blocks: Sequence[Buffer], seeds: Sequence[int]) ->
     table["seed"] = np.array(seeds, np.uint64)
     short = np.flatnonzero(table["length"] <= _SHORT_BYTES).tolist()
     long = np.flatnonzero(table["length"] > _SHORT_BYTES)
-    # The longest first: as many rows are set aside for all blocks of a launch.
+    # Longest first: every block of a launch gets as many rows as its longest.
     long = long[np.argsort(table["length"][long])[::-1]]
     copies = {i: bytearray(blocks[i].nbytes) for i in short}
     for i, copy in copies.items():
@@ -76,7 +75,7 @@ def copy_pieces(
     n, longest = len(targets), int(nbytes.max(initial=0))
     if not longest:
         return
-    # What is uploaded counts: thousands of pages are copied in the time that some 100 KB take.
+    # The upload counts: thousands of pages are copied in the time that 100 KB take.
     each = longest if int(nbytes.min()) == longest else 0
     places = np.concatenate((targets, sources) if each else (targets, sources, nbytes), dtype=np.uint64)
     chunks = -(-longest // _CHUNK_BYTES)
@@ -86,9 +85,9 @@ def copy_pieces(
 
 @dataclass(frozen=True, slots=True)
 class Fp8Shape:
-    """How values of 16 bits lie in a block: [outer][runs][heads][values].
+    """The order of 16-bit values in a block: [outer][runs][heads][values].
 
-    The values of one (outer, head), in all its runs, share a scale. `values` is a multiple of 8.
+    The values of one (outer, head) in all runs share a scale. `values` is a multiple of 8.
     """
 
     outer: int
@@ -99,17 +98,17 @@ class Fp8Shape:
 
     @property
     def groups(self) -> int:
-        """How many scales a block has."""
+        """The number of scales in a block."""
         return self.outer * self.heads
 
     @property
     def count(self) -> int:
-        """How many values a block has."""
+        """The number of values in a block."""
         return self.groups * self.runs * self.values
 
 
 def fp8_encode(stream: Stream, shape: Fp8Shape, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
-    """Plain blocks into FP8 ones, see `kvstore.fp8`. Does not wait."""
+    """Starts to convert plain blocks to FP8, see `kvstore.fp8`."""
     if sources:
         table = _recoded(stream, sources, targets)
         parts = stream.scratch(len(sources) * shape.groups * _PARTS * 2)
@@ -121,7 +120,7 @@ def fp8_encode(stream: Stream, shape: Fp8Shape, sources: Sequence[Buffer], targe
 
 
 def fp8_decode(stream: Stream, shape: Fp8Shape, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
-    """FP8 blocks into plain ones, see `kvstore.fp8`. Does not wait."""
+    """Starts to convert FP8 blocks to plain ones, see `kvstore.fp8`."""
     if sources:
         table = _recoded(stream, sources, targets)
         decoders = len(sources) * shape.count // 8
@@ -142,7 +141,7 @@ def _sizes(n: int, shape: Fp8Shape) -> tuple[np.uint32, ...]:
 
 
 def _hash(stream: Stream, table: NDArray[np.void], folds: NDArray[np.uint64]) -> None:
-    """Starts to fill `folds` for blocks that are sorted by length, the longest first."""
+    """Starts to fill `folds` for blocks sorted by length, longest first."""
     rows = (table["length"].astype(np.int64) - 1) // _ROW_BYTES
     batches = []
     start = 0
@@ -165,14 +164,14 @@ def _hash(stream: Stream, table: NDArray[np.void], folds: NDArray[np.uint64]) ->
 
 
 def _mixed(folds: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """XXH3's end: folded lanes and lengths become checksums."""
+    """Computes checksums from folded lanes and lengths, the last step of XXH3."""
     mixed = folds.sum(axis=1, dtype=np.uint64) + lengths * _PRIME64_1
     mixed = (mixed ^ mixed >> np.uint64(37)) * _PRIME_MX1
     return np.asarray(mixed ^ mixed >> np.uint64(32))
 
 
 def _uploaded(stream: Stream, table: NDArray[Any]) -> Buffer:
-    """A table in device memory. Pageable memory has been read when `copy` returns: nobody need keep it."""
+    """Copies a table to device memory. `copy` has read pageable memory when it returns."""
     there = stream.scratch(table.nbytes)
     stream.copy(there, table.view(np.uint8).data)
     return there
