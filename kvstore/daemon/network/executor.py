@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvstore.core.queues.device_queue import DeviceQueue
 from kvstore.daemon.runtime.executor import Executor
@@ -23,6 +23,8 @@ from kvstore.types import slot_bytes
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+Call: TypeAlias = Callable[[float], Sequence[Outcome]]
+"""A call of a backend that ends by a time (`time.monotonic`, s)."""
 
 _BATCH_BYTES = 4 << 20
 _BATCH_BLOCKS = 32
@@ -147,20 +149,18 @@ class BackendExecutor:
 
     # -- calls
 
-    async def transfer(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
+    async def transfer(self, call: Call, within_s: float) -> list[Outcome]:
         """Runs a call that moves payload. Returns an empty list if the backend as a whole failed."""
         return await self._run(self._transfers, call, within_s)
 
-    async def try_transfer(
-        self, call: Callable[[float], Sequence[Outcome]], within_s: float
-    ) -> list[Outcome]:
+    async def try_transfer(self, call: Call, within_s: float) -> list[Outcome]:
         """Like `transfer`, for a first try with a short deadline: its failure does not count."""
         try:
             return list(await self._thread(self._transfers, call, within_s))
         except NetworkError:
             return []
 
-    async def call(self, call: Callable[[float], Sequence[Outcome]], within_s: float) -> list[Outcome]:
+    async def call(self, call: Call, within_s: float) -> list[Outcome]:
         """Runs a short call without payload. Transfers do not delay it."""
         return await self._run(self._control, call, within_s)
 
@@ -168,9 +168,7 @@ class BackendExecutor:
         """Runs a call that has other results than outcomes. Raises what the call raises."""
         return await self._thread(self._control, call, within_s)
 
-    async def _run(
-        self, pool: ThreadPool, call: Callable[[float], Sequence[Outcome]], within_s: float
-    ) -> list[Outcome]:
+    async def _run(self, pool: ThreadPool, call: Call, within_s: float) -> list[Outcome]:
         try:
             outcomes = list(await self._thread(pool, call, within_s))
         except NetworkError as error:

@@ -261,9 +261,9 @@ def test_a_large_batch(running: Server) -> None:
     ],
 )
 def test_urls(url: str, seeds: list[Address]) -> None:
-    target = parse(url, "", "")
-    assert list(target.endpoint.seeds) == seeds
-    assert target.endpoint.cluster == (len(seeds) > 1)
+    endpoint = parse(url, "", "")
+    assert list(endpoint.seeds) == seeds
+    assert endpoint.cluster == (len(seeds) > 1)
 
 
 @pytest.mark.parametrize(

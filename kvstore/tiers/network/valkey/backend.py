@@ -17,11 +17,11 @@ from kvstore.errors import printable
 from kvstore.tiers.network import BackendSettings, objects
 from kvstore.tiers.network.base import Backend, Listed, Name, NetworkError, Object, Outcome
 from kvstore.tiers.network.resolver import Address
-from kvstore.tiers.network.valkey.cluster import Cluster
+from kvstore.tiers.network.valkey.cluster import Cluster, Endpoint
 from kvstore.tiers.network.valkey.connection import SMALL_BYTES, Request
 from kvstore.tiers.network.valkey.errors import Judge, with_refusals
 from kvstore.tiers.network.valkey.resp import Refusal, Reply, command, command_around
-from kvstore.tiers.network.valkey.url import Target, parse
+from kvstore.tiers.network.valkey.url import parse
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class Valkey(Backend):
 
     kind = "valkey"
 
-    def __init__(self, target: Target, threads: int) -> None:
-        self._prefix = target.prefix
-        self._ttl_s = target.ttl_s
-        self._cluster = Cluster(target.endpoint, threads)
+    def __init__(self, endpoint: Endpoint, threads: int) -> None:
+        self._prefix = endpoint.prefix
+        self._ttl_s = endpoint.ttl_s
+        self._cluster = Cluster(endpoint, threads)
         self._warned: set[str] = set()
 
     def probe(self, names: Sequence[Name], ends: float) -> list[Outcome]:

@@ -34,7 +34,10 @@ _SLOTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address, TLS settings and login of a server or cluster. Database 0 is not selected."""
+    """The address, TLS settings and login of a server or cluster. Database 0 is not selected.
+
+    The server expires blocks after `ttl_s` (0: never). Every key begins with `prefix`.
+    """
 
     seeds: tuple[Address, ...]
     cluster: bool = False
@@ -42,6 +45,8 @@ class Endpoint:
     tls: ssl.SSLContext | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+    ttl_s: int = 0
+    prefix: str = ""
 
 
 class Cluster:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import ssl
-from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.errors import ConfigError
@@ -26,16 +25,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.%a-z]+\]|[^\[\]:@,/\s]+)(?::(\d{1,5}))?")
 _PREFIX = re.compile(r"[A-Za-z0-9._:/-]{0,100}")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A parsed URL. The server expires blocks after `ttl_s` (0: never). Every key begins with `prefix`."""
-
-    endpoint: Endpoint
-    ttl_s: int
-    prefix: str
-
-
-def parse(url: str, user: str, password: str) -> Target:
+def parse(url: str, user: str, password: str) -> Endpoint:
     """Parses a URL. Raises ConfigError, which never contains a password."""
     try:
         parts = urlsplit(url)
@@ -63,8 +53,8 @@ def parse(url: str, user: str, password: str) -> Target:
         raise _wrong(f"prefix={prefix!r:.120}", "up to 100 letters, digits and . _ : / -")
     tls = _tls(options.get("ca")) if parts.scheme == "rediss" else None
     number = _number(database, "the database", 1 << 20)
-    endpoint = Endpoint(tuple(seeds), cluster, number, tls, user, password)
-    return Target(endpoint, _number(options.get("ttl", "0"), "ttl=", 10**9), prefix)
+    ttl_s = _number(options.get("ttl", "0"), "ttl=", 10**9)
+    return Endpoint(tuple(seeds), cluster, number, tls, user, password, ttl_s, prefix)
 
 
 def _host(text: str) -> Address:
