@@ -100,7 +100,7 @@ def test_a_block_of_nvme_comes_straight_into_a_pool() -> None:
     w.finish_all()
     assert w.used(0) == used, "no slot of DRAM was taken"
     assert w.read(1, keys, answer(w, request)) == values(keys)
-    assert answer(w, request).tiers.tolist() == [Tier.NVME] * 4
+    assert answer(w, request).slots["tier"].tolist() == [Tier.NVME] * 4
     assert [held(w, key) for key in keys] == [[1, gpu]] * 4
     w.settle()
 
@@ -132,7 +132,7 @@ def test_where_a_block_was_found_is_from_where_it_was_copied() -> None:
     assert routes(w) == [(one, two)]
     request = w.last_request
     w.finish_all()
-    assert answer(w, request).tiers.tolist() == [Tier.HBM] * 4
+    assert answer(w, request).slots["tier"].tolist() == [Tier.HBM] * 4
     assert w.p.view.counters["hit_blocks_hbm0"] == 4
     w.settle()
 
@@ -148,7 +148,7 @@ def test_a_chain_may_come_from_everywhere_at_once() -> None:
     assert w.acquire(0, 1, keys, at=two) is None
     request = w.last_request
     w.finish_all()
-    assert answer(w, request).tiers.tolist() == [Tier.HBM, Tier.HBM, Tier.DRAM]
+    assert answer(w, request).slots["tier"].tolist() == [Tier.HBM, Tier.HBM, Tier.DRAM]
     assert w.read(1, keys, answer(w, request)) == values(keys)
     w.settle()
 

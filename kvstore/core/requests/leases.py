@@ -1,7 +1,4 @@
-"""Who holds what and who waits for what: leases, reservations, waiters, and the limits on all of them.
-
-Shared by all kinds of requests; decides nothing but whether a limit is kept.
-"""
+"""Leases, reservations, waiting requests, and their limits. All kinds of requests share one table of them."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ _NUMBER_BITS = 32
 
 
 def lease_number(client: int, number: int) -> int:
-    """What the core calls what a client calls by `number`: of others' numbers, it learns nothing."""
+    """Returns the core's number of a lease. A client knows only `number`, and nothing of other clients."""
     return client << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
 
 
 def number_on_connection(lease: int) -> int:
-    """What its client calls a lease or reservation; 0: there is none."""
+    """Returns the client's number of a lease or reservation; 0: none."""
     return lease & (1 << _NUMBER_BITS) - 1
 
 
 @dataclass(slots=True)
 class Lease:
-    """Slots of `tier` that a reader may look at, and whose they are; `lent_bytes`: if another's."""
+    """Slots of `tier` that the tenant `reader` may read, and their `tenant`; `lent_bytes`: if they differ."""
 
     client: int
     tenant: int
@@ -56,7 +53,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots of `tier` that a writer may fill, and the rows they will belong to."""
+    """Slots of `tier` that a client may fill, and their future rows. `alive`: not invalidated meanwhile."""
 
     client: int
     space: Namespace
@@ -70,9 +67,9 @@ class Reservation:
 
 @dataclass(slots=True)
 class Waiter:
-    """An Acquire whose blocks are still on their way up. slot -1: not there yet.
+    """An Acquire that waits for promotions of rows `missing`. slot -1: not promoted yet.
 
-    `tiers`: where each was found, by number.
+    `tiers`: the number of the tier in which each block was found.
     """
 
     event: ev.Acquire
@@ -86,7 +83,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class PendingProbe:
-    """Copies of one tier that are being looked at, and who wants to know (0: nobody)."""
+    """Copies in one tier that are being verified, and the request that asked (0: none)."""
 
     request: int
     tier: int
@@ -95,7 +92,7 @@ class PendingProbe:
 
 
 class Stalled:
-    """Requests that hold nothing, and are tried again as a whole when something has got free."""
+    """Requests that wait for room without holding any. They are retried as a whole."""
 
     def __init__(self) -> None:
         self._tenant_of: dict[int, int] = {}
@@ -111,16 +108,16 @@ class Stalled:
         return request in self._tenant_of
 
     def count(self, tenant: int) -> int:
-        """How many of a tenant there are."""
+        """Returns the number of a tenant's requests."""
         return len(self._by_tenant.get(tenant, ()))
 
     def add(self, tenant: int, event: ev.Acquire | ev.Reserve) -> None:
-        """One more, behind those of the same tenant."""
+        """Adds a request behind those of the same tenant."""
         self._tenant_of[event.request] = tenant
         self._by_tenant.setdefault(tenant, {})[event.request] = event
 
     def pop(self, request: int) -> ev.Acquire | ev.Reserve:
-        """Takes one out."""
+        """Removes a request and returns it."""
         tenant = self._tenant_of.pop(request)
         mine = self._by_tenant[tenant]
         event = mine.pop(request)
@@ -129,32 +126,32 @@ class Stalled:
         return event
 
     def of_client(self, client: int) -> list[int]:
-        """The requests of a connection."""
+        """Returns the requests of a connection."""
         return [n for mine in self._by_tenant.values() for n, e in mine.items() if e.client == client]
 
     def of_namespace(self, namespace: int) -> list[ev.Acquire | ev.Reserve]:
-        """The requests for a namespace."""
+        """Returns the requests for a namespace."""
         return [e for mine in self._by_tenant.values() for e in mine.values() if e.namespace == namespace]
 
     def namespaces(self) -> set[int]:
-        """The namespaces that requests wait for."""
+        """Returns the namespaces of all requests."""
         return {e.namespace for mine in self._by_tenant.values() for e in mine.values()}
 
     def tenants(self) -> list[int]:
-        """Those that have some, and whose turn it is first; the next call begins with another."""
+        """Returns the tenants with requests, in round-robin order: the next call starts with another one."""
         order = list(self._by_tenant)
         if len(order) > 1:
             self._by_tenant[order[0]] = self._by_tenant.pop(order[0])
         return order
 
     def oldest(self, tenant: int) -> int:
-        """A tenant's request that has been here longest since it was last tried; 0: it has none."""
+        """Returns the tenant's request that was tried longest ago; 0: none."""
         return next(iter(self._by_tenant.get(tenant, ())), 0)
 
 
 @dataclass(slots=True)
 class Limits:
-    """What one client or one call may ask for."""
+    """Limits of clients and calls."""
 
     batch_keys: int = 4096
     reserve_keys: int = 128
@@ -168,9 +165,9 @@ class Limits:
 
 
 class LeaseTable:
-    """The book of one placement.
+    """All leases, reservations and waiting requests of one placement.
 
-    `retried`: the stalled request that is being tried again (0: none). `next_end`: when a block ends.
+    `retried`: the stalled request that is being retried (0: none). `next_end`: when the next block expires.
     """
 
     def __init__(
@@ -203,55 +200,55 @@ class LeaseTable:
         self._last_of: Counter[int] = Counter()
 
     def say(self, action: Action) -> None:
-        """One more action."""
+        """Adds an action to the output."""
         self.residency.outbox.actions.append(action)
 
+    def deny(self, request: int, why: str, hint: str = "", retry_s: float = 0.0) -> None:
+        """Refuses a request."""
+        self.say(Deny(request, why, hint, retry_s))
+
     def next_number(self) -> int:
-        """A number that no probe had before."""
+        """Returns an unused number for a probe."""
         self._last += 1
         return self._last
 
     def namespaces_in_use(self) -> set[int]:
-        """Numbers of the namespaces with leases, reservations or waiting requests."""
+        """Returns the numbers of the namespaces with leases, reservations or waiting requests."""
         numbers = {lease.namespace for lease in self.leases.values()}
         numbers |= {reservation.space.number for reservation in self.reservations.values()}
         numbers |= {waiter.space.number for waiter in self.waiting.values()}
         return numbers | self.stalled.namespaces()
 
     def space(self, event: Any) -> Namespace | None:
-        """The event's namespace; None (and a Deny) if the request cannot be served."""
+        """Returns the event's namespace; None, after a Deny, if it is unknown or the keys are too many."""
         space = self.namespaces.get(event.namespace)
         if space is None or space.closed:
             hint = "open the namespace on this connection first"
-            self.say(Deny(event.request, f"unknown namespace {event.namespace}", hint))
+            self.deny(event.request, f"unknown namespace {event.namespace}", hint)
             return None
         if event.keys.n > self.limits.batch_keys:
             hint = f"at most {self.limits.batch_keys} keys a call"
-            self.say(Deny(event.request, f"{event.keys.n} keys in one call", hint))
+            self.deny(event.request, f"{event.keys.n} keys in one call", hint)
             return None
         return space
 
     def tier_for(self, event: Any, space: Namespace, asker: int) -> int:
-        """The tier of memory that a request is served in: the one it names, if that can be, or DRAM.
+        """Returns the memory tier that serves a request: the preferred one if possible, else DRAM.
 
-        What a GPU holds is shown to its own tenant alone: whoever maps it can also write to it.
+        Only the tenant of a namespace may use it in GPU memory, because GPU memory is mapped writable.
         """
-        if not event.tier:
+        if not event.tier or asker != space.tenant:
             return 0
-        state, pool = self.residency.tiers[event.tier], space.pools[event.tier]
-        fits = state.extents.ready and state.extents.slots_in(pool.slot_bytes)
-        return (
-            event.tier
-            if fits and asker == space.tenant and state.device.readable and not state.leaving
-            else 0
-        )
+        state = self.residency.tiers[event.tier]
+        usable = state.extents.ready and state.device.readable and not state.leaving
+        return event.tier if usable and state.extents.slots_in(space.pools[event.tier].slot_bytes) else 0
 
     def end_at(self, when: float) -> None:
-        """Then, blocks may not be read any more."""
+        """Records that blocks expire at `when`."""
         self.next_end = min(self.next_end, when)
 
     def hold(self, client: int) -> int:
-        """A new lease number for a client, or 0 beyond its limit."""
+        """Returns a new lease number for a client; 0 beyond its limit."""
         held = self.held.setdefault(client, set())
         if len(held) >= self.limits.leases_per_client:
             return 0
@@ -261,12 +258,12 @@ class LeaseTable:
         return number
 
     def forget_client(self, client: int) -> None:
-        """It is gone, and holds nothing."""
+        """Forgets a client without leases."""
         self.held.pop(client, None)
         self._last_of.pop(client, None)
 
     def lendable_bytes(self, tenant: int) -> int:
-        """How much more of a tenant's DRAM others may hold: up to half of what it has, or of its share."""
+        """Returns how much more of a tenant's DRAM other tenants may lease: half of its extents or share."""
         extents = self.residency.tiers[0].extents
         most = (
             max(extents.holdings.held(tenant), extents.holdings.fair_bytes(tenant, extents.capacity_bytes))
@@ -275,16 +272,16 @@ class LeaseTable:
         return max(0, most - sum(self.lent_by(tenant).values()))
 
     def lent_by(self, tenant: int) -> dict[int, int]:
-        """Bytes of a tenant's blocks that others hold, by whose leases."""
+        """Returns the bytes of a tenant's blocks that other tenants lease, by tenant."""
         return {reader: n for (owner, reader), n in self.lent.items() if owner == tenant}
 
     def lend(self, lease: Lease, nbytes: int) -> None:
-        """A lease is on another tenant's blocks."""
+        """Counts a lease on another tenant's blocks."""
         lease.lent_bytes = nbytes
         self.lent[lease.tenant, lease.reader] += nbytes
 
     def drop_lease(self, number: int) -> None:
-        """A lease ends."""
+        """Ends a lease."""
         lease = self.leases.pop(number)
         self.held[lease.client].discard(number)
         if lease.lent_bytes:
@@ -295,29 +292,29 @@ class LeaseTable:
         self.residency.tiers[lease.tier].slots.release(lease.slots)
 
     def drop_reservation(self, number: int) -> Reservation:
-        """A reservation ends; its slots are still held."""
+        """Ends a reservation. Its slots stay held."""
         reservation = self.reservations.pop(number)
         self.held[reservation.client].discard(number)
         self.writers[reservation.space.number] -= 1
         return reservation
 
     def may_hold(self, client: int) -> bool:
-        """Whether `hold` would give a number."""
+        """Returns whether the client has fewer leases and reservations than its limit."""
         return len(self.held.get(client, ())) < self.limits.leases_per_client
 
     def deny_hold(self, request: int) -> None:
-        """Says that the client holds too much."""
+        """Refuses a request of a client with too many leases."""
         hint = f"at most {self.limits.leases_per_client} leases and reservations a connection"
-        self.say(Deny(request, "too many leases", hint))
+        self.deny(request, "too many leases", hint)
 
     def deny_loan(self, request: int) -> None:
-        """Says that others hold as much of a tenant's blocks as they may."""
+        """Refuses a request for more blocks of another tenant than `lendable_bytes`."""
         self.residency.counters["busy_requests"] += 1
         hint = "release leases, or read by copies, which hold none for long"
-        self.say(Deny(request, "other tenants hold as many blocks of this one as they may", hint, _RETRY_S))
+        self.deny(request, "other tenants hold as many blocks of this one as they may", hint, _RETRY_S)
 
     def room_is_coming(self, event: ev.Acquire | ev.Reserve, tenant: int, now: float) -> bool:
-        """Whether to wait for slots of a tenant: not past the deadline, and not for nothing."""
+        """Returns whether slots of a tenant may become free before the deadline of a request."""
         if event.deadline <= now:
             return False
         moving = self.residency.copying[tenant] > 0 and not self.residency.topology.out_of_reach
@@ -325,16 +322,16 @@ class LeaseTable:
         return moving or growing or self.eviction.rebalancing.under_way
 
     def remind(self, event: ev.Acquire | ev.Reserve) -> None:
-        """A Tick at the event's deadline has to look at it."""
+        """Has the request answered at its deadline at the latest."""
         heapq.heappush(self.deadlines, (event.deadline, event.request))
 
     def stall(self, event: ev.Acquire | ev.Reserve, tenant: int) -> None:
-        """The request holds nothing, and is tried again as a whole when something has got free."""
+        """Lets a request without slots wait for room. Refuses it if too many of the tenant's wait."""
         again = event.request == self.retried
         if self.stalled.count(tenant) >= self.limits.waiting_per_tenant:
             hint = "fewer calls at a time, or with shorter deadlines"
             self.residency.counters["busy_requests"] += 1
-            self.say(Deny(event.request, "too many requests of this tenant wait for room", hint, _RETRY_S))
+            self.deny(event.request, "too many requests of this tenant wait for room", hint, _RETRY_S)
             return
         self.stalled.add(tenant, event)
         if not again:

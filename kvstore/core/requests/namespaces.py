@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Deny, NamespaceClosed
+from kvstore.core.actions import Answer, NamespaceClosed
 from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.requests.leases import LeaseTable
 from kvstore.core.requests.pins import Pins
@@ -29,16 +29,16 @@ class NamespaceTable:
         top = self._r.tiers[0].extents
         if not top.geometry(slot_bytes(event.block_bytes)).slots:
             why = f"a block of {event.block_bytes} bytes does not fit into an extent of {top.extent_bytes}"
-            self._leases.say(Deny(event.request, why, "raise dram.limit"))
+            self._leases.deny(event.request, why, "raise dram.limit")
         elif known is not None and known.closed:
-            self._leases.say(Deny(event.request, "this namespace is being forgotten", "open it again later"))
+            self._leases.deny(event.request, "this namespace is being forgotten", "open it again later")
         elif known is not None:
             known.ttl_s = event.ttl_s
             known.has_ttl |= event.ttl_s > 0
             known.block_tokens = event.block_tokens
             self._leases.say(Answer(event.request, event.namespace))
         elif (full := self._full(event)) is not None:
-            self._leases.say(Deny(event.request, *full))
+            self._leases.deny(event.request, *full)
         else:
             self._add(event)
             self._leases.say(Answer(event.request, event.namespace))

@@ -1,4 +1,4 @@
-"""Requests that read: look-ups; leases on blocks, after waiting for what is still on its way up; prefetch."""
+"""Requests that read: lookups, leases on blocks (after waiting for promotions), prefetch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Deny, Found, Grant, Stored
+from kvstore.core.actions import Answer, Found, Grant, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.slot_classes import Slots
@@ -22,14 +22,14 @@ from kvstore.core.residency.namespace import Namespace
 from kvstore.core.transfers.copy_queue import Arrived
 
 _SAMPLE = 8
-"""Keys of a looked-up prefix whose tiers stand for those of the others."""
+"""Keys of a looked-up prefix whose tiers are taken for those of all keys."""
 
 
 class Reads:
-    """Lookup, acquire, release, prefetch, and those who wait."""
+    """Lookup, Acquire, Release, Prefetch, and the answers to waiting requests."""
 
     def __init__(self, leases: LeaseTable, prefetch_blocks: int = 0) -> None:
-        """`prefetch_blocks`: how many blocks behind those that are promoted come with them, at most."""
+        """`prefetch_blocks`: the most blocks behind a promoted chain that are promoted with it."""
         self._leases = leases
         self.prefetch_blocks = prefetch_blocks
         self._r = leases.residency
@@ -49,22 +49,18 @@ class Reads:
         foreign = space.relocated and event.tenant != space.tenant
         run = None if foreign or space.has_ttl else r.resident_run(event.namespace, event.keys, tier)
         if run is not None:
-            rows, slots = run
             if not event.no_touch:
-                r.touch(rows, space)
-            r.tiers[tier].slots.hold(slots)
-            return self._grant(event, space, slots, event.keys.n)
-        return self._acquire_some(event, space, now)
-
-    def _acquire_some(self, event: ev.Acquire, space: Namespace, now: float) -> None:
-        """The long way: part of it is missing, in a lower tier, or scattered."""
+                r.touch(run[0], space)
+            r.tiers[tier].slots.hold(run[1])
+            return self._grant(event, space, run[1], event.keys.n)
+        # Some blocks are missing, in another tier, or scattered.
         rows = self._readable(event, space)
         if len(rows) and not (self._leases.retried or event.no_touch):
-            self._r.touch(rows, space)
+            r.touch(rows, space)
         return self._serve(event, space, rows, now)
 
     def _serve(self, event: ev.Acquire, space: Namespace, rows: Rows, now: float) -> None:
-        """Grants these rows' blocks in the tier that the event names, as soon as they are there."""
+        """Grants these rows in the tier of the event, as soon as they are there."""
         slots = self._r.blocks.slot[event.tier, rows].astype(np.int64)
         if (slots < 0).any():
             return self._promote_for(event, space, rows, slots, now)
@@ -72,7 +68,7 @@ class Reads:
         return self._grant(event, space, slots, len(rows))
 
     def _readable(self, event: ev.Acquire | ev.Lookup, space: Namespace) -> Rows:
-        """The stored prefix, up to what lies where the asker may not look: blocks from before publication."""
+        """Returns the stored prefix. It ends at a block that the tenant may not map yet."""
         r = self._r
         rows = r.prefix(event.namespace, event.keys)
         if space.relocated and event.tenant != space.tenant:
@@ -85,7 +81,7 @@ class Reads:
         space = self._leases.space(event)
         if space is None:
             return
-        # While parents may be missing or being written, every key has to be looked at.
+        # A binary search would be wrong while parents may be missing or being written.
         r = self._r
         gaps = (
             r.chains.holes[event.namespace] > 0
@@ -103,7 +99,7 @@ class Reads:
         self._leases.say(Found(event.request, found, gaps, stored))
 
     def _sampled(self, event: ev.Lookup, found: int) -> dict[int, int]:
-        """Tiers of some of the `found` leading keys; of all where their rows are consecutive, as most are."""
+        """Returns the tiers of some of the `found` leading keys; of all if their rows are consecutive."""
         r, keys = self._r, event.keys.take(0, found)
         if len(r.tiers) == 1 or not found:
             return {0: found} if found else {}
@@ -115,7 +111,7 @@ class Reads:
         return self._by_tier(rows[rows >= 0], event.tier) or {0: found}
 
     def _by_tier(self, rows: Rows, at: int) -> dict[int, int]:
-        """How many of these rows each tier would serve to the tier of memory `at`."""
+        """Returns the number of these rows that each tier would serve to the memory tier `at`."""
         absent = rows[self._r.blocks.slot[at, rows] < 0]
         by_tier = {at: len(rows) - len(absent)} if len(absent) < len(rows) else {}
         if len(absent):
@@ -124,6 +120,7 @@ class Reads:
         return by_tier
 
     def _promote_for(self, event: ev.Acquire, space: Namespace, rows: Rows, slots: Slots, now: float) -> None:
+        """Promotes the rows without a slot. Grants the rows, or lets the request wait for them."""
         r, at, asker = self._r, event.tier, event.tenant
         table = r.tiers[at].slots
         stored = Stored(self._by_tier(rows, at))
@@ -167,7 +164,7 @@ class Reads:
         return None
 
     def arrived(self, arrived: Sequence[Arrived]) -> None:
-        """Tells those who wait for promotions."""
+        """Answers the requests that waited for no other promotions than these."""
         if not self._leases.wanted_by:
             return
         done: dict[int, None] = {}
@@ -179,12 +176,12 @@ class Reads:
             self.answer_waiter(self._leases.waiting.pop(request))
 
     def _tell(self, tier: int, row: int, ok: bool) -> list[int]:
-        """A row is in a tier, or will not get there; the requests that wait for nothing else any more."""
+        """Ends the waits for a row in a tier. Returns the requests that wait for no other row."""
         done, others = [], []
         for request in self._leases.wanted_by.pop(row, ()):
             waiter = self._leases.waiting[request]
             if waiter.event.tier != tier:
-                # It waits for another copy, which is still on its way.
+                # This request waits for another copy, which is still under way.
                 others.append(request)
                 continue
             waiter.missing.discard(row)
@@ -199,7 +196,7 @@ class Reads:
         return done
 
     def take_back(self, tier: int, gone: Sequence[Arrived]) -> list[ev.Acquire]:
-        """Requests that wait in a tier that is lost, or for rows that do not arrive: to be asked again."""
+        """Removes the requests that wait in a lost tier, or for rows in `gone`. Returns them for a retry."""
         of = [(each.target, set(each.bad.tolist())) for each in gone]
         out = []
         for request, waiter in list(self._leases.waiting.items()):
@@ -212,14 +209,14 @@ class Reads:
         return out
 
     def _forget_missing(self, waiter: Waiter) -> None:
-        """A waiter waits for nothing any more."""
+        """Ends all waits of a waiter."""
         for row in waiter.missing:
             others = [x for x in self._leases.wanted_by.pop(row, ()) if x != waiter.event.request]
             if others:
                 self._leases.wanted_by[row] = others
 
     def answer_waiter(self, waiter: Waiter) -> None:
-        """Grants the leading blocks that are there, lets go of the rest."""
+        """Grants the leading blocks that are there. Releases the others."""
         self._forget_missing(waiter)
         there = waiter.slots >= 0
         n = len(there) if there.all() else int(there.argmin())
@@ -230,7 +227,7 @@ class Reads:
         self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
 
     def end(self, space: Namespace, but: int = -1) -> None:
-        """Those who wait for blocks of a namespace, but for one tenant, are told now that there are none."""
+        """Answers all requests that wait for blocks of a namespace with a miss, except the tenant `but`."""
         for request, waiter in list(self._leases.waiting.items()):
             if waiter.space is space and waiter.event.tenant != but:
                 del self._leases.waiting[request]
@@ -241,7 +238,7 @@ class Reads:
             asker = event.tenant if isinstance(event, ev.Acquire) else space.tenant
             if asker != but:
                 self._leases.stalled.pop(event.request)
-                self._leases.say(Deny(event.request, f"namespace {space.number} is not there any more"))
+                self._leases.deny(event.request, f"namespace {space.number} is not there any more")
 
     def _grant(
         self,
@@ -252,7 +249,7 @@ class Reads:
         tiers: npt.NDArray[np.int16] | None = None,
         stored: Stored | None = None,
     ) -> None:
-        """Answers an Acquire with n slots on which references are held. `tiers` None: all were there."""
+        """Answers an Acquire with n held slots. `tiers` None: all blocks were in this tier already."""
         r, at, foreign = self._r, event.tier, event.tenant != space.tenant
         table = r.tiers[at].slots
         if n and foreign:
@@ -286,7 +283,7 @@ class Reads:
         return None
 
     def _cut(self, table: SlotTable, slots: Picked, n: int) -> Picked:
-        """The first n of slots that are held; the others are let go of."""
+        """Returns the first n of some held slots. Releases the others."""
         if isinstance(slots, slice):
             slots = np.arange(slots.start, slots.stop)
         table.release(slots[n:])
@@ -301,20 +298,19 @@ class Reads:
         space = self._leases.space(event)
         if space is None:
             return
-        rows, at = (
-            self._r.prefix(event.namespace, event.keys),
-            self._leases.tier_for(event, space, event.tenant),
+        rows = self._r.prefix(event.namespace, event.keys)
+        _, dropped = self._prefetch(
+            space, rows, event.tenant, self._leases.tier_for(event, space, event.tenant)
         )
-        _, dropped = self._bring(space, rows, event.tenant, at)
         self._leases.say(Answer(event.request, len(rows) - dropped))
 
-    def _bring(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
-        """Promotes those of a chain that only other tiers have, while there is room: (started, dropped)."""
+    def _prefetch(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
+        """Promotes the rows of a chain that lack a copy in a tier while there is room: (started, dropped)."""
         r, table = self._r, self._r.tiers[at].slots
         absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._copies.coming(at, rows)]
         there = rows[r.blocks.slot[at, rows] >= 0]
         pool = table.classes.get(space.pools[at])
-        # Nobody waits for a prefetch: it may take an eighth of the tier, no more.
+        # No request waits for a prefetch, so it may take at most an eighth of the pool.
         bound = max(1, pool.total // 8) if pool else len(absent)
         held = r.blocks.slot[at, there].astype(np.int64)
         table.hold(held)
@@ -324,9 +320,9 @@ class Reads:
         return n, len(absent) - n
 
     def _look_ahead(self, event: ev.Acquire, space: Namespace, last: int) -> None:
-        """What follows a chain that is being promoted comes too, as far as only one way leads on.
+        """Promotes the blocks behind a promoted chain up to the first branch.
 
-        Looked for in the rows behind `last`, where what was stored at one go lies: no children are listed.
+        Looks only at the rows after `last`, which hold blocks that were stored together.
         """
         r, blocks = self._r, self._r.blocks
         rows = np.arange(last + 1, min(last + 1 + self.prefetch_blocks, blocks.rows_touched))
@@ -334,5 +330,5 @@ class Reads:
         only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
         rows = rows if only.all() else rows[: int(only.argmin())]
         if len(rows) and not r.topology.out_of_reach:
-            started, _ = self._bring(space, rows, event.tenant, event.tier)
+            started, _ = self._prefetch(space, rows, event.tenant, event.tier)
             r.counters["ahead_blocks"] += started

@@ -1,25 +1,15 @@
-"""Requests that write: room for new blocks beside what their chain already has, then commit or abort."""
+"""Requests that write: reservations of slots for new blocks of a chain, then commit or abort."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import (
-    DENIED,
-    GRANTED,
-    NO_ROOM,
-    PENDING,
-    PRESENT,
-    WORTH_LESS,
-    Answer,
-    Deny,
-    Reserved,
-)
+from kvstore.core.actions import DENIED, GRANTED, NO_ROOM, PENDING, PRESENT, WORTH_LESS, Answer, Reserved
 from kvstore.core.blocks.block_table import FREE, HOLE, LIVE, RESERVED, Rows
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import NONE, LeaseTable, Reservation, number_on_connection
@@ -27,8 +17,22 @@ from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.residency.namespace import Namespace
 
 
+@dataclass(slots=True)
+class _Chain:
+    """The keys of a Reserve, one entry a key: rows (-1: none) and their states. `parents`: the rows before.
+
+    `parents` has one entry more, the row of the last key.
+    """
+
+    event: ev.Reserve
+    space: Namespace
+    rows: Rows
+    state: npt.NDArray[np.uint8]
+    parents: Rows
+
+
 class Writes:
-    """Reserve, commit, abort."""
+    """Reserve, Commit, Abort."""
 
     def __init__(self, leases: LeaseTable, invalidation: Invalidation, write_through: bool) -> None:
         self._leases = leases
@@ -42,23 +46,19 @@ class Writes:
         space = self._leases.space(event)
         if space is None:
             return None
-        r, keys = self._r, event.keys
+        r, keys, deny = self._r, event.keys, self._leases.deny
         if keys.n > self._leases.limits.reserve_keys:
             hint = f"at most {self._leases.limits.reserve_keys} keys a reservation"
-            return self._leases.say(Deny(event.request, f"{keys.n} keys in one reservation", hint))
+            return deny(event.request, f"{keys.n} keys in one reservation", hint)
         if len({keys[i] for i in range(keys.n)}) != keys.n:
-            return self._leases.say(
-                Deny(event.request, "a key occurs twice in one call", "keys are one chain")
-            )
+            return deny(event.request, "a key occurs twice in one call", "keys are one chain")
         if space.has_ttl:
             self._drop_expired(event, now)
         parent = -1
         if event.parent:
             parent = r.index.find_one(event.namespace, event.parent)
             if parent < 0 or r.blocks.state[parent] not in (LIVE, RESERVED):
-                return self._leases.say(
-                    Deny(event.request, "the parent is not stored", "store the chain from its start")
-                )
+                return deny(event.request, "the parent is not stored", "store the chain from its start")
         rows = r.index.find(event.namespace, keys)
         state = np.where(rows >= 0, r.blocks.state[rows], FREE)
         present = rows[state == LIVE]
@@ -67,34 +67,29 @@ class Writes:
         want = np.flatnonzero((state == FREE) | (state == HOLE))
         if len(want) and not self._leases.may_hold(event.client):
             return self._leases.deny_hold(event.request)
-        before = np.concatenate(([parent], rows))[:-1]
         tier = self._leases.tier_for(event, space, space.tenant)
         if tier != event.tier:
             event = replace(event, tier=tier)
-        earn = self._earn(event, space, state, want, before, now)
-        n = self._room_beside(event, space, len(want), rows, parent, earn)
+        chain = _Chain(event, space, rows, state, np.concatenate(([parent], rows)))
+        earn, n = self._make_room(chain, want, now)
         if n < len(want) and event.tier:
             # A chain that does not fit into GPU memory goes to DRAM as a whole.
-            event = replace(event, tier=0)
-            earn = self._earn(event, space, state, want, before, now)
-            n = self._room_beside(event, space, len(want), rows, parent, earn)
+            chain.event = event = replace(event, tier=0)
+            earn, n = self._make_room(chain, want, now)
         if n < len(want) and self._leases.room_is_coming(event, space.tenant, now):
             self._leases.stall(event, space.tenant)
         else:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
-                self._pass_by(event, space, want[n:], before, now)
+                self._count_refused(chain, want[n:], now)
                 if self._eviction.has_idle(event.tier, space.pools[event.tier]):
                     why = WORTH_LESS
-            self._give_room(event, space, rows, state, want[:n], parent, why)
+            self._give_slots(chain, want[:n], why)
         r.chains.prune(np.unique(np.append(rows, parent)))
         return None
 
     def _drop_expired(self, event: ev.Reserve, now: float) -> None:
-        """Drops the expired blocks that a request names, so that it finds what a look-up finds.
-
-        Readers keep the slots on which they have leases.
-        """
+        """Drops the expired blocks among the keys and the parent. Leases keep their slots."""
         blocks, index = self._r.blocks, self._r.index
         rows = index.find(event.namespace, event.keys)
         if event.parent:
@@ -104,71 +99,59 @@ class Writes:
         if len(rows):
             self._r.counters["expired_blocks"] += self._invalidation.forget(rows, DecisionKind.EXPIRED)
 
-    def _earn(
-        self,
-        event: ev.Reserve,
-        space: Namespace,
-        state: npt.NDArray[np.uint8],
-        want: Rows,
-        before: Rows,
-        now: float,
-    ) -> float:
-        """What the blocks that are wanted earn a second (see Reuse): to be stored they must be worth it.
+    def _make_room(self, chain: _Chain, want: Rows, now: float) -> tuple[float, int]:
+        """Makes room for keys without evicting the chain that they continue.
 
-        All are where nobody weighs that, and where others hang on one of them.
+        Returns what a slot would earn with them (uses/s), and how many keys have room.
         """
-        r, pool = self._r, space.pools[event.tier]
-        if not len(want) or event.loading or (state == HOLE).any():
+        r, event, space = self._r, chain.event, chain.space
+        earn = self._earn(chain, want, now)
+        guarded = np.unique(chain.parents)
+        guarded = guarded[guarded >= 0]
+        r.blocks.children[guarded] += 1
+        self._eviction.make_rows(int((chain.rows < 0).sum()), space.tenant)
+        patient = event.deadline > r.now
+        n = self._eviction.make_room(event.tier, space.pools[event.tier], len(want), patient, earn)
+        r.blocks.children[guarded] -= 1
+        return earn, n
+
+    def _earn(self, chain: _Chain, want: Rows, now: float) -> float:
+        """Returns what a slot would earn with these keys, in uses/s: see `Reuse.density_if_stored`.
+
+        Returns infinity, so that they are stored, if the policy does not weigh or a hole is filled.
+        """
+        r, event, space = self._r, chain.event, chain.space
+        if not len(want) or event.loading or (chain.state == HOLE).any():
             return math.inf
-        if not self._eviction.weighs(event.tier, pool):
+        if not self._eviction.weighs(event.tier, space.pools[event.tier]):
             return math.inf
         first = int(want[0])
-        words, parent = event.keys.words[first], int(before[first])
+        words, parent = event.keys.words[first], int(chain.parents[first])
         return r.reuse.density_if_stored(words, event.namespace, parent, len(want), space.tenant, now)
 
-    def _pass_by(self, event: ev.Reserve, space: Namespace, which: Rows, before: Rows, now: float) -> None:
-        """These keys are not stored, but they have been seen: if they come again they are worth more."""
+    def _count_refused(self, chain: _Chain, which: Rows, now: float) -> None:
+        """Counts a use of keys that are not stored: they are worth more when they return."""
         blocks = self._r.blocks
-        rows = blocks.take(event.namespace, event.keys, which)
+        rows = blocks.take(chain.event.namespace, chain.event.keys, which)
         if len(rows):
-            # As if stored: a new block takes after what it continues, also if that came before.
-            blocks.parent[rows] = np.append(before[which[0]], rows[:-1])
-            self._r.reuse.passed_by(rows, space.tenant, now)
+            # As if stored, because a new block inherits from its parent.
+            blocks.parent[rows] = np.append(chain.parents[which[0]], rows[:-1])
+            self._r.reuse.passed_by(rows, chain.space.tenant, now)
             blocks.give_back(rows)
 
-    def _room_beside(
-        self, event: ev.Reserve, space: Namespace, n: int, rows: Rows, parent: int, earn: float
-    ) -> int:
-        """Makes room for n blocks without evicting the chain that they will hang on."""
-        r = self._r
-        guarded = np.unique(np.concatenate((rows[rows >= 0], [parent] if parent >= 0 else NONE)))
-        r.blocks.children[guarded] += 1
-        self._eviction.make_rows(int((rows < 0).sum()), space.tenant)
-        patient = event.deadline > r.now
-        n = self._eviction.make_room(event.tier, space.pools[event.tier], n, patient, earn)
-        r.blocks.children[guarded] -= 1
-        return n
-
-    def _give_room(
-        self,
-        event: ev.Reserve,
-        space: Namespace,
-        rows: Rows,
-        state: npt.NDArray[np.uint8],
-        want: Rows,
-        parent: int,
-        why: str,
-    ) -> None:
-        r, at, pool = self._r, event.tier, space.pools[event.tier]
+    def _give_slots(self, chain: _Chain, want: Rows, why: str) -> None:
+        """Reserves slots for these keys, and answers. `why` the other keys are denied."""
+        r, event, state, rows = self._r, chain.event, chain.state, chain.rows
+        at, pool = event.tier, chain.space.pools[event.tier]
         new = want[state[want] == FREE]
         taken = r.blocks.take(event.namespace, event.keys, new)
         if len(taken) < len(new):
             want = want[want < new[len(taken)]]
-            self._r.counters["denied_max_blocks"] += 1
+            r.counters["denied_max_blocks"] += 1
             r.blocks.give_back(taken[len(want[state[want] == FREE]) :])
             new = want[state[want] == FREE]
             taken = taken[: len(new)]
-        rows[new] = taken
+        rows[new] = chain.parents[new + 1] = taken
         if len(taken):
             r.index.add(taken)
         filled = rows[want]
@@ -176,7 +159,7 @@ class Writes:
         r.chains.holes[event.namespace] -= len(holes)
         r.blocks.state[filled] = RESERVED
         orphan = r.blocks.parent[filled] < 0
-        r.chains.link(filled[orphan], np.concatenate(([parent], rows))[want[orphan]])
+        r.chains.link(filled[orphan], chain.parents[want[orphan]])
         status = np.full(event.keys.n, DENIED, np.uint8)
         status[state == LIVE] = PRESENT
         status[state == RESERVED] = PENDING
@@ -192,24 +175,23 @@ class Writes:
             slots = r.tiers[at].slots.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
             self._leases.reservations[lease] = Reservation(
-                event.client, space, at, pool, filled, slots, alive, event.loading
+                event.client, chain.space, at, pool, filled, slots, alive, event.loading
             )
             self._leases.writers[event.namespace] += 1
-        where = r.tiers[at].slots.record[slots]
+        records = r.tiers[at].slots.record[slots]
         self._leases.say(
-            Reserved(event.request, lease, pool.slot_bytes, where, status, why if denied else "")
+            Reserved(event.request, lease, pool.slot_bytes, records, status, why if denied else "")
         )
 
     def commit(self, event: ev.Commit, now: float) -> None:
         reservation = self._take_reservation(event.client, event.lease)
         if reservation is None:
-            hint = "commit once, on the connection that reserved"
             why = f"no reservation {number_on_connection(event.lease)}"
-            return self._leases.say(Deny(event.request, why, hint))
+            return self._leases.deny(event.request, why, "commit once, on the connection that reserved")
         n = len(reservation.rows)
         if len(event.checksums) != n or len(event.written) != n:
             self._give_up(reservation, np.ones(n, np.bool_), now)
-            return self._leases.say(Deny(event.request, f"{len(event.checksums)} checksums for {n} blocks"))
+            return self._leases.deny(event.request, f"{len(event.checksums)} checksums for {n} blocks")
         r, at = self._r, reservation.tier
         ok = event.written & reservation.alive & (not r.tiers[at].lost)
         rows, slots = reservation.rows[ok], reservation.slots[ok]
@@ -245,7 +227,7 @@ class Writes:
         return self._leases.drop_reservation(lease)
 
     def _give_up(self, reservation: Reservation, which: npt.NDArray[np.bool_], now: float) -> None:
-        """These blocks of a reservation will not be written."""
+        """Frees these slots and rows of a reservation."""
         self._r.tiers[reservation.tier].slots.release(reservation.slots[which])
         lost = reservation.rows[which & reservation.alive]
         if len(lost):
