@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.ghost_queue import GhostQueue
-from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
 
@@ -45,11 +45,9 @@ class ARC(Ranked):
         self._often.append(rows[came_from >= 0][::-1])
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         self._often.append(self._segments.known(rows)[::-1])
 
     def remove(self, rows: Rows) -> None:
-        """See Policy."""
         self._ghosts.note(ONCE, rows[self._of(self._once, rows)])
         self._ghosts.note(OFTEN, rows[self._of(self._often, rows)])
         super().remove(rows)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.lfuda import LFUDA
-from kvstore.core.policy.pool_view import PolicyContext
 
 _MOST_COST = 16.0
 _MOST = 255

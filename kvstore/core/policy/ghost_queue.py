@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.reuse.ghosts import fingerprints
 
 _MARKS = 64

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import Policy, PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.slices import Slices
 from kvstore.core.reuse.classes import CLASS_MASK, describe
@@ -26,7 +26,7 @@ _BACK_AFTER_S, _LOOK_AFTER_S = 0.25, 1.0
 _BACK_AT_ONCE, _LOOK_AT = 256, 4096
 
 
-class Hazard:
+class Hazard(Policy):
     """One pool: slices of ends of chains, and queues of rows that are set aside.
 
     `_cold` goes first. `_parents` have children, `_orphans` have just lost a child, `_busy` are in use.
@@ -48,7 +48,6 @@ class Hazard:
         return sum(len(q) for q in (*self._slices.queues(), *self._aside()))
 
     def ram_bytes(self) -> int:
-        """See Policy."""
         return self._slices.ram_bytes() + sum(q.ram_bytes() for q in self._aside())
 
     def _aside(self) -> tuple[Queue, ...]:
@@ -57,19 +56,14 @@ class Hazard:
     # -- what is where
 
     def insert(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         self._file_chain(rows, now)
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy. Blocks above those that were asked for stay where they are."""
+        """Blocks above those that were asked for stay where they are."""
         rows = self._segments.known(rows)
         self._file_chain(rows[self._history.last_used(rows) >= now - _SAME_S], now)
 
-    def refresh(self, rows: Rows) -> None:
-        """Not called."""
-
     def remove(self, rows: Rows) -> None:
-        """See Policy."""
         self._segments.forget(rows)
         if len(self._parents):
             above = np.unique(self._parent[rows].astype(np.int64))
@@ -77,13 +71,12 @@ class Hazard:
             self._orphans.append(above[self._are_parents(above)])
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """See Policy. Only `parents` wait for a child: the child of a busy block may have left this tier."""
+        """Only `parents` wait for a child: the child of a busy block may have left this tier."""
         if not parents and not len(self._busy):
             self._back_s = self._now + _BACK_AFTER_S
         (self._parents if parents else self._busy).append(self._segments.known(rows))
 
     def cool(self, rows: Rows) -> None:
-        """See Policy."""
         self._cold.prepend(self._segments.known(rows)[::-1])
 
     def _file_chain(self, rows: Rows, now: float) -> None:
@@ -99,7 +92,6 @@ class Hazard:
     # -- which rows go
 
     def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
-        """See Policy."""
         self._now = now
         self._slices.tidy(now)
         self._take_back(now)

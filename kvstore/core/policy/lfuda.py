@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import Ranked
 
@@ -38,7 +38,6 @@ class LFUDA(Ranked):
         self._forward(rows[::-1])
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         rows = self._segments.known(rows)
         self._uses[rows] = np.minimum(self._uses[rows] + 1, _MOST_USES)
         self._forward(rows[::-1])

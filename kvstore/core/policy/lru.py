@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import Policy, PolicyContext
 from kvstore.core.policy.queue import Queue
 
 
-class LRU:
+class LRU(Policy):
     """One queue, least recently used first."""
 
     follows_children = True
@@ -27,33 +27,25 @@ class LRU:
         return len(self._queue)
 
     def insert(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         self._queue.append(rows[::-1])
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         self._queue.append(self._segments.known(rows)[::-1])
 
     def remove(self, rows: Rows) -> None:
-        """See Policy."""
         self._segments.forget(rows)
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """See Policy."""
         self._queue.append(self._segments.known(rows))
 
     def refresh(self, rows: Rows) -> None:
-        """See Policy."""
         self._queue.append(self._segments.known(rows)[::-1])
 
     def cool(self, rows: Rows) -> None:
-        """See Policy."""
         self._queue.prepend(self._segments.known(rows)[::-1])
 
     def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
-        """See Policy."""
         return self._queue.head(n)
 
     def ram_bytes(self) -> int:
-        """See Policy."""
         return self._queue.ram_bytes()

@@ -20,7 +20,7 @@ _RETURNS = 2
 """Returns to the old policy, per row on average. Beyond that, rows do not return, so that the move ends."""
 
 
-class MigratingPolicy:
+class MigratingPolicy(Policy):
     """A policy over two policies. Rows of `new` have `mark` in `marks`; all others belong to the old one."""
 
     def __init__(self, old: Policy, new: Policy, marks: npt.NDArray[np.uint32], mark: int) -> None:
@@ -47,7 +47,6 @@ class MigratingPolicy:
     # -- as a policy
 
     def insert(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         self._now = now
         if self._returns > 0:
             self._take(rows)
@@ -57,26 +56,23 @@ class MigratingPolicy:
             self._give(rows, now)
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         self._now = now
         self._take_back(rows)
         self._old.touch(rows, now)
         self.new.touch(rows, now)
 
     def remove(self, rows: Rows) -> None:
-        """See Policy."""
         self._old.remove(rows)
         self._take(rows)
 
     def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
-        """See Policy. Moved rows go first, unless they could not go."""
+        """Moved rows go first, unless they could not go."""
         self._now = now
         first, then = (self._old, self.new) if self._stuck else (self.new, self._old)
         rows = first.coldest(n, now, below)
         return rows if len(rows) >= n else np.concatenate((rows, then.coldest(n - len(rows), now, below)))
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """See Policy."""
         # If no row returns, the two policies take turns.
         self._stuck = self._returns <= 0 and not self._stuck
         self._take_back(rows[::-1])
@@ -84,7 +80,6 @@ class MigratingPolicy:
         self.new.defer(rows, parents)
 
     def refresh(self, rows: Rows) -> None:
-        """See Policy."""
         if self._old.follows_children:
             self._take_back(rows)
             self._old.refresh(rows)
@@ -92,7 +87,6 @@ class MigratingPolicy:
             self.new.refresh(rows)
 
     def cool(self, rows: Rows) -> None:
-        """See Policy."""
         self._old.cool(rows)
         self.new.cool(rows)
 
@@ -105,7 +99,6 @@ class MigratingPolicy:
         return len(self._old) + len(self.new)
 
     def ram_bytes(self) -> int:
-        """See Policy."""
         return self._old.ram_bytes() + self.new.ram_bytes()
 
     # -- who has what

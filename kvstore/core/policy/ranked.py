@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import Policy, PolicyContext
 from kvstore.core.policy.queue import Queue
 
 ROUNDS = 16
@@ -19,7 +19,7 @@ ROUNDS = 16
 _LOOK = 64
 
 
-class Ranked(ABC):
+class Ranked(Policy):
     """A policy over queues. Cool rows go before all of them.
 
     `_stuck`: some of the rows returned last could not go. A policy that prefers one queue then returns rows
@@ -51,7 +51,7 @@ class Ranked(ABC):
         """Returns up to n rows that are not cool, the first to go first; at least one if there is any."""
 
     def insert(self, rows: Rows, now: float) -> None:
-        """See Policy. Rows that are known already are moved as by `refresh`."""
+        """Rows that are known already are moved as by `refresh`."""
         known = self._segments.stamps[rows] > 0
         if known.any():
             self._forward(rows[known][::-1])
@@ -60,11 +60,9 @@ class Ranked(ABC):
             self._enter(rows)
 
     def remove(self, rows: Rows) -> None:
-        """See Policy."""
         self._segments.forget(rows)
 
     def coldest(self, n: int, now: float, below: float = math.inf) -> Rows:
-        """See Policy."""
         out = self._cool.head(n)
         if len(out) < n:
             out = np.concatenate((out, self._rank(n - len(out))))
@@ -72,27 +70,24 @@ class Ranked(ABC):
         return out
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """See Policy."""
         rows = self._segments.known(rows)
         if len(rows):
             self._stuck = True
             self._forward(rows)
 
     def refresh(self, rows: Rows) -> None:
-        """See Policy."""
         rows = self._segments.known(rows)
         if len(rows):
             self._forward(rows[::-1])
 
     def cool(self, rows: Rows) -> None:
-        """See Policy. The end of a chain goes first."""
+        """The end of a chain goes first."""
         self._cool.prepend(self._segments.known(rows)[::-1])
 
     def __len__(self) -> int:
         return len(self._cool) + sum(len(queue) for queue in self._queues())
 
     def ram_bytes(self) -> int:
-        """See Policy."""
         return self._cool.ram_bytes() + sum(queue.ram_bytes() for queue in self._queues())
 
     def _of(self, queue: Queue, rows: Rows) -> npt.NDArray[np.bool_]:

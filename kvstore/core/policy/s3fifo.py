@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.ghost_queue import GhostQueue
-from kvstore.core.policy.pool_view import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 
@@ -39,14 +39,12 @@ class S3FIFO(Ranked):
         self._main.append(rows[back][::-1])
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         rows = self._segments.known(rows)
         self._uses[rows] = np.minimum(self._uses[rows] + 1, _MOST_USES)
         if len(self._cool):
             self._small.append(rows[self._of(self._cool, rows)][::-1])
 
     def remove(self, rows: Rows) -> None:
-        """See Policy."""
         self._ghosts.note(0, rows[self._of(self._small, rows)])
         super().remove(rows)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.core.blocks.block_table import Rows
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.queue import Queue
 from kvstore.core.policy.ranked import ROUNDS, Ranked, unused
 
@@ -30,14 +30,13 @@ class SIEVE(Ranked):
         self._forward(rows[::-1])
 
     def touch(self, rows: Rows, now: float) -> None:
-        """See Policy."""
         rows = self._segments.known(rows)
         self._uses[rows] = 1
         if len(self._cool):
             self._forward(rows[self._of(self._cool, rows)][::-1])
 
     def defer(self, rows: Rows, parents: bool = False) -> None:
-        """See Policy. The hand passes over these rows."""
+        """The hand passes over these rows."""
         self._passed.append(self._segments.known(rows))
 
     def _turn(self) -> None:

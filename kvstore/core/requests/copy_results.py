@@ -78,10 +78,8 @@ class CopyResults(Job):
     # -- time
 
     def step(self, now: float) -> None:
-        """See Job."""
         self._copies.step(now)
         self._end_fenced(now)
 
     def wakes_at(self) -> float:
-        """See Job."""
         return self._copies.wakes_at()

@@ -98,7 +98,6 @@ class Retries(Job):
     # -- deadlines
 
     def step(self, now: float) -> None:
-        """See Job."""
         leases = self._leases
         while leases.deadlines and leases.deadlines[0][0] <= now:
             _, request = heapq.heappop(leases.deadlines)
@@ -108,6 +107,5 @@ class Retries(Job):
                 self.retry(leases.stalled.pop(request), now)
 
     def wakes_at(self) -> float:
-        """See Job."""
         deadlines = self._leases.deadlines
         return deadlines[0][0] if deadlines else math.inf

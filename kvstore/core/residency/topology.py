@@ -14,7 +14,7 @@ from kvstore.core.capacity.quotas import SlotPool
 from kvstore.core.capacity.slot_table import SlotTable
 from kvstore.core.policy import Factory, Policy, find
 from kvstore.core.policy.admission import Admission
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.queue import Segments
 from kvstore.core.queues.device_queue import DeviceQueue, TierSpec
 from kvstore.core.reuse.ghosts import Ghosts

@@ -26,7 +26,10 @@ _CLASS_BITS, _USES_BITS = 7, 4
 
 
 class GhostTable(NamedTuple):
-    """A saved ghost table: its words that are not 0, their positions, its size, and its seed."""
+    """A ghost table of `room` words, saved at `ticks`: the words that are not 0, and their positions `at`.
+
+    `seed` is the seed of its fingerprints.
+    """
 
     seed: int
     ticks: int

@@ -45,18 +45,10 @@ _HIGH_PRIORITY_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ReuseState:
-    """What one process has learned at `ticks` of its time: curves by tenant, and ghosts of all blocks.
+    """What one process has learned: curves by tenant, and ghosts of all blocks."""
 
-    The ghost table has `room` words. `words` are those that are not 0, `at` their positions, `seed` the seed
-    of its fingerprints.
-    """
-
-    seed: int
-    ticks: int
     curves: dict[int, Counts]
-    room: int
-    at: npt.NDArray[np.uint32]
-    words: npt.NDArray[np.uint64]
+    ghosts: GhostTable
 
 
 @dataclass(slots=True)
@@ -171,16 +163,14 @@ class Reuse:
 
     def save(self, now: float) -> ReuseState:
         """Returns all that was learned. Passes over all blocks; meant for the end of a process."""
-        ghosts = self.history.save(now)
         curves = {number: tenant.curves.counts() for number, tenant in self._tenants.items()}
-        return ReuseState(ghosts.seed, ghosts.ticks, curves, ghosts.room, ghosts.at, ghosts.words)
+        return ReuseState(curves, self.history.save(now))
 
     def load(self, state: ReuseState, elapsed_s: float, now: float) -> None:
         """Continues from a state saved `elapsed_s` ago. Must come before any block."""
         for number, counts in state.curves.items():
             self._tenants[number] = _Tenant(ReuseCurves(SHAPE, counts))
-        ghosts = GhostTable(state.seed, state.ticks, state.room, state.at, state.words)
-        self.history.load(ghosts, elapsed_s, now)
+        self.history.load(state.ghosts, elapsed_s, now)
 
     # -- what to expect
 

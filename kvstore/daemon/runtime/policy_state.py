@@ -19,6 +19,7 @@ import numpy as np
 from kvstore.core import events as ev
 from kvstore.core.reuse.classes import CLASSES
 from kvstore.core.reuse.curves import Counts
+from kvstore.core.reuse.history import GhostTable
 from kvstore.core.reuse.reuse import ReuseState
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import CurrentConfig
@@ -56,11 +57,11 @@ class PolicyStateFile:
                     file,
                     format=np.array(_FORMAT),
                     written_at=np.array(self._clock()),
-                    seed=np.array(state.seed, np.uint64),
-                    ticks=np.array(state.ticks),
-                    room=np.array(state.room),
-                    at=state.at,
-                    words=state.words,
+                    seed=np.array(state.ghosts.seed, np.uint64),
+                    ticks=np.array(state.ghosts.ticks),
+                    room=np.array(state.ghosts.room),
+                    at=state.ghosts.at,
+                    words=state.ghosts.words,
                     tenants=np.array(tenants, np.str_),
                     counts=np.array(counts, np.float32),
                 )
@@ -95,8 +96,8 @@ class PolicyStateFile:
                 if tenant is not None:
                     curves[tenant] = Counts(used, reached)
             seed, ticks, room = int(file["seed"]), int(file["ticks"]), int(file["room"])
-            state = ReuseState(seed, ticks, curves, room, file["at"], file["words"])
-            return state, float(file["written_at"])
+            ghosts = GhostTable(seed, ticks, room, file["at"], file["words"])
+            return ReuseState(curves, ghosts), float(file["written_at"])
 
     def discard(self) -> None:
         """Deletes the file, because it names a tenant that was deleted. A failure is logged."""

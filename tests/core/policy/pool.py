@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.core.blocks.block_table import Blocks, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.policy import Policy, make
-from kvstore.core.policy.pool_view import PolicyContext
+from kvstore.core.policy.base import PolicyContext
 from kvstore.core.policy.queue import Segments
 from kvstore.core.reuse.ghosts import Ghosts
 from kvstore.core.reuse.reuse import Reuse
