@@ -26,7 +26,6 @@ from kvstore.core.reconfiguration.resizing import Resizing
 from kvstore.core.requests.configuration import Configuration
 from kvstore.core.requests.copy_results import CopyResults
 from kvstore.core.requests.deletion import Deletion
-from kvstore.core.requests.flush import flush
 from kvstore.core.requests.hints import hint
 from kvstore.core.requests.invalidation import Invalidation
 from kvstore.core.requests.leases import LeaseTable, Limits
@@ -34,7 +33,7 @@ from kvstore.core.requests.namespaces import NamespaceTable
 from kvstore.core.requests.pins import Pins
 from kvstore.core.requests.publication import Publication
 from kvstore.core.requests.reads import Reads
-from kvstore.core.requests.recovery import restore
+from kvstore.core.requests.recovery import flush, restore
 from kvstore.core.requests.retries import FREEING_EVENTS, Retries
 from kvstore.core.requests.verification import Verification
 from kvstore.core.requests.writes import Writes

@@ -231,14 +231,14 @@ def free_while_read(patch: Patch) -> None:
 
 def early_reading(patch: Patch) -> None:
     """A block is readable when its slot is granted, before its writer is done."""
-    give_room = Writes._give_room
+    give_slots = Writes._give_slots
 
     def given(self: Writes, event: Any, *rest: Any) -> None:
-        give_room(self, event, *rest)
+        give_slots(self, event, *rest)
         for reservation in self._leases.reservations.values():
             self._r.write_headers(0, reservation.rows, reservation.slots)
 
-    patch.setattr(Writes, "_give_room", given)
+    patch.setattr(Writes, "_give_slots", given)
 
 
 def abandoned_copies(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""What clients and the daemon ask for: one file for each kind of request, over one table of leases.
+"""Requests of clients and the daemon: one file for each kind, over one table of leases.
 
 Only `placement` imports from here.
 """

@@ -1,7 +1,7 @@
-"""What is forgotten as a whole: blocks whose time is over, namespaces, tenants. Step by step: it may be much.
+"""Deletion in steps: expired blocks, namespaces, tenants.
 
-From the first moment nothing of it is readable; the answer comes when nothing of it is left. Blocks whose
-time is over are looked for row by row, at most one pass a second: no list of what ends when is kept.
+Blocks of a deleted namespace or tenant are unreadable at once. The request is answered when none is left.
+Expired blocks are found by a pass over all rows, at most one a second, because no list by expiry is kept.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _NEXT_PASS_S = 1.0
 
 @dataclass(slots=True)
 class _Sweep:
-    """Namespaces that are being forgotten; with `tenant`, all that it has (-1: no tenant).
+    """Namespaces that are being deleted: all of `tenant`, unless it is -1.
 
-    `extents`: (tier, extent) of those that have still to be renewed.
+    `extents`: (tier, extent) of the extents that are still to be renewed.
     """
 
     request: int
@@ -94,20 +94,18 @@ class Deletion(Job):
         self._next_step = 0.0
 
     def step(self, now: float) -> None:
-        """It is `now`: blocks end, sweeps go on."""
         if self._looks_at() <= now:
             self._end_some(now)
         if self._next_step <= now:
-            got_on = [self._go_on(sweep) for sweep in list(self._sweeps)]
-            # What waits for copies or for new extents is looked at now and then.
-            later = now + (_NEXT_STEP_S if any(got_on) else _NEXT_LOOK_S)
+            progressed = [self._go_on(sweep) for sweep in list(self._sweeps)]
+            # Sweeps that wait for copies or for new extents are polled.
+            later = now + (_NEXT_STEP_S if any(progressed) else _NEXT_LOOK_S)
             self._next_step = later if self._sweeps else math.inf
 
     def wakes_at(self) -> float:
-        """When there is something to go on with."""
         return min(self._looks_at(), self._next_step)
 
-    # -- blocks whose time is over
+    # -- expired blocks
 
     def _looks_at(self) -> float:
         return self._next_look if self._row else max(self._next_look, self._leases.next_end)
@@ -132,9 +130,9 @@ class Deletion(Job):
     # -- namespaces and tenants
 
     def _go_on(self, sweep: _Sweep) -> bool:
-        """Takes one step of a sweep; whether that got it on."""
+        """Takes one step of a sweep. Returns whether it made progress."""
         blocks = self._r.blocks
-        # A number may be another namespace's by now, if another sweep was first.
+        # Another sweep may have closed a namespace, whose number may be reused.
         numbers = [s.number for s in sweep.spaces if self._r.namespaces.get(s.number) is s]
         if sweep.row < blocks.rows_touched:
             last = min(sweep.row + _ROWS_AT_ONCE, blocks.rows_touched)
@@ -164,7 +162,7 @@ class Deletion(Job):
         return True
 
     def _is_bare(self, sweep: _Sweep) -> bool:
-        """Has some extents of a tenant renewed, as far as nobody uses them; whether all have been."""
+        """Renews some unused extents of a tenant. Returns whether all are renewed."""
         tenant, budget = sweep.tenant, _EXTENTS_AT_ONCE
         eviction = self._leases.eviction
         for tier, state in enumerate(self._r.tiers):

@@ -1,4 +1,4 @@
-"""Invalidation: blocks become misses, whoever writes or awaits them."""
+"""Invalidation: turns blocks into misses, even while they are written or awaited."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Invalidation:
         self._leases.say(Answer(event.request, n))
 
     def forget(self, rows: Rows, what: DecisionKind | None = None) -> int:
-        """Makes misses of rows, whoever writes or awaits them; how many were readable.
+        """Drops rows from every tier, and from reservations. Returns how many were readable.
 
-        `what` is kept as the reason; None: nobody can ask for them any more.
+        `what` is the recorded reason. None: no record, because their namespace is deleted.
         """
         r = self._r
         state = r.blocks.state[rows]
@@ -46,7 +46,6 @@ class Invalidation:
         if what is not None:
             r.decisions.record(what, EVERY_TIER, live, r.now)
         self._reads.arrived(self._copies.cancel(live))
-        held = [r.blocks.slot[tier, live] >= 0 for tier in range(len(r.tiers))]
-        for tier in range(len(r.tiers)):
-            r.give_up(tier, live[held[tier]])
+        for tier, held in enumerate(r.blocks.slot[:, live] >= 0):
+            r.give_up(tier, live[held])
         return len(live)

@@ -171,11 +171,11 @@ class Reads:
         for each in arrived:
             some = [(row, True) for row in each.good.tolist()] + [(row, False) for row in each.bad.tolist()]
             for row, ok in some:
-                done.update(dict.fromkeys(self._tell(each.target, row, ok)))
+                done.update(dict.fromkeys(self._end_wait(each.target, row, ok)))
         for request in done:
             self.answer_waiter(self._leases.waiting.pop(request))
 
-    def _tell(self, tier: int, row: int, ok: bool) -> list[int]:
+    def _end_wait(self, tier: int, row: int, ok: bool) -> list[int]:
         """Ends the waits for a row in a tier. Returns the requests that wait for no other row."""
         done, others = [], []
         for request in self._leases.wanted_by.pop(row, ()):

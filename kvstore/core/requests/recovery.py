@@ -1,4 +1,4 @@
-"""Start-up: what a tier already holds becomes rows, links and places in the order of eviction."""
+"""Start and stop: restores the blocks that a tier holds; queues writes of blocks that only memory holds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _AT_ONCE = 1 << 16
 
 
 def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
-    """Takes in what a tier holds: first all blocks, then who is whose child.
+    """Restores the blocks of a tier: first the rows, then their parents.
 
-    `write_down`: what no lower tier has goes there.
+    `write_down`: blocks that no lower tier has are queued for writing.
     """
     r = leases.residency
     table = r.tiers[event.tier].slots
@@ -44,7 +44,7 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
         latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
         for members, some in table.by_class(slots[latest_first]):
             r.topology.policy(event.tier, members.pool).insert(table.owner[some].astype(np.int64), r.now)
-            # From before it was published, or taken back.
+            # These blocks are older than the last publication of their namespace.
             leases.namespaces[namespace].relocated |= (
                 members.pool != leases.namespaces[namespace].pools[event.tier]
             )
@@ -57,8 +57,23 @@ def restore(leases: LeaseTable, event: ev.Restore, write_down: bool) -> None:
     r.counters[f"restored_blocks_{r.tiers[event.tier].spec.name}"] += len(group)
 
 
+def flush(leases: LeaseTable) -> None:
+    """Replaces the backlog of writes by all blocks that only memory holds, the last used first."""
+    r, transfers = leases.residency, leases.transfers
+    if not r.topology.persistent:
+        return
+    r.ending = True
+    rows = np.flatnonzero(r.blocks.state == LIVE)
+    rows = rows[r.alone_in_memory(rows)]
+    transfers.backlog.clear()
+    # Time or space may run out, and a block is useless without its parents, which were used no earlier.
+    latest_first = np.argsort(-r.reuse.history.last_used(rows), kind="stable")
+    transfers.queue_writes(rows[latest_first])
+    transfers.pump()
+
+
 def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
-    """Which blocks lie in an extent of their namespace's tenant: others could have forged them there."""
+    """Returns which blocks are in an extent of their own tenant. Other tenants may have forged the rest."""
     extents, spaces = leases.residency.tiers[event.tier].extents, leases.namespaces
     numbers, at = np.unique(event.namespace, return_inverse=True)
     owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)
@@ -69,17 +84,17 @@ def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
 
 
 def _end(leases: LeaseTable, namespace: int, rows: Rows, ends: npt.NDArray[np.float64]) -> None:
-    """Has blocks that have an end, in core time, end then."""
+    """Sets the expiry of rows; `ends` is in core time, infinity: never."""
     which = np.flatnonzero(ends < np.inf)
     if len(which):
-        # Never 0, which is no end.
+        # Above 0, which means no expiry.
         leases.residency.blocks.expires[rows[which]] = np.maximum(ends[which], 1e-9)
         leases.namespaces[namespace].has_ttl = True
         leases.end_at(float(ends[which].min()))
 
 
 def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
-    """Copies in other tiers with other bytes under these keys: an earlier life was about to drop them."""
+    """Drops the copies of rows in other tiers. The earlier process was about to drop them."""
     for tier in range(len(r.tiers)):
         held = rows[r.blocks.slot[tier, rows] >= 0]
         if tier != event.tier and len(held):
@@ -88,11 +103,11 @@ def _disown_others(r: Residency, event: ev.Restore, rows: Rows) -> None:
 
 
 def _link(r: Residency, event: ev.Restore, taken: Rows, namespace: int) -> None:
-    """Makes blocks of a namespace the children of their parents, in rows that have none."""
+    """Links the blocks of a namespace that have no parent row to their parents."""
     orphan = (event.namespace == namespace) & (event.parent_bytes > 0) & (taken >= 0)
     orphan[orphan] = r.blocks.parent[taken[orphan]] < 0
     which = np.flatnonzero(orphan)
-    # Mostly a block comes right after its parent: then nothing has to be looked up.
+    # Most blocks come right after their parent. Then no key is looked up.
     before = np.maximum(which - 1, 0)
     near = (event.key_bytes[before] == event.parent_bytes[which]) & (event.namespace[before] == namespace)
     near &= (which > 0) & (_words(event.keys)[before] == _words(event.parents)[which]).all(axis=1)
@@ -112,7 +127,7 @@ def _keys(column: npt.NDArray[np.uint8], which: Rows, size: int) -> Keys:
 
 
 def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
-    """LIVE rows for distinct blocks, new ones without a parent; -1 where there are no rows left."""
+    """Returns LIVE rows for distinct keys, new rows without a parent; -1 where no rows are left."""
     rows = r.index.find(namespace, keys)
     r.chains.count_holes(rows[(rows >= 0) & (r.blocks.state[rows] == HOLE)], -1)
     new = np.flatnonzero(rows < 0)
@@ -124,7 +139,7 @@ def _rows_for(r: Residency, namespace: int, keys: Keys) -> Rows:
 
 
 def _adopt(r: Residency, namespace: int, parents: Keys) -> Rows:
-    """Rows of restored blocks' parents, -1 where no row is left; one that is not stored becomes a hole."""
+    """Returns the rows of parents, -1 where no row is left. Missing parents become holes."""
     found = r.index.find(namespace, parents)
     missing = np.flatnonzero(found < 0)
     if len(missing):

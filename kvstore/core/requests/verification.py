@@ -1,4 +1,4 @@
-"""Verification: blocks that a reader suspects, and all blocks in turn, are compared with their checksums."""
+"""Verification: compares suspect blocks, and in turn all blocks, with their checksums."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstore.core.requests.leases import LeaseTable, PendingProbe
 from kvstore.core.requests.reads import Reads
 
 _PROBES = 64
-_SCRUB_ROWS = 1 << 12  # looked through at a turn, which the event loop waits for
+_SCRUB_ROWS = 1 << 12  # rows searched per event, which delay all other requests
 
 
 class Verification:
-    """Has copies probed, and quarantines those whose bytes are not what was stored."""
+    """Probes copies. Quarantines corrupt copies. `_scrubbed`: the next row to scrub, by tier."""
 
     def __init__(self, leases: LeaseTable, reads: Reads) -> None:
         self._leases = leases
@@ -65,7 +65,7 @@ class Verification:
         self._scrubbed[event.tier] = last
 
     def _may_probe(self, tier: int, rows: Rows) -> bool:
-        """Whether a device can look at so much now, besides what it is to look at already."""
+        """Returns whether the queue of a device has room for a probe of these rows."""
         state = self._r.tiers[tier]
         pool = state.slots.pool_of(int(self._r.blocks.slot[tier, rows[0]]))
         room = state.device.room(pool.tenant, SCRUB)
