@@ -117,7 +117,7 @@ def contents(tier: DramTier) -> dict[int, bytes]:
 
 
 class TestRenew:
-    def test_it_comes_back_as_another_extent_of_zeros(self, tier: DramTier, keeper: Keeper) -> None:
+    def test_a_renewed_extent_is_a_new_extent_of_zeros(self, tier: DramTier, keeper: Keeper) -> None:
         assert renew(tier, 0) == 3
         with pytest.raises(KeyError):
             tier.descriptor(0, writable=False)
@@ -126,17 +126,17 @@ class TestRenew:
         assert contents(tier)[3][LABEL_BYTES:].count(0) == MIB - LABEL_BYTES
         assert not any(SECRET in data for data in contents(tier).values())
 
-    def test_no_number_comes_twice(self, tier: DramTier) -> None:
+    def test_numbers_are_not_reused(self, tier: DramTier) -> None:
         assert [renew(tier, 0), renew(tier, 3), renew(tier, 4), renew(tier, 2)] == [3, 4, 5, 6]
 
-    def test_nor_does_that_of_an_extent_that_was_refused(self, tier: DramTier, keeper: Keeper) -> None:
+    def test_numbers_of_refused_extents_are_not_reused(self, tier: DramTier, keeper: Keeper) -> None:
         assert renew(tier, 0) == 3
         again = tier_of(keeper, limit=2 * MIB)
         assert set(contents(again)) == {1, 2}
         assert renew(again, 1) == 4
         again.close()
 
-    def test_old_pages_are_gone_before_new_ones_come(
+    def test_old_pages_are_freed_before_new_ones_are_allocated(
         self, tier: DramTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         old = tier.descriptor(0, writable=False)
@@ -209,7 +209,7 @@ class TestRenew:
         assert keeper.extents == ["dram-000001", "dram-000002"]
         assert renew(tier, 1) == 4
 
-    def test_it_ends_with_the_tier(self, keeper: Keeper) -> None:
+    def test_no_extent_is_made_while_the_tier_closes(self, keeper: Keeper) -> None:
         made = DramTier(MIB, MIB, False, keeper)
         made._jobs = AtOnce()
         made.start(lambda _: None, lambda _: None)
@@ -268,7 +268,7 @@ def test_a_kill_at_any_step_leaves_nothing_of_it(
 
 
 class TestTakingOver:
-    def test_whose_an_extent_is_stays(self, tier: DramTier, keeper: Keeper) -> None:
+    def test_owners_of_extents_survive_a_restart(self, tier: DramTier, keeper: Keeper) -> None:
         tier.format(1, 2 * ALIGN, Owner(tag=B))
         found = load(keeper)
         assert found.slot_bytes == {0: ALIGN, 1: 2 * ALIGN, 2: 0}
@@ -337,7 +337,7 @@ class TestTakingOver:
         assert load(keeper).slot_bytes == {0: ALIGN, 2: 0}
         assert keeper.extents == ["dram-000000", "dram-000002"]
 
-    def test_when_blocks_expire_stays(self, tier: DramTier, keeper: Keeper) -> None:
+    def test_expiry_survives_a_restart(self, tier: DramTier, keeper: Keeper) -> None:
         stamp(tier, Where(np.array([0 << 32 | 2, 0 << 32 | 3], np.uint64)), expires=1234.5)
         assert load(keeper).headers["expires"].tolist() == [1234.5, 1234.5, 0.0]
 

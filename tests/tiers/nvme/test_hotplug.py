@@ -53,7 +53,7 @@ def test_slabs_that_nobody_had_do_not_count_twice(tmp_path: Path) -> None:
     device.close()
 
 
-def test_nobody_reads_a_namespace_because_it_was_published_to_him_once(tmp_path: Path) -> None:
+def test_an_added_device_forgets_old_readers_of_namespaces(tmp_path: Path) -> None:
     before = opened(tmp_path)
     before.put_namespace(3, Namespace("one", {"block_bytes": 100}, bytes(16), readers=("two",)))
     before.close()
@@ -65,7 +65,7 @@ def test_nobody_reads_a_namespace_because_it_was_published_to_him_once(tmp_path:
     after.close()
 
 
-def test_what_holds_blocks_is_not_taken(tmp_path: Path) -> None:
+def test_a_device_with_blocks_is_not_added(tmp_path: Path) -> None:
     before = opened(tmp_path)
     make_extents(before)
     before.format(0, 4096)

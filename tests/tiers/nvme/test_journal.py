@@ -455,7 +455,7 @@ class TestOpening:
             journal.close()
             assert signed(tmp_path) == 3
 
-    def test_whose_an_extent_is_stays(self, tmp_path: Path) -> None:
+    def test_owners_of_extents_survive_a_restart(self, tmp_path: Path) -> None:
         journal = Journal.open(tmp_path, MIB)
         for extent, tenant in enumerate(["default", "team-ä", "x" * 200]):
             journal.put_extent(extent, 4096, tenant)

@@ -55,7 +55,7 @@ def fail(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_the_slab_goes_when_no_record_speaks_of_it(site: Site, heard: Heard, tmp_path: Path) -> None:
+def test_a_slab_is_removed_after_its_records(site: Site, heard: Heard, tmp_path: Path) -> None:
     slab = tmp_path / "slabs" / "000000.slab"
     site.write((b"a", 0, 0))
     site.engine.move()

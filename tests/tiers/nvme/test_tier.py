@@ -183,7 +183,7 @@ def test_it_is_not_written_if_the_deletion_fails(site: Site, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("moment", ["moving", "moved"])
-def test_what_is_dropped_on_its_way_leaves_no_record(site: Site, moment: str) -> None:
+def test_blocks_dropped_during_a_write_get_no_record(site: Site, moment: str) -> None:
     number = site.write((b"a", 0, 0), (b"b", 0, 1))
     if moment == "moved":
         site.engine.move()
@@ -211,7 +211,7 @@ def test_when_durable_comes_after_all_that_was_asked_before(site: Site) -> None:
     assert site.records() == {}
 
 
-def test_a_clock_that_is_set_back_makes_nothing_older(site: Site, tmp_path: Path) -> None:
+def test_recorded_times_increase_if_the_clock_is_set_back(site: Site, tmp_path: Path) -> None:
     for i, now in enumerate([1000.0, 5000.0, 10.0, -1e9, 20.0]):
         site.now = now
         site.write((b"%d" % i, 0, i))
@@ -266,7 +266,7 @@ def test_a_probe_reads_aside_and_tells_bad_from_unreadable(site: Site) -> None:
     assert told == [[CORRUPT, FAILED]]
 
 
-def test_only_what_somebody_waits_for_is_urgent(site: Site) -> None:
+def test_only_reads_for_requests_are_urgent(site: Site) -> None:
     site.write((b"a", 0, 0))
     site.tier.probe(Probe(1, 1, ALIGN, who(b"a"), where((0, 0))), {}, {}, lambda _: None)
     copy = Copy(
