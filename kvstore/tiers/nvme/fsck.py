@@ -295,10 +295,7 @@ def _repair(store: RecordStore, report: Report) -> None:
     blocks = report.blocks
     bad = np.flatnonzero(report.verdict).tolist()
     raw = [*report.damaged, *(ID.pack(int(blocks.ns[i])) + _key(blocks, i) for i in bad)]
-    changes: Changes = {
-        "blocks": dict.fromkeys(raw),
-        "extents": dict.fromkeys(map(ID.pack, report.no_slab)),
-    }
+    changes: Changes = {"blocks": dict.fromkeys(raw), "extents": dict.fromkeys(map(ID.pack, report.no_slab))}
     store.commit(changes)
     for path in report.orphans.values():
         path.unlink()

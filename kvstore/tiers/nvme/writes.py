@@ -32,12 +32,7 @@ class BlockWriter:
     """Writes and drops of one folder. `latest` is the largest time on record, in s since 1970."""
 
     def __init__(
-        self,
-        slots: SlotMap,
-        slabs: Slabs,
-        journal: Journal,
-        engine: IOEngine,
-        clock: Callable[[], float],
+        self, slots: SlotMap, slabs: Slabs, journal: Journal, engine: IOEngine, clock: Callable[[], float]
     ) -> None:
         """`clock` returns s since 1970."""
         self.latest = 0.0
