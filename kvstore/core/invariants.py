@@ -147,13 +147,13 @@ def _check_tenants(leases: LeaseTable, tier: int) -> None:
     everything = len(extents.ready) + len(extents.renewing)
     spread = int(held.sum()) + len(extents.unassigned) + sum(t < 0 for t in extents.renewing.values())
     assert everything == spread, "extents of all tenants and unassigned ones are not all extents"
-    for space in leases.namespaces.values():
-        if not space.relocated:
-            rows = np.flatnonzero(leases.residency.blocks.namespace == space.number)
+    for namespace in leases.namespaces.values():
+        if not namespace.relocated:
+            rows = np.flatnonzero(leases.residency.blocks.namespace == namespace.number)
             rows = rows[leases.residency.blocks.state[rows] != FREE]
             slots = leases.residency.blocks.slot[tier, rows]
             slots = slots[slots >= 0]
-            assert table.are_of(space.pools[tier], slots).all(), "a block is in another tenant's extent"
+            assert table.are_of(namespace.pools[tier], slots).all(), "a block is in another tenant's extent"
 
 
 def _references(leases: LeaseTable, tier: int) -> list[Slots]:

@@ -265,8 +265,8 @@ class HbmTier:
         done: Done,
     ) -> None:
         # Looked up now, because the namespace may be gone when the thread runs.
-        spaces = identity.namespace.tolist()
-        names, sizes = [fingerprints[n] for n in spaces], [lengths[n] for n in spaces]
+        namespaces = identity.namespace.tolist()
+        names, sizes = [fingerprints[n] for n in namespaces], [lengths[n] for n in namespaces]
         self._copy_engine.submit(Batch(identity, sources, targets, names, sizes, done))
 
     # -- a lost GPU

@@ -26,15 +26,15 @@ _ABSENT = "not stored"
 
 def explain(residency: Residency, event: ev.Explain, now: float) -> None:
     """Answers with the known blocks. Unknown keys are left out."""
-    r, spaces = residency, event.namespaces
-    if event.keys.n > EXPLAIN_KEYS or len(spaces) > MOST_NAMESPACES:
-        why = f"{event.keys.n} keys in {len(spaces)} namespaces"
+    r, namespaces = residency, event.namespaces
+    if event.keys.n > EXPLAIN_KEYS or len(namespaces) > MOST_NAMESPACES:
+        why = f"{event.keys.n} keys in {len(namespaces)} namespaces"
         hint = f"at most {EXPLAIN_KEYS} keys and {MOST_NAMESPACES} namespaces a call: name tenant or model"
         r.outbox.actions.append(Deny(event.request, why, hint))
         return
     marks = r.index.fingerprints_of(event.keys).tolist()
     # Records of a closed namespace are skipped, because its number may be reused.
-    known = [n for n in spaces if n in r.namespaces and not r.namespaces[n].closed]
+    known = [n for n in namespaces if n in r.namespaces and not r.namespaces[n].closed]
     rows = [r.index.find(n, event.keys).tolist() for n in known]
     blocks = []
     for i, mark in enumerate(marks):

@@ -106,6 +106,6 @@ class Hotplug(Job):
 
     def _join(self, spec: TierSpec) -> None:
         tier = self._r.topology.join(spec)
-        for space in self._r.namespaces.values():
-            space.pools = (*space.pools, space.pools[self._r.topology.persistent[0]])
+        for namespace in self._r.namespaces.values():
+            namespace.pools = (*namespace.pools, namespace.pools[self._r.topology.persistent[0]])
         self._r.outbox.actions.append(DeviceAdded(tier))

@@ -39,7 +39,7 @@ class _Sweep:
     """
 
     request: int
-    spaces: tuple[Namespace, ...]
+    namespaces: tuple[Namespace, ...]
     tenant: int = -1
     row: int = 0
     blocks: int = 0
@@ -59,13 +59,13 @@ class Deletion(Job):
         self._next_look = 0.0
 
     def forget(self, event: ev.Forget, now: float) -> None:
-        spaces = tuple(self._r.namespaces[n] for n in event.namespaces if n in self._r.namespaces)
-        self._begin(_Sweep(event.request, spaces))
+        namespaces = tuple(self._r.namespaces[n] for n in event.namespaces if n in self._r.namespaces)
+        self._begin(_Sweep(event.request, namespaces))
         self.step(now)
 
     def forget_tenant(self, event: ev.ForgetTenant, now: float) -> None:
-        spaces = tuple(s for s in self._r.namespaces.values() if s.tenant == event.tenant)
-        sweep = _Sweep(event.request, spaces, event.tenant)
+        namespaces = tuple(s for s in self._r.namespaces.values() if s.tenant == event.tenant)
+        sweep = _Sweep(event.request, namespaces, event.tenant)
         for tier, state in enumerate(self._r.tiers):
             state.extents.holdings.set(event.tenant, Quota(limit=0))
             held = [e for c in state.slots.classes.of_tenant(event.tenant) for e in c.extents]
@@ -82,11 +82,11 @@ class Deletion(Job):
         self.step(now)
 
     def _begin(self, sweep: _Sweep) -> None:
-        for space in sweep.spaces:
-            space.closed = True
-            self._reads.end(space)
+        for namespace in sweep.namespaces:
+            namespace.closed = True
+            self._reads.end(namespace)
         for reservation in self._leases.reservations.values():
-            if reservation.space.closed and reservation.alive.any():
+            if reservation.namespace.closed and reservation.alive.any():
                 lost = reservation.rows[reservation.alive]
                 reservation.alive[:] = False
                 self._r.vanish(lost)
@@ -133,7 +133,7 @@ class Deletion(Job):
         """Takes one step of a sweep. Returns whether it made progress."""
         blocks = self._r.blocks
         # Another sweep may have closed a namespace, whose number may be reused.
-        numbers = [s.number for s in sweep.spaces if self._r.namespaces.get(s.number) is s]
+        numbers = [s.number for s in sweep.namespaces if self._r.namespaces.get(s.number) is s]
         if sweep.row < blocks.rows_touched:
             last = min(sweep.row + _ROWS_AT_ONCE, blocks.rows_touched)
             state = blocks.state[sweep.row : last]

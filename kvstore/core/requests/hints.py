@@ -22,8 +22,8 @@ def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
 
     Other sessions may share the start of a chain, so a hint applies only to the session's own end of it.
     """
-    space = leases.space(event)
-    if space is None:
+    namespace = leases.namespace(event)
+    if namespace is None:
         return
     r = leases.residency
     rows = r.prefix(event.namespace, event.keys)
@@ -33,9 +33,9 @@ def hint(leases: LeaseTable, event: ev.Hint, now: float) -> None:
     own = own_end(r, r.chains.with_ancestors(rows), goes_on=not event.closed and event.priority >= 0)
     r.reuse.history.set_priority(rows if event.priority > 0 else own, event.priority > 0)
     if event.closed:
-        r.reuse.hinted(own, space.tenant, None, now)
+        r.reuse.hinted(own, namespace.tenant, None, now)
     elif event.next_use_s is not None:
-        r.reuse.hinted(own, space.tenant, event.next_use_s, now)
+        r.reuse.hinted(own, namespace.tenant, event.next_use_s, now)
         for policy, some in _each(r, own):
             policy.touch(some, now)
     if event.closed or event.priority < 0:

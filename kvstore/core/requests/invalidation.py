@@ -22,7 +22,7 @@ class Invalidation:
         self._reads = reads
 
     def invalidate(self, event: ev.Invalidate, now: float) -> None:
-        if self._leases.space(event) is None:
+        if self._leases.namespace(event) is None:
             return
         rows = np.unique(self._r.index.find(event.namespace, event.keys))
         n = self.forget(rows[rows >= 0], DecisionKind.INVALIDATED)

@@ -56,7 +56,7 @@ class Reservation:
     """Slots of `tier` that a client may fill, and their future rows. `alive`: not invalidated meanwhile."""
 
     client: int
-    space: Namespace
+    namespace: Namespace
     tier: int
     pool: SlotPool
     rows: Rows
@@ -73,7 +73,7 @@ class Waiter:
     """
 
     event: ev.Acquire
-    space: Namespace
+    namespace: Namespace
     rows: Rows
     slots: Slots
     tiers: npt.NDArray[np.int16]
@@ -215,14 +215,14 @@ class LeaseTable:
     def namespaces_in_use(self) -> set[int]:
         """Returns the numbers of the namespaces with leases, reservations or waiting requests."""
         numbers = {lease.namespace for lease in self.leases.values()}
-        numbers |= {reservation.space.number for reservation in self.reservations.values()}
-        numbers |= {waiter.space.number for waiter in self.waiting.values()}
+        numbers |= {reservation.namespace.number for reservation in self.reservations.values()}
+        numbers |= {waiter.namespace.number for waiter in self.waiting.values()}
         return numbers | self.stalled.namespaces()
 
-    def space(self, event: Any) -> Namespace | None:
+    def namespace(self, event: Any) -> Namespace | None:
         """Returns the event's namespace; None, after a Deny, if it is unknown or the keys are too many."""
-        space = self.namespaces.get(event.namespace)
-        if space is None or space.closed:
+        namespace = self.namespaces.get(event.namespace)
+        if namespace is None or namespace.closed:
             hint = "open the namespace on this connection first"
             self.deny(event.request, f"unknown namespace {event.namespace}", hint)
             return None
@@ -230,18 +230,18 @@ class LeaseTable:
             hint = f"at most {self.limits.batch_keys} keys a call"
             self.deny(event.request, f"{event.keys.n} keys in one call", hint)
             return None
-        return space
+        return namespace
 
-    def tier_for(self, event: Any, space: Namespace, asker: int) -> int:
+    def tier_for(self, event: Any, namespace: Namespace, asker: int) -> int:
         """Returns the memory tier that serves a request: the preferred one if possible, else DRAM.
 
         Only the tenant of a namespace may use it in GPU memory, because GPU memory is mapped writable.
         """
-        if not event.tier or asker != space.tenant:
+        if not event.tier or asker != namespace.tenant:
             return 0
         state = self.residency.tiers[event.tier]
         usable = state.extents.ready and state.device.readable and not state.leaving
-        return event.tier if usable and state.extents.slots_in(space.pools[event.tier].slot_bytes) else 0
+        return event.tier if usable and state.extents.slots_in(namespace.pools[event.tier].slot_bytes) else 0
 
     def end_at(self, when: float) -> None:
         """Records that blocks expire at `when`."""
@@ -295,7 +295,7 @@ class LeaseTable:
         """Ends a reservation. Its slots stay held."""
         reservation = self.reservations.pop(number)
         self.held[reservation.client].discard(number)
-        self.writers[reservation.space.number] -= 1
+        self.writers[reservation.namespace.number] -= 1
         return reservation
 
     def may_hold(self, client: int) -> bool:

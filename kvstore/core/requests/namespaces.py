@@ -61,27 +61,27 @@ class NamespaceTable:
 
     def _full(self, event: ev.OpenNamespace) -> tuple[str, str] | None:
         """Closes namespaces where a limit is reached; why there is no room for one more, and a hint."""
-        spaces, limits = self._r.namespaces, self._leases.limits
-        if len(spaces) < min(limits.namespaces // 2, limits.namespaces_per_tenant):
+        namespaces, limits = self._r.namespaces, self._leases.limits
+        if len(namespaces) < min(limits.namespaces // 2, limits.namespaces_per_tenant):
             return None
-        mine = [s for s in spaces.values() if s.pools[0].tenant == event.tenant and not s.closed]
+        mine = [s for s in namespaces.values() if s.pools[0].tenant == event.tenant and not s.closed]
         if not self._make_room(mine, limits.namespaces_per_tenant, event):
             hint = "use fewer layouts, or raise limits.namespaces_per_tenant"
             return f"{len(mine)} namespaces of this tenant are open, and all are in use", hint
-        mine = [s for s in mine if s.number in spaces]
+        mine = [s for s in mine if s.number in namespaces]
         share = self._share(event) if event.may_close else limits.namespaces
         if share < limits.namespaces and not self._make_room(mine, share, event):
             hint = "use fewer layouts, or raise limits.namespaces"
             return f"this tenant has {len(mine)} namespaces, half of what others leave, all in use", hint
-        mine = [s for s in mine if s.number in spaces]
-        if len(spaces) < limits.namespaces:
+        mine = [s for s in mine if s.number in namespaces]
+        if len(namespaces) < limits.namespaces:
             return None
-        everybody = [s for s in spaces.values() if not s.closed]
+        everybody = [s for s in namespaces.values() if not s.closed]
         # The tenant's own ones go first.
         others = len(everybody) - len(mine)
         if self._make_room(mine, limits.namespaces - others, event):
             return None
-        everybody = [s for s in everybody if s.number in spaces]
+        everybody = [s for s in everybody if s.number in namespaces]
         if self._make_room(everybody, limits.namespaces, event):
             return None
         hint = "use fewer layouts, or raise limits.namespaces"
@@ -97,23 +97,25 @@ class NamespaceTable:
         used = sum(s.number in in_use or s.closed or not self._is_unused(s) for s in others)
         return max(1, (most - used + 1) // 2)
 
-    def _make_room(self, spaces: Sequence[Namespace], limit: int, event: ev.OpenNamespace) -> bool:
+    def _make_room(self, namespaces: Sequence[Namespace], limit: int, event: ev.OpenNamespace) -> bool:
         """Closes the oldest unused ones of these until fewer than `limit` are left; False if more stay."""
-        excess = len(spaces) - limit + 1
+        excess = len(namespaces) - limit + 1
         if excess <= 0 or not event.may_close:
             return excess <= 0
         in_use = self._leases.namespaces_in_use() | event.in_use
-        for space in spaces:
-            if excess and space.number not in in_use and self._is_unused(space):
-                del self._r.namespaces[space.number]
-                self._r.chains.holes.pop(space.number, None)
-                self._leases.writers.pop(space.number, None)
-                self._leases.say(NamespaceClosed(space.number))
+        for namespace in namespaces:
+            if excess and namespace.number not in in_use and self._is_unused(namespace):
+                del self._r.namespaces[namespace.number]
+                self._r.chains.holes.pop(namespace.number, None)
+                self._leases.writers.pop(namespace.number, None)
+                self._leases.say(NamespaceClosed(namespace.number))
                 excess -= 1
         return not excess
 
-    def _is_unused(self, space: Namespace) -> bool:
+    def _is_unused(self, namespace: Namespace) -> bool:
         """Whether a namespace has no rows, is not published, and nothing of it is being copied or probed."""
-        if self._r.blocks.rows_in[space.number] or space.pools[0].domain != space.tenant:
+        if self._r.blocks.rows_in[namespace.number] or namespace.pools[0].domain != namespace.tenant:
             return False
-        return self._publication.is_settled(space.number) and not self._leases.copies.concern((space.number,))
+        return self._publication.is_settled(namespace.number) and not self._leases.copies.concern(
+            (namespace.number,)
+        )

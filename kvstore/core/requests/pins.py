@@ -22,13 +22,13 @@ class Pins:
         self.pin_bytes: dict[int, int] = {}
 
     def pin(self, event: ev.Pin, now: float) -> None:
-        space = self._leases.space(event)
-        if space is None:
+        namespace = self._leases.namespace(event)
+        if namespace is None:
             return
-        r, pool = self._r, space.pools[0]
+        r, pool = self._r, namespace.pools[0]
         # Half of what it may have of the smallest tier that must hold them stays free to move.
         most: defaultdict[Tier, int] = defaultdict(int)
-        for state, part in zip(r.tiers, space.pools, strict=True):
+        for state, part in zip(r.tiers, namespace.pools, strict=True):
             if not state.gone and state.spec.tier.keeps_pins:
                 fits = state.extents.most_slots(part.slot_bytes) * pool.slot_bytes
                 most[state.spec.tier] += min(state.extents.holdings.limit_of(pool.tenant), fits)
@@ -37,11 +37,11 @@ class Pins:
         room = max(0, bound - r.pins.pinned_bytes[pool.tenant]) // pool.slot_bytes
         kept = np.cumsum(~r.blocks.pinned[rows]) <= room
         rows = rows if kept.all() else rows[: int(kept.argmin())]
-        r.pins.pin(space, rows, event.until)
+        r.pins.pin(namespace, rows, event.until)
         self._leases.say(Answer(event.request, len(rows)))
 
     def unpin(self, event: ev.Unpin, now: float) -> None:
-        if self._leases.space(event) is not None:
+        if self._leases.namespace(event) is not None:
             rows = self._r.prefix(event.namespace, event.keys)
             pinned = rows[self._r.blocks.pinned[rows]]
             self._r.pins.unpin(pinned)

@@ -34,7 +34,7 @@ _NEXT_LOOK_S = 0.05
 class _Relocation:
     """A namespace whose blocks move to another domain. Rows before `row` are done since `since` (s)."""
 
-    space: Namespace
+    namespace: Namespace
     since: float
     row: int = 0
 
@@ -53,13 +53,13 @@ class Publication(Job):
         self._requests: dict[int, int] = {}
 
     def publish(self, event: ev.Publish, now: float) -> None:
-        space = self._r.namespaces[event.namespace]
-        pool = space.pools[0]._replace(domain=event.domain)
-        if pool != space.pools[0]:
-            space.pools, space.relocated = (pool, *space.pools[1:]), True
-            self._relocate(space, now)
-            if not self.is_settled(space.number):
-                self._requests[event.request] = space.number
+        namespace = self._r.namespaces[event.namespace]
+        pool = namespace.pools[0]._replace(domain=event.domain)
+        if pool != namespace.pools[0]:
+            namespace.pools, namespace.relocated = (pool, *namespace.pools[1:]), True
+            self._relocate(namespace, now)
+            if not self.is_settled(namespace.number):
+                self._requests[event.request] = namespace.number
                 return
         self._leases.say(Answer(event.request, 0))
 
@@ -74,14 +74,14 @@ class Publication(Job):
         """Returns whether no block of a namespace is moving to another pool of tier 0."""
         return namespace not in self._relocations and not self._copies.relocates(namespace)
 
-    def _relocate(self, space: Namespace, now: float) -> None:
+    def _relocate(self, namespace: Namespace, now: float) -> None:
         """Starts to move a namespace.
 
         Readers of other tenants that wait get a miss, because they may not map the new pool.
         """
-        self._reads.arrived(self._copies.cancel_promotions(space.number))
-        self._reads.end(space, but=space.tenant)
-        self._relocations[space.number] = _Relocation(space, now)
+        self._reads.arrived(self._copies.cancel_promotions(namespace.number))
+        self._reads.end(namespace, but=namespace.tenant)
+        self._relocations[namespace.number] = _Relocation(namespace, now)
         self._step(now)
 
     def _step(self, now: float) -> None:
@@ -91,16 +91,16 @@ class Publication(Job):
 
     def _relocate_some(self, relocation: _Relocation, now: float) -> bool:
         """Takes one step. Returns whether it made progress."""
-        r, space, blocks = self._r, relocation.space, self._r.blocks
-        number, table = space.number, r.tiers[0].slots
-        if space.pools[0] not in table.classes:
+        r, namespace, blocks = self._r, relocation.namespace, self._r.blocks
+        number, table = namespace.number, r.tiers[0].slots
+        if namespace.pools[0] not in table.classes:
             # Before any slot is held: one of them might have to be evicted for this pool.
-            self._eviction.make_room(0, space.pools[0], 1)
+            self._eviction.make_room(0, namespace.pools[0], 1)
         last = min(relocation.row + _ROWS_AT_ONCE, blocks.rows_touched)
         here = slice(relocation.row, last)
         mine = (blocks.namespace[here] == number) & (blocks.state[here] == LIVE) & (blocks.slot[0, here] >= 0)
         rows = relocation.row + np.flatnonzero(mine)
-        rows = rows[~table.are_of(space.pools[0], blocks.slot[0, rows])]
+        rows = rows[~table.are_of(namespace.pools[0], blocks.slot[0, rows])]
         if len(rows) > _BLOCKS_AT_ONCE:
             rows, last = rows[:_BLOCKS_AT_ONCE], int(rows[_BLOCKS_AT_ONCE])
         # Blocks that are being written to a lower tier leave DRAM afterwards.
@@ -114,11 +114,11 @@ class Publication(Job):
         r.decisions.record(DecisionKind.EVICTED, 0, twice, now)
         r.give_up(0, twice)
         rows = rows[blocks.slot[0, rows] >= 0]
-        n = self._transfers.relocate(space, rows)
+        n = self._transfers.relocate(namespace, rows)
         later = len(waits) > 0 or (n < len(rows) and self._eviction.rebalancing.under_way)
         if later and now - relocation.since < _GIVE_UP_AFTER_S:
             return n > 0
         relocation.row, relocation.since = last, now
-        if last >= blocks.rows_touched or space.closed:
+        if last >= blocks.rows_touched or namespace.closed:
             del self._relocations[number]
         return True

@@ -37,49 +37,49 @@ class Reads:
         self._transfers = leases.transfers
 
     def acquire(self, event: ev.Acquire, now: float) -> None:
-        space = self._leases.space(event)
-        if space is None:
+        namespace = self._leases.namespace(event)
+        if namespace is None:
             return None
         r = self._r
         if event.recompute_s:
             r.topology.recompute_s[event.namespace] = event.recompute_s
-        tier = self._leases.tier_for(event, space, event.tenant)
+        tier = self._leases.tier_for(event, namespace, event.tenant)
         if tier != event.tier:
             event = replace(event, tier=tier)
-        foreign = space.relocated and event.tenant != space.tenant
-        run = None if foreign or space.has_ttl else r.resident_run(event.namespace, event.keys, tier)
+        foreign = namespace.relocated and event.tenant != namespace.tenant
+        run = None if foreign or namespace.has_ttl else r.resident_run(event.namespace, event.keys, tier)
         if run is not None:
             if not event.no_touch:
-                r.touch(run[0], space)
+                r.touch(run[0], namespace)
             r.tiers[tier].slots.hold(run[1])
-            return self._grant(event, space, run[1], event.keys.n)
+            return self._grant(event, namespace, run[1], event.keys.n)
         # Some blocks are missing, in another tier, or scattered.
-        rows = self._readable(event, space)
+        rows = self._readable(event, namespace)
         if len(rows) and not (self._leases.retried or event.no_touch):
-            r.touch(rows, space)
-        return self._serve(event, space, rows, now)
+            r.touch(rows, namespace)
+        return self._serve(event, namespace, rows, now)
 
-    def _serve(self, event: ev.Acquire, space: Namespace, rows: Rows, now: float) -> None:
+    def _serve(self, event: ev.Acquire, namespace: Namespace, rows: Rows, now: float) -> None:
         """Grants these rows in the tier of the event, as soon as they are there."""
         slots = self._r.blocks.slot[event.tier, rows].astype(np.int64)
         if (slots < 0).any():
-            return self._promote_for(event, space, rows, slots, now)
+            return self._promote_for(event, namespace, rows, slots, now)
         self._r.tiers[event.tier].slots.hold(slots)
-        return self._grant(event, space, slots, len(rows))
+        return self._grant(event, namespace, slots, len(rows))
 
-    def _readable(self, event: ev.Acquire | ev.Lookup, space: Namespace) -> Rows:
+    def _readable(self, event: ev.Acquire | ev.Lookup, namespace: Namespace) -> Rows:
         """Returns the stored prefix. It ends at a block that the tenant may not map yet."""
         r = self._r
         rows = r.prefix(event.namespace, event.keys)
-        if space.relocated and event.tenant != space.tenant:
+        if namespace.relocated and event.tenant != namespace.tenant:
             slots = r.blocks.slot[0, rows]
-            seen = r.tiers[0].slots.are_of(space.pools[0], slots) | (slots < 0)
+            seen = r.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
             rows = rows if seen.all() else rows[: int(seen.argmin())]
         return rows
 
     def lookup(self, event: ev.Lookup, now: float) -> None:
-        space = self._leases.space(event)
-        if space is None:
+        namespace = self._leases.namespace(event)
+        if namespace is None:
             return
         # A binary search would be wrong while parents may be missing or being written.
         r = self._r
@@ -88,13 +88,15 @@ class Reads:
             or self._leases.writers[event.namespace] > 0
             or r.topology.out_of_reach
         )
-        gaps = gaps or space.has_ttl or (space.relocated and event.tenant != space.tenant)
+        gaps = gaps or namespace.has_ttl or (namespace.relocated and event.tenant != namespace.tenant)
         if not gaps and not event.recompute_s and event.deadline == math.inf:
             found = r.search_prefix(event.namespace, event.keys)
             stored = Stored(spread(self._sampled(event, found), found))
         else:
-            rows, at = self._readable(event, space), self._leases.tier_for(event, space, event.tenant)
-            found = self._transfers.worth(space, rows, event.tenant, event.deadline, event.recompute_s, at)
+            rows, at = self._readable(event, namespace), self._leases.tier_for(event, namespace, event.tenant)
+            found = self._transfers.worth(
+                namespace, rows, event.tenant, event.deadline, event.recompute_s, at
+            )
             stored = Stored(self._by_tier(rows, at), unworthy=len(rows) - found)
         self._leases.say(Found(event.request, found, gaps, stored))
 
@@ -119,13 +121,15 @@ class Reads:
             by_tier |= {tier: n for tier, n in enumerate(counts.tolist()) if n}
         return by_tier
 
-    def _promote_for(self, event: ev.Acquire, space: Namespace, rows: Rows, slots: Slots, now: float) -> None:
+    def _promote_for(
+        self, event: ev.Acquire, namespace: Namespace, rows: Rows, slots: Slots, now: float
+    ) -> None:
         """Promotes the rows without a slot. Grants the rows, or lets the request wait for them."""
         r, at, asker = self._r, event.tier, event.tenant
         table = r.tiers[at].slots
         stored = Stored(self._by_tier(rows, at))
         if event.deadline > now:
-            n = self._transfers.worth(space, rows, asker, event.deadline, event.recompute_s, at)
+            n = self._transfers.worth(namespace, rows, asker, event.deadline, event.recompute_s, at)
             stored.unworthy = len(rows) - n
             rows, slots = rows[:n], slots[:n]
         tiers = np.full(len(rows), at, np.int16)
@@ -137,23 +141,25 @@ class Reads:
         cut = len(rows)
         if len(wanted):
             patient = event.deadline > now
-            n = self._transfers.promote(space, rows[wanted], asker, patient=patient, target=at, whole=at > 0)
+            n = self._transfers.promote(
+                namespace, rows[wanted], asker, patient=patient, target=at, whole=at > 0
+            )
             if n < len(wanted) and at:
                 # A chain that does not fit into GPU memory is served from DRAM as a whole.
                 table.release(slots[slots >= 0])
                 r.counters["hbm_full_requests"] += 1
                 event = replace(event, tier=0)
                 # Some of these blocks may have been evicted while room was made.
-                return self._serve(event, space, self._readable(event, space), now)
-            if n < len(wanted) and self._leases.room_is_coming(event, space.tenant, now):
+                return self._serve(event, namespace, self._readable(event, namespace), now)
+            if n < len(wanted) and self._leases.room_is_coming(event, namespace.tenant, now):
                 table.release(slots[slots >= 0])
                 return self._leases.stall(event, asker)
             cut = cut if n == len(wanted) else int(wanted[n])
         beyond = slots[cut:]
         table.release(beyond[beyond >= 0])
-        if self.prefetch_blocks and cut == event.keys.n and len(wanted) and asker == space.tenant:
-            self._look_ahead(event, space, int(rows[-1]))
-        waiter = Waiter(event, space, rows[:cut], slots[:cut], tiers[:cut], stored)
+        if self.prefetch_blocks and cut == event.keys.n and len(wanted) and asker == namespace.tenant:
+            self._look_ahead(event, namespace, int(rows[-1]))
+        waiter = Waiter(event, namespace, rows[:cut], slots[:cut], tiers[:cut], stored)
         waiter.missing = set(rows[:cut][slots[:cut] < 0].tolist())
         if not waiter.missing or event.deadline <= now:
             return self.answer_waiter(waiter)
@@ -224,36 +230,36 @@ class Reads:
         self._r.tiers[waiter.event.tier].slots.release(rest[rest >= 0])
         waiter.stored.late = len(there) - n
         self._r.counters["late_blocks"] += len(there) - n
-        self._grant(waiter.event, waiter.space, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
+        self._grant(waiter.event, waiter.namespace, waiter.slots[:n], n, waiter.tiers[:n], waiter.stored)
 
-    def end(self, space: Namespace, but: int = -1) -> None:
+    def end(self, namespace: Namespace, but: int = -1) -> None:
         """Answers all requests that wait for blocks of a namespace with a miss, except the tenant `but`."""
         for request, waiter in list(self._leases.waiting.items()):
-            if waiter.space is space and waiter.event.tenant != but:
+            if waiter.namespace is namespace and waiter.event.tenant != but:
                 del self._leases.waiting[request]
                 self._r.tiers[waiter.event.tier].slots.release(waiter.slots[waiter.slots >= 0])
                 waiter.slots, waiter.tiers = waiter.slots[:0], waiter.tiers[:0]
                 self.answer_waiter(waiter)
-        for event in self._leases.stalled.of_namespace(space.number):
-            asker = event.tenant if isinstance(event, ev.Acquire) else space.tenant
+        for event in self._leases.stalled.of_namespace(namespace.number):
+            asker = event.tenant if isinstance(event, ev.Acquire) else namespace.tenant
             if asker != but:
                 self._leases.stalled.pop(event.request)
-                self._leases.deny(event.request, f"namespace {space.number} is not there any more")
+                self._leases.deny(event.request, f"namespace {namespace.number} is not there any more")
 
     def _grant(
         self,
         event: ev.Acquire,
-        space: Namespace,
+        namespace: Namespace,
         slots: Picked,
         n: int,
         tiers: npt.NDArray[np.int16] | None = None,
         stored: Stored | None = None,
     ) -> None:
         """Answers an Acquire with n held slots. `tiers` None: all blocks were in this tier already."""
-        r, at, foreign = self._r, event.tier, event.tenant != space.tenant
+        r, at, foreign = self._r, event.tier, event.tenant != namespace.tenant
         table = r.tiers[at].slots
         if n and foreign:
-            lendable = self._leases.lendable_bytes(space.tenant) // space.pools[at].slot_bytes
+            lendable = self._leases.lendable_bytes(namespace.tenant) // namespace.pools[at].slot_bytes
             if not lendable:
                 table.release(slots)
                 return self._leases.deny_loan(event.request)
@@ -265,10 +271,10 @@ class Reads:
             table.release(slots)
             return self._leases.deny_hold(event.request)
         if lease:
-            made = Lease(event.client, space.tenant, slots, at, space.number, event.tenant)
+            made = Lease(event.client, namespace.tenant, slots, at, namespace.number, event.tenant)
             self._leases.leases[lease] = made
             if foreign:
-                self._leases.lend(made, n * space.pools[at].slot_bytes)
+                self._leases.lend(made, n * namespace.pools[at].slot_bytes)
         slots_told = table.record[slots].copy()
         if tiers is None:
             tiers = np.full(n, at, np.int16)
@@ -277,9 +283,11 @@ class Reads:
         if not event.no_touch:
             for i, hits in enumerate(np.bincount(tiers).tolist()):
                 r.counters[f"hit_blocks_{r.tiers[i].spec.name}"] += hits
-            r.counters["served_bytes"] += n * space.block_bytes
+            r.counters["served_bytes"] += n * namespace.block_bytes
         stored = stored or Stored({at: n} if n else {})
-        self._leases.say(Grant(event.request, lease, space.pools[at].slot_bytes, slots_told, stored, tiers))
+        self._leases.say(
+            Grant(event.request, lease, namespace.pools[at].slot_bytes, slots_told, stored, tiers)
+        )
         return None
 
     def _cut(self, table: SlotTable, slots: Picked, n: int) -> Picked:
@@ -295,31 +303,31 @@ class Reads:
             self._leases.drop_lease(event.lease)
 
     def prefetch(self, event: ev.Prefetch, now: float) -> None:
-        space = self._leases.space(event)
-        if space is None:
+        namespace = self._leases.namespace(event)
+        if namespace is None:
             return
         rows = self._r.prefix(event.namespace, event.keys)
         _, dropped = self._prefetch(
-            space, rows, event.tenant, self._leases.tier_for(event, space, event.tenant)
+            namespace, rows, event.tenant, self._leases.tier_for(event, namespace, event.tenant)
         )
         self._leases.say(Answer(event.request, len(rows) - dropped))
 
-    def _prefetch(self, space: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
+    def _prefetch(self, namespace: Namespace, rows: Rows, asker: int, at: int) -> tuple[int, int]:
         """Promotes the rows of a chain that lack a copy in a tier while there is room: (started, dropped)."""
         r, table = self._r, self._r.tiers[at].slots
         absent = rows[(r.blocks.slot[at, rows] < 0) & ~self._copies.coming(at, rows)]
         there = rows[r.blocks.slot[at, rows] >= 0]
-        pool = table.classes.get(space.pools[at])
+        pool = table.classes.get(namespace.pools[at])
         # No request waits for a prefetch, so it may take at most an eighth of the pool.
         bound = max(1, pool.total // 8) if pool else len(absent)
         held = r.blocks.slot[at, there].astype(np.int64)
         table.hold(held)
-        n = self._transfers.promote(space, absent[:bound], asker, PREFETCH, target=at)
+        n = self._transfers.promote(namespace, absent[:bound], asker, PREFETCH, target=at)
         table.release(held)
         r.counters["dropped_prefetch_blocks"] += len(absent) - n
         return n, len(absent) - n
 
-    def _look_ahead(self, event: ev.Acquire, space: Namespace, last: int) -> None:
+    def _look_ahead(self, event: ev.Acquire, namespace: Namespace, last: int) -> None:
         """Promotes the blocks behind a promoted chain up to the first branch.
 
         Looks only at the rows after `last`, which hold blocks that were stored together.
@@ -330,5 +338,5 @@ class Reads:
         only &= (blocks.state[rows] == LIVE) & ~blocks.expired(rows, r.now)
         rows = rows if only.all() else rows[: int(only.argmin())]
         if len(rows) and not r.topology.out_of_reach:
-            started, _ = self._prefetch(space, rows, event.tenant, event.tier)
+            started, _ = self._prefetch(namespace, rows, event.tenant, event.tier)
             r.counters["ahead_blocks"] += started

@@ -74,9 +74,9 @@ def flush(leases: LeaseTable) -> None:
 
 def _own(leases: LeaseTable, event: ev.Restore) -> npt.NDArray[np.bool_]:
     """Returns which blocks are in an extent of their own tenant. Other tenants may have forged the rest."""
-    extents, spaces = leases.residency.tiers[event.tier].extents, leases.namespaces
+    extents, namespaces = leases.residency.tiers[event.tier].extents, leases.namespaces
     numbers, at = np.unique(event.namespace, return_inverse=True)
-    owner = np.array([spaces[n].tenant for n in numbers.tolist()], np.int64)
+    owner = np.array([namespaces[n].tenant for n in numbers.tolist()], np.int64)
     held, where = np.unique(event.extent, return_inverse=True)
     holder = np.array([extents.slots.classes.of_extent(e).pool.tenant for e in held.tolist()], np.int64)
     own: npt.NDArray[np.bool_] = owner[at] == holder[where]

@@ -28,7 +28,7 @@ class Verification:
         self._scrubbed: defaultdict[int, int] = defaultdict(int)
 
     def suspect(self, event: ev.Suspect, now: float) -> None:
-        if self._leases.space(event) is None:
+        if self._leases.namespace(event) is None:
             return
         r = self._r
         rows = r.index.find(event.namespace, event.keys)

@@ -25,7 +25,7 @@ class _Chain:
     """
 
     event: ev.Reserve
-    space: Namespace
+    namespace: Namespace
     rows: Rows
     state: npt.NDArray[np.uint8]
     parents: Rows
@@ -43,8 +43,8 @@ class Writes:
         self.write_through = write_through
 
     def reserve(self, event: ev.Reserve, now: float) -> None:
-        space = self._leases.space(event)
-        if space is None:
+        namespace = self._leases.namespace(event)
+        if namespace is None:
             return None
         r, keys, deny = self._r, event.keys, self._leases.deny
         if keys.n > self._leases.limits.reserve_keys:
@@ -52,7 +52,7 @@ class Writes:
             return deny(event.request, f"{keys.n} keys in one reservation", hint)
         if len({keys[i] for i in range(keys.n)}) != keys.n:
             return deny(event.request, "a key occurs twice in one call", "keys are one chain")
-        if space.has_ttl:
+        if namespace.has_ttl:
             self._drop_expired(event, now)
         parent = -1
         if event.parent:
@@ -63,26 +63,26 @@ class Writes:
         state = np.where(rows >= 0, r.blocks.state[rows], FREE)
         present = rows[state == LIVE]
         if len(present):
-            r.touch(present, space)
+            r.touch(present, namespace)
         want = np.flatnonzero((state == FREE) | (state == HOLE))
         if len(want) and not self._leases.may_hold(event.client):
             return self._leases.deny_hold(event.request)
-        tier = self._leases.tier_for(event, space, space.tenant)
+        tier = self._leases.tier_for(event, namespace, namespace.tenant)
         if tier != event.tier:
             event = replace(event, tier=tier)
-        chain = _Chain(event, space, rows, state, np.concatenate(([parent], rows)))
+        chain = _Chain(event, namespace, rows, state, np.concatenate(([parent], rows)))
         earn, n = self._make_room(chain, want, now)
         if n < len(want) and event.tier:
             # A chain that does not fit into GPU memory goes to DRAM as a whole.
             chain.event = event = replace(event, tier=0)
             earn, n = self._make_room(chain, want, now)
-        if n < len(want) and self._leases.room_is_coming(event, space.tenant, now):
-            self._leases.stall(event, space.tenant)
+        if n < len(want) and self._leases.room_is_coming(event, namespace.tenant, now):
+            self._leases.stall(event, namespace.tenant)
         else:
             why = NO_ROOM
             if n < len(want) and earn < math.inf:
                 self._count_refused(chain, want[n:], now)
-                if self._eviction.has_idle(event.tier, space.pools[event.tier]):
+                if self._eviction.has_idle(event.tier, namespace.pools[event.tier]):
                     why = WORTH_LESS
             self._give_slots(chain, want[:n], why)
         r.chains.prune(np.unique(np.append(rows, parent)))
@@ -104,14 +104,14 @@ class Writes:
 
         Returns what a slot would earn with them (uses/s), and how many keys have room.
         """
-        r, event, space = self._r, chain.event, chain.space
+        r, event, namespace = self._r, chain.event, chain.namespace
         earn = self._earn(chain, want, now)
         guarded = np.unique(chain.parents)
         guarded = guarded[guarded >= 0]
         r.blocks.children[guarded] += 1
-        self._eviction.make_rows(int((chain.rows < 0).sum()), space.tenant)
+        self._eviction.make_rows(int((chain.rows < 0).sum()), namespace.tenant)
         patient = event.deadline > r.now
-        n = self._eviction.make_room(event.tier, space.pools[event.tier], len(want), patient, earn)
+        n = self._eviction.make_room(event.tier, namespace.pools[event.tier], len(want), patient, earn)
         r.blocks.children[guarded] -= 1
         return earn, n
 
@@ -120,14 +120,14 @@ class Writes:
 
         Returns infinity, so that they are stored, if the policy does not weigh or a hole is filled.
         """
-        r, event, space = self._r, chain.event, chain.space
+        r, event, namespace = self._r, chain.event, chain.namespace
         if not len(want) or event.loading or (chain.state == HOLE).any():
             return math.inf
-        if not self._eviction.weighs(event.tier, space.pools[event.tier]):
+        if not self._eviction.weighs(event.tier, namespace.pools[event.tier]):
             return math.inf
         first = int(want[0])
         words, parent = event.keys.words[first], int(chain.parents[first])
-        return r.reuse.density_if_stored(words, event.namespace, parent, len(want), space.tenant, now)
+        return r.reuse.density_if_stored(words, event.namespace, parent, len(want), namespace.tenant, now)
 
     def _count_refused(self, chain: _Chain, which: Rows, now: float) -> None:
         """Counts a use of keys that are not stored: they are worth more when they return."""
@@ -136,13 +136,13 @@ class Writes:
         if len(rows):
             # As if stored, because a new block inherits from its parent.
             blocks.parent[rows] = np.append(chain.parents[which[0]], rows[:-1])
-            self._r.reuse.passed_by(rows, chain.space.tenant, now)
+            self._r.reuse.passed_by(rows, chain.namespace.tenant, now)
             blocks.give_back(rows)
 
     def _give_slots(self, chain: _Chain, want: Rows, why: str) -> None:
         """Reserves slots for these keys, and answers. `why` the other keys are denied."""
         r, event, state, rows = self._r, chain.event, chain.state, chain.rows
-        at, pool = event.tier, chain.space.pools[event.tier]
+        at, pool = event.tier, chain.namespace.pools[event.tier]
         new = want[state[want] == FREE]
         taken = r.blocks.take(event.namespace, event.keys, new)
         if len(taken) < len(new):
@@ -175,7 +175,7 @@ class Writes:
             slots = r.tiers[at].slots.take(pool, len(want))
             alive = np.ones(len(want), np.bool_)
             self._leases.reservations[lease] = Reservation(
-                event.client, chain.space, at, pool, filled, slots, alive, event.loading
+                event.client, chain.namespace, at, pool, filled, slots, alive, event.loading
             )
             self._leases.writers[event.namespace] += 1
         records = r.tiers[at].slots.record[slots]
@@ -197,11 +197,11 @@ class Writes:
         rows, slots = reservation.rows[ok], reservation.slots[ok]
         r.blocks.checksum[rows] = event.checksums[ok]
         r.blocks.state[rows] = LIVE
-        space = reservation.space
-        if space.ttl_s and len(rows):
-            r.blocks.expires[rows] = now + space.ttl_s
-            self._leases.end_at(now + space.ttl_s)
-        r.reuse.stored(rows, space.tenant, now)
+        namespace = reservation.namespace
+        if namespace.ttl_s and len(rows):
+            r.blocks.expires[rows] = now + namespace.ttl_s
+            self._leases.end_at(now + namespace.ttl_s)
+        r.reuse.stored(rows, namespace.tenant, now)
         r.place(at, rows, slots)
         r.tiers[at].slots.release(slots)
         if len(rows):
@@ -210,11 +210,11 @@ class Writes:
             if reservation.loading:
                 r.blocks.offered[rows] = True
             elif at == 0:
-                r.outbox.offer(rows, space)
+                r.outbox.offer(rows, namespace)
             if self.write_through:
                 self._transfers.queue_writes(rows)
-            if reservation.pool != space.pools[at]:
-                self._transfers.relocate(space, rows)
+            if reservation.pool != namespace.pools[at]:
+                self._transfers.relocate(namespace, rows)
         r.counters["stored_blocks"] += len(rows)
         self._leases.say(Answer(event.request, len(rows)))
         self._give_up(reservation, ~ok, now)

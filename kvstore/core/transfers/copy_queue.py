@@ -100,10 +100,10 @@ class CopyQueue:
         between = [t for t in (self._r.tiers[source], self._r.tiers[target]) if t.spec.tier != Tier.DRAM]
         return max(between, key=lambda t: t.spec.tier.rank).device
 
-    def room(self, space: Namespace, source: Rows, asker: int, kind: int, target: int) -> int:
+    def room(self, namespace: Namespace, source: Rows, asker: int, kind: int, target: int) -> int:
         """Returns how many leading rows the asker may queue. `source` has the tier of each row."""
         n = len(source)
-        size = max(pool.slot_bytes for pool in space.pools)
+        size = max(pool.slot_bytes for pool in namespace.pools)
         for number in np.unique(source).tolist():
             mine = np.flatnonzero(source == number)
             room = self.device(number, target).room(asker, kind) // size
@@ -169,15 +169,15 @@ class CopyQueue:
         kind: int,
         source: int,
         target: int,
-        space: Namespace,
+        namespace: Namespace,
         rows: Rows,
         slots: Slots,
         writing: bool = False,
     ) -> None:
         """Queues copies of rows of one namespace. `slots` are in the namespace's pool of the target tier."""
         r = self._r
-        pool = space.pools[source if writing else target]
-        size = max(space.pools[source].slot_bytes, space.pools[target].slot_bytes)
+        pool = namespace.pools[source if writing else target]
+        size = max(namespace.pools[source].slot_bytes, namespace.pools[target].slot_bytes)
         chunk = write_chunk(size) if kind == WRITE_BACK else _chunk(size, _READ_BYTES)
         for first in range(0, len(rows), chunk):
             part, to = rows[first : first + chunk], slots[first : first + chunk]
@@ -186,7 +186,7 @@ class CopyQueue:
             self._last += 1
             nbytes, ids = len(part) * size, r.outbox.ids(part)
             self.under_way[self._last] = transfer = Transfer(
-                space.number, source, target, writing, kind, nbytes, pool, part, source_slots, to, ids
+                namespace.number, source, target, writing, kind, nbytes, pool, part, source_slots, to, ids
             )
             r.blocks.copy_marks[part] |= transfer.marks & ~DEMOTE
             r.copying[pool.tenant] += 1

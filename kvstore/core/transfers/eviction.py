@@ -218,10 +218,10 @@ class Eviction(Job):
 
     def _write_to(self, tier: int, target: int, rows: Rows) -> npt.NDArray[np.bool_]:
         started, places = np.zeros(len(rows), np.bool_), np.arange(len(rows))
-        for space, some in self._r.namespaces.split(rows):
-            pool = space.pools[target]
+        for namespace, some in self._r.namespaces.split(rows):
+            pool = namespace.pools[target]
             if len(some) < len(rows):
-                places = np.flatnonzero(self._r.blocks.namespace[rows] == space.number)
+                places = np.flatnonzero(self._r.blocks.namespace[rows] == namespace.number)
             free = self._copies.room_for_writes(tier, pool.tenant, _MORE_WRITES)
             room = self._copies.device(tier, target).room(pool.tenant, WRITE_BACK) // pool.slot_bytes
             most = min(room, free * write_chunk(pool.slot_bytes))
@@ -232,7 +232,7 @@ class Eviction(Job):
             if len(idle):
                 todo = some[idle]
                 slots = self._r.tiers[target].slots.take(pool, len(todo))
-                self._copies.put(pool.tenant, WRITE_BACK, tier, target, space, todo, slots, writing=True)
+                self._copies.put(pool.tenant, WRITE_BACK, tier, target, namespace, todo, slots, writing=True)
                 started[places[idle]] = True
         return started
 

@@ -37,7 +37,7 @@ class Transfers:
 
     def promote(
         self,
-        space: Namespace,
+        namespace: Namespace,
         rows: Rows,
         asker: int,
         kind: int = DEMAND,
@@ -50,11 +50,11 @@ class Transfers:
         Returns how many leading rows had room in the tier and in the asker's queues. `whole`: all rows, or
         none.
         """
-        r, pool, least = self._r, space.pools[target], len(rows) if whole else 1
+        r, pool, least = self._r, namespace.pools[target], len(rows) if whole else 1
         if len(r.tiers) == 1:
             return 0
         source = self.source(rows, target)
-        n = self._copies.room(space, source, asker, kind, target)
+        n = self._copies.room(namespace, source, asker, kind, target)
         rows, source = rows[:n], source[:n]
         if n < least:
             return 0
@@ -67,7 +67,7 @@ class Transfers:
         for number in np.unique(source[:n]).tolist():
             some = rows[:n][source[:n] == number]
             slots = r.tiers[target].slots.take(pool, len(some))
-            self._copies.put(asker, kind, number, target, space, some, slots)
+            self._copies.put(asker, kind, number, target, namespace, some, slots)
         for tier, slots in others:
             tier.slots.release(slots[slots >= 0])
         return n
@@ -84,8 +84,8 @@ class Transfers:
     def queue_writes(self, rows: Rows) -> None:
         """Adds rows to the backlog of writes to a persistent tier."""
         if self._r.topology.persistent:
-            for space, some in self._r.namespaces.split(rows):
-                self.backlog.setdefault(space.tenant, deque()).append(some)
+            for namespace, some in self._r.namespaces.split(rows):
+                self.backlog.setdefault(namespace.tenant, deque()).append(some)
 
     def pump(self) -> None:
         """Starts writes from the backlog while fewer than the bound are in flight, tenant by tenant."""
@@ -106,18 +106,18 @@ class Transfers:
         if not len(rows):
             return True
         # A row may belong to another namespace by now.
-        (space, alike), *others = r.namespaces.split(rows)
+        (namespace, alike), *others = r.namespaces.split(rows)
         waiting.extendleft(some for _, some in others)
-        n = write_chunk(space.pools[r.topology.persistent[0]].slot_bytes)
+        n = write_chunk(namespace.pools[r.topology.persistent[0]].slot_bytes)
         if len(alike) > n:
             waiting.appendleft(alike[n:])
-        some = self._worth_writing(space, alike[:n])
+        some = self._worth_writing(namespace, alike[:n])
         rest = some[~self._write_from_memory(some)]
         if not len(rest):
             return True
         takers = r.topology.takers(0)
         growing = any(tiers[t].growing for t in takers)
-        if takers and (growing or self._r.copying[space.tenant] or self._eviction.rebalancing.under_way):
+        if takers and (growing or self._r.copying[namespace.tenant] or self._eviction.rebalancing.under_way):
             waiting.appendleft(rest)
             return False
         r.counters["unwritten_blocks"] += len(rest)
@@ -135,19 +135,19 @@ class Transfers:
                 started[here] = self._eviction.write_down(tier, rows[here])
         return started
 
-    def _worth_writing(self, space: Namespace, rows: Rows) -> Rows:
+    def _worth_writing(self, namespace: Namespace, rows: Rows) -> Rows:
         """Returns the rows of a chain up to the last one that the next tier admits."""
         r = self._r
         tier = r.topology.gate(0)
-        admitted = np.flatnonzero(r.tiers[tier].admission.admits(rows, space.tenant, r.now))
+        admitted = np.flatnonzero(r.tiers[tier].admission.admits(rows, namespace.tenant, r.now))
         n = int(admitted[-1]) + 1 if len(admitted) else 0
         r.counters["refused_blocks"] += len(rows) - n
-        r.decisions.record(DecisionKind.REFUSED, tier, rows[n:], r.now, space.tenant)
+        r.decisions.record(DecisionKind.REFUSED, tier, rows[n:], r.now, namespace.tenant)
         return rows[:n]
 
-    def relocate(self, space: Namespace, rows: Rows) -> int:
+    def relocate(self, namespace: Namespace, rows: Rows) -> int:
         """Copies rows within DRAM to the current pool of their namespace. Returns how many have room."""
-        pool = space.pools[0]
+        pool = namespace.pools[0]
         table = self._r.tiers[0].slots
         if not len(rows):
             return 0
@@ -155,12 +155,12 @@ class Transfers:
         table.hold(held)
         n = self._eviction.make_room(0, pool, len(rows))
         if n:
-            self._copies.put(pool.tenant, DEMAND, 0, 0, space, rows[:n], table.take(pool, n))
+            self._copies.put(pool.tenant, DEMAND, 0, 0, namespace, rows[:n], table.take(pool, n))
         table.release(held)
         return n
 
     def worth(
-        self, space: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, target: int = 0
+        self, namespace: Namespace, rows: Rows, asker: int, ends: float, recompute_s: float, target: int = 0
     ) -> int:
         """Returns how many leading rows load before `ends`, and faster than they can be recomputed.
 
@@ -176,7 +176,7 @@ class Transfers:
         for number in np.unique(source[absent]).tolist():
             # Devices are read in parallel: the slowest one determines the load time of a chain.
             device = self._copies.device(number, target)
-            per_block_s = space.pools[target].slot_bytes / device.share_of(r.now, asker)
+            per_block_s = namespace.pools[target].slot_bytes / device.share_of(r.now, asker)
             to_load = np.cumsum(absent & (source == number))
             wait_s = np.where(to_load > 0, device.wait_s(r.now, asker, 0), 0.0)
             load_s = np.maximum(load_s, wait_s + to_load * per_block_s)

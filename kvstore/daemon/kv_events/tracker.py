@@ -107,8 +107,8 @@ class Tracker:
             self._problems.report(f"no KV events: {error}")
             return
         self._core.handle(ev.Configure(report_moves=True))
-        for space in self._namespaces:
-            self._topic(space.number)
+        for namespace in self._namespaces:
+            self._topic(namespace.number)
 
     def close(self) -> None:
         """Sends waiting events, and ends."""
@@ -125,11 +125,11 @@ class Tracker:
 
     # -- changes of blocks
 
-    def add_tokens(self, space: NamespaceEntry, keys: Keys, tokens: bytes) -> bool:
+    def add_tokens(self, namespace: NamespaceEntry, keys: Keys, tokens: bytes) -> bool:
         """Takes the tokens of blocks that a writer will store. Returns False for a wrong number of tokens."""
-        if space.layout is None or len(tokens) != 4 * space.layout.block_tokens * keys.n:
+        if namespace.layout is None or len(tokens) != 4 * namespace.layout.block_tokens * keys.n:
             return False
-        topic = self._topic(space.number) if self._publisher is not None else None
+        topic = self._topic(namespace.number) if self._publisher is not None else None
         if topic is None:
             return True
         size, fresh = len(tokens) // keys.n, False
@@ -142,7 +142,7 @@ class Tracker:
             del topic.unstored[name]
         if fresh:
             # Blocks may be stored already, for example since before a restart.
-            self._core.handle(ev.Tell(space.number, keys))
+            self._core.handle(ev.Tell(namespace.number, keys))
         return True
 
     def copies_changed(self, report: ac.CopyReport) -> None:
@@ -166,11 +166,11 @@ class Tracker:
     def _topic(self, number: int) -> _Topic | None:
         """Returns the topic of a namespace, made if absent. None if the namespace is not published."""
         if number not in self._topic_of:
-            space = self._namespaces.at(number)
-            if space is None or space.layout is None:
+            namespace = self._namespaces.at(number)
+            if namespace is None or namespace.layout is None:
                 return None
-            tenants, layout = self._settings.tenants, space.layout
-            owner = self._authenticator.name(space.tenant)
+            tenants, layout = self._settings.tenants, namespace.layout
+            owner = self._authenticator.name(namespace.tenant)
             # All shards of a model have the same blocks: the first is enough.
             published = layout.shard.startswith("0/") and (tenants is None or owner in tenants)
             self._topic_of[number] = self._topic_for(layout.model) if published else None

@@ -47,8 +47,8 @@ class BlockCommands:
     @command
     def invalidate(self, namespace: str, keys: bytes, key_bytes: int) -> Later:
         """Makes blocks misses. Answers with their number when this is durable."""
-        space, batch = by_id(self._namespaces, namespace), _keys(keys, key_bytes)
-        return lambda requester, request: self._deletion.invalidate(requester, request, space, batch)
+        entry, batch = by_id(self._namespaces, namespace), _keys(keys, key_bytes)
+        return lambda requester, request: self._deletion.invalidate(requester, request, entry, batch)
 
     def _about(
         self, event: Callable[..., Any], namespace: str, keys: bytes, key_bytes: int, *more: Any

@@ -101,7 +101,7 @@ class DeviceCommands:
         }
 
     def _transfer(self, transfer: TransferStatus) -> dict[str, Any]:
-        space, tiers = self._namespaces.at(transfer.namespace), self._core.view.tiers
+        namespace, tiers = self._namespaces.at(transfer.namespace), self._core.view.tiers
         return {
             "number": transfer.number,
             "source": tiers[transfer.source].name,
@@ -109,7 +109,7 @@ class DeviceCommands:
             "class": _CLASS_NAMES[transfer.kind],
             "state": "moving" if transfer.started else "queued",
             "tenant": self._authenticator.name(transfer.tenant),
-            "namespace": "" if space is None else space.fingerprint.hex(),
+            "namespace": "" if namespace is None else namespace.fingerprint.hex(),
             "blocks": transfer.blocks,
             "bytes": transfer.nbytes,
         }

@@ -160,7 +160,7 @@ class EventLog:
             return None
         name = self._authenticator.name(tenant)
         had = [number for number, (owner, _) in self._closed.items() if owner == name]
-        return had + [space.number for space in self._namespaces.of(tenant)]
+        return had + [namespace.number for namespace in self._namespaces.of(tenant)]
 
     def _names(self, number: int) -> tuple[str, str]:
         """Returns the tenant and the id of a namespace, open or closed."""

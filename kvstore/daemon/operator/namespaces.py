@@ -36,9 +36,9 @@ class NamespaceCommands:
         """Returns at most `limit` open namespaces with numbers above `after`, of one tenant or of all."""
         check_limit(limit)
         number = self._authenticator.existing(tenant) if tenant else None
-        spaces = (s for s in self._namespaces if s.number > after and number in (None, s.tenant))
-        some = heapq.nsmallest(limit + 1, spaces, key=lambda space: space.number)
-        shown = [self._shown(space) for space in some[:limit]]
+        namespaces = (s for s in self._namespaces if s.number > after and number in (None, s.tenant))
+        some = heapq.nsmallest(limit + 1, namespaces, key=lambda namespace: namespace.number)
+        shown = [self._shown(namespace) for namespace in some[:limit]]
         return {"namespaces": shown, "more": len(some) > limit}
 
     @command
@@ -53,39 +53,41 @@ class NamespaceCommands:
         With `instead_of`, nothing changes unless the namespace is published to exactly those tenants. The
         answer then names its readers.
         """
-        space = by_id(self._namespaces, namespace)
-        if instead_of is not None and set(instead_of) != space.readers:
-            return {"published_to": sorted(space.readers)}
+        entry = by_id(self._namespaces, namespace)
+        if instead_of is not None and set(instead_of) != entry.readers:
+            return {"published_to": sorted(entry.readers)}
         readers = [check_tenant(name) for name in tenants]
-        return lambda requester, request: self._catalog.publish(requester, request, space, readers)
+        return lambda requester, request: self._catalog.publish(requester, request, entry, readers)
 
     @command
     def forget(self, namespace: str) -> Later:
         """Empties a namespace. Answers with the number of its blocks when nothing is left."""
-        space = by_id(self._namespaces, namespace)
-        return lambda requester, request: self._deletion.forget(requester, request, [space])
+        entry = by_id(self._namespaces, namespace)
+        return lambda requester, request: self._deletion.forget(requester, request, [entry])
 
-    def _shown(self, space: NamespaceEntry) -> dict[str, Any]:
+    def _shown(self, namespace: NamespaceEntry) -> dict[str, Any]:
         return {
-            "number": space.number,
-            "id": space.fingerprint.hex(),
-            "tenant": self._authenticator.name(space.tenant),
-            "layout": space.layout.to_map() if space.layout is not None else None,
-            "block_bytes": space.block_bytes,
-            "published_to": sorted(space.readers),
-            "ttl_s": space.ttl_s,
-            "prompts": self._prompts(space),
+            "number": namespace.number,
+            "id": namespace.fingerprint.hex(),
+            "tenant": self._authenticator.name(namespace.tenant),
+            "layout": namespace.layout.to_map() if namespace.layout is not None else None,
+            "block_bytes": namespace.block_bytes,
+            "published_to": sorted(namespace.readers),
+            "ttl_s": namespace.ttl_s,
+            "prompts": self._prompts(namespace),
         }
 
-    def _prompts(self, space: NamespaceEntry) -> dict[str, Any]:
+    def _prompts(self, namespace: NamespaceEntry) -> dict[str, Any]:
         """Returns hit counters of a namespace's prompts, of all tenants."""
         names = tier_names(self._view)
         by_tier: dict[str, Counter[str]] = {FOUND: Counter(), DELIVERED: Counter()}
-        for (what, tier), blocks in space.hits.items():
+        for (what, tier), blocks in namespace.hits.items():
             if what in by_tier:
                 by_tier[what][tier_name(names, tier)] += min(blocks, MOST)
         counted = {f"{what}_blocks": dict(sums) for what, sums in by_tier.items()}
-        totals = {f"{what}_blocks": min(space.hits[what, ALL_TIERS], MOST) for what in (REQUESTED, *REASONS)}
+        totals = {
+            f"{what}_blocks": min(namespace.hits[what, ALL_TIERS], MOST) for what in (REQUESTED, *REASONS)
+        }
         requested = totals["requested_blocks"]
         ratios = {
             ratio: sum(by_tier[what].values()) / requested if requested else None
@@ -97,9 +99,9 @@ class NamespaceCommands:
 def by_id(namespaces: Namespaces, id: str) -> NamespaceEntry:
     """Returns the open namespace of a fingerprint in hex. Raises MisuseError if there is none."""
     fingerprint = bytes.fromhex(id) if re.fullmatch(r"(?:[0-9a-f]{2})*", id) else b""
-    for space in namespaces:
-        if space.number and space.fingerprint == fingerprint:
-            return space
+    for namespace in namespaces:
+        if namespace.number and namespace.fingerprint == fingerprint:
+            return namespace
     raise MisuseError(f"there is no namespace {id!r:.80}", "it is open once a client has used it")
 
 
@@ -117,12 +119,12 @@ def namespaces_for(
     if tenant and number is None:
         return ()
     return tuple(
-        space.number
-        for space in namespaces
-        if space.number
-        and (who.operator or space.tenant == who.tenant)
-        and number in (None, space.tenant)
-        and (not model or (space.layout is not None and space.layout.model == model))
+        namespace.number
+        for namespace in namespaces
+        if namespace.number
+        and (who.operator or namespace.tenant == who.tenant)
+        and number in (None, namespace.tenant)
+        and (not model or (namespace.layout is not None and namespace.layout.model == model))
     )
 
 
@@ -135,11 +137,11 @@ def named(
 
 def _named(block: dict[str, Any], authenticator: Authenticator, namespaces: Namespaces) -> dict[str, Any]:
     rest = {name: value for name, value in block.items() if name != "namespace"}
-    space = namespaces.at(block["namespace"])
-    assert space is not None, "the core answers in the same turn of the event loop"
-    layout = space.layout
+    namespace = namespaces.at(block["namespace"])
+    assert namespace is not None, "the core answers in the same turn of the event loop"
+    layout = namespace.layout
     return {
-        "tenant": authenticator.name(space.tenant),
+        "tenant": authenticator.name(namespace.tenant),
         "model": layout.model if layout is not None else "",
         "revision": layout.revision if layout is not None else "",
         "shard": layout.shard if layout is not None else "",

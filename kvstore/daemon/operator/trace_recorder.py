@@ -92,25 +92,25 @@ class TraceRecorder:
 
     # -- requests
 
-    def looked_up(self, connection: int, space: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
+    def looked_up(self, connection: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
         """Records a lookup of keys."""
         if not keys or not self.running:
             return
-        hashes, full = self._hashes(space, key_bytes, keys), len(keys) // key_bytes >= self._limit()
-        last = self._last(connection, space)
+        hashes, full = self._hashes(namespace, key_bytes, keys), len(keys) // key_bytes >= self._limit()
+        last = self._last(connection, namespace)
         if last is not None and last.is_lookup and _samples(last.hashes, hashes):
             self._replace(connection, last, hashes, full)
         elif last is not None and last.is_lookup and last.full:
             self._replace(connection, last, last.hashes + hashes, full)
         else:
-            self._add(connection, space, hashes, True, full)
+            self._add(connection, namespace, hashes, True, full)
 
-    def acquired(self, connection: int, space: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
+    def acquired(self, connection: int, namespace: NamespaceEntry, key_bytes: int, keys: bytes) -> None:
         """Records an acquire of keys."""
         if not keys or not self.running:
             return
-        hashes, full = self._hashes(space, key_bytes, keys), len(keys) // key_bytes >= self._limit()
-        last = self._last(connection, space)
+        hashes, full = self._hashes(namespace, key_bytes, keys), len(keys) // key_bytes >= self._limit()
+        last = self._last(connection, namespace)
         if last is not None and not last.is_lookup and last.full:
             # This is the next part of the prompt that the connection is acquiring.
             rest = last.hashes[last.acquired_bytes :]
@@ -120,14 +120,14 @@ class TraceRecorder:
             if not rest:
                 self._replace(connection, last, last.hashes + hashes, full)
                 return
-        for request in self._by_first.get((space.fingerprint, hashes[:_HASH_BYTES]), [])[-_MAX_COMPARED:]:
+        for request in self._by_first.get((namespace.fingerprint, hashes[:_HASH_BYTES]), [])[-_MAX_COMPARED:]:
             # Another connection may have sent the lookup: engines look up and acquire in different processes.
             recent = self._now() - request.at <= _TOGETHER_S
             if request.is_lookup and recent and request.hashes.startswith(hashes):
                 request.is_lookup, request.full, request.acquired_bytes = False, full, len(hashes)
                 self._latest[connection] = request
                 return
-        self._add(connection, space, hashes, False, full)
+        self._add(connection, namespace, hashes, False, full)
 
     def answered(self, connection: int, blocks: int) -> None:
         """Notes how many blocks an answer had. After fewer than the maximum, no further part follows."""
@@ -135,15 +135,15 @@ class TraceRecorder:
         if last is not None and blocks < self._limit():
             last.full = False
 
-    def _last(self, connection: int, space: NamespaceEntry) -> _Request | None:
+    def _last(self, connection: int, namespace: NamespaceEntry) -> _Request | None:
         """Returns the connection's request of the last second, if it was for this namespace."""
         last = self._latest.get(connection)
-        if last is None or last.namespace != space.fingerprint or self._now() - last.at > _TOGETHER_S:
+        if last is None or last.namespace != namespace.fingerprint or self._now() - last.at > _TOGETHER_S:
             return None
         return last
 
-    def _hashes(self, space: NamespaceEntry, key_bytes: int, keys: bytes) -> bytes:
-        start, out = blake2b(space.fingerprint, digest_size=_HASH_BYTES, key=self._secret), []
+    def _hashes(self, namespace: NamespaceEntry, key_bytes: int, keys: bytes) -> bytes:
+        start, out = blake2b(namespace.fingerprint, digest_size=_HASH_BYTES, key=self._secret), []
         for at in range(0, len(keys), key_bytes):
             one = start.copy()
             one.update(keys[at : at + key_bytes])
@@ -151,11 +151,13 @@ class TraceRecorder:
         return b"".join(out)
 
     def _add(
-        self, connection: int, space: NamespaceEntry, hashes: bytes, is_lookup: bool, full: bool
+        self, connection: int, namespace: NamespaceEntry, hashes: bytes, is_lookup: bool, full: bool
     ) -> None:
-        tokens = space.layout.block_tokens if space.layout is not None else 0
+        tokens = namespace.layout.block_tokens if namespace.layout is not None else 0
         acquired_bytes = 0 if is_lookup else len(hashes)
-        request = _Request(space.fingerprint, self._now(), tokens, hashes, is_lookup, full, acquired_bytes)
+        request = _Request(
+            namespace.fingerprint, self._now(), tokens, hashes, is_lookup, full, acquired_bytes
+        )
         if self._index(connection, request):
             self._requests.append(request)
 

@@ -47,20 +47,20 @@ def read_recording(session: Session, q: m.RecordRead) -> None:
 
 def publish(session: Session, q: m.Publish) -> None:
     """Sets the tenants that may read a namespace."""
-    space = find(session, q, own=not session.principal.operator)
+    namespace = find(session, q, own=not session.principal.operator)
     readers = [check_tenant(name) for name in q.tenants]
-    session.services.catalog.publish(session, q.id, space, readers)
+    session.services.catalog.publish(session, q.id, namespace, readers)
 
 
 def forget(session: Session, q: m.Forget) -> None:
     """Deletes the blocks of one namespace, or of all of the tenant's with a model and revision."""
     who, services = session.principal, session.services
     if q.namespace:
-        spaces = [find(session, q, own=not who.operator)]
+        namespaces = [find(session, q, own=not who.operator)]
     else:
-        spaces = services.namespaces.of(who.tenant, q.revision, q.model)
-    if spaces:
-        services.deletion.forget(session, q.id, spaces)
+        namespaces = services.namespaces.of(who.tenant, q.revision, q.model)
+    if namespaces:
+        services.deletion.forget(session, q.id, namespaces)
     else:
         session.send(m.Value(q.id, 0))
 

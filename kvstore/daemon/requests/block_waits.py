@@ -32,7 +32,7 @@ _ASKED_AT_ONCE = 32
 class Wait:
     """One call that waits for a block. `number`: the namespace's number when the wait began."""
 
-    space: NamespaceEntry
+    namespace: NamespaceEntry
     number: int
     key: bytes
     tenant: int
@@ -64,17 +64,17 @@ class Waits:
         return self._nbytes[tenant]
 
     def add(
-        self, space: NamespaceEntry, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]
+        self, namespace: NamespaceEntry, keys: Keys, tenant: int, wait_s: float, wake: Callable[[], None]
     ) -> Wait:
         """Calls `wake` once: when the first block is stored, or the wait ends, at most after `wait_s` s."""
         key, nbytes = keys[0], len(keys.raw)
-        wait = Wait(space, space.number, key, tenant, nbytes, wake)
+        wait = Wait(namespace, namespace.number, key, tenant, nbytes, wake)
         self._nbytes[tenant] += nbytes
         wait.timer = self._loop.call_later(min(wait_s, LONGEST_S), self._wake, wait)
         self._by_number.setdefault(wait.number, {}).setdefault(key, set()).add(wait)
         self._by_tenant.setdefault(tenant, {})[wait] = None
         self._core.handle(ev.Watch(key))
-        self._namespaces.use(space)
+        self._namespaces.use(namespace)
         if self._network is not None and not self._asking:
             self._asking = True
             self._network.tasks.start(self._ask_network())
@@ -97,7 +97,7 @@ class Waits:
         if not self._by_tenant[wait.tenant]:
             del self._by_tenant[wait.tenant]
         self._core.handle(ev.Unwatch(wait.key))
-        self._namespaces.drop(wait.space)
+        self._namespaces.drop(wait.namespace)
 
     def blocks_arrived(self, action: ac.BlocksArrived) -> None:
         """Wakes the calls that wait for these blocks."""
@@ -128,8 +128,8 @@ class Waits:
         assert network is not None
         try:
             while self._by_tenant:
-                some = [wait for wait in self._next_asked() if network.eligibility.serves(wait.space)]
-                there = await network.existence.has([(wait.space, wait.key) for wait in some])
+                some = [wait for wait in self._next_asked() if network.eligibility.serves(wait.namespace)]
+                there = await network.existence.has([(wait.namespace, wait.key) for wait in some])
                 for wait, found in zip(some, there, strict=True):
                     if found and wait in self._by_tenant.get(wait.tenant, ()):
                         self._wake(wait)

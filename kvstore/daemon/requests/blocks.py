@@ -36,19 +36,19 @@ def tell_core(session: Session, q: m.Abort | m.Release) -> None:
 def _named(session: Session, q: Any) -> tuple[NamespaceEntry, Any]:
     """Returns the namespace of a request, and the request's event."""
     row = EVENTS[type(q)]
-    space = find(session, q, row.own)
-    return space, row.build(q, session, space.number)
+    namespace = find(session, q, row.own)
+    return namespace, row.build(q, session, namespace.number)
 
 
 def lookup(session: Session, q: m.Lookup) -> None:
     """Answers with the length of the stored prefix."""
-    services, (space, event) = session.services, _named(session, q)
-    services.recorder.looked_up(session.number, space, q.key_bytes, q.keys)
-    session.prompts.asked(q, space)
+    services, (namespace, event) = session.services, _named(session, q)
+    services.recorder.looked_up(session.number, namespace, q.key_bytes, q.keys)
+    session.prompts.asked(q, namespace)
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.lookup(session, q.id, event, space, session.deadline(q.timeout_s))
+        services.network.requests.lookup(session, q.id, event, namespace, session.deadline(q.timeout_s))
 
 
 @dataclass(slots=True)
@@ -57,25 +57,25 @@ class WokenAcquire:
 
     q: m.Acquire
     event: ev.Acquire
-    space: NamespaceEntry
+    namespace: NamespaceEntry
     keys: bytes
     key_bytes: int
 
 
 def acquire(session: Session, q: m.Acquire) -> None:
     """Leases the stored prefix. With `q.wait_s`, waits for its first block."""
-    services, (space, event) = session.services, _named(session, q)
+    services, (namespace, event) = session.services, _named(session, q)
     _check_count(session, event.keys)
     stored = services.core.view.stored
-    waits = q.wait_s > 0 and event.keys.n and not stored(space.number, event.keys.take(0, 1))
+    waits = q.wait_s > 0 and event.keys.n and not stored(namespace.number, event.keys.take(0, 1))
     if waits:
         _check_waits(session, q)
-    services.recorder.acquired(session.number, space, q.key_bytes, q.keys)
-    session.prompts.asked(q, space)
+    services.recorder.acquired(session.number, namespace, q.key_bytes, q.keys)
+    session.prompts.asked(q, namespace)
     if waits:
-        _wait(session, q, event, space)
+        _wait(session, q, event, namespace)
     else:
-        _acquire_now(session, q, event, space)
+        _acquire_now(session, q, event, namespace)
 
 
 def _check_waits(session: Session, q: m.Acquire) -> None:
@@ -95,35 +95,35 @@ def _check_waits(session: Session, q: m.Acquire) -> None:
         )
 
 
-def _wait(session: Session, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
+def _wait(session: Session, q: m.Acquire, event: ev.Acquire, namespace: NamespaceEntry) -> None:
     """Runs the request when its first block is stored on this node or the network, or when the wait ends."""
 
     def woken() -> None:
         if not session.ended:
             session.waits.discard(wait)
-            session.enqueue(WokenAcquire(q, event, space, q.keys, q.key_bytes))
+            session.enqueue(WokenAcquire(q, event, namespace, q.keys, q.key_bytes))
 
-    wait = session.services.waits.add(space, event.keys, event.tenant, q.wait_s, woken)
+    wait = session.services.waits.add(namespace, event.keys, event.tenant, q.wait_s, woken)
     session.waits.add(wait)
 
 
 def acquire_woken(session: Session, woken: WokenAcquire) -> None:
     """Leases the stored prefix after the wait. A namespace that was deleted meanwhile is not opened again."""
-    q, event, space = woken.q, woken.event, woken.space
-    if not space.number or not session.services.catalog.may_read(session.principal, space):
+    q, event, namespace = woken.q, woken.event, woken.namespace
+    if not namespace.number or not session.services.catalog.may_read(session.principal, namespace):
         absent = AbsentError()
         session.deny(q.id, absent.message, absent.hint)
         return
-    event.namespace = space.number
-    _acquire_now(session, q, event, space)
+    event.namespace = namespace.number
+    _acquire_now(session, q, event, namespace)
 
 
-def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, space: NamespaceEntry) -> None:
+def _acquire_now(session: Session, q: m.Acquire, event: ev.Acquire, namespace: NamespaceEntry) -> None:
     services = session.services
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.acquire(session, q.id, event, space)
+        services.network.requests.acquire(session, q.id, event, namespace)
 
 
 def release(session: Session, q: m.Release) -> None:
@@ -134,11 +134,11 @@ def release(session: Session, q: m.Release) -> None:
 
 def prefetch(session: Session, q: m.Prefetch) -> None:
     """Copies the stored prefix to memory. Answers with the number of its blocks that are or will be there."""
-    services, (space, event) = session.services, _named(session, q)
+    services, (namespace, event) = session.services, _named(session, q)
     if services.network is None:
         services.core.ask(session, q.id, event)
     else:
-        services.network.requests.prefetch(session, q.id, event, space)
+        services.network.requests.prefetch(session, q.id, event, namespace)
 
 
 def suspect(session: Session, q: m.Suspect) -> None:
@@ -152,27 +152,27 @@ def suspect(session: Session, q: m.Suspect) -> None:
 
 def reserve(session: Session, q: m.Reserve) -> None:
     """Reserves slots for keys that are not stored, and keeps the blocks' tokens for KV events."""
-    space, event = _named(session, q)
-    if q.tokens and not session.services.kv_events.add_tokens(space, event.keys, q.tokens):
+    namespace, event = _named(session, q)
+    if q.tokens and not session.services.kv_events.add_tokens(namespace, event.keys, q.tokens):
         raise DeniedError(f"{len(q.tokens) // 4} tokens for {event.keys.n} blocks", "see Layout.block_tokens")
     session.services.core.ask(session, q.id, event)
 
 
 def invalidate(session: Session, q: m.Invalidate) -> None:
     """Makes blocks misses. Answers when this is durable, also on the network."""
-    space = find(session, q, own=True)
-    session.services.deletion.invalidate(session, q.id, space, Keys(q.keys, q.key_bytes))
+    namespace = find(session, q, own=True)
+    session.services.deletion.invalidate(session, q.id, namespace, Keys(q.keys, q.key_bytes))
 
 
 def hand_off(session: Session, q: m.HandOff) -> None:
     """Uploads the stored prefix. Answers with the number of leading blocks that the network has."""
-    space, network = find(session, q, own=True), session.services.network
+    namespace, network = find(session, q, own=True), session.services.network
     if network is None:
         raise DeniedError("there is no network tier", "set network.url")
     keys = Keys(q.keys, q.key_bytes)
     _check_count(session, keys)
     until = session.deadline(q.timeout_s)
-    network.requests.hand_off(session, q.id, space, keys, session.principal.tenant, until)
+    network.requests.hand_off(session, q.id, namespace, keys, session.principal.tenant, until)
 
 
 def _check_count(session: Session, keys: Keys) -> None:

@@ -60,7 +60,7 @@ def run_request(session: Session, message: Any) -> None:
     except (DeniedError, MisuseError) as error:
         session.deny(getattr(message, "id", 0), error.message, error.hint)
     except NothingStoredError as error:
-        answer_miss(session, message, error.space)
+        answer_miss(session, message, error.namespace)
     except NoKeysError:
         _run_with_keys(session, message)
 

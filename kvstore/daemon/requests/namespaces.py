@@ -35,9 +35,9 @@ class NoKeysError(KVStoreError):
 class NothingStoredError(KVStoreError):
     """A reader names its own namespace, which no writer has opened. All of its blocks are misses."""
 
-    def __init__(self, space: NamespaceEntry) -> None:
+    def __init__(self, namespace: NamespaceEntry) -> None:
         super().__init__("nothing is stored in this namespace")
-        self.space = space
+        self.namespace = namespace
 
 
 def open_namespace(session: Session, q: m.Open) -> None:
@@ -52,9 +52,9 @@ def open_namespace(session: Session, q: m.Open) -> None:
         _check_keys(session)
     # Only writers set the lifetime of blocks.
     ttl_s = q.ttl_s if who.role >= Role.WRITE and not owner else 0.0
-    space, answer = catalog.open(who, layout, owner, ttl_s)
-    if space is not None:
-        session.send(m.Opened(q.id, session.namespaces.number_of(space), space.fingerprint))
+    namespace, answer = catalog.open(who, layout, owner, ttl_s)
+    if namespace is not None:
+        session.send(m.Opened(q.id, session.namespaces.number_of(namespace), namespace.fingerprint))
     elif owner:
         raise AbsentError
     else:
@@ -66,33 +66,33 @@ def find(session: Session, q: Any, own: bool = False) -> NamespaceEntry:
 
     Raises DeniedError, NoKeysError or NothingStoredError.
     """
-    who, space = session.principal, session.namespaces.at(q.namespace)
-    if space is None:
+    who, namespace = session.principal, session.namespaces.at(q.namespace)
+    if namespace is None:
         raise DeniedError(f"unknown namespace {q.namespace}", "open the namespace on this connection first")
-    if space.tenant == who.tenant:
-        return space if space.number else _reopened(session, q, space)
-    if not space.number or not session.services.catalog.may_read(who, space):
+    if namespace.tenant == who.tenant:
+        return namespace if namespace.number else _reopened(session, q, namespace)
+    if not namespace.number or not session.services.catalog.may_read(who, namespace):
         raise AbsentError
     if own:
         raise DeniedError("this namespace is another tenant's", "it can be read, and not be changed")
-    return space
+    return namespace
 
 
-def _reopened(session: Session, q: Any, space: NamespaceEntry) -> NamespaceEntry:
+def _reopened(session: Session, q: Any, namespace: NamespaceEntry) -> NamespaceEntry:
     """Reopens a namespace that the core has closed, or that was deleted."""
-    assert space.layout is not None
+    assert namespace.layout is not None
     services = session.services
-    again = services.namespaces.find(space.tenant, space.fingerprint)
+    again = services.namespaces.find(namespace.tenant, namespace.fingerprint)
     if again is None or not again.number:
         _check_keys(session)
         # Waiting for a block needs an open namespace.
         waits = isinstance(q, m.Acquire) and q.wait_s > 0
-        again, answer = services.catalog.open(session.principal, space.layout, "", space.ttl_s, waits)
+        again, answer = services.catalog.open(session.principal, namespace.layout, "", namespace.ttl_s, waits)
         if isinstance(answer, ac.Deny):
             raise DeniedError(answer.why, answer.hint)
         assert again is not None
         if not again.number:
-            raise NothingStoredError(space)
+            raise NothingStoredError(namespace)
     session.namespaces.set(q.namespace, again)
     return again
 
@@ -102,14 +102,14 @@ def _check_keys(session: Session) -> None:
         raise NoKeysError("data keys are being made")
 
 
-def answer_miss(session: Session, q: Any, space: NamespaceEntry) -> None:
+def answer_miss(session: Session, q: Any, namespace: NamespaceEntry) -> None:
     """Answers a request about a namespace in which nothing is stored."""
     if isinstance(q, m.Lookup | m.Acquire):
-        session.prompts.asked(q, space)
+        session.prompts.asked(q, namespace)
     if isinstance(q, m.Lookup):
         session.answer(q.id, ac.Found(q.id, 0, gaps=False))
     elif isinstance(q, m.Acquire):
         nothing = np.empty(0, SLOT_RECORD)
-        session.answer(q.id, ac.Grant(q.id, 0, slot_bytes(space.block_bytes), nothing))
+        session.answer(q.id, ac.Grant(q.id, 0, slot_bytes(namespace.block_bytes), nothing))
     elif q.id:
         session.answer(q.id, ac.Answer(q.id, 0))

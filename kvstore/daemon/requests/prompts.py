@@ -23,7 +23,7 @@ from kvstore.wire import messages as m
 class _Question:
     """A Lookup or Acquire without an answer yet."""
 
-    space: NamespaceEntry
+    namespace: NamespaceEntry
     known: int
     step: int
 
@@ -32,7 +32,7 @@ class _Question:
 class _Leased:
     """The blocks of a lease, and the tier in which each was found."""
 
-    space: NamespaceEntry
+    namespace: NamespaceEntry
     sources: npt.NDArray[np.int16]
 
 
@@ -45,26 +45,26 @@ class Prompts:
     _questions: dict[int, _Question] = field(default_factory=dict)
     _leased: dict[int, _Leased] = field(default_factory=dict)
 
-    def asked(self, q: m.Lookup | m.Acquire, space: NamespaceEntry) -> None:
+    def asked(self, q: m.Lookup | m.Acquire, namespace: NamespaceEntry) -> None:
         """Counts the requested blocks."""
-        self._count(space, hits.REQUESTED, {hits.ALL_TIERS: min(q.asks, m.MAX_PROMPT_BLOCKS)})
+        self._count(namespace, hits.REQUESTED, {hits.ALL_TIERS: min(q.asks, m.MAX_PROMPT_BLOCKS)})
         step = min(max(q.step, 1), m.MAX_PROMPT_BLOCKS) if isinstance(q, m.Lookup) else 1
-        self._questions[q.id] = _Question(space, q.known, step)
+        self._questions[q.id] = _Question(namespace, q.known, step)
 
     def answered(self, request: int, action: object, gaps: bool = False) -> None:
         """Counts the blocks in an answer. With `gaps`, clients repeat requests whose keys are every n-th."""
         question = self._questions.pop(request, None)
         if question is None or not isinstance(action, ac.Found | ac.Grant):
             return
-        space, stored = question.space, action.stored
+        namespace, stored = question.namespace, action.stored
         if question.step == 1 or not gaps:
             new = max(0, stored.blocks - question.known)
-            self._count(space, hits.FOUND, hits.spread(stored.by_tier, new * question.step))
+            self._count(namespace, hits.FOUND, hits.spread(stored.by_tier, new * question.step))
             unworthy = min(new, stored.unworthy) * question.step
-            self._count(space, hits.NOT_WORTH_LOADING, {hits.ALL_TIERS: unworthy})
-        self._count(space, hits.TOO_LATE, {hits.ALL_TIERS: stored.late})
+            self._count(namespace, hits.NOT_WORTH_LOADING, {hits.ALL_TIERS: unworthy})
+        self._count(namespace, hits.TOO_LATE, {hits.ALL_TIERS: stored.late})
         if isinstance(action, ac.Grant) and action.lease:
-            self._leased[number_on_connection(action.lease)] = _Leased(space, action.sources)
+            self._leased[number_on_connection(action.lease)] = _Leased(namespace, action.sources)
 
     def released(self, q: m.Release) -> None:
         """Counts the blocks that were read under a lease."""
@@ -75,8 +75,8 @@ class Prompts:
         unused = min(q.unused, n)
         tiers, counts = np.unique(leased.sources[: n - unused], return_counts=True)
         delivered = dict(zip(tiers.tolist(), counts.tolist(), strict=True))
-        self._count(leased.space, hits.DELIVERED, delivered)
-        self._count(leased.space, hits.CORRUPT, {hits.ALL_TIERS: min(q.corrupt, unused)})
+        self._count(leased.namespace, hits.DELIVERED, delivered)
+        self._count(leased.namespace, hits.CORRUPT, {hits.ALL_TIERS: min(q.corrupt, unused)})
 
     def leave(self) -> None:
         """Counts the blocks of all leases: the connection has ended."""
@@ -84,9 +84,9 @@ class Prompts:
             self.released(m.Release(lease))
         self._questions.clear()
 
-    def _count(self, space: NamespaceEntry, what: str, blocks_by_tier: Mapping[int, int]) -> None:
-        tokens = space.layout.block_tokens if space.layout is not None else 0
+    def _count(self, namespace: NamespaceEntry, what: str, blocks_by_tier: Mapping[int, int]) -> None:
+        tokens = namespace.layout.block_tokens if namespace.layout is not None else 0
         for tier, blocks in blocks_by_tier.items():
             if blocks:
-                self._counters.count(self._tenant, (what, tier), blocks, tokens, space.block_bytes)
-                space.hits[what, tier] += blocks
+                self._counters.count(self._tenant, (what, tier), blocks, tokens, namespace.block_bytes)
+                namespace.hits[what, tier] += blocks

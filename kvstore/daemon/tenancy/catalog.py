@@ -61,79 +61,79 @@ class NamespaceCatalog:
         if owner:
             return self._open_published(who, layout, owner)
         fingerprint = layout.fingerprint(who.name)
-        space = self._namespaces.find(who.tenant, fingerprint)
-        named = space is not None and space.layout is not None and space.number > 0
-        if space is None:
+        namespace = self._namespaces.find(who.tenant, fingerprint)
+        named = namespace is not None and namespace.layout is not None and namespace.number > 0
+        if namespace is None:
             configured = self._config().tenants.get(who.name)
             default = (configured.ttl if configured is not None else None) or 0.0
-            space = NamespaceEntry(0, fingerprint, who.tenant, layout.block_bytes, ttl_s=ttl_s or default)
-            space.domain = self._domains.of(who.tenant, who.name, frozenset())
-        space.layout = layout
-        if named and ttl_s in (0.0, space.ttl_s):
-            return space, ac.Answer(0, space.number)
-        if not (space.number or waits) and who.role < Role.WRITE and not self._has_network:
-            return space, ac.Answer(0, 0)
-        space.ttl_s = ttl_s or space.ttl_s
-        return self.reopen(space)
+            namespace = NamespaceEntry(0, fingerprint, who.tenant, layout.block_bytes, ttl_s=ttl_s or default)
+            namespace.domain = self._domains.of(who.tenant, who.name, frozenset())
+        namespace.layout = layout
+        if named and ttl_s in (0.0, namespace.ttl_s):
+            return namespace, ac.Answer(0, namespace.number)
+        if not (namespace.number or waits) and who.role < Role.WRITE and not self._has_network:
+            return namespace, ac.Answer(0, 0)
+        namespace.ttl_s = ttl_s or namespace.ttl_s
+        return self.reopen(namespace)
 
     def _open_published(
         self, who: Principal, layout: Layout, owner: str
     ) -> tuple[NamespaceEntry | None, ac.Answer | ac.Deny]:
         number = self._authenticator.number(owner)
-        space = self._namespaces.find(number, layout.fingerprint(owner)) if number is not None else None
-        if space is not None and self.may_read(who, space):
-            return space, ac.Answer(0, space.number)
+        namespace = self._namespaces.find(number, layout.fingerprint(owner)) if number is not None else None
+        if namespace is not None and self.may_read(who, namespace):
+            return namespace, ac.Answer(0, namespace.number)
         return None, ac.Deny(0, "not published")
 
-    def reopen(self, space: NamespaceEntry) -> tuple[NamespaceEntry | None, ac.Answer | ac.Deny]:
+    def reopen(self, namespace: NamespaceEntry) -> tuple[NamespaceEntry | None, ac.Answer | ac.Deny]:
         """Opens a namespace in the core and records it. A namespace without a number gets a new one."""
-        is_new = not space.number
-        answer = self._open(space, self._namespaces.in_use)
+        is_new = not namespace.number
+        answer = self._open(namespace, self._namespaces.in_use)
         if isinstance(answer, ac.Deny):
             return None, answer
         if is_new:
-            self._event_log.opened(space.number)
-        self.record(space)
-        return space, answer
+            self._event_log.opened(namespace.number)
+        self.record(namespace)
+        return namespace, answer
 
-    def _open(self, space: NamespaceEntry, in_use: frozenset[int] | None) -> ac.Answer | ac.Deny:
+    def _open(self, namespace: NamespaceEntry, in_use: frozenset[int] | None) -> ac.Answer | ac.Deny:
         """Opens a namespace in the core, which may close those that are not `in_use`; None: none."""
-        encrypted = self._data_keys.are_used_by(self._authenticator.name(space.tenant))
+        encrypted = self._data_keys.are_used_by(self._authenticator.name(namespace.tenant))
         event = ev.OpenNamespace(
             0,
-            space.number or self._namespaces.new_number(),
-            space.block_bytes,
-            space.tenant,
-            space.domain,
-            space.ttl_s,
+            namespace.number or self._namespaces.new_number(),
+            namespace.block_bytes,
+            namespace.tenant,
+            namespace.domain,
+            namespace.ttl_s,
             ENCRYPTION_BYTES if encrypted else 0,
-            space.layout.block_tokens if space.layout is not None else 0,
+            namespace.layout.block_tokens if namespace.layout is not None else 0,
             in_use is not None,
             in_use or frozenset(),
         )
         answer = self._core.call(event)
         if not isinstance(answer, ac.Deny):
-            space.number = event.namespace
-            self._namespaces.add(space)
+            namespace.number = event.namespace
+            self._namespaces.add(namespace)
         return answer
 
     # -- recovery
 
-    def restore(self, space: NamespaceEntry) -> bool:
+    def restore(self, namespace: NamespaceEntry) -> bool:
         """Opens a recovered namespace, under its number if it has one. Returns False if limits forbid it."""
         # The core must not close namespaces that were opened just before: they get their blocks only later.
-        return not isinstance(self._open(space, None), ac.Deny)
+        return not isinstance(self._open(namespace, None), ac.Deny)
 
     def restored(self, tenant: int, fingerprint: bytes, block_bytes: int) -> int:
         """Returns the number of a namespace found in DRAM. Opens it if absent; 0 if that is impossible."""
-        space = self._namespaces.find(tenant, fingerprint)
-        if space is None:
+        namespace = self._namespaces.find(tenant, fingerprint)
+        if namespace is None:
             domain = self._domains.of(tenant, self._authenticator.name(tenant), frozenset())
-            space = NamespaceEntry(0, fingerprint, tenant, block_bytes, domain=domain)
-            if not self.restore(space):
+            namespace = NamespaceEntry(0, fingerprint, tenant, block_bytes, domain=domain)
+            if not self.restore(namespace):
                 return 0
-            self.record(space)
-        return space.number if space.block_bytes == block_bytes else 0
+            self.record(namespace)
+        return namespace.number if namespace.block_bytes == block_bytes else 0
 
     def entry_of(self, number: int, tenant: int, record: Namespace) -> NamespaceEntry | None:
         """Returns the entry of a namespace's record. None if the record is damaged."""
@@ -148,14 +148,18 @@ class NamespaceCatalog:
             number, record.fingerprint, tenant, block_bytes, layout, readers, domain, record.ttl_s
         )
 
-    def record(self, space: NamespaceEntry, devices: Iterable[NvmeTier] = ()) -> None:
+    def record(self, namespace: NamespaceEntry, devices: Iterable[NvmeTier] = ()) -> None:
         """Records a namespace on these devices, without any on all, before any block of it."""
-        layout = space.layout.to_map() if space.layout is not None else {"block_bytes": space.block_bytes}
-        name = self._authenticator.name(space.tenant)
-        readers = tuple(sorted(space.readers))
+        layout = (
+            namespace.layout.to_map()
+            if namespace.layout is not None
+            else {"block_bytes": namespace.block_bytes}
+        )
+        name = self._authenticator.name(namespace.tenant)
+        readers = tuple(sorted(namespace.readers))
         for device in devices or self._tiers.devices.values():
-            record = Namespace(name, layout, space.fingerprint, readers=readers, ttl_s=space.ttl_s)
-            device.put_namespace(space.number, record)
+            record = Namespace(name, layout, namespace.fingerprint, readers=readers, ttl_s=namespace.ttl_s)
+            device.put_namespace(namespace.number, record)
 
     def record_all(self, devices: Iterable[NvmeTier]) -> None:
         """Records all namespaces on these devices."""
@@ -164,9 +168,9 @@ class NamespaceCatalog:
 
     # -- access
 
-    def may_read(self, who: Principal, space: NamespaceEntry) -> bool:
+    def may_read(self, who: Principal, namespace: NamespaceEntry) -> bool:
         """Returns whether a principal may read a namespace now."""
-        return space.tenant == who.tenant or who.name in space.readers
+        return namespace.tenant == who.tenant or who.name in namespace.readers
 
     def may_map(self, who: Principal, extent: int, writable: bool) -> bool:
         """Returns whether a principal may map a memory extent now."""
@@ -181,42 +185,44 @@ class NamespaceCatalog:
         )
 
     def publish(
-        self, requester: Requester, request: int, space: NamespaceEntry, readers: Sequence[str]
+        self, requester: Requester, request: int, namespace: NamespaceEntry, readers: Sequence[str]
     ) -> None:
         """Lets these tenants, and no others, read a namespace, and answers when this is durable."""
-        names = frozenset(readers) - {self._authenticator.name(space.tenant)}
+        names = frozenset(readers) - {self._authenticator.name(namespace.tenant)}
         if len(names) > _MOST_READERS:
             why = f"a namespace published to {len(names)} tenants"
             requester.answer(request, ac.Deny(request, why, f"at most {_MOST_READERS}"))
             return
-        owner = self._authenticator.name(space.tenant)
-        space.readers = names
-        space.domain = self._domains.of(space.tenant, owner, names)
-        self.record(space)
+        owner = self._authenticator.name(namespace.tenant)
+        namespace.readers = names
+        namespace.domain = self._domains.of(namespace.tenant, owner, names)
+        self.record(namespace)
         # A tenant that may no longer read must not learn of new blocks.
-        self.on_closed(space.number, space.tenant)
+        self.on_closed(namespace.number, namespace.tenant)
         detail = f"to {', '.join(sorted(names)) or 'nobody'}"
-        self._event_log.add("published", tenant=owner, namespace=space.fingerprint.hex(), detail=detail)
-        self._durable.ask(requester, request, ev.Publish(0, space.number, space.domain))
+        self._event_log.add("published", tenant=owner, namespace=namespace.fingerprint.hex(), detail=detail)
+        self._durable.ask(requester, request, ev.Publish(0, namespace.number, namespace.domain))
 
     # -- closing
 
     def closed(self, action: ac.NamespaceClosed) -> None:
         """Removes a namespace that the core has closed. Connections that use it again reopen it."""
         number = action.namespace
-        space = self._namespaces.at(number)
-        assert space is not None, f"namespace {number} was closed and is not open"
-        self._event_log.closed(number, self._authenticator.name(space.tenant), space.fingerprint.hex())
-        self._namespaces.close(space)
-        self._namespaces.remove(space)
+        namespace = self._namespaces.at(number)
+        assert namespace is not None, f"namespace {number} was closed and is not open"
+        self._event_log.closed(
+            number, self._authenticator.name(namespace.tenant), namespace.fingerprint.hex()
+        )
+        self._namespaces.close(namespace)
+        self._namespaces.remove(namespace)
         self.free((number,))
 
-    def close(self, spaces: Sequence[NamespaceEntry]) -> tuple[int, ...]:
+    def close(self, namespaces: Sequence[NamespaceEntry]) -> tuple[int, ...]:
         """Takes the numbers of namespaces of one tenant away, and returns these. `free` follows later."""
-        for space in spaces:
-            owner = self._authenticator.name(space.tenant)
-            self._event_log.closed(space.number, owner, space.fingerprint.hex())
-        numbers = tuple(self._namespaces.close(space) for space in spaces if space.number)
+        for namespace in namespaces:
+            owner = self._authenticator.name(namespace.tenant)
+            self._event_log.closed(namespace.number, owner, namespace.fingerprint.hex())
+        numbers = tuple(self._namespaces.close(namespace) for namespace in namespaces if namespace.number)
         for number in numbers:
             self.on_closed(number, -1)
         return numbers

@@ -41,7 +41,7 @@ Answers when both are done.
 
 
 def delete_here_only(
-    requester: Requester, request: int, spaces: object, keys: object, delete_here: DeleteHere
+    requester: Requester, request: int, namespaces: object, keys: object, delete_here: DeleteHere
 ) -> None:
     """Deletes blocks of a daemon without a network tier."""
     delete_here(requester)

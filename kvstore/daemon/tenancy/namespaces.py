@@ -72,37 +72,37 @@ class Namespaces:
                 return self._last
         raise AssertionError("more namespaces than the core allows")
 
-    def add(self, space: NamespaceEntry) -> None:
+    def add(self, namespace: NamespaceEntry) -> None:
         """Adds a namespace, or its new number."""
-        self._by_name[space.tenant, space.fingerprint] = space
-        self._by_number[space.number] = space
-        self.fingerprints[space.number] = space.fingerprint
-        self.lengths[space.number] = space.block_bytes
+        self._by_name[namespace.tenant, namespace.fingerprint] = namespace
+        self._by_number[namespace.number] = namespace
+        self.fingerprints[namespace.number] = namespace.fingerprint
+        self.lengths[namespace.number] = namespace.block_bytes
 
-    def close(self, space: NamespaceEntry) -> int:
+    def close(self, namespace: NamespaceEntry) -> int:
         """Takes the number of a namespace away, and returns it."""
-        number, space.number = space.number, 0
+        number, namespace.number = namespace.number, 0
         self._by_number.pop(number, None)
         return number
 
-    def remove(self, space: NamespaceEntry) -> None:
+    def remove(self, namespace: NamespaceEntry) -> None:
         """Removes a namespace. A connection that has it open may open it again."""
-        self._by_name.pop((space.tenant, space.fingerprint), None)
+        self._by_name.pop((namespace.tenant, namespace.fingerprint), None)
 
-    def use(self, space: NamespaceEntry) -> None:
+    def use(self, namespace: NamespaceEntry) -> None:
         """Keeps a namespace open until `drop`."""
-        self._uses[space] += 1
+        self._uses[namespace] += 1
 
-    def drop(self, space: NamespaceEntry) -> None:
+    def drop(self, namespace: NamespaceEntry) -> None:
         """Undoes one `use`."""
-        self._uses[space] -= 1
-        if not self._uses[space]:
-            del self._uses[space]
+        self._uses[namespace] -= 1
+        if not self._uses[namespace]:
+            del self._uses[namespace]
 
     @property
     def in_use(self) -> frozenset[int]:
         """Numbers of the namespaces that must not be closed."""
-        return frozenset(space.number for space in self._uses)
+        return frozenset(namespace.number for namespace in self._uses)
 
     def forgotten(self, number: int) -> None:
         """Makes a number available again, when nothing of its namespace is left."""
@@ -134,34 +134,34 @@ class Numbering:
     def __len__(self) -> int:
         return len(self._spaces)
 
-    def number_of(self, space: NamespaceEntry) -> int:
+    def number_of(self, namespace: NamespaceEntry) -> int:
         """Returns the number of a namespace, a new number if it has none."""
-        number = self._numbers.get(space, 0)
+        number = self._numbers.get(namespace, 0)
         if self.at(number) is None:
             self._last += 1
             number = self._last
-            self.set(number, space)
+            self.set(number, namespace)
         return number
 
     def at(self, number: int) -> NamespaceEntry | None:
         """Returns the namespace of a number and marks it as used. None: the number is unknown or dropped."""
-        space = self._spaces.pop(number, None)
-        if space is not None:
-            self._spaces[number] = space
-        return space
+        namespace = self._spaces.pop(number, None)
+        if namespace is not None:
+            self._spaces[number] = namespace
+        return namespace
 
-    def set(self, number: int, space: NamespaceEntry) -> None:
+    def set(self, number: int, namespace: NamespaceEntry) -> None:
         """Assigns a number to a namespace."""
         self._forget(number)
-        self._spaces[number] = space
-        self._numbers.setdefault(space, number)
+        self._spaces[number] = namespace
+        self._numbers.setdefault(namespace, number)
         if len(self._spaces) > self._most:
             self._forget(next(iter(self._spaces)))
 
     def _forget(self, number: int) -> None:
-        space = self._spaces.pop(number, None)
-        if space is not None and self._numbers.get(space) == number:
-            del self._numbers[space]
+        namespace = self._spaces.pop(number, None)
+        if namespace is not None and self._numbers.get(namespace) == number:
+            del self._numbers[namespace]
 
 
 class Domains:

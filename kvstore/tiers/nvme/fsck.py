@@ -170,10 +170,12 @@ def _places(
 ) -> npt.NDArray[np.uint8]:
     """Returns the verdicts that need no block bytes. `with_key`: tenants with a data key."""
     blocks = loaded.blocks
-    stored = mapped(blocks.ns, {n: space.stored_bytes for n, space in loaded.namespaces.items()}, absent=-1)
-    spaces = loaded.namespaces.items()
-    keyless = [n for n, space in spaces if space.encrypted and space.tenant not in with_key]
-    payloads = {n: int(space.layout["block_bytes"]) for n, space in spaces}
+    stored = mapped(
+        blocks.ns, {n: namespace.stored_bytes for n, namespace in loaded.namespaces.items()}, absent=-1
+    )
+    namespaces = loaded.namespaces.items()
+    keyless = [n for n, namespace in namespaces if namespace.encrypted and namespace.tenant not in with_key]
+    payloads = {n: int(namespace.layout["block_bytes"]) for n, namespace in namespaces}
     length = mapped(blocks.ns, payloads, absent=-1)
     slot = mapped(blocks.extent, loaded.extents, absent=-1)
     slab = mapped(blocks.extent, slab_sizes, absent=-1)
@@ -232,22 +234,24 @@ _Proof = Callable[[bytes, int, int, memoryview], bool]
 def _proofs(loaded: Loaded, keys: TenantKeys | None) -> dict[int, _Proof]:
     """Returns the verification of each namespace. Omits encrypted namespaces without a key."""
 
-    def proof(space: Namespace, cipher: BlockCipher | None) -> _Proof:
+    def proof(namespace: Namespace, cipher: BlockCipher | None) -> _Proof:
         def prove(key: bytes, length: int, checksum: int, slot: memoryview) -> bool:
             if cipher is not None:
                 payload = memoryview(bytearray(length))
                 if not cipher.decrypt(key, slot, payload):
                     return False
                 slot = payload
-            return arena.checksum(slot[:length], arena.seed(space.fingerprint, key, length)) == checksum
+            return arena.checksum(slot[:length], arena.seed(namespace.fingerprint, key, length)) == checksum
 
         return prove
 
-    found = {n: proof(space, None) for n, space in loaded.namespaces.items() if not space.encrypted}
-    for n, space in loaded.namespaces.items():
-        if space.encrypted and keys is not None and keys.has_key(space.tenant):
-            length = int(space.layout["block_bytes"])
-            found[n] = proof(space, keys.cipher(space.tenant, space.fingerprint, length))
+    found = {
+        n: proof(namespace, None) for n, namespace in loaded.namespaces.items() if not namespace.encrypted
+    }
+    for n, namespace in loaded.namespaces.items():
+        if namespace.encrypted and keys is not None and keys.has_key(namespace.tenant):
+            length = int(namespace.layout["block_bytes"])
+            found[n] = proof(namespace, keys.cipher(namespace.tenant, namespace.fingerprint, length))
     return found
 
 

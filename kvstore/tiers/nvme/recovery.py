@@ -73,7 +73,7 @@ def recover(journal: Journal, slabs: Slabs, count: int, keys: TenantKeys) -> Rec
 def _without(journal: Journal, slabs: Slabs, loaded: Loaded, tenants: Set[str]) -> Loaded:
     """Deletes the blocks and slabs of tenants. Slabs hold bytes of evicted blocks too."""
     blocks = loaded.blocks
-    theirs = [n for n, space in loaded.namespaces.items() if space.tenant in tenants]
+    theirs = [n for n, namespace in loaded.namespaces.items() if namespace.tenant in tenants]
     gone = np.isin(blocks.ns, theirs)
     _forget(journal, blocks, gone, f"encryption of {', '.join(sorted(tenants))} was turned on or off")
     for extent in [extent for extent, owner in loaded.owners.items() if owner in tenants]:
@@ -104,8 +104,8 @@ def _fits(
     blocks: Blocks, namespaces: dict[int, Namespace], slot_sizes: dict[int, int], sizes: dict[int, int]
 ) -> npt.NDArray[np.bool_]:
     """Returns which records name an existing slot of their namespace's size that no later record names."""
-    payloads = {n: space.layout["block_bytes"] for n, space in namespaces.items()}
-    wanted = mapped(blocks.ns, {n: slot_bytes(space.stored_bytes) for n, space in namespaces.items()})
+    payloads = {n: namespace.layout["block_bytes"] for n, namespace in namespaces.items()}
+    wanted = mapped(blocks.ns, {n: slot_bytes(namespace.stored_bytes) for n, namespace in namespaces.items()})
     found = mapped(blocks.extent, slot_sizes)
     fits: npt.NDArray[np.bool_] = (found == wanted) & (found > 0)
     fits &= blocks.length == mapped(blocks.ns, payloads)
@@ -118,8 +118,10 @@ def _fits(
 
 def strangers(loaded: Loaded) -> npt.NDArray[np.bool_]:
     """Returns which records place a block of one tenant in an extent of another."""
-    tenants = {name: i for i, name in enumerate({space.tenant for space in loaded.namespaces.values()})}
-    theirs = {n: tenants[space.tenant] for n, space in loaded.namespaces.items()}
+    tenants = {
+        name: i for i, name in enumerate({namespace.tenant for namespace in loaded.namespaces.values()})
+    }
+    theirs = {n: tenants[namespace.tenant] for n, namespace in loaded.namespaces.items()}
     owners = {extent: tenants.get(owner, -1) for extent, owner in loaded.owners.items()}
     tenant = mapped(loaded.blocks.ns, theirs, absent=-1)
     strange: npt.NDArray[np.bool_] = tenant != mapped(loaded.blocks.extent, owners, absent=-1)

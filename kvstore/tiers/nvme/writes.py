@@ -156,18 +156,18 @@ class BlockWriter:
     def _records(
         self, copy: Copy, good: list[int], lengths: dict[int, int], since: npt.NDArray[np.float64]
     ) -> RecordBatch:
-        spaces = copy.identity.namespace[good].tolist()
+        namespaces = copy.identity.namespace[good].tolist()
         # Parents get later times than their children, so that latest first means parents first. The time
         # never decreases, even if the clock is set back.
         self.latest = now = max(self._clock(), self.latest + 1e-6 * (len(good) + 1))
         return RecordBatch(
-            spaces,
+            namespaces,
             [copy.identity.key(i) for i in good],
             [copy.parents[i] for i in good],
             copy.target_where.extent[good].tolist(),
             copy.target_where.index[good].tolist(),
             copy.version[good].tolist(),
-            [lengths[n] for n in spaces],
+            [lengths[n] for n in namespaces],
             copy.identity.checksum[good].tolist(),
             [at if at > 0 else now - 1e-6 * i for i, at in zip(good, since[good].tolist(), strict=True)],
         )
