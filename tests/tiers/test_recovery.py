@@ -12,8 +12,7 @@ from kvstore.core import events as ev
 from kvstore.core.actions import Where
 from kvstore.core.placement import Placement
 from kvstore.core.queues.device_queue import TierSpec
-from kvstore.daemon.tenancy.namespaces import in_memory
-from kvstore.daemon.tenancy.recovery import void_unrestored
+from kvstore.daemon.tenancy.recovery import dram_restore, void_unrestored
 from kvstore.tiers.dram import DramTier
 from kvstore.types import ALIGN, Tier
 from tests.tiers.test_dram import MIB, Keeper, make, stamp, tier_of
@@ -36,7 +35,7 @@ def taken_in(tier: DramTier, rows: int, known: bool = True) -> int:
         placement.handle(ev.ExtentReady(0, extent, size, found.versions[extent]), 0.0)
     ends = np.full(len(found.headers), np.inf)
     owners = dict.fromkeys(found.slot_bytes, 0 if known else -1)
-    placement.handle(in_memory(found, owners, lambda *_: 1, ends), 0.0)
+    placement.handle(dram_restore(found, owners, lambda *_: 1, ends), 0.0)
     void_unrestored(placement.view, tier, found)
     placement.check()
     return int((placement.residency.tiers[0].slots.owner >= 0).sum())
@@ -57,7 +56,7 @@ def test_a_header_that_is_altered_changes_no_payload_size(keeper: Keeper) -> Non
         sizes.append(size)
         return 1
 
-    restore = in_memory(found, dict.fromkeys(found.slot_bytes, 0), number_of, np.full(5, np.inf))
+    restore = dram_restore(found, dict.fromkeys(found.slot_bytes, 0), number_of, np.full(5, np.inf))
     assert sizes == [ALIGN]
     assert len(restore.index) == 4, "without the one that is altered"
     after.close()

@@ -122,7 +122,7 @@ class Recovery:
                 continue
             owner_of[extent] = owner[0]
             extent_ready(ev.ExtentReady(DRAM, extent, size, found.versions.get(extent), *owner))
-        restore = _in_memory(found, owner_of, self._catalog.restored, self._expiry(found))
+        restore = dram_restore(found, owner_of, self._catalog.restored, self._expiry(found))
         self._core.handle(restore)
         # A later daemon would restore invalidated blocks from slots that were not restored now.
         gone = self._core.view.tiers[DRAM].lacks_block(found.extent, found.index)
@@ -152,7 +152,7 @@ def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
     ]
 
 
-def _in_memory(
+def dram_restore(
     found: Inherited,
     owner_of: dict[int, int],
     number_of: Callable[[int, bytes, int], int],
