@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from kvstore.core import events as ev
 from kvstore.core.actions import Where
+from kvstore.core.view import View
 from kvstore.daemon.runtime.durability import Durability
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.tier_set import DRAM, TierSet
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
 from kvstore.daemon.tenancy.namespaces import Domains, Namespaces
 from kvstore.daemon.tenancy.quotas import TenantQuotas
-from kvstore.tiers.dram import Inherited
+from kvstore.tiers.dram import DramTier, Inherited
 from kvstore.tiers.nvme.journal import Namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 
@@ -124,9 +125,7 @@ class Recovery:
             extent_ready(ev.ExtentReady(DRAM, extent, size, found.versions.get(extent), *owner))
         restore = dram_restore(found, owner_of, self._catalog.restored, self._expiry(found))
         self._core.handle(restore)
-        # A later daemon would restore invalidated blocks from slots that were not restored now.
-        gone = self._core.view.tiers[DRAM].lacks_block(found.extent, found.index)
-        dram.headers.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
+        void_unrestored(self._core.view, dram, found)
         if found.slot_bytes:
             _log.info("%d blocks restored from %d DRAM extents", len(restore.index), len(found.slot_bytes))
 
@@ -150,6 +149,12 @@ def _others(names: Namespaces, found: Mapping[int, Namespace]) -> list[int]:
             else namespace.fingerprint in fingerprints
         )
     ]
+
+
+def void_unrestored(view: View, dram: DramTier, found: Inherited) -> None:
+    """Voids slots that were not restored: a later daemon would restore invalidated blocks from them."""
+    gone = view.tiers[DRAM].lacks_block(found.extent, found.index)
+    dram.headers.void(Where(found.extent[gone].astype(np.uint64) << np.uint64(32) | found.index[gone]))
 
 
 def dram_restore(
