@@ -96,7 +96,7 @@ class TestChecksum:
         payload = noise(300_000)
         assert checksum(payload, 7) == checksum(bytearray(payload), 7) == checksum(memoryview(payload), 7)
 
-    def test_stays_what_it_was(self) -> None:
+    def test_checksums_have_fixed_values(self) -> None:
         """Records on disk hold these numbers: another hash is another format."""
         assert seed(NS, b"key", 3) == 0x13D7ED404712886A
         assert checksum(b"abc", 1) == 0x6B4467B443C76228
@@ -123,7 +123,7 @@ class TestChecksum:
                 move(target, b"x")
         assert target == bytes(nbytes)
 
-    def test_writers_hash_what_they_have_and_readers_what_they_get(self) -> None:
+    def test_writers_hash_the_source_and_readers_the_copy(self) -> None:
         """Whoever changes a slot while it is copied must be noticed, on either side."""
         mine, other = noise(MIB), noise(MIB)[::-1]
         slot = memoryview(bytearray(MIB))
@@ -215,7 +215,7 @@ class TestExtent:
         extent.view[-1] = 1
         assert reader.view[-1] == 1
 
-    def test_a_kernel_that_does_not_punch_is_told_of(self, extent: Extent) -> None:
+    def test_a_kernel_that_cannot_punch_raises_an_error(self, extent: Extent) -> None:
         sealed = Extent.create("kvstore-test", NBYTES)
         fd = sealed.readonly_fd()
         os.close(sealed.fd)

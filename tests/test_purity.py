@@ -76,5 +76,5 @@ def test_core_and_wire_are_pure(path: Path) -> None:
         ("async def f(): await g()", waits),
     ],
 )
-def test_what_is_not_pure_is_found(code: str, look: object) -> None:
+def test_impure_code_is_found(code: str, look: object) -> None:
     assert look(ast.parse(code))  # type: ignore[operator]

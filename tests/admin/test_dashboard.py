@@ -194,7 +194,7 @@ def test_the_page_loads_nothing_from_other_hosts_and_inserts_no_markup() -> None
             assert bad not in text, (file.name, bad)
 
 
-def test_the_history_is_what_the_daemon_counted(admin: QuickAdmin, daemon: LocalDaemon) -> None:
+def test_the_history_equals_the_daemons_counters(admin: QuickAdmin, daemon: LocalDaemon) -> None:
     with Client(daemon.url, deadline_s=10, strict=True) as client:
         figures = client.control("figures")
 

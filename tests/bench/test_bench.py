@@ -65,7 +65,7 @@ def test_benches_with_requirements_name_their_rows(name: str) -> None:
 # -- benches without the timed work
 
 
-def test_refused_puts_have_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_with_refused_puts_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`hazard` refuses new blocks with less expected reuse than the blocks to evict."""
     monkeypatch.setattr(memcpy_put, "SMOKE", memcpy_put.Sizes(4096, 64, 2, 16 * MIB))
     monkeypatch.setattr(memcpy_put, "serve", partial(serve, policy={"eviction": "hazard"}))

@@ -312,7 +312,7 @@ def test_a_closed_client_stays_closed_in_a_fork(driver: Driver, daemon: LocalDae
 # -- against a peer that reads slowly
 
 
-def test_a_post_between_two_pieces_of_a_frame_comes_after_it(driver: Driver, reader: Reader) -> None:
+def test_a_post_during_a_partial_send_follows_the_frame(driver: Driver, reader: Reader) -> None:
     connection = driver.connection(reader.path)
     thread, came = in_thread(lambda: driver.call(connection, LARGE))
     # Half of it is sent.

@@ -64,7 +64,7 @@ def put_in_nvme_alone(w: World, name: str) -> list[bytes]:
 # -- where it comes from
 
 
-def test_a_block_of_dram_comes_into_a_pool_and_is_a_hit_there_from_then_on() -> None:
+def test_a_block_of_dram_is_promoted_into_a_pool() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys)
@@ -88,7 +88,7 @@ def test_a_block_of_dram_comes_into_a_pool_and_is_a_hit_there_from_then_on() -> 
     w.settle()
 
 
-def test_a_block_of_nvme_comes_straight_into_a_pool() -> None:
+def test_a_block_of_nvme_is_loaded_directly_into_a_pool() -> None:
     w = world()
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -105,7 +105,7 @@ def test_a_block_of_nvme_comes_straight_into_a_pool() -> None:
     w.settle()
 
 
-def test_a_block_of_one_pool_comes_into_another() -> None:
+def test_a_block_of_one_pool_is_copied_into_another() -> None:
     w = world(hbm=(2, 2), nvme=0)
     one, two = w.pools
     keys = chain("a")
@@ -153,7 +153,7 @@ def test_a_chain_may_come_from_everywhere_at_once() -> None:
     w.settle()
 
 
-def test_what_a_pool_has_is_served_from_dram_to_whoever_wants_it_there() -> None:
+def test_a_block_of_a_pool_is_copied_to_dram_on_request() -> None:
     w = world(nvme=0)
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -170,7 +170,7 @@ def test_what_a_pool_has_is_served_from_dram_to_whoever_wants_it_there() -> None
 # -- several who want the same
 
 
-def test_who_waits_at_dram_and_who_waits_at_a_pool_each_get_their_own_copy() -> None:
+def test_waiters_for_dram_and_for_a_pool_get_separate_copies() -> None:
     w = world()
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -207,7 +207,7 @@ def test_the_copy_into_dram_may_end_first_too() -> None:
     w.settle()
 
 
-def test_a_copy_that_fails_at_one_tier_fails_nobody_at_another() -> None:
+def test_a_failed_copy_to_one_tier_affects_no_waiter_of_another() -> None:
     w = world()
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -223,7 +223,7 @@ def test_a_copy_that_fails_at_one_tier_fails_nobody_at_another() -> None:
     w.settle()
 
 
-def test_three_who_want_the_same_in_one_pool_share_one_copy() -> None:
+def test_three_requests_for_one_pool_share_a_copy() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys)
@@ -241,7 +241,7 @@ def test_three_who_want_the_same_in_one_pool_share_one_copy() -> None:
     w.settle()
 
 
-def test_two_who_want_at_dram_what_a_pool_has_share_one_copy() -> None:
+def test_two_requests_for_dram_share_a_copy_from_a_pool() -> None:
     w = world(nvme=0)
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -308,7 +308,7 @@ def test_prefetch_brings_blocks_into_a_pool_once() -> None:
 # -- writes
 
 
-def test_what_is_committed_in_a_pool_is_written_straight_to_nvme() -> None:
+def test_a_block_committed_in_a_pool_is_written_directly_to_nvme() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     room = w.reserve(0, 1, keys, at=gpu)
@@ -326,7 +326,7 @@ def test_what_is_committed_in_a_pool_is_written_straight_to_nvme() -> None:
     w.settle()
 
 
-def test_what_a_restart_finds_is_what_was_written_down() -> None:
+def test_a_restart_finds_the_recorded_blocks() -> None:
     w = world(write_policy="write_through")
     gpu = w.pools[0]
     w.put(0, 1, chain("a"), at=gpu)
@@ -340,7 +340,7 @@ def test_what_a_restart_finds_is_what_was_written_down() -> None:
     w.settle()
 
 
-def test_an_aborted_reservation_gives_its_slots_in_the_pool_back() -> None:
+def test_an_aborted_reservation_frees_its_slots_in_the_pool() -> None:
     w = world()
     gpu = w.pools[0]
     for how in ("abort", "lost"):
@@ -380,7 +380,7 @@ def test_with_nvme_a_pool_evicts_past_dram() -> None:
     w.settle()
 
 
-def test_at_a_stop_what_only_a_pool_has_is_written_down() -> None:
+def test_a_stop_writes_blocks_that_only_a_pool_holds() -> None:
     w = world(write_policy="on_evict", hbm=(2, 2))
     one, two = w.pools
     keys = chain("a", 6)
@@ -419,7 +419,7 @@ def test_write_through_of_a_chain_in_several_tiers_of_memory_writes_each_block_o
 # -- where it can't be served from
 
 
-def test_what_a_pool_has_no_room_for_is_served_from_dram() -> None:
+def test_a_chain_larger_than_a_pool_is_served_from_dram() -> None:
     w = world(hbm=1)
     gpu, keys = w.pools[0], chain("b", 2)
     w.put(0, 1, chain("a", 3), at=gpu)
@@ -441,7 +441,7 @@ def test_what_a_pool_has_no_room_for_is_served_from_dram() -> None:
     w.settle()
 
 
-def test_what_leaves_while_a_pool_makes_room_is_not_served_from_dram_either() -> None:
+def test_blocks_dropped_while_a_pool_makes_room_are_not_served_from_dram() -> None:
     w = world(hbm=1, admission=Rule("reuse", 1.0), write_policy="on_evict")
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys[:3])
@@ -536,7 +536,7 @@ def test_of_a_fenced_pool_nothing_is_served_until_it_serves_again() -> None:
     w.settle()
 
 
-def test_a_pool_that_drains_gives_what_only_it_has_to_those_below() -> None:
+def test_a_draining_pool_demotes_its_only_copies() -> None:
     w = world(write_policy="on_evict")
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys, at=gpu)
@@ -591,7 +591,7 @@ def test_how_much_may_be_pinned_does_not_depend_on_the_size_of_a_pool() -> None:
 # -- what is given up while copies run
 
 
-def test_what_is_invalidated_on_its_way_into_a_pool_does_not_arrive() -> None:
+def test_a_block_invalidated_during_its_copy_is_dropped() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys)
@@ -644,7 +644,7 @@ def test_publishing_ends_no_copy_into_a_pool() -> None:
     w.settle()
 
 
-def test_publishing_gives_no_block_up_under_a_copy_into_a_pool() -> None:
+def test_publishing_keeps_blocks_under_a_copy_into_a_pool() -> None:
     w = World(4, 8, hbm=2)
     w.open(1, tenant=1)
     gpu, keys = w.pools[0], chain("a")
@@ -678,7 +678,7 @@ def test_a_copy_into_a_pool_out_of_a_slot_that_publishing_leaves_does_not_arrive
     w.settle()
 
 
-def test_publishing_waits_for_what_is_written_down_from_a_pool() -> None:
+def test_publishing_waits_for_write_backs_from_a_pool() -> None:
     w = World(4, 8, hbm=2)
     w.open(1, tenant=1)
     gpu, keys = w.pools[0], chain("a")
@@ -762,7 +762,7 @@ def test_a_bad_copy_in_a_pool_ends_no_copy_of_a_good_one() -> None:
     w.settle()
 
 
-def test_who_waits_at_another_tier_for_a_bad_block_is_told_at_once() -> None:
+def test_waiters_for_another_tier_learn_of_a_bad_block_at_once() -> None:
     w = world()
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -861,7 +861,7 @@ def test_forgetting_a_tenant_takes_its_leases_and_rooms_in_a_pool() -> None:
 # -- what it takes
 
 
-def test_a_lookup_says_what_is_worth_bringing_into_a_pool() -> None:
+def test_a_lookup_counts_blocks_worth_loading_into_a_pool() -> None:
     w = world(dram=4, hbm=4)
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -881,7 +881,7 @@ def test_a_lookup_says_what_is_worth_bringing_into_a_pool() -> None:
     w.settle()
 
 
-def test_what_is_on_its_way_into_a_pool_costs_no_more() -> None:
+def test_blocks_already_loading_into_a_pool_cost_nothing() -> None:
     w = world()
     gpu = w.pools[0]
     keys = put_in_nvme_alone(w, "a")
@@ -931,7 +931,7 @@ def test_copies_wait_for_the_pool_and_not_for_dram() -> None:
     w.settle()
 
 
-def test_a_deadline_passes_for_who_waits_at_a_pool() -> None:
+def test_a_waiter_for_a_pool_is_answered_at_its_deadline() -> None:
     w = world()
     gpu, keys = w.pools[0], chain("a")
     w.put(0, 1, keys)
@@ -947,7 +947,7 @@ def test_a_deadline_passes_for_who_waits_at_a_pool() -> None:
     w.settle()
 
 
-def test_events_stay_as_they_were_when_dram_serves_what_a_pool_cannot() -> None:
+def test_events_are_not_changed_when_dram_serves_instead_of_a_pool() -> None:
     w = world(hbm=1)
     gpu, keys = w.pools[0], chain("a", 6)
     w.put(0, 1, keys)

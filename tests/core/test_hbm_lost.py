@@ -121,7 +121,7 @@ def test_nothing_is_written_down_from_a_lost_pool(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_lost_pool_gives_up_its_extents_whatever_floors_and_pins_say(again: bool) -> None:
+def test_a_lost_pool_loses_its_extents_despite_floors_and_pins(again: bool) -> None:
     w = World(4, 8, hbm=3)
     w.open(1, tenant=1)
     gpu, keys = w.pools[0], chain("a")

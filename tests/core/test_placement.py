@@ -599,7 +599,7 @@ def test_write_through_copies_down_after_every_commit() -> None:
     assert w.used(1) == 2 * ALIGN
 
 
-def test_a_row_that_has_changed_hands_is_written_down_in_its_new_size() -> None:
+def test_a_reused_row_is_recorded_with_its_new_size() -> None:
     w = World(dram=4, nvme=8)
     w.open(1)
     w.open(3, 5000)
@@ -692,7 +692,7 @@ def test_a_deadline_that_has_passed_waits_for_nothing() -> None:
     assert len(grant_of(w.acquire(0, 1, keys[:1], wait=0.0)).where) == 1
 
 
-def test_copies_that_end_out_of_order_are_told_apart() -> None:
+def test_copies_may_end_out_of_order() -> None:
     w = world(dram=2, nvme=4)
     for key in (b"a", b"b", b"c"):
         w.put(0, 1, [key])
@@ -811,7 +811,7 @@ def test_dram_evicts_leaves_while_the_device_is_closed() -> None:
     assert [w.put(0, 1, [b"%d" % i]) for i in range(8)] == [1] * 8
 
 
-def test_prefetch_starts_promotions_and_nobody_waits() -> None:
+def test_prefetch_starts_promotions_without_a_waiter() -> None:
     w = world(dram=2, nvme=4)
     keys = full_of(w, 12)
     assert answer_of(w.ask(ev.Prefetch(0, 1, joined(keys[:1])))) == 1
@@ -918,7 +918,7 @@ def test_a_block_put_again_while_its_old_copy_is_under_way_survives_a_restart(or
     assert w.get(1, [b"a"]) == [payload(1, b"a", 2)]
 
 
-def test_a_lost_parent_is_a_hole_and_the_child_comes_back_with_it() -> None:
+def test_a_lost_parent_is_a_hole_until_it_is_stored_again() -> None:
     w = world()
     w.put(0, 1, [b"a", b"b", b"c"])
     w.invalidate(1, [b"b"])
@@ -1116,7 +1116,7 @@ def test_keys_that_are_no_chain_count_once_each(policy: str) -> None:
     w.p.check()
 
 
-def test_a_chain_that_arrives_in_another_order_is_told_to_the_policy_once_and_parents_stay_longest() -> None:
+def test_a_chain_that_arrives_out_of_order_is_in_chain_order() -> None:
     w = World(2, 2, slots=7)
     w.open(1)
     keys = [b"a", b"b", b"c", b"d"]

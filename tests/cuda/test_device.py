@@ -64,7 +64,7 @@ class TestWhatThereIs:
             ({"gpus": 0}, r"no GPU is visible \(CUDA_VISIBLE_DEVICES"),
         ],
     )
-    def test_what_is_lacking_is_named(self, settings: dict[str, Any], words: str) -> None:
+    def test_a_missing_part_is_named(self, settings: dict[str, Any], words: str) -> None:
         with fake_cuda(**settings):
             with pytest.raises(CudaError):
                 uuids()
@@ -86,7 +86,7 @@ class TestWhatThereIs:
         assert resolve(device) == UUID
 
     @pytest.mark.parametrize("device", [2, "7", "cuda:2", "GPU-03", "", "x", -1, "cuda:", "cpu"])
-    def test_what_names_none_is_told_which_there_are(self, control: Any, device: int | str) -> None:
+    def test_an_unknown_gpu_is_refused_with_a_list(self, control: Any, device: int | str) -> None:
         with pytest.raises(MisuseError, match=f"device {device!r} is no GPU here.*{UUID}, {SECOND}"):
             resolve(device)
 
@@ -168,7 +168,7 @@ class TestMemory:
         assert (gpu.memory()[0], other.memory()[0]) == (62 * MIB, 58 * MIB)
         other.free(there)
 
-    def test_too_much_says_how_much_there_is_and_what_to_do(self, gpu: Gpu) -> None:
+    def test_an_out_of_memory_error_has_sizes_and_a_hint(self, gpu: Gpu) -> None:
         gpu.allocate(60 * MIB)
         with pytest.raises(
             CudaError, match=f"no {6 * MIB} bytes left: {4 * MIB} of {64 * MIB}.*hbm.limit"
@@ -181,7 +181,7 @@ class TestMemory:
         with pytest.raises(MisuseError):
             gpu.allocate(nbytes)
 
-    def test_what_is_not_an_allocation_is_not_freed(self, gpu: Gpu) -> None:
+    def test_a_part_of_an_allocation_is_not_freed(self, gpu: Gpu) -> None:
         buffer = gpu.allocate(2 * MIB)
         with pytest.raises(CudaError, match="cannot free"):
             gpu.free(buffer.part(16, 32))
@@ -201,7 +201,7 @@ class TestMemory:
         with pytest.raises(MisuseError):
             part.__getitem__(slice(0, 10, 2))
 
-    def test_what_other_libraries_see(self, gpu: Gpu) -> None:
+    def test_array_interfaces_of_a_buffer(self, gpu: Gpu) -> None:
         part = filled(gpu, bytes(range(100))).part(10, 30)
         seen = part.__cuda_array_interface__
         assert (seen["data"], seen["shape"], seen["typestr"]) == ((part.address, False), (20,), "|u1")
@@ -234,7 +234,7 @@ class TestStreams:
         with pytest.raises(CudaError, match=r"a copy of 3145728 bytes.*InvalidValue"):
             stream.copy(memoryview(bytearray(3 * MIB)), beyond)
 
-    def test_what_is_copied_is_kept_until_then(self, gpu: Gpu) -> None:
+    def test_copied_memory_is_kept_until_the_copy_ends(self, gpu: Gpu) -> None:
         there, stream = gpu.allocate(MIB), gpu.stream()
         for value in range(8):
             stream.copy(there.part(value * 1000, value * 1000 + 1000), memoryview(bytearray([value] * 1000)))
@@ -265,7 +265,7 @@ class TestStreams:
         stream.close()
         assert gpu.memory()[0] == 64 * MIB
 
-    def test_scratch_goes_with_its_stream(self, gpu: Gpu) -> None:
+    def test_scratch_memory_is_freed_with_its_stream(self, gpu: Gpu) -> None:
         gpu.stream().scratch(MIB)
         assert gpu.memory()[0] == 64 * MIB
 
@@ -422,7 +422,7 @@ class TestSharing:
         gpu.free(buffer)
         assert control.files() == []
 
-    def test_whoever_exported_it_dies_and_it_can_still_be_read(self, gpu: Gpu, control: Any) -> None:
+    def test_an_export_is_readable_after_the_exporter_died(self, gpu: Gpu, control: Any) -> None:
         exporter = child(EXPORTER)
         handle = bytes.fromhex(line(exporter))
         buffer = gpu.open_export(handle, 4 * MIB)
@@ -460,7 +460,7 @@ class TestSharing:
         with pytest.raises(MisuseError, match="export the whole"):
             gpu.export(gpu.allocate(4 * MIB).part(0, 2 * MIB))
 
-    def test_only_what_was_opened_is_closed(self, gpu: Gpu) -> None:
+    def test_only_opened_imports_are_closed(self, gpu: Gpu) -> None:
         with pytest.raises(CudaError, match="cannot close"):
             gpu.close_export(gpu.allocate(1))
 
@@ -489,7 +489,7 @@ class TestLoss:
             stream.wait()
         assert e.value.lost
 
-    def test_what_cuda_does_not_say_is_not_taken_for_its_error(self, gpu: Gpu) -> None:
+    def test_other_errors_are_not_taken_for_cuda_errors(self, gpu: Gpu) -> None:
         def broken() -> None:
             raise RuntimeError("of something else")
 

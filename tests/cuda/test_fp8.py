@@ -167,7 +167,7 @@ def test_an_outlier_is_its_own_heads_affair() -> None:
         assert np.array_equal(decoded, patterns), "powers of two"
 
 
-def test_the_stored_layout_says_what_it_is() -> None:
+def test_the_stored_layout_names_its_encoding() -> None:
     plain = Layout("m", PLAIN_BYTES, dtype="bfloat16", block_tokens=TOKENS, kv_layout="layers 2")
     stored = Fp8(plain, HEADS, DIM, "HND").layout
     assert stored == replace(
@@ -180,7 +180,7 @@ def test_the_stored_layout_says_what_it_is() -> None:
     assert len({layout.fingerprint() for layout in (plain, *others)}) == 5
 
 
-def test_what_can_be_no_such_block_is_refused() -> None:
+def test_impossible_block_shapes_are_refused() -> None:
     plain = Layout("m", PLAIN_BYTES, dtype="bfloat16", block_tokens=TOKENS)
     for layout, shape, why in [
         (replace(plain, dtype="float32"), (HEADS, DIM), "dtype 'float32'"),

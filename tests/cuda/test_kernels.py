@@ -110,7 +110,7 @@ def test_any_pieces(pieces: list[tuple[int, int, int]]) -> None:
     check_pieces(HostGpu(), pieces, 8 * 20_040)
 
 
-def test_the_emulation_takes_what_cupy_takes() -> None:
+def test_the_emulation_has_the_interface_of_cupy() -> None:
     code = """
     __global__ void add(const unsigned *from, unsigned short more, unsigned long long n, unsigned *to)
     {

@@ -73,7 +73,7 @@ def test_without_memory_the_processor_does_it(
             checksums.checksums(gpu.stream(), blocks, [7, 8])
 
 
-def test_what_is_reserved_is_used(gpu: Gpu) -> None:
+def test_reserved_memory_is_used(gpu: Gpu) -> None:
     stream = gpu.stream()
     checksums.reserve(stream)
     before = gpu.memory()

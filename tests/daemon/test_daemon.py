@@ -241,7 +241,7 @@ def test_invalidated_blocks_do_not_come_back(daemon: LocalDaemon, client: Client
         assert got(after.namespace(ns.layout), keys, salt=2) == 5
 
 
-def test_a_kill_in_the_middle_of_puts_loses_nothing_that_was_written_down() -> None:
+def test_a_kill_during_puts_loses_no_recorded_block() -> None:
     with LocalDaemon(WITH_NVME) as daemon:
         layout = new_layout()
         keys = names(40, "early")

@@ -136,7 +136,7 @@ def victim(daemon: LocalDaemon) -> Iterator[tuple[Peer, int, list[bytes]]]:
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_strangers_are_told_and_turned_away(daemon: LocalDaemon, raw: bytes, why: str, hint: str) -> None:
+def test_strangers_are_refused_with_a_reason(daemon: LocalDaemon, raw: bytes, why: str, hint: str) -> None:
     with Peer(daemon.socket) as peer:
         peer.send(raw)
         failure = peer.refused()
@@ -161,7 +161,7 @@ def test_strangers_are_told_and_turned_away(daemon: LocalDaemon, raw: bytes, why
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
-def test_peers_that_break_the_protocol_are_told_and_dropped(
+def test_peers_that_break_the_protocol_are_disconnected_with_a_reason(
     daemon: LocalDaemon, message: Any, why: str
 ) -> None:
     with victim(daemon) as (peer, _, _):
@@ -364,7 +364,7 @@ def test_a_peer_that_reads_nothing_is_cut_off(daemon: LocalDaemon, bystander: Cl
     assert "does not read its answers" in log_of(daemon)
 
 
-def test_more_connections_than_allowed_are_told_so() -> None:
+def test_excess_connections_are_refused_with_a_reason() -> None:
     with LocalDaemon({**SMALL, "limits": {"connections": 2}}) as daemon, ExitStack() as held:
         for _ in range(2):
             held.enter_context(greeted(daemon))
@@ -801,7 +801,7 @@ def test_promotions_show_where_blocks_were_found(daemon: LocalDaemon, bystander:
         assert lease.verify() == 30
 
 
-def test_a_peer_without_a_hello_is_asked_to_leave(daemon: LocalDaemon, silent: Peer) -> None:
+def test_a_peer_without_a_hello_is_disconnected(daemon: LocalDaemon, silent: Peer) -> None:
     failure = silent.refused()
     assert failure.why == "no Hello within 5 s"
     assert failure.hint == "is the peer a kvstore client?"

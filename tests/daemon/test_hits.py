@@ -196,7 +196,7 @@ def test_identical_prompts_at_the_same_time_are_as_many_prompts(client: Client, 
     assert (count()["requested"], count()["found"]) == (requested, found)
 
 
-def test_two_threads_with_one_prompt_have_asked_for_two(client: Client, ns: Any) -> None:
+def test_two_threads_with_one_prompt_count_as_two_prompts(client: Client, ns: Any) -> None:
     keys, count = keys_of(list(range(7000, 7010))), counting(client)
     for _ in range(2):
         thread = threading.Thread(target=lambda: [ns.lookup(keys) for _ in range(5)])

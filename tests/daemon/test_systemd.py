@@ -53,7 +53,7 @@ def analyze(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
-def test_everything_is_below_destdir_and_names_what_will_be_there(tmp_path: Path) -> None:
+def test_installed_files_are_below_destdir_and_name_final_paths(tmp_path: Path) -> None:
     make("install", tmp_path, "/opt/kv", SYSTEMD_VERSION=254)
     units = {f"opt/kv/lib/systemd/system/{name}" for name in (*UNITS, *PRESERVE)}
     others = {"opt/kv/lib/sysusers.d/kvstore.conf", "opt/kv/lib/tmpfiles.d/kvstore.conf"}

@@ -53,7 +53,7 @@ class TestDevice:
             assert len(uuid) == 40
             assert resolve(i) == resolve(f"cuda:{i}") == resolve(uuid) == uuid
 
-    def test_memory_is_zeros_and_comes_back(self, gpu: Gpu) -> None:
+    def test_memory_is_zeroed_and_returned(self, gpu: Gpu) -> None:
         before, total = gpu.memory()
         assert 0 < before <= total
         buffer = gpu.allocate(BIG)
@@ -149,7 +149,7 @@ class TestSharing:
         gpu.free(buffer)
         assert gpu.memory()[0] > 0
 
-    def test_whoever_exported_it_dies_and_it_can_still_be_read(self, gpu: Gpu) -> None:
+    def test_an_export_is_readable_after_the_exporter_died(self, gpu: Gpu) -> None:
         exporter = child(EXPORTER, gpu.uuid)
         buffer = gpu.open_export(bytes.fromhex(line(exporter)), 4 * MIB)
         assert held(buffer.part(0, 8)) == b"exported"
@@ -204,7 +204,7 @@ class TestTier:
         assert ready.calls == [BASE + 4, BASE + 5]
         assert failed.calls == []
 
-    def test_an_extent_waits_for_whoever_maps_it(self, site: Site) -> None:
+    def test_an_extent_is_reassigned_after_its_last_mapping(self, site: Site) -> None:
         site.put(BASE, 0, b"exported")
         keeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         handle = site.tier.handle(BASE, os.pidfd_open(keeper.pid))

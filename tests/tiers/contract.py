@@ -211,7 +211,7 @@ class TierContract:
         assert ended.next() is None
         assert len(set(ready.all()) | {extents[2]}) == EXTENTS
 
-    def test_close_ends_what_is_under_way_and_may_be_called_twice(self, rig: Rig) -> None:
+    def test_close_ends_running_work_and_may_be_called_twice(self, rig: Rig) -> None:
         extents = self.started(rig)
         ready, failed = Report(), Report()
         rig.tier.format(extents[0], SLOT, ONE)

@@ -198,7 +198,7 @@ class TestRenew:
             client.stdin.close()
             assert client.wait(20) == 0
 
-    def test_without_memory_it_says_so_and_the_rest_goes_on(
+    def test_an_extent_without_memory_fails_alone(
         self, tier: DramTier, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         failed: list[TierError] = []
@@ -275,9 +275,7 @@ class TestTakingOver:
         assert found.owners == {0: A, 1: B}
         assert (found.extent.tolist(), found.index.tolist()) == ([0], [1])
 
-    def test_what_a_client_writes_into_its_extent_changes_nothing_of_that(
-        self, tier: DramTier, keeper: Keeper
-    ) -> None:
+    def test_a_clients_writes_do_not_change_owner_or_slot_size(self, tier: DramTier, keeper: Keeper) -> None:
         label = tier._extents[0].label
         tier._extents[0].view[8:LABEL_BYTES] = b"\x01" * (LABEL_BYTES - 8)
         assert int(label["number"][0]) != 0
@@ -341,7 +339,7 @@ class TestTakingOver:
         stamp(tier, Where(np.array([0 << 32 | 2, 0 << 32 | 3], np.uint64)), expires=1234.5)
         assert load(keeper).headers["expires"].tolist() == [1234.5, 1234.5, 0.0]
 
-    def test_rows_of_extents_that_are_gone_make_room(
+    def test_rows_of_removed_extents_are_reused(
         self, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for _ in range(5):

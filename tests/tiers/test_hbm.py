@@ -239,7 +239,7 @@ class TestExtents:
         assert "hbm.limit" in error.hint
         assert ready.calls == [BASE + 4, BASE + 5, BASE + 6, BASE + 7]
 
-    def test_whoever_watches_knows_every_extent_until_it_is_freed(self, site: Site) -> None:
+    def test_listeners_see_every_extent_until_it_is_freed(self, site: Site) -> None:
         class Watcher:
             def __init__(self) -> None:
                 self.known: dict[int, int] = {}
@@ -320,7 +320,7 @@ class TestBlocks:
             assert [each.result() for each in told] == [[OK]] * 4
         assert held(slots[0])[:9] == b"another's"
 
-    def test_a_callback_that_raises_harms_nobody(self, site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_raising_callback_affects_no_other(self, site: Site, caplog: pytest.LogCaptureFixture) -> None:
         [slot] = site.tier.slots(where((BASE, 0)))
         with caplog.at_level(logging.CRITICAL + 1):
             for _ in range(4):
@@ -350,7 +350,7 @@ class TestBlocks:
         assert [told.result() for told in batches] == [[OK, OK], [OK, OK], [FAILED, FAILED]]
         assert copied(site, host(payload(0)), slots[:1], 1) == [OK], "there is room again"
 
-    def test_close_waits_and_what_comes_later_fails(self, control: Any) -> None:
+    def test_close_waits_and_later_copies_fail(self, control: Any) -> None:
         site = Site().start()
         slots = site.tier.slots(where(*((BASE, i) for i in range(50))))
         batches = [start_copy(site, host(payload(0)), [slot], 1) for slot in slots]
@@ -367,7 +367,7 @@ class TestProcesses:
         made.kill()
         made.communicate()
 
-    def test_an_extent_waits_for_whoever_was_given_it(
+    def test_an_extent_is_reassigned_after_its_last_importer_ended(
         self, site: Site, process: subprocess.Popen[bytes]
     ) -> None:
         site.put(BASE, 0, b"secret")
@@ -395,9 +395,7 @@ class TestProcesses:
         assert open_fds() == fds
         assert failed.calls == []
 
-    def test_who_has_ended_before_is_not_waited_for(
-        self, site: Site, process: subprocess.Popen[bytes]
-    ) -> None:
+    def test_ended_importers_are_not_waited_for(self, site: Site, process: subprocess.Popen[bytes]) -> None:
         fds = open_fds()
         pidfd = os.pidfd_open(process.pid)
         process.kill()
@@ -421,7 +419,7 @@ class TestProcesses:
         assert gone.wait() == [None]
         assert used(site) == 3 * EXTENT
 
-    def test_close_waits_for_nobody(self, control: Any, process: subprocess.Popen[bytes]) -> None:
+    def test_close_does_not_wait_for_importers(self, control: Any, process: subprocess.Popen[bytes]) -> None:
         site, fds = Site().start(), open_fds()
         site.tier.handle(BASE, os.pidfd_open(process.pid))
         site.tier.handle(BASE + 1, os.pidfd_open(process.pid))
@@ -480,7 +478,7 @@ class TestLoss:
         assert probed(site, 2) == [FAILED, FAILED]
         assert [told.result() for told in batches] == [[one] for one in outcomes]
 
-    def test_what_answers_again_is_not_trusted(self, site: Site, control: Any) -> None:
+    def test_a_gpu_that_answers_again_stays_lost(self, site: Site, control: Any) -> None:
         site.put(BASE, 0, payload(0))
         control.lose(0, after=1)
         assert probed(site, 1) == [FAILED]
@@ -489,7 +487,7 @@ class TestLoss:
         assert site.gpu.memory()
         assert probed(site, 1) == [FAILED]
 
-    def test_everything_later_ends_with_an_error_and_it_is_told_once(self, site: Site, control: Any) -> None:
+    def test_later_work_fails_and_the_loss_is_reported_once(self, site: Site, control: Any) -> None:
         control.lose(0)
         ready, failed, ended, gone = Told(), Told(), Told(), Told()
         site.tier.renew(BASE, ready, failed)
@@ -505,7 +503,7 @@ class TestLoss:
         site.tier.close()
         assert len(site.lost.calls) == 1
 
-    def test_nobody_is_waited_for_any_more(self, site: Site, control: Any) -> None:
+    def test_a_lost_gpu_waits_for_no_importer(self, site: Site, control: Any) -> None:
         site.tier.handle(BASE, os.pidfd_open(os.getpid()))
         gone, ended = Told(), Told()
         site.tier.remove(BASE, gone)

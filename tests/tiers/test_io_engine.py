@@ -91,7 +91,7 @@ class IOEngineContract(ABC):
     @pytest.mark.parametrize(
         "nbytes", [ALIGN, 512 << 10, (512 << 10) - ALIGN, (512 << 10) + ALIGN, 3 * MIB + ALIGN]
     )
-    def test_what_was_written_is_read(self, engine: IOEngine, fd: int, nbytes: int) -> None:
+    def test_written_bytes_are_read(self, engine: IOEngine, fd: int, nbytes: int) -> None:
         blocks = [noise(nbytes, seed) for seed in range(5)]
         assert (
             run(engine, [BlockIO(fd, i * nbytes, aligned(b), True) for i, b in enumerate(blocks)])
@@ -190,7 +190,7 @@ class IOEngineContract(ABC):
             time.sleep(0.001)
         assert gone() is None
 
-    def test_a_callback_that_raises_harms_nobody(
+    def test_a_raising_callback_affects_no_other(
         self, engine: IOEngine, fd: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         def broken(_: list[OSError | None]) -> None:
@@ -321,7 +321,7 @@ class TestPosix(IOEngineContract):
         engine.close()
         assert seen == [(0, 2 * ALIGN), (2 * ALIGN, ALIGN), (65536, 2 * ALIGN), (65536 + 2 * ALIGN, ALIGN)]
 
-    def test_urgent_tasks_go_first_but_for_one_in_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_urgent_tasks_start_first_except_one_of_eight(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gate, entered = threading.Event(), threading.Event()
         seen: list[int] = []
 

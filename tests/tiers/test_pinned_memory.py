@@ -53,7 +53,7 @@ def test_extents_are_pinned_when_they_are_made_and_let_go_before_they_are_given_
     tier.close()
 
 
-def test_what_an_earlier_daemon_left_is_pinned_too() -> None:
+def test_inherited_extents_are_registered_too() -> None:
     first = DramTier(2 * 2 * MIB, 2 * MIB, False, keeper := _Keeper())
     make_extents(first)
     pins, over = Pins(), threading.Event()
@@ -79,7 +79,7 @@ class _Keeper:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_what_cuda_refuses_is_left_as_it_is(refused: bool) -> None:
+def test_extents_that_cuda_refuses_stay_unregistered(refused: bool) -> None:
     more = {"register": "no"} if refused else {}
     with fake_cuda(**more):
         import cupy  # noqa: PLC0415

@@ -63,7 +63,9 @@ def test_a_header_that_is_altered_changes_no_payload_size(keeper: Keeper) -> Non
 
 
 @pytest.mark.parametrize(("rows", "known", "kept"), [(512, True, 5), (3, True, 3), (512, False, 0)])
-def test_what_is_not_taken_in_never_comes_back(keeper: Keeper, rows: int, known: bool, kept: int) -> None:
+def test_unrestored_blocks_are_never_restored_later(
+    keeper: Keeper, rows: int, known: bool, kept: int
+) -> None:
     before = tier_of(keeper, MIB)
     make(before)
     before.format(0, ALIGN)

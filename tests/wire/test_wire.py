@@ -227,7 +227,7 @@ def test_keys_that_cannot_be_cut_are_refused(cls: Any, key_bytes: int, keys: byt
         m.Explain(1, "x" * 65, "", 1, b""),
     ],
 )
-def test_what_can_be_no_tenant_is_refused(message: Any) -> None:
+def test_invalid_tenant_names_are_refused(message: Any) -> None:
     with pytest.raises(RemoteProtocolError, match=r"a tenant's name is no text, or too long \(at most 64"):
         m.decode(m.encode(message))
 
@@ -241,7 +241,7 @@ def test_whole_numbers_do_for_seconds() -> None:
     assert m.decode(raw(tag(m.Acquire), 1, 1, 1, b"a", 2, 0, "", 0, 0, 0)).timeout_s == 2
 
 
-def test_what_cannot_be_sent_is_our_own_fault() -> None:
+def test_unencodable_messages_raise_a_local_error() -> None:
     for bad in (object(), 1 << 64, "\ud800"):
         with pytest.raises(LocalProtocolError, match="Failure cannot be sent"):
             m.encode(m.Failure(bad, ""))  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def test_grows_through_many_doublings(batch: int) -> None:
     assert len(pair.index._table.cells) > 256
 
 
-def test_forgets_what_is_removed_and_takes_it_again() -> None:
+def test_a_removed_key_can_be_added_again() -> None:
     pair = Pair()
     keys = numbered(4000)
     pair.add(1, keys)
@@ -122,7 +122,7 @@ def test_grows_and_shrinks_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("kind", [BadIndex, SameIndex])
 @pytest.mark.parametrize("batch", [5, 40])
-def test_keys_with_one_fingerprint_are_told_apart(kind: type[Index], batch: int) -> None:
+def test_keys_with_equal_fingerprints_are_distinguished(kind: type[Index], batch: int) -> None:
     pair = Pair(kind)
     for start in range(0, 400, batch):
         pair.add(1, numbered(batch, start))

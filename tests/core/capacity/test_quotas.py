@@ -74,7 +74,7 @@ def columns(rows: list[tuple[int, int, float]]) -> tuple[np.ndarray, np.ndarray,
 
 
 @given(tenants, st.data())
-def test_no_tenant_gives_below_its_floor_or_to_itself(
+def test_no_tenant_loses_extents_below_its_floor_or_to_itself(
     rows: list[tuple[int, int, float]], data: st.DataObject
 ) -> None:
     held, floor, share = columns(rows)
@@ -266,7 +266,7 @@ def test_a_new_tenant_needs_no_quota() -> None:
 
 
 @pytest.mark.parametrize("nvme", [0, 6])
-def test_a_lowered_limit_shrinks_coldest_first_and_gives_extents_back(nvme: int) -> None:
+def test_a_lowered_limit_evicts_coldest_first_and_returns_extents(nvme: int) -> None:
     w = world((A, 0, 4, 0, 4), dram=4, nvme=nvme)
     keys = fill(w, A, 16)
     w.get(A, [keys[0]])
@@ -524,7 +524,7 @@ def test_promotions_into_the_old_domain_never_arrive() -> None:
     w.settle()
 
 
-def test_requests_of_readers_that_wait_end_with_what_was_published() -> None:
+def test_waiting_readers_are_answered_when_a_publication_ends() -> None:
     w = world((A,), (B,), dram=1, nvme=8)
     w.publish(A, SHARED)
     keys = fill(w, A, 8)
@@ -567,7 +567,7 @@ def test_a_write_that_was_under_way_is_not_lost() -> None:
     assert all((A, b"k%d" % i) in w.records for i in range(6))
 
 
-def test_publication_is_answered_when_what_was_being_written_can_be_read() -> None:
+def test_publication_waits_for_blocks_being_written() -> None:
     w = world((A,), (B,), nvme=8)
     keys = [b"k%d" % i for i in range(3)]
     for key in keys:
@@ -1101,7 +1101,7 @@ def test_bytes_that_a_tenant_got_wrong_do_not_close_the_tier_for_others() -> Non
     assert w.p.residency.tiers[1].device.readable
 
 
-def test_demand_goes_ahead_of_write_back() -> None:
+def test_demand_loads_start_before_write_backs() -> None:
     d = DeviceQueue()
     for i in range(40):
         assert d.queue.put(1, WRITE_BACK, 4 << 20, i)

@@ -46,7 +46,7 @@ def decided(w: World, key: bytes) -> list[tuple[str, str]]:
 # -- what there is
 
 
-def test_a_live_block_says_where_it_is_and_what_hangs_on_it() -> None:
+def test_a_live_block_has_its_tiers_and_children() -> None:
     w = world(nvme=2)
     w.put(0, 1, [b"a", b"b", b"c"])
     w.finish_all()
@@ -95,7 +95,7 @@ def test_blocks_that_are_written_lost_or_over_say_so() -> None:
     assert (one(w, b"q")["parent"], one(w, b"q")["parent_state"]) == (b"p", "hole")
 
 
-def test_what_nobody_knows_is_left_out_and_other_namespaces_say_nothing_of_it() -> None:
+def test_unknown_keys_are_left_out() -> None:
     w = world()
     w.open(2)
     w.put(0, 1, [b"a"])
@@ -117,7 +117,7 @@ def test_too_much_at_a_time_is_refused() -> None:
         assert "name tenant or model" in denied.hint
 
 
-def test_use_is_told_and_what_the_policy_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_and_the_policys_view_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(dram=1, slots=2, policy="hazard")
     w.put(0, 1, [b"a"])
     w.now += 15.0
@@ -180,7 +180,7 @@ def test_keys_without_room_were_denied() -> None:
     assert [decided(w, key) for key in (b"x", b"y", b"z")] == [[], [("denied", "dram")], [("denied", "dram")]]
 
 
-def test_invalidated_expired_and_quarantined_blocks_are_told_apart() -> None:
+def test_invalidated_expired_and_quarantined_blocks_are_distinguished() -> None:
     w = World(2, 0)
     w.open(1, ttl_s=50.0)
     w.put(0, 1, [b"a"])
@@ -199,7 +199,7 @@ def test_invalidated_expired_and_quarantined_blocks_are_told_apart() -> None:
     ]
 
 
-def test_what_the_device_does_not_take_was_not_written_down() -> None:
+def test_refused_writes_are_recorded_as_unwritten() -> None:
     w = world(dram=2, nvme=1, nvme_slots=1)
     w.put(0, 1, [b"a"])
     w.finish_all()
@@ -247,7 +247,7 @@ def test_a_batch_longer_than_the_ring_leaves_its_end() -> None:
     assert [i for i in range(40) if ring.of(marks[i]).get(3, [])] == list(range(24, 40))
 
 
-def test_what_came_after_a_record_is_read_a_page_at_a_time() -> None:
+def test_decisions_after_a_record_are_paged() -> None:
     ring, rows, keys, _ = rows_of(40)
     ring.record(DecisionKind.DROPPED, 0, rows[:5], 1.0)
     ring.record_keys(DecisionKind.DENIED, 0, 7, keys, np.arange(40) == 20, 2.0)

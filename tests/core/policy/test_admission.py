@@ -45,7 +45,7 @@ def test_always_takes_all() -> None:
     assert admission.admits(array(), 0, 0.0).tolist() == []
 
 
-def test_twice_takes_what_was_used_again() -> None:
+def test_twice_admits_blocks_used_again() -> None:
     reuse = Tier(20).reuse
     admission = Admission(Rule("twice"), reuse)
     reuse.stored(array(0, 1, 2), 0, 0.0)
@@ -55,7 +55,7 @@ def test_twice_takes_what_was_used_again() -> None:
     assert admission.refused == 4
 
 
-def test_reuse_takes_what_is_likely_enough_to_come_back() -> None:
+def test_reuse_admits_likely_blocks() -> None:
     admission = Admission(Rule("reuse", threshold=0.3), Expected())
     assert admission.admits(array(90, 31, 29, 0), 0, 0.0).tolist() == [True, True, False, False]
     assert admission.threshold == 0.3
@@ -63,7 +63,7 @@ def test_reuse_takes_what_is_likely_enough_to_come_back() -> None:
     assert Admission(Rule("always", threshold=0.3), Expected()).threshold == 0.0
 
 
-def test_reuse_goes_by_what_was_learned_of_each_tenant() -> None:
+def test_reuse_is_estimated_per_tenant() -> None:
     reuse = Tier(4000).reuse
     admission = Admission(Rule("reuse", threshold=0.3), reuse)
     for i in range(100):
@@ -159,7 +159,7 @@ def silent_for(admission: Admission, now: float) -> float:
         ({54: 10_000 * MIB}, 24.25),  # whatever it was, a day without any is enough
     ],
 )
-def test_a_new_budget_counts_what_was_written_today(written: dict[float, int], hours: float) -> None:
+def test_a_new_budget_counts_todays_writes(written: dict[float, int], hours: float) -> None:
     for before in (0, 500 * MIB):
         now = 55.9999 * 3600
         assert silent_for(told(written, now, 24 * MIB, before), now) == pytest.approx(hours, abs=0.26)
@@ -206,7 +206,7 @@ def test_another_rule_of_the_same_budget_leaves_its_account_alone() -> None:
     assert admission.admits(array(70, 50), 0, 1800.0).tolist() == [True, False]
 
 
-def test_what_was_written_in_a_day_is_told_to_the_hour() -> None:
+def test_daily_writes_are_counted_by_the_hour() -> None:
     admission = Admission(Rule(), Expected())
     for hour in range(40):
         admission.wrote(MIB, hour * 3600.0)
@@ -225,7 +225,7 @@ def test_after_a_quiet_day_no_more_is_saved_up_than_the_slack() -> None:
     assert written[evening].sum() <= 0.04 * day + day / 24 + written.max()
 
 
-def test_little_to_write_is_written_whatever_it_is() -> None:
+def test_within_the_budget_every_block_is_admitted() -> None:
     day = 10 * 2880 * MIB
     admission = Admission(Rule("always", 0.0, day), Expected())
     _, written, _ = write(admission, lambda at: 5, 2, MIB)
@@ -290,7 +290,7 @@ def admit_only(w: World, first: bytes) -> None:
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
-def test_what_is_above_a_block_that_is_taken_goes_down_too(write_policy: str) -> None:
+def test_ancestors_of_an_admitted_block_are_written_too(write_policy: str) -> None:
     w = world(Rule(), write_policy=write_policy)
     admit_only(w, b"y")
     w.put(0, 1, [b"n1", b"n2", b"y3", b"n4"])
@@ -307,7 +307,7 @@ def test_what_is_above_a_block_that_is_taken_goes_down_too(write_policy: str) ->
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 @pytest.mark.parametrize("write_policy", ["write_through", "on_evict"])
-def test_a_budget_holds_whatever_is_stored(write_policy: str, policy: str) -> None:
+def test_a_budget_holds_for_any_puts(write_policy: str, policy: str) -> None:
     """One block a second is allowed, and each second brings a chain of up to five, some on others.
 
     Every one is asked for a second later: of blocks that never come back none would be written.
@@ -328,7 +328,7 @@ def test_a_budget_holds_whatever_is_stored(write_policy: str, policy: str) -> No
     w.settle()
 
 
-def test_beyond_a_budget_not_even_parents_of_what_is_below_are_written() -> None:
+def test_beyond_a_budget_no_ancestors_are_written() -> None:
     w = world(Rule("always", 0.0, int(DAY_S) * ALIGN), write_policy="on_evict")
     admission, i = w.p.residency.tiers[1].admission, 0
     admission._left, admission._next_step_s = 100.0 * ALIGN, np.inf
@@ -369,7 +369,7 @@ def lessons(rounds: int = 150, **more: object) -> World:
 OFTEN = [b"often%d" % k for k in range(8)]
 
 
-def test_what_earns_less_than_what_is_stored_is_refused() -> None:
+def test_blocks_that_earn_less_than_stored_ones_are_refused() -> None:
     w = lessons(nvme=0)
     assert w.p.view.counters["refused_blocks"] > 50
     assert w.p.view.counters["denied_blocks"] == 0
@@ -388,7 +388,7 @@ def test_nothing_is_refused_before_much_was_seen() -> None:
     w.settle()
 
 
-def test_where_all_is_in_use_there_is_no_room_whatever_it_is_worth() -> None:
+def test_leased_blocks_leave_no_room_for_better_ones() -> None:
     w = lessons(nvme=0)
     w.acquire(0, 1, OFTEN)
     room = w.reserve(0, 1, [b"once"])
@@ -397,7 +397,7 @@ def test_where_all_is_in_use_there_is_no_room_whatever_it_is_worth() -> None:
     assert w.p.view.counters["denied_blocks"] == 1
 
 
-def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
+def test_a_refused_block_is_worth_more_the_second_time() -> None:
     w = lessons(nvme=0)
     keys, reuse = [b"again%d" % k for k in range(4)], w.p.residency.reuse
 
@@ -414,7 +414,7 @@ def test_what_was_refused_is_worth_more_when_it_comes_again() -> None:
     w.settle()
 
 
-def test_what_was_refused_is_of_the_class_that_it_would_have_if_stored() -> None:
+def test_a_refused_block_has_the_class_of_a_stored_one() -> None:
     w = lessons(nvme=0)
     reuse, seen = w.p.residency.reuse, list[str]()
     reuse.density_if_stored = lambda *asked: 0.0  # type: ignore[method-assign]
@@ -442,7 +442,7 @@ def test_nothing_is_refused_that_can_go_down_instead() -> None:
     w.settle()
 
 
-def test_what_others_hang_on_is_never_refused() -> None:
+def test_blocks_with_children_are_never_refused() -> None:
     w = lessons(nvme=0)
     w.invalidate(1, OFTEN[:1])
     w.put(0, 1, [b"takes its slot"])

@@ -16,7 +16,7 @@ def leave(past: GhostQueue, which: int, start: int, stop: int, batch: int = 50) 
         past.note(which, np.arange(first, min(first + batch, stop)))
 
 
-def test_knows_nobody_at_first() -> None:
+def test_an_empty_ghost_queue_has_no_entry() -> None:
     assert GhostQueue(Tier(10).context()).recall(np.arange(3), (5, 5)).tolist() == [-1, -1, -1]
 
 

@@ -106,7 +106,7 @@ def test_of_one_slice_tails_go_first_and_of_two_alike_the_older() -> None:
     assert policy.coldest(4, 100.0).tolist() == [2, 4, 5, 7]
 
 
-def test_blocks_above_those_that_were_asked_for_stay_where_they_are() -> None:
+def test_untouched_ancestors_keep_their_place() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
     policy.insert(array(0, 1, 3), 0.0)
@@ -117,7 +117,7 @@ def test_blocks_above_those_that_were_asked_for_stay_where_they_are() -> None:
     assert policy.coldest(4, 60.0).tolist() == [1, 0, 2, 3]
 
 
-def test_what_is_to_be_kept_longer_is() -> None:
+def test_high_priority_blocks_are_kept_longer() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
     policy.insert(array(0, 1, 2), 0.0)
@@ -126,7 +126,7 @@ def test_what_is_to_be_kept_longer_is() -> None:
     assert policy.coldest(3, 5.0).tolist() == [1, 0, 2]
 
 
-def test_a_chain_goes_on_above_a_block_whose_children_are_elsewhere() -> None:
+def test_children_in_a_lower_tier_do_not_keep_their_parent() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
     chain(tier, 0, 1, 2, 3)
@@ -134,7 +134,7 @@ def test_a_chain_goes_on_above_a_block_whose_children_are_elsewhere() -> None:
     assert policy.coldest(9, 10.0).tolist() == [2, 1, 0], "3 is in a lower tier: 2 may go all the same"
 
 
-def test_none_goes_for_what_earns_no_more() -> None:
+def test_no_block_is_evicted_for_one_that_earns_no_more() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
     chain(tier, 0, 1, 2)
@@ -155,7 +155,7 @@ def test_none_goes_for_what_earns_no_more() -> None:
     assert policy.coldest(9, 100.0, below=old).tolist() == [4], "it will not be used again"
 
 
-def test_cool_ones_go_before_whatever_earns_least() -> None:
+def test_cooled_blocks_are_evicted_before_the_least_earning_ones() -> None:
     tier = Tier(50)
     policy = tier.told("hazard")
     policy.insert(np.arange(20), 0.0)
@@ -242,7 +242,7 @@ def test_rows_that_are_given_anew_are_not_taken_for_those_that_left() -> None:
     assert policy.coldest(5, 2.0).tolist() == [30, 2, 0, 1, 5]
 
 
-def test_parents_whose_children_are_lost_elsewhere_come_back_after_some_seconds() -> None:
+def test_deferred_parents_are_offered_again_after_seconds() -> None:
     """Their copies are in another tier, of which this policy does not hear."""
     tier = Tier(300)
     policy = tier.told("hazard")
@@ -274,7 +274,7 @@ def test_parents_in_use_do_not_wait_for_children_that_went_before_them() -> None
     assert world.put(0, 1, [b"1", b"2", b"3", b"4"]) == 4
 
 
-def test_parents_that_wait_for_nobody_are_offered_where_there_is_nothing_else() -> None:
+def test_deferred_parents_are_offered_if_nothing_else_is_left() -> None:
     tier = Tier(20)
     policy = tier.told("hazard")
     chain(tier, 0, 1, 2)
@@ -336,7 +336,7 @@ def test_leaf_first_a_chain_leaves_from_its_tail_in_few_looks(seed: int) -> None
 
 
 @pytest.mark.parametrize("used_s", [20.0, 100.0, 170.0])
-def test_what_comes_back_is_as_old_as_before(used_s: float) -> None:
+def test_an_inserted_block_is_ordered_by_its_own_age(used_s: float) -> None:
     """However few slices there are of its class, and wherever: it earns what its own age says."""
     tier = Tier(20)
     policy = tier.told("hazard")
@@ -408,7 +408,7 @@ def hits(policy: str) -> tuple[int, int]:
     return found, asked
 
 
-def test_what_comes_back_stays_where_lru_loses_it() -> None:
+def test_returning_blocks_are_kept_where_lru_evicts_them() -> None:
     (lru, asked), (hazard, _) = hits("lru"), hits("hazard")
     assert asked == 160
     assert lru < asked / 10

@@ -71,7 +71,7 @@ class Both:
         assert self.lru.coldest(5, 0.0).tolist() == []
 
 
-def test_knows_nothing_at_first() -> None:
+def test_an_empty_policy_offers_nothing() -> None:
     assert len(LRU(Tier(10).context())) == 0
     assert LRU(Tier(10).context()).coldest(3, 0.0).tolist() == []
 

@@ -57,9 +57,7 @@ _steps = st.lists(
 class TestEveryPolicy:
     @given(steps=_steps)
     @settings(max_examples=60)
-    def test_knows_what_was_inserted_and_offers_nothing_else(
-        self, name: str, steps: list[tuple[str, list[int]]]
-    ) -> None:
+    def test_only_inserted_rows_are_offered(self, name: str, steps: list[tuple[str, list[int]]]) -> None:
         policy, known, now = Tier(61).told(name), set[int](), 0.0
         for what, rows in steps:
             now += 1.0
@@ -90,14 +88,14 @@ class TestEveryPolicy:
         assert offered(policy, 3) == [4, 1, 3]
         assert offered(policy, 3) == [4, 1, 3]
 
-    def test_what_was_used_stays_longer(self, name: str) -> None:
+    def test_used_rows_are_kept_longer(self, name: str) -> None:
         policy = Tier(100).told(name)
         fill(policy, *range(100))
         for _ in range(2):
             policy.touch(array(*range(90, 100)), 1.0)
         assert not set(all_in_order(policy)[:80]) & set(range(90, 100))
 
-    def test_what_cannot_go_lets_others_go(self, name: str) -> None:
+    def test_deferred_rows_do_not_block_others(self, name: str) -> None:
         policy = Tier(100).told(name)
         fill(policy, *range(100))
         policy.touch(array(*range(20)), 1.0)
@@ -144,7 +142,7 @@ class TestEveryPolicy:
         policy.defer(array(5))
         assert offered(policy, 1) != [5]
 
-    def test_a_row_comes_back_as_new(self, name: str) -> None:
+    def test_a_removed_row_is_inserted_as_new(self, name: str) -> None:
         """Even if a ghost of it is around."""
         policy = Tier(100).told(name)
         for _ in range(5):
@@ -216,7 +214,7 @@ class TestEveryPolicy:
 class TestThoseThatFollowChildren:
     """With others it is placement that sees to it that leaves go first."""
 
-    def test_a_parent_goes_after_its_children_however_often_some_were_used(self, name: str) -> None:
+    def test_parents_are_evicted_after_their_children(self, name: str) -> None:
         dice = np.random.default_rng(1)
         policy = Tier(40).told(name)
         chain = list(range(40))

@@ -128,7 +128,7 @@ def test_thousands_of_queues_of_few_rows_take_few_bytes() -> None:
     assert all(sorted(q.head(30).tolist()) == list(range(20 * i, 20 * i + 20)) for i, q in enumerate(queues))
 
 
-def test_what_has_moved_to_another_queue_takes_nothing() -> None:
+def test_rows_moved_to_another_queue_take_no_memory() -> None:
     segments = Segments(np.zeros(100_000, np.int32))
     one, other = Queue(segments), Queue(segments)
     everything = np.arange(100_000)

@@ -64,7 +64,7 @@ def hint(w: World, keys: list[bytes], **more: Any) -> int:
 # -- hints
 
 
-def test_when_a_session_goes_on_is_believed_of_its_own_blocks(heard: Heard) -> None:
+def test_a_next_use_hint_counts_for_the_sessions_own_blocks(heard: Heard) -> None:
     w = heard.w
     w.put(0, 1, CHAIN)
     w.put(0, 1, [b"x"], parent=b"b")
@@ -75,7 +75,7 @@ def test_when_a_session_goes_on_is_believed_of_its_own_blocks(heard: Heard) -> N
     assert heard.cooled == []
 
 
-def test_a_closed_session_is_not_used_again_and_goes_first(heard: Heard) -> None:
+def test_blocks_of_a_closed_session_are_evicted_first(heard: Heard) -> None:
     w = heard.w
     w.put(0, 1, CHAIN)
     w.put(0, 1, [b"x"], parent=b"b")
@@ -88,7 +88,7 @@ def test_a_closed_session_is_not_used_again_and_goes_first(heard: Heard) -> None
 
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_what_goes_first_goes_before_what_is_older(policy: str) -> None:
+def test_closed_blocks_are_evicted_before_older_ones(policy: str) -> None:
     w = World(1, 0, slots=4, policy=policy)
     w.open(1)
     w.put(0, 1, [b"o", b"p"])
@@ -110,7 +110,7 @@ def test_a_high_priority_holds_for_the_whole_prefix_and_a_lower_one_only_for_one
     assert heard.favoured() == [True, True, False, False]
 
 
-def test_a_chain_that_goes_on_is_not_closed(heard: Heard) -> None:
+def test_a_continued_chain_is_not_closed(heard: Heard) -> None:
     w = heard.w
     w.put(0, 1, CHAIN)
     assert hint(w, CHAIN[:3], closed=True) == 3
@@ -132,7 +132,7 @@ def test_nothing_is_said_of_holes(heard: Heard) -> None:
     assert heard.cooled == [(b"c", b"d")]
 
 
-def test_hints_about_what_is_not_there_change_nothing(heard: Heard) -> None:
+def test_hints_for_missing_blocks_change_nothing(heard: Heard) -> None:
     assert isinstance(heard.w.ask(ev.Hint(0, 9, joined(CHAIN))), ac.Deny)
     assert hint(heard.w, CHAIN, closed=True, priority=-1) == 0
     assert heard.cooled == []
@@ -172,7 +172,7 @@ def urgent(w: World) -> list[bytes]:
     return [c.identity.key(i) for c in urgent for i in range(len(c.identity))]
 
 
-def test_what_follows_a_promoted_chain_comes_too_behind_it() -> None:
+def test_blocks_behind_a_promoted_chain_are_prefetched() -> None:
     w = below(4)
     assert w.acquire(0, 1, LONG[:3]) is None
     assert urgent(w) == LONG[:3]
@@ -184,7 +184,7 @@ def test_what_follows_a_promoted_chain_comes_too_behind_it() -> None:
     assert w.p.view.counters["ahead_blocks"] == 4
 
 
-def test_it_is_off_unless_it_is_asked_for() -> None:
+def test_prefetch_behind_chains_is_off_by_default() -> None:
     w = below(0)
     w.acquire(0, 1, LONG[:3])
     assert coming(w) == LONG[:3]
@@ -205,7 +205,7 @@ def test_a_key_that_is_not_stored_ends_it() -> None:
     assert coming(w) == LONG[:3]
 
 
-def test_what_is_there_or_on_its_way_is_not_loaded_again() -> None:
+def test_present_and_loading_blocks_are_not_loaded_again() -> None:
     w = below(4)
     w.acquire(0, 1, LONG[:3])
     w.acquire(1, 1, LONG[:5])
@@ -216,14 +216,14 @@ def test_what_is_there_or_on_its_way_is_not_loaded_again() -> None:
     assert coming(w) == LONG[7:12]
 
 
-def test_it_takes_an_eighth_of_the_tier_and_what_is_beyond_is_dropped() -> None:
+def test_prefetch_takes_at_most_an_eighth_of_the_tier() -> None:
     w = below(9, slots=16)
     w.acquire(0, 1, LONG[:1])
     assert coming(w) == LONG[:3]
     assert (w.p.view.counters["ahead_blocks"], w.p.view.counters["dropped_prefetch_blocks"]) == (2, 7)
 
 
-def test_a_tier_that_is_full_of_what_is_in_use_drops_it() -> None:
+def test_a_tier_full_of_leased_blocks_drops_prefetches() -> None:
     w = below(4, slots=16)
     others = [b"u%02d" % i for i in range(15)]
     assert w.put(0, 1, others) == 15

@@ -102,7 +102,7 @@ def test_a_chain_stored_again_over_holes_costs_no_more_than_its_first_store() ->
 
 
 @pytest.mark.parametrize("stays", [-1, 0.5], ids=["the end", "the middle"])
-def test_what_it_takes_to_lose_the_inside_of_a_chain_does_not_grow_with_its_links(stays: float) -> None:
+def test_dropping_the_inside_of_a_chain_is_linear(stays: float) -> None:
     calls = []
     for n in (LEAST, 8 * LEAST):
         node = Node(n)

@@ -120,7 +120,7 @@ def test_one_that_is_waited_for_stays() -> None:
     assert opening(w, NEXT) == (False, [])
 
 
-def test_what_the_daemon_uses_stays_and_nothing_is_closed_while_it_starts() -> None:
+def test_namespaces_in_use_are_kept_and_none_is_closed_during_start() -> None:
     w = world(2)
     w.open(11, tenant=A)
     w.open(12, tenant=A)
@@ -142,7 +142,7 @@ def test_others_are_closed_only_when_the_node_is_full() -> None:
     assert opening(w, 31, C) == (True, [12])
 
 
-def test_a_tenant_leaves_half_of_what_is_left_to_others() -> None:
+def test_a_tenant_takes_at_most_half_of_the_free_namespaces() -> None:
     w = world(100, 9)
     for number in range(11, 16):
         w.open(number, tenant=A)

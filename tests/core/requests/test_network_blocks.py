@@ -47,7 +47,7 @@ def test_a_block_is_offered_when_it_is_stored_and_never_again() -> None:
     assert use(w) == use(w) == []
 
 
-def test_what_has_left_and_comes_again_is_offered_again() -> None:
+def test_a_block_stored_again_is_offered_again() -> None:
     w = shared()
     put(w)
     w.invalidate(1, CHAIN)
@@ -64,7 +64,7 @@ def test_nothing_is_offered_before_it_is_shared_nor_after() -> None:
     assert put(w, [b"x"]) == use(w) == []
 
 
-def test_sharing_anew_offers_anew_what_is_used() -> None:
+def test_resumed_sharing_offers_used_blocks_again() -> None:
     w = shared()
     put(w)
     w.send(ev.SetSharing(None))
@@ -72,14 +72,14 @@ def test_sharing_anew_offers_anew_what_is_used() -> None:
     assert use(w, CHAIN[:2]) == CHAIN[:2]
 
 
-def test_what_is_used_twice_is_offered_then() -> None:
+def test_with_twice_blocks_are_offered_at_their_second_use() -> None:
     w = shared(Rule("twice"))
     assert put(w) == []
     assert use(w, CHAIN[:3]) == CHAIN[:3]
     assert use(w) == CHAIN[3:]
 
 
-def test_what_comes_from_the_network_is_not_offered() -> None:
+def test_downloaded_blocks_are_not_offered() -> None:
     w = shared()
     assert put(w, loading=True) == []
     assert use(w) == []
@@ -103,7 +103,7 @@ def test_a_quiet_lease_is_no_use(nvme: int) -> None:
     assert use(w) == CHAIN
 
 
-def test_what_comes_from_the_network_is_not_weighed() -> None:
+def test_downloaded_blocks_are_not_weighed() -> None:
     """Somebody wants it: it is let in where a put would be refused as worth less."""
     w = World(2, 0, policy="hazard", slots=16, max_blocks=4096)
     w.open(1)
@@ -126,7 +126,7 @@ def test_what_comes_from_the_network_is_not_weighed() -> None:
     assert w.p.view.counters["refused_blocks"] == refused
 
 
-def test_how_much_of_a_chain_is_here_and_whose_children_it_is() -> None:
+def test_the_view_has_the_stored_length_and_the_parents_of_a_chain() -> None:
     w = shared()
     put(w)
     assert w.p.view.stored(1, joined(CHAIN)) == 4

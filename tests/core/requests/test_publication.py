@@ -22,7 +22,7 @@ def moved(actions: list[ac.Action]) -> list[tuple[int, list[bytes], list[bytes] 
     return told
 
 
-def test_a_chain_is_told_parents_first_and_with_its_parents() -> None:
+def test_a_chain_is_announced_parents_first() -> None:
     world = World()
     world.open(1)
     world.put(1, 1, [A, B])
@@ -31,7 +31,7 @@ def test_a_chain_is_told_parents_first_and_with_its_parents() -> None:
     assert moved(world.actions) == [(0, [C], [B])]
 
 
-def test_what_is_forgotten_leaves_every_tier_it_was_in() -> None:
+def test_deleted_blocks_are_announced_for_every_tier() -> None:
     world = World(nvme=2)
     world.open(1)
     world.put(1, 1, [A, B])
@@ -42,7 +42,7 @@ def test_what_is_forgotten_leaves_every_tier_it_was_in() -> None:
     assert moved(world.actions) == [(0, [B], None), (1, [B], None)]
 
 
-def test_who_asks_is_told_again_where_blocks_are() -> None:
+def test_tell_announces_stored_blocks_again() -> None:
     world = World(nvme=2)
     world.open(1)
     world.put(1, 1, [A, B])
@@ -50,7 +50,7 @@ def test_who_asks_is_told_again_where_blocks_are() -> None:
     assert moved(world.send(ev.Tell(1, joined([A, C, B])))) == [(0, [A, B], [b"", A]), (1, [A, B], [b"", A])]
 
 
-def test_what_is_not_read_yet_is_not_told() -> None:
+def test_uncommitted_blocks_are_not_announced() -> None:
     world = World()
     world.open(1)
     room = world.reserve(1, 1, [A])
@@ -61,7 +61,7 @@ def test_what_is_not_read_yet_is_not_told() -> None:
     assert not moved(world.actions)
 
 
-def test_nothing_is_told_unless_somebody_wants_to_know() -> None:
+def test_nothing_is_announced_without_a_watcher() -> None:
     world = World()
     world.open(1)
     world.p.residency.outbox.telling = False

@@ -27,7 +27,7 @@ def tiers_of(w: World, key: bytes) -> list[int]:
 # -- memory that is handed over
 
 
-def test_memory_that_is_handed_over_holds_what_it_held() -> None:
+def test_inherited_memory_keeps_its_blocks() -> None:
     w = world(nvme=0)
     w.put(0, 1, KEYS)
     w.restart(handover=True)
@@ -49,7 +49,7 @@ def test_a_block_in_both_tiers_is_one_block() -> None:
     assert w.get(1, KEYS) == [payload(1, k) for k in KEYS]
 
 
-def test_what_was_on_its_way_down_goes_down_after_the_restart() -> None:
+def test_interrupted_write_backs_are_repeated_after_a_restart() -> None:
     w = world()
     w.put(0, 1, KEYS)
     w.restart(handover=True)
@@ -60,7 +60,7 @@ def test_what_was_on_its_way_down_goes_down_after_the_restart() -> None:
     assert w.get(1, KEYS) == [payload(1, k) for k in KEYS]
 
 
-def test_with_on_evict_nothing_goes_down_before_it_must() -> None:
+def test_with_on_evict_restored_blocks_are_not_written_early() -> None:
     w = world(write_policy="on_evict")
     w.put(0, 1, KEYS)
     w.restart(handover=True)
@@ -114,7 +114,7 @@ def test_versions_go_on_where_they_were() -> None:
 # -- devices that hang
 
 
-def test_a_device_that_hangs_is_fenced_and_the_rest_goes_on() -> None:
+def test_a_hanging_device_is_fenced_alone() -> None:
     w = world(dram=1)
     keys = [b"%02d" % i for i in range(8)]
     for key in keys:
@@ -215,7 +215,7 @@ def test_a_block_that_could_not_be_read_is_not_bad() -> None:
     w.settle()
 
 
-def test_who_waits_for_a_block_that_turns_out_to_be_bad_hears_so_at_once() -> None:
+def test_waiters_of_a_bad_block_are_answered_at_once() -> None:
     w = world(dram=1)
     keys = [b"%02d" % i for i in range(8)]
     for key in keys:
@@ -239,7 +239,7 @@ def test_who_waits_for_a_block_that_turns_out_to_be_bad_hears_so_at_once() -> No
 # -- suspicion
 
 
-def test_whoever_complains_hears_when_the_bad_copy_is_out_of_the_way() -> None:
+def test_suspect_is_answered_when_the_bad_copy_is_quarantined() -> None:
     w = world()
     w.put(0, 1, KEYS)
     w.finish_all()
@@ -255,7 +255,7 @@ def test_whoever_complains_hears_when_the_bad_copy_is_out_of_the_way() -> None:
     assert w.get(1, KEYS, client=1) == [payload(1, k) for k in KEYS]
 
 
-def test_whoever_complains_about_nothing_is_answered_too() -> None:
+def test_suspect_of_a_good_block_is_answered() -> None:
     w = world()
     answer = w.ask(ev.Suspect(0, 1, joined([b"a"])))
     assert isinstance(answer, ac.Answer)
@@ -263,7 +263,7 @@ def test_whoever_complains_about_nothing_is_answered_too() -> None:
 
 
 @pytest.mark.parametrize("policy", ["hazard", "s3fifo"])
-def test_what_is_written_at_the_end_hangs_together(policy: str) -> None:
+def test_a_flush_writes_whole_chains(policy: str) -> None:
     """Memory is nearly as large as what is below: no block there has its parent up here only."""
     w, dice = world(dram=8, nvme=9, slots=16, policy=policy), np.random.default_rng(1)
     chains = [[b"%02d-%02d" % (i, k) for k in range(11)] for i in range(60)]

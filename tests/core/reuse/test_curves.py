@@ -66,7 +66,7 @@ def test_the_curve_that_was_put_in_is_found(part: float) -> None:
     )
 
 
-def test_what_never_comes_back_drops_to_nearly_nothing() -> None:
+def test_blocks_without_reuse_drop_to_nearly_zero() -> None:
     curves = ReuseCurves((1, 1, 1))
     at_first = curves.density[0].copy()
     live(curves, {0: 0.0}, 600, 60.0)
@@ -90,7 +90,7 @@ def test_a_class_of_which_little_is_known_leans_on_its_group() -> None:
     assert curves.chance[1, 0] < 0.15
 
 
-def test_what_was_long_ago_counts_less() -> None:
+def test_old_observations_count_less() -> None:
     curves = ReuseCurves((1, 1, 1))
     half_life, n = module._HALF_LIFE, 4096
     curves.joined(np.zeros(half_life - 1, np.int64), 0.0)
@@ -308,7 +308,7 @@ def test_more_cohorts_than_there_is_room_for(cohorts: int, monkeypatch: pytest.M
     assert curves.chance[0, 0] == pytest.approx(0.4, abs=0.1)
 
 
-def test_what_is_told_of_the_time_before_the_first_cohort_is_counted_as_used() -> None:
+def test_uses_before_the_first_cohort_count_as_uses() -> None:
     curves = ReuseCurves((1, 1, 1))
     curves.used(array(0), np.array([-100.0]), 50.0)
     assert curves._used[0, span(150.0)] == 1
@@ -317,7 +317,7 @@ def test_what_is_told_of_the_time_before_the_first_cohort_is_counted_as_used() -
     sound(curves)
 
 
-def test_curves_go_on_from_what_was_counted() -> None:
+def test_curves_continue_from_saved_counts() -> None:
     first, dice = ReuseCurves((2, 1, 1)), np.random.default_rng(2)
     for i in range(300):
         first.joined(dice.integers(0, 2, 5), float(i))

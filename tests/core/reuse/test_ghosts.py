@@ -74,7 +74,7 @@ def test_a_name_twice_in_a_batch_is_noted_once() -> None:
     assert ghosts.peek(names(1)).tolist() == [-1]
 
 
-def test_most_of_what_fits_is_kept_and_it_takes_eight_bytes_an_entry() -> None:
+def test_the_table_keeps_most_entries_in_eight_bytes_each() -> None:
     ghosts = Ghosts(4096)
     for start in range(0, 4096, 128):
         ghosts.put(names(*range(start, start + 128)), values(*range(start, start + 128)))

@@ -70,7 +70,7 @@ def test_how_far_apart_is_since_the_last_use(apart: float, said: str) -> None:
     assert r.history.last_used(array(0)).tolist() == [int((20.0 + apart) * 8) / 8]
 
 
-def test_how_much_comes_with_a_block_is_told_by_what_is_usual() -> None:
+def test_group_sizes_are_described_relative_to_the_usual_size() -> None:
     r = reuse(20_000)
     at = 0
     for n in [100] * 60 + [20, 40, 300]:
@@ -101,7 +101,7 @@ def test_a_new_block_takes_its_parents_interval() -> None:
     assert words(r, 11).startswith("used once, stored"), "what a client said is no interval"
 
 
-def test_a_block_that_was_dropped_and_stored_again_goes_on_where_it_was() -> None:
+def test_a_block_stored_again_continues_its_history() -> None:
     r = reuse()
     r.stored(array(1, 2), ONE, 0.0)
     for now in (10.0, 20.0, 30.0):
@@ -124,7 +124,7 @@ def test_a_block_that_was_dropped_and_stored_again_goes_on_where_it_was() -> Non
     assert r.history.uses(array(2)).tolist() == [3]
 
 
-def test_a_row_given_to_another_block_knows_nothing_of_the_one_before() -> None:
+def test_a_reused_row_has_no_history() -> None:
     tier = Tier(20)
     r = tier.reuse
     r.stored(array(1), ONE, 0.0)
@@ -141,7 +141,7 @@ def test_a_row_given_to_another_block_knows_nothing_of_the_one_before() -> None:
     )
 
 
-def test_what_was_told_and_counted_survives_as_a_ghost() -> None:
+def test_hints_and_counts_survive_as_a_ghost() -> None:
     r = reuse()
     r.stored(array(1), ONE, 0.0)
     r.hinted(array(1), ONE, 100.0, 1.0)
@@ -150,7 +150,7 @@ def test_what_was_told_and_counted_survives_as_a_ghost() -> None:
     assert words(r, 1) == "used 2 or 3 times, up to 4 s apart, stored with some others"
 
 
-def test_a_hole_that_is_filled_again_goes_on() -> None:
+def test_a_refilled_hole_continues_its_history() -> None:
     w = World(dram=1, slots=6)
     w.open(1)
     keys = [b"a", b"b", b"c"]
@@ -167,7 +167,7 @@ def test_a_hole_that_is_filled_again_goes_on() -> None:
     assert words(r.reuse, row) == "used 2 or 3 times, up to 10 s apart, stored with many others"
 
 
-def test_what_clients_say_makes_classes_of_their_own() -> None:
+def test_hinted_blocks_have_their_own_classes() -> None:
     r = reuse()
     r.stored(np.arange(10), ONE, 0.0)
     r.used(np.arange(10), ONE, 5.0)
@@ -261,7 +261,7 @@ def test_ghosts_are_kept_apart_by_namespace() -> None:
     assert r.history.uses(array(1)).tolist() == [1]
 
 
-def test_what_is_restored_was_used_once_at_an_unknown_time() -> None:
+def test_restored_blocks_have_one_use_at_an_unknown_time() -> None:
     r = reuse()
     r.stored(array(1), ONE, 0.0)
     r.used(array(1), ONE, 1.0)
@@ -363,7 +363,7 @@ def learned_a_bit(rows: int = 200) -> Reuse:
 
 
 @pytest.mark.parametrize("now", [0.0, 12.5, 1e6])
-def test_a_later_process_goes_on_where_one_stopped(now: float) -> None:
+def test_a_later_process_continues_the_statistics(now: float) -> None:
     old, new = learned_a_bit(), reuse()
     learned = old.save(100.0)
     before = past(old, np.arange(20), 100.0)

@@ -320,7 +320,7 @@ def test_after_a_restart_blocks_are_announced_when_written_again(tmp_path: Path)
         router.socket.close()
 
 
-def test_a_slow_subscriber_delays_nobody() -> None:
+def test_a_slow_subscriber_delays_no_other() -> None:
     with routed(SMALL) as (_, client, ns, router):
         mute = zmq.Context.instance().socket(zmq.SUB)
         mute.setsockopt(zmq.LINGER, 0)

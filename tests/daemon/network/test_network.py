@@ -148,7 +148,7 @@ def test_concurrent_requests_share_one_download(shared: str) -> None:
         assert counted(b, "read_ok_blocks") == 60
 
 
-def test_prefetch_brings_blocks_before_they_are_asked_for(shared: str) -> None:
+def test_prefetch_loads_blocks_before_a_request(shared: str) -> None:
     layout, keys = new_layout(), names(20)
     with nodes(shared) as (a, b):
         a.namespace(layout).put(keys, payloads(keys))
@@ -202,7 +202,7 @@ def test_invalidated_blocks_do_not_come_back(shared: str) -> None:
         assert got(b.namespace(layout), keys) == 10
 
 
-def test_a_namespace_that_is_forgotten_is_gone_from_the_network(shared: str) -> None:
+def test_a_deleted_namespace_is_deleted_from_the_network(shared: str) -> None:
     layout, other, keys = new_layout(), new_layout(), names(10)
     with nodes(shared) as (a, b):
         for each in (layout, other):
@@ -451,7 +451,7 @@ def test_two_daemons_have_no_problems(shared: str) -> None:
         assert layout.block_bytes == BLOCK
 
 
-def test_a_read_that_takes_too_long_is_asked_once_more() -> None:
+def test_a_slow_read_is_repeated_once() -> None:
     layout, keys = new_layout(), names(5)
     with server() as made, nodes(made.url, hedge_after="100ms", timeout="5s") as (a, b):
         a.namespace(layout).put(keys, payloads(keys))

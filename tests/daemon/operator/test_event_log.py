@@ -198,7 +198,7 @@ def test_after_a_restart_event_numbers_restart_under_another_instance() -> None:
         ({"after": "x"}, "events: after"),
     ],
 )
-def test_what_makes_no_sense_is_refused(client: Client, more: dict[str, Any], says: str) -> None:
+def test_invalid_queries_are_refused(client: Client, more: dict[str, Any], says: str) -> None:
     with pytest.raises(DeniedError, match=says):
         client.control("events", **more)
 

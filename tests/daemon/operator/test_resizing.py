@@ -232,7 +232,7 @@ def test_after_a_kill_in_the_middle_the_new_limits_hold(after_s: float, tmp_path
         ({"dram": {"limit": "4MiB"}, "tenants": {"default": {"dram": {"floor": "5MiB"}}}}, ("floors",)),
     ],
 )
-def test_what_can_not_be_is_refused_and_changes_nothing(
+def test_impossible_changes_are_refused_without_effect(
     daemon: LocalDaemon, patch: dict[str, Any], said: tuple[str, ...]
 ) -> None:
     with Client(daemon.url, strict=True, deadline_s=10) as client:

@@ -223,7 +223,7 @@ def test_a_dry_run_reports_consequences_and_changes_nothing(daemon: LocalDaemon)
         ({"nope": {"a": 1}}, "unknown key nope"),
     ],
 )
-def test_what_can_not_be_is_refused_and_changes_nothing(
+def test_impossible_changes_are_refused_without_effect(
     daemon: LocalDaemon, tmp_path: Path, patch: dict[str, Any], said: str
 ) -> None:
     patch = {"daemon": {"log_level": "debug"}} | patch if "daemon" not in patch else patch

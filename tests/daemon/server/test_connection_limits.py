@@ -112,7 +112,7 @@ def _unheard(peer: Peer) -> bool:
 
 
 @needs_root
-def test_answers_that_nobody_reads_have_a_bound_for_each_tenant(shared: TenantDaemon) -> None:
+def test_unread_answers_are_bounded_per_tenant(shared: TenantDaemon) -> None:
     before = _rss(shared)
     asks = b"".join(pack(m.Status(n + 1)) for n in range(1000))
     with ExitStack() as held:
@@ -129,7 +129,7 @@ def test_answers_that_nobody_reads_have_a_bound_for_each_tenant(shared: TenantDa
             assert member.status()["connections"] == 1
 
 
-def test_long_frames_are_told_apart_from_many_frames(daemon: LocalDaemon) -> None:
+def test_long_frames_and_many_frames_have_separate_limits(daemon: LocalDaemon) -> None:
     with Peer(daemon.socket) as peer:
         peer.hello()
         number = peer.open(new_layout()).namespace

@@ -379,7 +379,7 @@ def test_a_connection_that_sends_faster_than_its_requests_run_is_held_up_not_ref
     assert [peer.ran for peer in peers] == [pings(2000)] * 2
 
 
-def test_a_tenant_with_too_much_queued_on_many_connections_is_told_so() -> None:
+def test_queued_requests_of_a_tenant_are_bounded_over_all_connections() -> None:
     world = World(limit=256)
     peers = [world.peer(0) for _ in range(20)]
     other = world.peer(1)

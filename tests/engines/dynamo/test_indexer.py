@@ -134,7 +134,7 @@ def test_the_indexer_drops_evicted_blocks(tmp_path: Path) -> None:
             indexer.knows(tokens, all=n, cpu=n)
 
 
-def test_it_knows_which_tier_has_a_block(tmp_path: Path) -> None:
+def test_the_indexer_knows_the_tier_of_a_block(tmp_path: Path) -> None:
     settings = {**WITH_NVME, "nvme": {"limit": "64MiB", "io_threads": 2, "write_policy": "write_through"}}
     with indexed(settings, tmp_path) as (daemon, indexer), namespace(daemon) as (client, ns):
         tokens, keys = prompt(40, 1)
@@ -150,7 +150,7 @@ def test_it_knows_which_tier_has_a_block(tmp_path: Path) -> None:
         indexer.knows(tokens, all=0, cpu=0, disk=0)
 
 
-def test_a_late_indexer_knows_the_same(tmp_path: Path) -> None:
+def test_a_late_indexer_gets_the_same_blocks(tmp_path: Path) -> None:
     with indexed(SMALL, tmp_path) as (daemon, indexer), namespace(daemon) as (client, ns):
         tokens, keys = prompt(30, 1)
         put(ns, tokens, keys)

@@ -158,7 +158,7 @@ def test_a_peer_that_is_killed_takes_its_blocks_along(own: Cluster, opened: Call
     assert backend.read([wanted(put)], ends()) == [OK]
 
 
-def test_a_hanging_peer_delays_nobody(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_hanging_peer_delays_no_call(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url, 2), block(b"k")
     assert backend.write([put], ends()) == [OK]
     own.peer.send_signal(signal.SIGSTOP)
@@ -185,7 +185,7 @@ def test_an_object_being_written_is_missing(own: Cluster, opened: Callable[..., 
     first.join()
 
 
-def test_a_hanging_master_delays_nobody(own: Cluster, opened: Callable[..., Backend]) -> None:
+def test_a_hanging_master_delays_no_call(own: Cluster, opened: Callable[..., Backend]) -> None:
     backend, put = opened(own.url), block(b"k")
     assert backend.write([put], ends()) == [OK]
     own.master.send_signal(signal.SIGSTOP)

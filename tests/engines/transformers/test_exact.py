@@ -142,9 +142,7 @@ def _in_another_process(url: str, salt: bytes) -> tuple[int, list[int], list[Any
         )
 
 
-def test_another_process_restores_what_this_one_stored(
-    cached: Make, daemon: LocalDaemon, salt: bytes
-) -> None:
+def test_another_process_restores_the_stored_blocks(cached: Make, daemon: LocalDaemon, salt: bytes) -> None:
     model = llama()
     generated(cached(model), tokens(104))
     with multiprocessing.get_context("spawn").Pool(1) as pool:

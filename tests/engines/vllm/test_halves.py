@@ -375,7 +375,7 @@ def test_a_page_given_to_another_request_is_not_saved(
     assert ns.lookup(keys) == 2
 
 
-def test_the_scheduler_names_the_pages_that_a_step_gives(client: Client, layout: Layout) -> None:
+def test_the_scheduler_names_the_pages_of_a_step(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     new = SimpleNamespace(block_ids=([1, 2, 3, 4],), num_computed_tokens=64)
     cached = SimpleNamespace(

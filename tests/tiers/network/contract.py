@@ -168,7 +168,7 @@ class Contract:
         ],
         ids=["cut", "header cut", "empty", "bit", "format", "checksum", "foreign", "zeros"],
     )
-    def test_what_is_altered_is_torn(self, backend: Backend, change) -> None:
+    def test_an_altered_object_is_torn(self, backend: Backend, change) -> None:
         put, good = block(b"k", 70_000), block(b"good", 70_000)
         backend.write([put, good], ends())
         self.alter(backend, put.name, change)
@@ -176,7 +176,7 @@ class Contract:
         assert backend.read(got, ends()) == [Outcome.TORN, Outcome.OK]
         assert payload(got[1]) == payload(good)
 
-    def test_what_is_swapped_is_torn(self, backend: Backend) -> None:
+    def test_a_swapped_object_is_torn(self, backend: Backend) -> None:
         put, other = block(b"k", 70_000), block(b"other", 70_000)
         backend.write([put, other], ends())
         kept: list[bytes] = []

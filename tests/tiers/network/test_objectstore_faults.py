@@ -145,7 +145,7 @@ def test_a_cut_response_is_resumed_or_fails(server, backend, nbytes, share) -> N
     assert payload(got) == payload(put) or share != 0.4
 
 
-def test_one_that_is_busy_for_a_moment_is_asked_again(server, backend) -> None:
+def test_a_busy_server_is_asked_again(server, backend) -> None:
     put = block(b"k")
     for call in (backend.write, lambda _, until: backend.read([wanted(put)], until)):
         answers = [error(503, "SlowDown")] * 3
@@ -396,7 +396,7 @@ def test_health_checks_leave_no_objects(server, backend) -> None:
     assert [method for method, _ in server.requests] == ["PUT", "GET", "POST"]
 
 
-def test_health_is_not_asked_for_more_than_it_wrote(server, backend) -> None:
+def test_a_health_check_reads_at_most_its_own_object(server, backend) -> None:
     """A library that takes memory for what a server promises would end the process."""
     promise = {"Content-Length": str(1 << 50)}
     server.twist = lambda request, reply: (

@@ -528,7 +528,7 @@ def test_a_key_that_is_no_string(running: Server) -> None:
         assert backend.write([put], ends()) == [Outcome.OK]
 
 
-def test_no_more_is_asked_for_than_a_server_should_hold() -> None:
+def test_requests_in_flight_are_bounded_in_bytes() -> None:
     asked = bytearray()
 
     def serve(connection: socket.socket) -> None:

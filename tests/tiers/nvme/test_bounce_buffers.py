@@ -110,7 +110,7 @@ def test_urgent_blocks_go_first_and_the_oldest_of_them_before_the_others() -> No
     engine.close()
 
 
-def test_blocks_that_nobody_waits_for_move_while_urgent_ones_keep_coming() -> None:
+def test_background_blocks_move_beside_a_stream_of_urgent_ones() -> None:
     inner = ByHand()
     engine, waiter = BounceBufferEngine(inner, SLOT), Waiter()
     engine.submit([sealed(-1, i, aligned(SLOT), False) for i in (0, 1)], waiter)
@@ -148,7 +148,7 @@ def test_a_block_that_cannot_be_sealed_fails_alone(fd: int) -> None:
     engine.close()
 
 
-def test_close_waits_for_what_waits_for_a_buffer(fd: int) -> None:
+def test_close_waits_for_blocks_that_wait_for_a_buffer(fd: int) -> None:
     engine, waiters = BounceBufferEngine(PosixEngine(1), SLOT), [Waiter() for _ in range(50)]
     for i, waiter in enumerate(waiters):
         engine.submit([sealed(fd, i, aligned(noise(BLOCK, i)), True)], waiter)

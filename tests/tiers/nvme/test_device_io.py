@@ -106,7 +106,7 @@ def through(fd: int, index: int, buffer: DeviceBuffer, write: bool, holds: Any =
 
 
 class TestEngines:
-    def test_what_was_written_is_read(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
+    def test_written_bytes_are_read(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
         blocks = [noise(LENGTH, i) for i in range(50)]
         slots = filled(gpu, *blocks)
         assert run(engine, [through(fd, i, slot, True) for i, slot in enumerate(slots)]) == [None] * 50
@@ -186,7 +186,9 @@ class TestEngines:
         assert outcomes == [errno.EIO, errno.EIO, None]
         assert plain[:LENGTH] == noise(LENGTH)
 
-    def test_what_an_engine_cannot_reach_fails(self, engine: BounceBufferEngine, gpu: Gpu, fd: int) -> None:
+    def test_memory_that_an_engine_cannot_access_fails(
+        self, engine: BounceBufferEngine, gpu: Gpu, fd: int
+    ) -> None:
         assert not engine.device_memory
         [slot] = filled(gpu, noise(SLOT))
         assert run(engine, [BlockIO(fd, 0, slot, True)]) == [errno.EINVAL]
@@ -337,7 +339,9 @@ class TestTier:
         assert folder.write(copy, slots) == [FAILED] * 4
         assert folder.read(copy, [aligned(SLOT) for _ in blocks]) == [OK] * 4
 
-    def test_the_engine_is_told_of_allocations(self, folder: Folder, io: PosixEngine, gpu: Gpu) -> None:
+    def test_allocations_are_registered_with_the_engine(
+        self, folder: Folder, io: PosixEngine, gpu: Gpu
+    ) -> None:
         whole = gpu.allocate(4 * MIB)
         folder.tier.engine.register(whole)
         if isinstance(io, Reaching):

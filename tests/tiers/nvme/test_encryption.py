@@ -48,7 +48,7 @@ def key_file(path: Path, tenant: str = "team") -> Path:
 
 
 class TestBlocks:
-    def test_what_was_sealed_opens_also_after_a_restart(self, tmp_path: Path) -> None:
+    def test_encrypted_blocks_are_readable_after_a_restart(self, tmp_path: Path) -> None:
         with opened(tmp_path) as folder:
             assert [folder.write(1, b"a", 0), folder.write(1, b"b", 1), folder.write(2, b"a")] == [OK] * 3
             assert [folder.read(1, b"a", 0), folder.read(1, b"b", 1), folder.read(2, b"a")] == [OK] * 3
@@ -208,7 +208,7 @@ class TestKeys:
         with pytest.raises(TierError, match=r"team\.key has 30 bytes"), opened(tmp_path):
             pass
 
-    def test_erased_blocks_are_noise_whoever_kept_the_slabs(
+    def test_copies_of_slabs_are_unreadable_after_erasure(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         path, copy = tmp_path / "tier", tmp_path / "copy"
@@ -305,7 +305,7 @@ class TestTurning:
             assert folder.write(1, b"new") == OK
             assert folder.read(3, b"public") == OK
 
-    def test_on_leaves_nothing_of_what_was_evicted(self, tmp_path: Path) -> None:
+    def test_turning_encryption_on_removes_plain_blocks(self, tmp_path: Path) -> None:
         with opened(tmp_path, encrypt=PLAIN) as folder:
             folder.write(1, b"evicted")
             folder.tier.drop(folder.identity(1, b"evicted"), folder.copy(1, b"evicted", 0).target_where)
@@ -333,7 +333,7 @@ class TestTurning:
         with opened(tmp_path) as folder:
             assert folder.restored() == [(1, b"new")]
 
-    def test_off_forgets_what_was_sealed_and_its_key(self, tmp_path: Path) -> None:
+    def test_turning_encryption_off_removes_encrypted_blocks_and_the_key(self, tmp_path: Path) -> None:
         with opened(tmp_path) as folder:
             folder.write(1, b"old")
         with opened(tmp_path, encrypt=PLAIN) as folder:
@@ -354,7 +354,7 @@ class TestTurning:
             assert folder.write(1, b"more", 1) == OK
             assert spilled(tmp_path, b"more") == []
 
-    def test_a_tenant_that_comes_later_is_encrypted_from_its_first_block(self, tmp_path: Path) -> None:
+    def test_a_new_tenant_is_encrypted_from_its_first_block(self, tmp_path: Path) -> None:
         with opened(tmp_path, encrypt={}) as folder:
             assert not folder.tier.keys.encrypts("late")
             folder.tier.keys.encrypt("late")
@@ -399,7 +399,7 @@ class TestMasterKey:
         assert repr(MASTER.key) not in repr(master)
 
     @pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "00" * 16 + " " + "00" * 16])
-    def test_what_is_no_key_is_named(self, tmp_path: Path, text: str) -> None:
+    def test_an_invalid_key_file_is_named(self, tmp_path: Path, text: str) -> None:
         path = self.write(tmp_path, text)
         with pytest.raises(ConfigError, match="64 hex digits") as raised:
             MasterKey.load(path)

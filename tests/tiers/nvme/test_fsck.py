@@ -254,7 +254,7 @@ def test_damage_is_found_repaired_and_gone(folder: Path, damage: str) -> None:
     assert served(folder) == {size: set(keys) - lost for size, keys in KEYS.items()}
 
 
-def test_exit_codes_tell_what_is_left(folder: Path) -> None:
+def test_exit_codes_say_what_was_repaired(folder: Path) -> None:
     lost, kinds = one_bit(Records(folder))
     found = run(str(folder), code=1)
     assert (found["kinds"], found["problems"], found["repaired"]) == (kinds, 1, 0)
@@ -329,7 +329,7 @@ def test_the_wrong_key_finds_no_damage(sealed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("master", [MASTER, None], ids=["key", "no key"])
-def test_what_no_key_can_open_any_more_is_told(sealed: Path, master: MasterKey | None) -> None:
+def test_blocks_without_a_key_are_reported(sealed: Path, master: MasterKey | None) -> None:
     (sealed / "keys" / "team.key").unlink()
     assert fsck(sealed, None, True, quiet, master).counts() == {Kind.NO_KEY: 3}
     assert len(fsck(sealed, None, False, quiet).blocks) == 1
@@ -343,9 +343,7 @@ def test_sealed_blocks_need_sealed_slots(sealed: Path) -> None:
     assert fsck(sealed, None, False, quiet, MASTER).counts() == {Kind.SLOT_BYTES: 2}
 
 
-def test_what_the_device_cannot_read_costs_no_neighbour(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_block_affects_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = Records(folder)
     row = records.of[SMALL][9]
     bad = int(records.loaded.blocks.index[row]) * SMALL
@@ -418,7 +416,7 @@ def test_a_folder_in_use_is_left_alone(folder: Path) -> None:
         (("-c", "/nowhere.toml"), "cannot read /nowhere.toml"),
     ],
 )
-def test_what_cannot_be_checked_is_named(args: tuple[str, ...], why: str) -> None:
+def test_folders_that_cannot_be_checked_are_named(args: tuple[str, ...], why: str) -> None:
     ran = cli("fsck", *args)
     assert ran.returncode == 2
     assert why in ran.stderr

@@ -42,7 +42,7 @@ def all_of(device: NvmeTier, extents: int) -> list[int]:
     return made
 
 
-def test_slabs_that_nobody_had_do_not_count_twice(tmp_path: Path) -> None:
+def test_unassigned_slabs_are_counted_once(tmp_path: Path) -> None:
     before = opened(tmp_path)
     make_extents(before)
     before.close()

@@ -293,7 +293,7 @@ class TestOrder:
 
 
 class TestFailing:
-    def test_a_commit_that_fails_loses_its_puts_and_owes_its_deletions(
+    def test_a_failed_commit_drops_its_puts_and_repeats_its_deletions(
         self, journal: Journal, answers: Answers, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         journal.put(batch(b"old", b"older"), NOTHING_TO_SYNC, lambda _: None)
@@ -333,7 +333,7 @@ class TestFailing:
         assert "deletions were not written" in caplog.text
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_a_full_disk_refuses_and_keeps_what_was_committed(
+    def test_a_full_disk_refuses_commits_and_keeps_earlier_ones(
         self, tmp_path: Path, answers: Answers, kind: str
     ) -> None:
         kept: set[bytes] = set()
@@ -391,7 +391,7 @@ class TestFailing:
         assert "3 records wait for" in str(answers.told["over"])
         assert stored(journal) == {b"gate", b"b", b"c", b"f"}
 
-    def test_a_callback_that_raises_harms_nobody(
+    def test_a_raising_callback_affects_no_other(
         self, journal: Journal, caplog: pytest.LogCaptureFixture
     ) -> None:
         def broken(_: Exception | None) -> None:
@@ -470,7 +470,9 @@ class TestOpening:
         assert set(loaded.extents) == {0, 1, 2}
 
     @pytest.mark.parametrize("how", ["garbage", "cut", "odd"])
-    def test_what_lmdb_cannot_read_is_moved_aside(self, tmp_path: Path, how: str, answers: Answers) -> None:
+    def test_records_that_lmdb_cannot_read_are_moved_aside(
+        self, tmp_path: Path, how: str, answers: Answers
+    ) -> None:
         journal = Journal.open(tmp_path, MIB)
         journal.put(batch(*(b"%d" % i for i in range(2000))), NOTHING_TO_SYNC, answers.named("put"))
         journal.close()
@@ -519,7 +521,7 @@ class TestOpening:
         assert len(again.load().blocks) == 100_000
         again.close()
 
-    def test_records_that_make_no_sense_are_told_apart(self, tmp_path: Path, answers: Answers) -> None:
+    def test_invalid_records_are_recognized(self, tmp_path: Path, answers: Answers) -> None:
         journal = Journal.open(tmp_path, MIB)
         journal.put_namespace(1, Namespace("default", {"block_bytes": 4096}, bytes(16)))
         journal.put_extent(1, 4096, "default")

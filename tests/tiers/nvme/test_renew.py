@@ -76,7 +76,7 @@ def test_a_slab_is_removed_after_its_records(site: Site, heard: Heard, tmp_path:
     assert (loaded.extents[0], loaded.owners[0]) == (2 * ALIGN, "b")
 
 
-def test_nothing_goes_while_the_deletions_fail(
+def test_no_slab_is_removed_while_deletions_fail(
     site: Site, heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slab = tmp_path / "slabs" / "000000.slab"
@@ -109,7 +109,7 @@ def test_no_room_for_the_new_slab_says_so_and_others_go_on(
     assert site.results[number] == [0]
 
 
-def test_a_slab_that_is_gone_is_not_synced(site: Site, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_slab_is_not_synced(site: Site, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that failed is made up for by the next one, but not for an extent that was renewed since."""
 
     def broken(*_: object) -> None:
@@ -209,7 +209,7 @@ def after_crash(folder: Path) -> dict[str, Any]:
     return {"blocks": numbers, "owner": found.owners.get(0), "other": OTHER in data}
 
 
-def test_a_kill_at_any_step_leaves_nobody_with_anothers_bytes(before: Path, tmp_path: Path) -> None:
+def test_a_kill_at_any_step_mixes_no_blocks(before: Path, tmp_path: Path) -> None:
     owners, number, code = set(), 0, -signal.SIGKILL
     while code:
         number += 1

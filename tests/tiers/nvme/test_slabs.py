@@ -170,7 +170,7 @@ def test_a_sync_that_fails_says_so(slabs: Slabs, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../other")])
-def test_what_is_no_file_is_an_error_and_not_followed(
+def test_a_slab_that_is_no_file_is_an_error_and_not_followed(
     slabs: Slabs, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     (tmp_path / "other").write_bytes(b"somebody's")

@@ -199,7 +199,7 @@ def test_blocks_dropped_during_a_write_get_no_record(site: Site, moment: str) ->
     assert site.results[number][0] == (FAILED if moment == "moving" else OK)
 
 
-def test_when_durable_comes_after_all_that_was_asked_before(site: Site) -> None:
+def test_when_durable_waits_for_all_earlier_work(site: Site) -> None:
     told: list[Exception | None] = []
     site.write((b"a", 0, 0))
     site.engine.move()
@@ -222,7 +222,7 @@ def test_recorded_times_increase_if_the_clock_is_set_back(site: Site, tmp_path: 
     assert np.all(np.diff(blocks.stored_at) > 0)
 
 
-def test_the_clock_goes_on_from_the_latest_record_after_a_restart(tmp_path: Path) -> None:
+def test_after_a_restart_the_clock_continues_from_the_latest_record(tmp_path: Path) -> None:
     first = Site(tmp_path)
     first.now = 9e9
     first.write((b"future", 0, 0))
@@ -237,7 +237,7 @@ def test_the_clock_goes_on_from_the_latest_record_after_a_restart(tmp_path: Path
     second.tier.close()
 
 
-def test_what_is_not_kept_has_its_slabs_until_no_record_speaks_of_them(tmp_path: Path) -> None:
+def test_slabs_are_kept_until_no_record_refers_to_them(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.write((b"a", 2, 0))
     site.engine.move()
