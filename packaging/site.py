@@ -66,7 +66,7 @@ def _copy(source: str) -> str:
             return f"[{text}]({target.removeprefix('docs/')}{anchor})"
         return f"[{text}]({pages[target]}{anchor})" if target in pages else text
 
-    document = (ROOT / source).read_text(encoding="utf-8")
+    document = (ROOT / source).read_text(encoding="utf-8").replace('="docs/', '="')
     return re.sub(r"\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)", link, document)
 
 

@@ -55,6 +55,13 @@ def test_the_reference_names_paths_and_metrics(site: Path) -> None:
         assert name in metrics
 
 
+def test_the_pictures_of_the_start_page_exist(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    pictures = re.findall(r'(?:src|srcset)="([\w.-]+\.(?:svg|png))"', page)
+    assert {"ttft-light.svg", "ttft-dark.svg"} <= set(pictures)
+    assert all((site / picture).exists() for picture in pictures)
+
+
 def test_a_broken_link_fails(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
