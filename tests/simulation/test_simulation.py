@@ -208,8 +208,8 @@ def leases_for_ever(patch: Patch) -> None:
 
 def forgetful_handover(patch: Patch) -> None:
     """What was in memory is not taken in."""
-    in_memory = recovery.in_memory
-    patch.setattr(recovery, "in_memory", lambda *found: _without_first(in_memory(*found)))
+    in_memory = recovery.dram_restore
+    patch.setattr(recovery, "dram_restore", lambda *found: _without_first(in_memory(*found)))
 
 
 def forgetful_recovery(patch: Patch) -> None:
