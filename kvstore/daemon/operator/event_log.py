@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.core.residency.decision_log import EVERY_TIER, DecisionKind, Noted
 from kvstore.core.view import Health
 from kvstore.daemon.operator.command import command
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import Namespaces
@@ -25,13 +26,12 @@ MOST_EVENTS = 64
 _MOST_ENTRIES = 4096
 _MOST_CLOSED = 4096
 
-ENTRY_KINDS = (
-    *("started", "reloaded", "published", "forgotten", "deleted", "renewed", "removed", "lost"),
-    *("fenced", "unfenced", "unreadable", "readable", "unwritable", "writable", "joined", "leaving", "left"),
-)
-"""Kinds of entries about the daemon, its devices, namespaces and tenants."""
+MEANINGS = {kind.name.lower(): kind.meaning for kind in DecisionKind}
+for _kind in EntryKind:
+    MEANINGS[_kind.value] = " ".join(filter(None, (MEANINGS.get(_kind.value), _kind.meaning)))
+"""All kinds of events with their meanings."""
 
-KINDS = (*(kind.name.lower() for kind in DecisionKind), *ENTRY_KINDS)
+KINDS = tuple(MEANINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LogEntry:
     number: int
     decisions: int
     at: float
-    what: str
+    what: EntryKind
     tier: str
     tenant: str
     namespace: str
@@ -67,7 +67,7 @@ class EventLog:
     # -- writing
 
     def add(
-        self, what: str, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
+        self, what: EntryKind, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
     ) -> None:
         """Adds an entry with the current time."""
         decisions = self._core.view.decisions.written
@@ -97,10 +97,9 @@ class EventLog:
         if seen == self._devices:
             return False
         for tier, now, before in zip(tiers, seen, self._devices, strict=False):
-            words = ("unfenced", "fenced"), ("unreadable", "readable"), ("unwritable", "writable")
-            for word, is_so, was_so in zip(words, now, before, strict=True):
+            for kinds, is_so, was_so in zip(_CHANGES, now, before, strict=True):
                 if is_so != was_so:
-                    self.add(word[is_so], tier=tier.name)
+                    self.add(kinds[is_so], tier=tier.name)
         self._devices = seen
         return True
 
@@ -195,10 +194,18 @@ class EventLog:
         rest = {"key": "", "score": None, "detail": entry.detail}
         names = {"tier": entry.tier, "tenant": entry.tenant, "namespace": entry.namespace}
         at_s = self._unix_s(entry.at)
-        return {"number": entry.number, "at_s": at_s, "what": entry.what, **names, **rest}
+        return {"number": entry.number, "at_s": at_s, "what": entry.what.value, **names, **rest}
 
     def _unix_s(self, at: float) -> float:
         return round(self._clock() - (self._core.now() - at), 3)
+
+
+_CHANGES = (
+    (EntryKind.UNFENCED, EntryKind.FENCED),
+    (EntryKind.UNREADABLE, EntryKind.READABLE),
+    (EntryKind.UNWRITABLE, EntryKind.WRITABLE),
+)
+"""The kind of entry for each of a device's states, by the new value."""
 
 
 def _states(health: Health) -> tuple[bool, bool, bool]:
