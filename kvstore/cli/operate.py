@@ -185,7 +185,9 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 @config_app.command("check")
-def config_check(file: Path, as_json: JsonOption = False) -> None:
+def config_check(
+    file: Annotated[Path, typer.Argument(help="The configuration file.")], as_json: JsonOption = False
+) -> None:
     """Validate a configuration file as the daemon does.
 
     Example: kvstore config check kvstore.toml

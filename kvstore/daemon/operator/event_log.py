@@ -23,15 +23,12 @@ from kvstore.errors import MisuseError
 MOST_EVENTS = 64
 """Events on one page. A longer page would delay other requests."""
 
-_MOST_ENTRIES = 4096
+MOST_ENTRIES = 4096
+"""The latest entries, which are never overwritten."""
 _MOST_CLOSED = 4096
 
-MEANINGS = {kind.name.lower(): kind.meaning for kind in DecisionKind}
-for _kind in EntryKind:
-    MEANINGS[_kind.value] = " ".join(filter(None, (MEANINGS.get(_kind.value), _kind.meaning)))
-"""All kinds of events with their meanings."""
-
-KINDS = tuple(MEANINGS)
+KINDS = tuple(dict.fromkeys([*(kind.name.lower() for kind in DecisionKind), *map(str, EntryKind)]))
+"""All kinds of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class EventLog:
     _authenticator: Authenticator
     _instance: bytes
     _clock: Callable[[], float]
-    _max_entries: int = _MOST_ENTRIES
+    _max_entries: int = MOST_ENTRIES
     _entries: list[LogEntry] = field(default_factory=list, init=False)
     _dropped: int = field(default=0, init=False)
     _lost_up_to: int = field(default=0, init=False)
