@@ -15,7 +15,7 @@ NO_ROOM, WORTH_LESS = "no room", "worth less than what is stored"
 DENIALS = {
     NO_ROOM: "The tenant's limit or the tier is full, and nothing could be evicted in time: leases, pins and "
     "floors of other tenants protect the stored blocks. Raise `dram.limit` or the tenant's limit.",
-    WORTH_LESS: "Every stored block is more likely to be used again. Only the policy `hazard` refuses blocks.",
+    WORTH_LESS: "Every stored block is more likely to be used again. Only `hazard` refuses such blocks.",
 }
 """The reasons why keys were DENIED, with their meanings."""
 

@@ -23,8 +23,8 @@ _UNITS = {
 def page() -> Iterator[str]:
     """Yields the page: labels, then the metrics of each type."""
     yield "# All metrics\n\nGenerated from the code. [REST, metrics, health](../rest.md#hit-ratio) defines"
-    yield "the hit ratio. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`. Metrics"
-    yield "of tiers that are not configured have no rows.\n"
+    yield "the hit ratio. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."
+    yield "Metrics of tiers that are not configured have no rows.\n"
     yield "\n## Labels\n\n| label | meaning |\n|---|---|"
     for label, meaning in LABELS.items():
         yield f"| `{label}` | {cell(meaning)} |"
