@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -112,7 +113,7 @@ def _raised(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in _CALLS or (name.endswith("Error") and name[:1].isupper()):
             texts = [text for each in node.args if (text := _text(names.get(getattr(each, "id", ""), each)))]
-            if texts and " " in texts[0].replace("...", ""):
+            if texts and re.search(r"[a-z]{3}", texts[0]):
                 yield texts[0], texts[1] if len(texts) > 1 else ""
 
 

@@ -12,6 +12,7 @@ from kvstore.tiers import ownership
 from kvstore.tiers.network import objects
 from kvstore.tiers.nvme import records, store
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, SLOT_RECORD
+from reference.text import cell
 
 _Field = tuple[int, str, str]
 """Offset in bytes, name and type of a field."""
@@ -124,9 +125,9 @@ After the fields, the header has a check (u64, XXH3 of the fields) and zeros.
 
 def offsets(structure: str) -> Iterator[str]:
     """Yields the table of a structure's fields."""
-    yield "| offset | field | type | meaning |\n|---|---|---|---|"
+    yield "| field | offset | type | meaning |\n|---|---|---|---|"
     for at, name, kind in _STRUCTURES[structure]:
-        yield f"| {at} | `{name}` | {kind} | {_MEANINGS[structure].get(name, '')} |"
+        yield f"| `{name}` | {at} | {kind} | {cell(_MEANINGS[structure].get(name, ''))} |"
 
 
 def missing() -> Iterator[str]:

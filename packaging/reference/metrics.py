@@ -29,11 +29,13 @@ def page() -> Iterator[str]:
     for label, meaning in LABELS.items():
         yield f"| `{label}` | {cell(meaning)} |"
     for kind in ("gauge", "counter", "histogram"):
-        yield f"\n## {kind.capitalize()}s\n\n| metric | unit | labels | meaning |\n|---|---|---|---|"
+        yield f"\n## {kind.capitalize()}s\n\n| metric | meaning |\n|---|---|"
         for family in sorted(families(), key=lambda family: family.name):
             if family.kind == kind:
                 labels = ", ".join(f"`{label}`" for label in family.labels)
-                yield f"| `{family.name}` | {_unit(family.name)} | {labels} | {cell(family.about)} |"
+                facts = {"unit": _unit(family.name), "labels": labels}
+                shown = [f"<span class=fact>*{name}:* {said}</span>" for name, said in facts.items() if said]
+                yield f"| `{family.name}` | {' '.join([cell(family.about), *shown])} |"
 
 
 def missing() -> Iterator[str]:

@@ -24,19 +24,18 @@ field changes its meaning, and no tag is given to another message.
 A client connects to the Unix socket of the daemon and sends [Hello](#hello). The daemon answers with
 [Welcome](#welcome), or with [Failure](#failure) and the end of the connection. Until Hello, a frame has at
 most 4 KiB, and Hello must arrive within 5 s. The daemon identifies the peer by the token in Hello, or by
-the user and groups of its process. Namespaces, leases, reservations and extents are numbered per
-connection.
+the user and groups of its process. Namespaces, leases and reservations are numbered per connection.
 
-A client sends requests without waiting for answers. A request has a number (`id`), and its answer repeats
-it. Answers may come in another order than requests. [Denied](#denied) or [Busy](#busy) can answer any
-request. Messages without an `id`, such as [Release](#release), have no answer.
+A client may send requests before earlier ones are answered. A request has a number (`id`), and its answer
+repeats it. Answers may come in another order than requests. [Denied](#denied) or [Busy](#busy) can answer
+any request. Messages without an `id`, such as [Release](#release), have no answer.
 
 ## Frames
 A frame is a length (u32, little-endian) and a message of that many bytes. A message is a MessagePack array:
 the tag, then the fields in order. A frame has at most `frame_bytes` of Welcome, by default
 {DEFAULT_FRAME_BYTES:,} bytes. The lists and maps of a request have at most {m.MOST_VALUES:,} values in all,
-those of an operator {m.MOST_OF_OPERATORS:,}. A broken rule ends the connection. Times are relative, in
-seconds. The keys of a request are one byte string of keys of equal length.
+those of an operator {m.MOST_OF_OPERATORS:,}. A message that breaks these rules ends the connection. Times
+are relative, in seconds. The keys of a request are one byte string of keys of equal length.
 
 ## Leases
 [Acquire](#acquire) and [Reserve](#reserve) lease slots in shared memory. The client reads or writes the
