@@ -16,6 +16,10 @@ _MADE_BY_CALLERS = ("Client", "AsyncClient", "Fp8")
 """Classes, besides dataclasses, that callers construct."""
 
 
+_WIDTH = 60
+"""The longest signature on one line, in characters."""
+
+
 def page() -> Iterator[str]:
     """Yields the page: a heading for each class and function, and for each method."""
     yield "# Python API\n\nGenerated from docstrings. [Python client](../python.md) has an example,"
@@ -64,8 +68,25 @@ def _members(thing: type) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _entry(level: str, title: str, code: str, thing: Any) -> str:
-    shown = f"```python\n{code}\n```\n\n" if code else ""
+    shown = f"```python\n{_folded(code)}\n```\n\n" if code else ""
     return f"\n{level} {title}\n\n{shown}{prose(inspect.getdoc(thing) or '')}"
+
+
+def _folded(code: str) -> str:
+    """Returns a signature with one argument per line if it is long."""
+    if len(code) <= _WIDTH:
+        return code
+    lines, depth = [""], 0
+    for part in re.split(r"([(\[\])]|, )", code):
+        depth += (part in ("(", "[")) - (part in (")", "]"))
+        if part == "(" and depth == 1 or part == ", " and depth == 1:
+            lines[-1] += part.rstrip()
+            lines.append("    ")
+        elif part == ")" and depth == 0:
+            lines.append(part)
+        else:
+            lines[-1] += part
+    return "\n".join(lines)
 
 
 def _arguments(thing: type) -> str:

@@ -29,9 +29,9 @@ def page() -> Iterator[str]:
         answer = operation["responses"].get("200", operation["responses"].get("201", {}))
         if names := _names(_content(answer)):
             yield f"\nAnswer: {_links(names)}"
-        statuses = sorted(status for status in operation["responses"] if status >= "400")
-        if statuses:
-            yield f"\nErrors: {', '.join(statuses)}"
+        errors = sorted(status for status in operation["responses"] if status >= "400")
+        if errors:
+            yield f"\n[Errors](errors.md#http-statuses): {', '.join(errors)}"
     yield "\n# Objects\n"
     for name, each in sorted(schema["components"]["schemas"].items()):
         yield f"\n## {name}\n\n{prose(each.get('description', ''))}\n"
