@@ -79,7 +79,7 @@ def _folded(code: str) -> str:
     lines, depth = [""], 0
     for part in re.split(r"([(\[\])]|, )", code):
         depth += (part in ("(", "[")) - (part in (")", "]"))
-        if part == "(" and depth == 1 or part == ", " and depth == 1:
+        if depth == 1 and part in ("(", ", "):
             lines[-1] += part.rstrip()
             lines.append("    ")
         elif part == ")" and depth == 0:
