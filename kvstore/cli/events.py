@@ -19,8 +19,6 @@ from kvstore.cli.shared.options import DEFAULT_SOCKET, DaemonOptions, SocketOpti
 from kvstore.config import parse_duration
 from kvstore.errors import UnavailableError, printable
 
-app = typer.Typer()
-
 _EVERY_S = 0.5
 _SHOWN = 100
 _DEADLINE_S = 5.0
@@ -35,7 +33,6 @@ class Filter:
     since: float
 
 
-@app.command()
 def events(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
@@ -49,22 +46,22 @@ def events(
             metavar="NAMES", help="Only these kinds, separated by commas.", autocompletion=completion.kinds
         ),
     ] = "",
-    since: Annotated[str, Option(metavar="TIME", help="Only events of this time span: 5m.")] = "",
+    since: Annotated[str, Option(metavar="TIME", help="Only events of this time span, such as 5m.")] = "",
     lines: Annotated[
         int | None,
         Option(
             "--lines",
             "-n",
             min=0,
-            help="Maximum number of past events.",
-            show_default="100, with --since all",
+            help="Maximum number of past events. Without it: 100, or all with --since.",
         ),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Print decisions about blocks and events of the daemon, newest last. For operators.
+    """Print decisions about blocks and events of the daemon.
 
-    With --follow, the command waits while the daemon is down and continues after its restart.
+    The newest event is the last. With --follow, the command waits while the daemon is down and continues
+    after its restart. For operators.
 
     Example: kvstore events --follow --what dropped,refused
     """

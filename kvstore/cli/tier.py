@@ -12,7 +12,7 @@ from kvstore.cli.shared.options import DaemonOptions
 from kvstore.cli.shared.output import pairs, tier_table
 from kvstore.errors import MisuseError
 
-app = Commands(no_args_is_help=True, help="Show tiers.")
+app = Commands(help="Show the contents, limits and state of tiers.")
 
 TierArgument = Annotated[
     str,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,36 +21,55 @@ from rich.table import Table
 from kvstore.config import format_size
 from kvstore.errors import printable
 
-_PIPED_COLUMNS = 200
+_PIPED_COLUMNS = 10_000
+_TIER_BAR_COLUMNS = 8
+
+
+def decorated(stderr: bool = False) -> bool:
+    """Returns whether the output may have colours, boxes and bars: on a terminal, without NO_COLOR."""
+    return Console(stderr=stderr).is_terminal and not os.environ.get("NO_COLOR")
+
+
+def console(stderr: bool = False) -> Console:
+    """Returns a console. It has no colours in a pipe and with NO_COLOR. Lines in a pipe are not wrapped."""
+    made = Console(stderr=stderr, color_system="auto" if decorated(stderr) else None)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _PIPED_COLUMNS
+    return made
 
 
 def show(values: Any, as_json: bool, render: Callable[[], RenderableType]) -> None:
-    """Prints values as JSON, or rendered. Output to a pipe has no colours and wide lines."""
+    """Prints values as JSON, or rendered."""
     if as_json:
         typer.echo(json.dumps(values))
         return
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    Console(width=_PIPED_COLUMNS if piped else None).print(render())
+    console().print(render())
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[RenderableType]] = ()) -> Table:
-    """Returns a table in the style of all commands."""
-    made = Table(*columns, box=box.SIMPLE_HEAD)
+    """Returns a table in the style of all commands: with a line below its head, but not in a pipe."""
+    pretty = decorated()
+    made = Table(*columns, box=box.SIMPLE_HEAD if pretty else None, pad_edge=pretty)
     for row in rows:
         made.add_row(*row)
     return made
 
 
 def tier_table(tiers: list[dict[str, Any]]) -> Table:
-    """Returns a table with one row per tier and a bar of its usage."""
+    """Returns a table with one row per tier and, on a terminal, a bar of its usage."""
     columns = list(dict.fromkeys(key for tier in tiers for key in tier))
-    made = table(["full", *map(words, columns)])
+    made = table([*(["full"] if decorated() else ()), *map(words, columns)])
     made.collapse_padding = True
     for tier in tiers:
-        limit_bytes, used_bytes = tier.get("limit_bytes", 0), tier.get("used_bytes", 0)
-        bar = ProgressBar(total=max(1, limit_bytes), completed=used_bytes, width=8)
-        made.add_row(bar, *(cell(key, tier.get(key)) for key in columns))
+        bars = usage_bars(tier.get("used_bytes", 0), tier.get("limit_bytes", 0), _TIER_BAR_COLUMNS)
+        made.add_row(*bars, *(cell(key, tier.get(key)) for key in columns))
     return made
+
+
+def usage_bars(used_bytes: int, limit_bytes: int, width: int) -> list[ProgressBar]:
+    """Returns one bar of this width in columns, or none where output has no bars."""
+    bar = ProgressBar(total=max(1, limit_bytes), completed=used_bytes, width=width)
+    return [bar] if decorated() else []
 
 
 def pairs(title: str, values: dict[str, Any]) -> Table:
@@ -103,4 +121,4 @@ def size(nbytes: int | None) -> str:
 def progress_bar(*columns: ProgressColumn, hidden: bool) -> Progress:
     """Returns a bar with these columns between the bar and the remaining time. It disappears at the end."""
     left, right = (TextColumn("{task.description}"), BarColumn()), TimeRemainingColumn()
-    return Progress(*left, *columns, right, console=Console(stderr=True), transient=True, disable=hidden)
+    return Progress(*left, *columns, right, console=console(stderr=True), transient=True, disable=hidden)
