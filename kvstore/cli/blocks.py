@@ -48,7 +48,7 @@ def why(
     with Client(url_of(daemon.socket), deadline_s=10.0) as client:
         known = [_in_hex(block) for block in client.explain(keys, tenant, model)]
     if known or daemon.as_json:
-        tables = map(_one, known) if len(keys) == 1 else [table(_COLUMNS, map(_row, known))]
+        tables = map(_one, known) if len(keys) == 1 else [table(_COLUMNS, map(_row, known), whole=("key",))]
         daemon.show({"keys": len(keys), "blocks": known}, lambda: Group(*tables))
     else:
         typer.echo("unknown key" if len(keys) == 1 else "unknown keys", err=True)

@@ -19,14 +19,14 @@ from kvstore.errors import MisuseError
 app = Commands(help="Show, add, remove, drain or fence the devices of tiers.")
 
 _COLUMNS = [
-    "device of",
+    "device",
     "state",
     "bandwidth",
     "queued",
     "moving",
     "admission",
-    "written in a day",
-    "drive writes a day",
+    "written/day",
+    "drive writes/day",
 ]
 
 NewDeviceArgument = Annotated[
@@ -130,14 +130,24 @@ def _flat(device: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **admission, "bytes_a_day": budget}
 
 
+def _failures(device: dict[str, Any]) -> list[str]:
+    """Returns what a device does not do although its state allows it."""
+    reads, writes = device["state"] != "fenced", device["state"] == "serving"
+    failing = {
+        "hangs": device["hangs"],
+        "reads fail": reads and not device["readable"],
+        "writes fail": writes and not device["writable"],
+    }
+    return [name for name, fails in failing.items() if fails]
+
+
 def _row(device: dict[str, Any]) -> list[str]:
     """Returns a device as cells of `_COLUMNS`."""
-    flags = [name for name in ("hangs", "readable", "writable") if device[name]]
     admission = device["admission"]
     threshold = f" from {admission['threshold']:.2f}" if admission["threshold"] else ""
     return [
         device["name"],
-        ", ".join([device["state"], *flags]),
+        ", ".join([device["state"], *_failures(device)]),
         f"{format_size(device['bandwidth_bytes_per_s'])}/s",
         *(format_size(sum(device[field].values())) for field in ("queued_bytes", "moving_bytes")),
         admission["mode"] + threshold,

@@ -39,7 +39,7 @@ def list_namespaces(
     """
     with daemon.client() as client:
         found = list(pages(client, "namespaces", "number", tenant=tenant))
-    daemon.show({"namespaces": found}, lambda: table(_COLUMNS, map(_row, found)))
+    daemon.show({"namespaces": found}, lambda: table(_COLUMNS, map(_row, found), whole=("id",)))
 
 
 def _row(namespace: dict[str, Any]) -> list[str]:

@@ -22,7 +22,8 @@ from kvstore import Client
 from kvstore import config as configuration
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import ConfigOption, DaemonOptions, JsonOption, url_of
-from kvstore.cli.shared.output import pairs, progress_bar, show, size, table, tier_table
+from kvstore.cli.shared.output import pairs, progress_bar, show, size, table
+from kvstore.cli.tier import overview
 from kvstore.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def status(daemon: DaemonOptions) -> None:
 def _status_tables(state: dict[str, Any]) -> Iterator[Table]:
     separate = ("tiers", "tenants", "counters", "network", "events")
     yield pairs("daemon", {name: value for name, value in state.items() if name not in separate})
-    yield tier_table(list(state.get("tiers", ())))
+    yield overview(list(state.get("tiers", ())))
     if network := state.get("network"):
         yield pairs("network", network | network.pop("counters"))
     if events := state.get("events"):

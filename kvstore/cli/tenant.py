@@ -185,5 +185,6 @@ def _usage(tenants: list[dict[str, Any]], limits: Mapping[str, int] | None = Non
                 limit = limits[tier["name"]] if tier["limit_bytes"] is None else tier["limit_bytes"]
                 bar = usage_bars(tier["used_bytes"], limit, _BAR_COLUMNS)
             shown.add_row(name, share, tier["name"], *bar, *(size(tier.get(key)) for key in _SIZES))
-            name = share = ""
+            if decorated():
+                name = share = ""
     return shown

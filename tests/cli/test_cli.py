@@ -308,7 +308,11 @@ def test_quotas_show_the_daemons_answers() -> None:
         chat = told(daemon, "quota", "show", "chat")
         assert chat in rows
         assert (chat["share"], chat["tiers"][0]["limit_bytes"]) == (2.0, 8 << 20)
-        [line] = [line for line in run(daemon, "quota", "list").stdout.splitlines() if " chat " in line]
+        [line] = [
+            line
+            for line in run(daemon, "quota", "list").stdout.splitlines()
+            if line.startswith("chat ") and "dram" in line
+        ]
         assert line.split() == ["chat", "2", "dram", "0B", "2MiB", "8MiB"]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import typer
@@ -42,14 +42,28 @@ def show(values: Any, as_json: bool, render: Callable[[], RenderableType]) -> No
     """Prints values as JSON, or rendered."""
     if as_json:
         typer.echo(json.dumps(values))
-        return
-    console().print(render())
+    elif decorated():
+        console().print(render())
+    else:
+        made = console()
+        with made.capture() as text:
+            made.print(render())
+        typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[RenderableType]] = ()) -> Table:
-    """Returns a table in the style of all commands: with a line below its head, but not in a pipe."""
+def table(
+    columns: Iterable[str],
+    rows: Iterable[Iterable[RenderableType]] = (),
+    whole: Collection[str] = (),
+) -> Table:
+    """Returns a table in the style of all commands: with a line below its head, but not in a pipe.
+
+    Cells that are too long for the terminal continue on the next line, except in the columns `whole`.
+    """
     pretty = decorated()
-    made = Table(*columns, box=box.SIMPLE_HEAD if pretty else None, pad_edge=pretty)
+    made = Table(box=box.SIMPLE_HEAD if pretty else None, pad_edge=pretty, collapse_padding=pretty)
+    for name in columns:
+        made.add_column(name, overflow="fold", no_wrap=name in whole)
     for row in rows:
         made.add_row(*row)
     return made
@@ -59,7 +73,6 @@ def tier_table(tiers: list[dict[str, Any]]) -> Table:
     """Returns a table with one row per tier and, on a terminal, a bar of its usage."""
     columns = list(dict.fromkeys(key for tier in tiers for key in tier))
     made = table([*(["full"] if decorated() else ()), *map(words, columns)])
-    made.collapse_padding = True
     for tier in tiers:
         bars = usage_bars(tier.get("used_bytes", 0), tier.get("limit_bytes", 0), _TIER_BAR_COLUMNS)
         made.add_row(*bars, *(cell(key, tier.get(key)) for key in columns))
@@ -92,7 +105,7 @@ def plain(text: str) -> str:
 def cell(name: str, value: Any) -> str:
     """Returns a value as text, formatted by the unit in its field name."""
     if isinstance(value, dict):
-        return plain(", ".join(f"{key} {item}" for key, item in value.items())) or "none"
+        return ", ".join(_item(str(key), item) for key, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return plain(", ".join(map(str, value))) or "none"
     if isinstance(value, bool):
@@ -106,6 +119,12 @@ def cell(name: str, value: Any) -> str:
     if name.endswith("_ratio"):
         return percent(value)
     return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
+
+def _item(name: str, value: Any) -> str:
+    """Returns an item of a dict as text."""
+    text = cell(name, value)
+    return f"{plain(words(name))} ({text})" if isinstance(value, dict) else f"{plain(words(name))} {text}"
 
 
 def percent(ratio: float | None, decimals: int = 2) -> str:
