@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,16 +22,40 @@ from kvstore.config import parse_duration, parse_size
 from kvstore.errors import MisuseError
 
 
-def demo() -> None:
-    """Run a demo: start a daemon, replay chats, kill the daemon midway, and show hits by tier.
+def demo(
+    stay: Annotated[
+        bool, Option("--stay", help="Keep the daemon and a dashboard running until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show hits by tier, a crash without loss, limits and tenants.
+
+    Starts a daemon in a temporary folder, replays chats, kills the daemon midway, and compares every byte.
+    Takes less than a minute.
+
+    Exit codes: 0 every promise was kept, 1 one was not, 2 an error.
 
     Example: kvstore demo
     """
     from kvstore.lab.demo import run  # noqa: PLC0415
+    from kvstore.lab.demo_report import WIDTH  # noqa: PLC0415
 
     unwind_on_sigterm()
-    if not run(console()):
+    shown = console()
+    shown.width = min(shown.width, WIDTH) if shown.is_terminal else WIDTH
+    if not run(shown, _program(), stay):
         raise typer.Exit(1)
+
+
+def _program() -> str:
+    """Returns the words that start this program again: `kvstore` if that is in PATH, otherwise a path."""
+    typed = Path(sys.argv[0]).absolute()
+    if typed.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m kvstore"
+    found = shutil.which(typed.name)
+    if found is not None and Path(found).samefile(typed):
+        return typed.name
+    here = Path.cwd()
+    return shlex.quote(str(typed.relative_to(here) if typed.is_relative_to(here) else typed))
 
 
 def replay(
