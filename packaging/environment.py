@@ -42,10 +42,10 @@ class Progress:
     def text(self) -> str:
         """Returns the progress as text, with a bar once the number of packages is known."""
         if not self.to_install:
-            return f"{self.found} packages found" if self.found else ""
+            return f"{self.found} found" if self.found else ""
         done = min(self._installed() - self._before, self.to_install)
         cells = _BAR_CELLS * done // self.to_install
-        return f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} {done} of {self.to_install} packages installed"
+        return f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} {done} of {self.to_install} installed"
 
     def _installed(self) -> int:
         return sum(1 for _ in self._folder.glob("lib/python*/site-packages/*.dist-info"))
@@ -95,7 +95,7 @@ def main(folder: Path, requirements: Sequence[str]) -> int:
     version = ".".join(map(str, sys.version_info[:3]))
     steps = {
         f"{folder}: Python {version}": [sys.executable, "-m", "venv", str(folder)],
-        f"{folder}: kvstore and its packages (about a minute)": [*pip, *requirements],
+        f"{folder}: packages, about a minute": [*pip, *requirements],
     }
     for what, command in steps.items():
         try:

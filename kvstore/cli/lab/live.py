@@ -52,7 +52,7 @@ def _program() -> str:
     if typed.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m kvstore"
     found = shutil.which(typed.name)
-    if found is not None and Path(found).samefile(typed):
+    if not typed.is_file() or (found is not None and Path(found).samefile(typed)):
         return typed.name
     here = Path.cwd()
     return shlex.quote(str(typed.relative_to(here) if typed.is_relative_to(here) else typed))

@@ -64,7 +64,7 @@ class Group(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as e:
-            raise _ended(_misuse(e)) from None
+            raise _ended_by(e) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -73,7 +73,7 @@ class Group(TyperGroup):
         except KVStoreError as e:
             raise _ended(e) from None
         except _UsageError as e:
-            raise _ended(_misuse(e)) from None
+            raise _ended_by(e) from None
 
 
 def paragraphs(docstring: str) -> str:
@@ -98,10 +98,18 @@ def _ended(error: KVStoreError) -> Exception:
     return typer.Exit(2)
 
 
+def _ended_by(error: Any) -> Exception:
+    """Prints an error of typer, or the help of a group. Returns the exception that ends with 2."""
+    if type(error).__name__ != "NoArgsIsHelpError":
+        return _ended(_misuse(error))
+    # Panels are printed when the error is made; then its message is empty.
+    if error.format_message():
+        typer.echo(error.format_message())
+    return typer.Exit(2)
+
+
 def _misuse(error: Any) -> KVStoreError:
-    """Returns an error of typer in our words. Raises it again if it prints the help."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        raise error
+    """Returns an error of typer in our words."""
     path = error.ctx.command_path if error.ctx else "kvstore"
     wrong = getattr(error, "option_name", "")
     if error.ctx is None or not wrong or not hasattr(error, "possibilities"):
