@@ -88,8 +88,12 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 def shell_lines(url: str, model: Path) -> list[str]:
     """The page's lines for a shell, for this server instead of the page's."""
-    [lines] = re.findall(r"```shell-session\n(.*?)```", PAGE, re.DOTALL)
-    text = lines.replace("localhost:8000", url.removeprefix("http://")).replace("MODEL", str(model))
+    [lines] = re.findall(r"```zsh\n(.*?)```", PAGE, re.DOTALL)
+    text = (
+        lines.replace("\\\n", "")
+        .replace("localhost:8000", url.removeprefix("http://"))
+        .replace("MODEL", str(model))
+    )
     # The server has no tokenizer.
     return text.replace('\\"max_tokens\\": 8', '\\"max_tokens\\": 8, \\"detokenize\\": false').splitlines()
 
