@@ -1,7 +1,8 @@
 """The configuration: one TOML file, validated once into frozen sections.
 
 Lives here: `file` (reading and comparing), `patches` (changes at run time), `sections`, `tenants` and `admin`
-(keys and their checks), `units` (sizes and durations), `example` (the commented default file).
+(keys and their checks), `units` (sizes and durations), `keys` (every key with its documentation), `example`
+(the commented default file).
 
 Import from this package, not from its modules. It may import `types` and `errors` only.
 """
@@ -9,6 +10,7 @@ Import from this package, not from its modules. It may import `types` and `error
 from kvstore.config.admin import HOLDER_PATTERN, Admin, AdminToken, parse_listen
 from kvstore.config.example import example
 from kvstore.config.file import Config, Source, changes, load, parse, read
+from kvstore.config.keys import Key, Table, tables
 from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
 from kvstore.config.sections import (
     FIRST_DEVICE,
@@ -35,12 +37,14 @@ __all__ = [
     "Config",
     "Daemon",
     "Events",
+    "Key",
     "Limits",
     "Network",
     "NvmeDevice",
     "Policy",
     "Secret",
     "Source",
+    "Table",
     "Tenant",
     "TierQuota",
     "Token",
@@ -60,4 +64,5 @@ __all__ = [
     "parse_write_budget",
     "plain",
     "read",
+    "tables",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvstore import Client, Layout
 from kvstore.errors import UnavailableError
 from tests.daemons import BLOCK, eventually, names, payloads
+from tests.docs.blocks import SHELL, blocks
 from tests.lab.small import chats
 from tests.programs import need
 from tests.spawner import spawn
@@ -42,9 +43,9 @@ exec "$@"
 def fenced(text: str) -> list[str]:
     """Returns the lines of shell blocks and of blocks without a language, joined and without comments."""
     lines = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if language in ("", "sh", "bash", "shell", "console") and "│" not in block:
-            whole = re.sub(r"\\\n\s*", " ", block)
+    for block in blocks(text):
+        if block.language in SHELL and not block.reason and "│" not in block.text:
+            whole = re.sub(r"\\\n\s*", " ", block.text)
             lines += [
                 re.sub(r"(^|\s+)#.*$", "", line.removeprefix("$ ")).strip() for line in whole.splitlines()
             ]
@@ -143,6 +144,14 @@ class Site:
                 text.replace("/kvstore.sock", "/own.sock").replace("/admin.sock", "/own-admin.sock")
             )
         return ran
+
+    def run_python(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Runs a block of Python in an environment where `Client()` finds the daemon."""
+        self.ready()
+        return subprocess.run(
+            [sys.executable, "-c", self.placed(code)],
+            capture_output=True, text=True, timeout=120, check=False, env=self.env, cwd=self.folder / "work",
+        )  # fmt: skip
 
     def _serves(self, line: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-c", f"exec {line}"]
