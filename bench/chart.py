@@ -176,10 +176,11 @@ def _ttft(rows: list[tuple[int, float, float]], title: str = "") -> Picture:
     computed, loaded = [row[2] for row in rows], [row[1] for row in rows]
     lines = [Line("recompute", computed, "second"), Line("kvstore hit", loaded, "first")]
     top, height = (54.0, 190.0) if title else (22.0, 190.0)
-    ticks = list(range(int(max(computed)) + 2))
+    # No line of the grid crosses the label above the highest point.
+    ticks, end = list(range(int(max(computed)) + 1)), max(computed) * 1.15
     picture.text(16, top - 8, "seconds", "s")
-    picture.chart((44, top, WIDTH - 84, height), tokens, lines, ticks, [f"{n:,}" for n in tokens])
-    down = height / ticks[-1]
+    picture.chart((44, top, WIDTH - 84, height), tokens, lines, ticks, [f"{n:,}" for n in tokens], end)
+    down = height / end
     for words, seconds in (("recompute", computed[-1]), ("kvstore hit", loaded[-1])):
         y = top + height - seconds * down - 10
         picture.text(WIDTH - 48, y, f"{words}: {seconds:.2g} s", "b", "end")

@@ -87,12 +87,12 @@ class Picture:
 
     def chart(
         self, box: tuple[float, float, float, float], xs: Sequence[float], lines: Sequence[Line],
-        y_ticks: Sequence[float], x_words: Sequence[str],
+        y_ticks: Sequence[float], x_words: Sequence[str], y_end: float = 0.0,
     ) -> None:  # fmt: skip
-        """Draws lines in a box (x, y, width, height in px). The y axis ends at the last of `y_ticks`."""
+        """Draws lines in a box (x, y, width, height in px). The y axis ends at `y_end`, 0: the last tick."""
         left, top, width, height = box
         across = width / (xs[-1] - xs[0])
-        down = height / y_ticks[-1]
+        down = height / (y_end or y_ticks[-1])
         for tick in y_ticks:
             self.line(left, top + height - tick * down, left + width, top + height - tick * down, "grid")
             self.text(left - 8, top + height - tick * down + 4, f"{tick:g}", "s", "end")
