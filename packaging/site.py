@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import posixpath
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -54,6 +55,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Returns a page of docs/ with links to copied documents, such as `../bench/RESULTS.md`, for the site."""
+    here = posixpath.dirname(page.file.src_uri)
+    pages = {document: copy for copy, document in COPIES.items()}
+
+    def link(match: re.Match[str]) -> str:
+        copy = pages.get(posixpath.normpath(posixpath.join("docs", here, match[1])))
+        return f"]({posixpath.relpath(copy, here or '.')}" if copy else match[0]
+
+    return re.sub(r"\]\((\.\./[^)#\s]+)", link, markdown)
 
 
 def _copy(source: str) -> str:
