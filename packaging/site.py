@@ -8,9 +8,11 @@ with links that work there. Not covered: pages of docs/, which are written by ha
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 COPIES = {
     "index.md": "README.md",
     "architecture.md": "ARCHITECTURE.md",
-    "benchmarks.md": "bench/RESULTS.md",
+    "benchmark-results.md": "bench/RESULTS.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "security-reports.md": "SECURITY.md",
@@ -43,6 +45,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Returns a page of docs/ with links to copied documents, such as `../bench/RESULTS.md`, for the site."""
+    here = posixpath.dirname(page.file.src_uri)
+    pages = {document: copy for copy, document in COPIES.items()}
+
+    def link(match: re.Match[str]) -> str:
+        copy = pages.get(posixpath.normpath(posixpath.join("docs", here, match[1])))
+        return f"]({posixpath.relpath(copy, here or '.')}" if copy else match[0]
+
+    return re.sub(r"\]\((\.\./[^)#\s]+)", link, markdown)
 
 
 def _copy(source: str) -> str:

@@ -59,9 +59,10 @@ def inline(text: str) -> list[str]:
 
 
 def handbook(text: str) -> list[str]:
-    """Returns the commands in the second column of the table of symptoms."""
-    table = text.partition("| symptom | command | remedy |")[2].partition("\n\n")[0]
-    return [row.split(" | ")[1].strip("` ") for row in table.splitlines()[2:]]
+    """Returns the commands in the third column of the tables of symptoms."""
+    tables = text.split("| symptom | cause | command | remedy |\n")[1:]
+    rows = [row for table in tables for row in table.partition("\n\n")[0].splitlines()[1:]]
+    return [row.split(" | ")[2].strip("` ") for row in rows]
 
 
 def is_ours(line: str) -> bool:
@@ -80,6 +81,7 @@ class Site:
         self._make("systemctl", _FAKE_SYSTEMCTL.replace("{folder}", str(folder)))
         self._make("runuser", _FAKE_RUNUSER)
         (folder / "etc/kvstore.toml").write_text(self.placed(_CONFIG))
+        (folder / "work/kvstore.toml").write_text(self.placed(_OWN))  # pages run in no order
         chats(folder / "work/trace.jsonl", 50)
         self.env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "COLUMNS": "100"}
         self.env["KVSTORE_SOCKET"] = f"unix://{folder}/run/kvstore.sock"
@@ -129,6 +131,8 @@ class Site:
             need("curl")
         self.ready()
         line = self.placed(line)
+        if line == "kvstore serve":  # without a configuration it would take this machine's socket
+            line = "kvstore serve -c kvstore.toml"
         if re.match(r"kvstore (serve|supervise|admin)\b", line):
             return self._serves(line)
         if "kvstore fsck" in line and "systemctl" not in line:
@@ -174,6 +178,14 @@ class Site:
             process.wait(30)
 
 
+_OWN = """
+[daemon]
+socket = "/run/kvstore/own.sock"
+[dram]
+limit = "16MiB"
+[admin]
+socket = "/run/kvstore/own-admin.sock"
+"""
 _CONFIG = """
 [daemon]
 socket = "/run/kvstore/kvstore.sock"
