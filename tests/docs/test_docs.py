@@ -33,11 +33,10 @@ BLOCKS = [
 FENCED = [(name, line) for name, text in TEXTS.items() for line in fenced(text)]
 ENGINE = "localhost:8000"
 """Lines that ask an engine are not run here: tests/engines/vllm has an engine."""
-RUN = {
-    line: name
-    for name, line in reversed(FENCED)
-    if is_ours(line) and not line.startswith("make") and ENGINE not in line
-}
+RUN: dict[str, str] = {}
+for _name, _line in FENCED:
+    if is_ours(_line) and not _line.startswith("make") and ENGINE not in _line:
+        RUN.setdefault(_line, _name)
 HANDBOOK = sorted(set(handbook(TEXTS["troubleshooting.md"])) - set(RUN))
 
 NOT_RUN = {
@@ -68,7 +67,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         made.close()
 
 
-@pytest.mark.parametrize(("line", "where"), [*reversed(RUN.items())])
+@pytest.mark.parametrize(("line", "where"), [*RUN.items()])
 def test_documented_commands_run(site: Site, line: str, where: str) -> None:
     ran = site.run(line)
     assert ran.returncode in ENDS_WITH.get(line.split()[1], {0}), f"{where}: {ran.stdout}{ran.stderr}"
