@@ -24,6 +24,7 @@ from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import ConfigOption, DaemonOptions, JsonOption, url_of
 from kvstore.cli.shared.output import pairs, progress_bar, show, size, table, tier_table
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import default_folder
 
 if TYPE_CHECKING:
     from kvstore.tiers.nvme.key_files import MasterKey
@@ -176,7 +177,10 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """
     from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
 
-    lines = examine(configuration.load(config))
+    chosen = (
+        configuration.load(config) if config else configuration.choose(configuration.read_memory()).config()
+    )
+    lines = examine(chosen)
     rows = ((_LEVELS[line.level], line.name, escape(line.found), escape(line.advice)) for line in lines)
     values = {"lines": [asdict(line) for line in lines]}
     show(values, as_json, lambda: table(("", "check", "found", "what to do"), rows))
@@ -216,4 +220,4 @@ def config_example() -> None:
 
     Example: kvstore config example > kvstore.toml
     """
-    typer.echo(configuration.example(), nl=False)
+    typer.echo(configuration.example(default_folder()), nl=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -11,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from kvstore.config.sections import LIVE, FilePath, Section, SocketPath
 from kvstore.config.tenants import Secret
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import admin_socket
 
 HOLDER_PATTERN = r"^[A-Za-z0-9_.@-]{1,64}$"
 """Matches names of token holders."""
@@ -55,7 +55,7 @@ class Admin(Section):
     On the socket, root and the daemon's own user need no token. All other callers need one.
     """
 
-    socket: SocketPath = Path("/run/kvstore/admin.sock")
+    socket: SocketPath = Field(default_factory=admin_socket)
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
     listen: Annotated[str, AfterValidator(_address)] = ""
     certificate: FilePath | None = None

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from kvstore.socket_paths import ADMIN_SOCKET, DAEMON_SOCKET, SYSTEM_FOLDER
+
 _EXAMPLE = """\
 # kvstore configuration. Every key is optional; the values shown are the defaults.
 # Sizes: bytes, or text such as "512MiB", "64GiB", "100GB". Durations: seconds, or "250ms", "5s", "2m".
@@ -114,6 +119,10 @@ requests_per_s = 50                   # requests per second per caller; excess r
 """
 
 
-def example() -> str:
-    """Returns a commented TOML file that loads to the defaults."""
-    return _EXAMPLE
+def example(sockets: Path = SYSTEM_FOLDER) -> str:
+    """Returns a commented TOML file that loads to the defaults of a user whose sockets are in `sockets`."""
+    text = _EXAMPLE
+    for name in (DAEMON_SOCKET, ADMIN_SOCKET):
+        line = f'socket = "{SYSTEM_FOLDER / name}"'
+        text = text.replace(f"\n{line}", f"\nsocket = {json.dumps(str(sockets / name), ensure_ascii=False)}")
+    return text

@@ -23,6 +23,7 @@ from pydantic import (
 
 from kvstore.config.units import GIB, KIB, MIB, Duration, Size, at_least, format_size, parse_write_budget
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import daemon_socket
 from kvstore.types import MAX_KEY_BYTES
 
 FIRST_DEVICE = "nvme"
@@ -84,7 +85,7 @@ class Daemon(Section):
     `changes`: the file that persists changes made while the daemon runs; None: a restart drops them.
     """
 
-    socket: SocketPath = Path("/run/kvstore/kvstore.sock")
+    socket: SocketPath = Field(default_factory=daemon_socket)
     socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
     operator_socket: SocketPath | None = None
     stop_timeout: Annotated[Duration, Field(gt=0), LIVE] = 10.0

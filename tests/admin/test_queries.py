@@ -324,7 +324,7 @@ def test_it_is_ready_while_the_daemon_serves_and_says_why_not() -> None:
         assert away.json == {"ready": False, "reasons": ["the daemon does not answer"]}
         assert admin.get("/livez").json == {"status": "alive"}
         answer = admin.get("/v1/tiers")
-        assert "is it running?" in problem(answer, 503)["hint"] or problem(answer, 503)["detail"]
+        assert "`kvstore serve`" in problem(answer, 503)["hint"] or problem(answer, 503)["detail"]
         assert answer.headers["retry-after"] == "1"
         assert readings(admin) == {("kvstore_up", ()): 0.0}
         assert admin.get("/version").json["daemon"] == ""

@@ -596,7 +596,7 @@ def test_a_disk_that_is_too_small_is_used_partly(kind: str, tmp_path: Path) -> N
         with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
             [problem] = eventually(lambda: client.status()["problems"])
             assert f"cannot allocate {8 * MIB} bytes in {folder / 'nvme' / 'slabs'}" in problem
-            assert "give the tier less, or make room there" in problem
+            assert "lower nvme.limit, or make room: df -h" in problem
             ns = client.namespace(new_layout())
             for i in range(20):
                 keys = names(100, f"{kind} {i}")
@@ -674,8 +674,8 @@ def config_for(folder: Path, *, socket_path: str = "", nvme: str = "", more: str
 def test_a_folder_that_cannot_be_written_is_named_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("I am no folder")
     said = refused(tmp_path, config_for(tmp_path, nvme=f"{tmp_path}/file/nvme"))
-    assert f"cannot use folder {tmp_path}/file/nvme: Not a directory" in said
-    assert "(name a folder that the daemon may write)" in said
+    assert f"cannot use folder {tmp_path}/file/nvme: a part of this path is a file" in said
+    assert "(set nvme.path to a folder that this user may write)" in said
     assert not (tmp_path / "own.sock").exists()
 
 
@@ -683,14 +683,14 @@ def test_two_daemons_on_one_folder_the_second_names_the_first(daemon: LocalDaemo
     folder = daemon.folder / "nvme"
     said = refused(tmp_path, config_for(tmp_path, nvme=str(folder)))
     assert f"folder {folder} is in use by pid {daemon.pid}" in said
-    assert "(stop that daemon, or name another folder)" in said
+    assert f"(stop that daemon: `kill {daemon.pid}`; or set nvme.path to another folder)" in said
     assert not (tmp_path / "own.sock").exists()
 
 
 def test_two_daemons_on_one_socket_the_second_ends(daemon: LocalDaemon, tmp_path: Path) -> None:
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(daemon.socket)))
-    assert f"another daemon serves {daemon.socket}" in said
-    assert "(stop it, or set daemon.socket to another path)" in said
+    assert f"another process serves {daemon.socket}: pid {daemon.pid}" in said
+    assert f"(stop it: `kill {daemon.pid}`; or set daemon.socket to another path)" in said
     assert daemon.socket.exists()
 
 
@@ -705,7 +705,7 @@ def test_a_file_at_the_path_of_the_socket_is_not_replaced(tmp_path: Path) -> Non
     file = tmp_path / "precious"
     file.write_text("data")
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(file)))
-    assert f"{file} exists and is no socket" in said
+    assert f"{file} exists and is not a socket" in said
     assert file.read_text() == "data"
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(file / "s.sock")))
     assert f"cannot listen on {file}/s.sock" in said
@@ -755,7 +755,7 @@ def test_status_without_a_daemon_is_an_error_in_one_line() -> None:
     run = cli("status", "--socket", "/nowhere/kvstore.sock")
     assert run.returncode == 2
     assert "error: no answer from the daemon at /nowhere/kvstore.sock" in run.stderr
-    assert "(is it running?)" in run.stderr
+    assert "(start the daemon: `kvstore serve`" in run.stderr
 
 
 # -- slow peers
