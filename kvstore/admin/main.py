@@ -162,7 +162,8 @@ def server_of(app: Any, certificate: Path | None = None, key: Path | None = None
     try:
         config.load()
     except OSError as error:
-        raise TierError(f"cannot use {certificate} and {key}: {error}", "see admin.certificate") from error
+        hint = "set admin.certificate and admin.key to PEM files that this user may read"
+        raise TierError(f"cannot use {certificate} and {key}: {error.strerror or error}", hint) from error
     return _Server(config)
 
 

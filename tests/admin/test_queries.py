@@ -297,8 +297,11 @@ def test_an_unsafe_configuration_is_refused(lines: str, why: str) -> None:
 def test_an_unusable_address_is_reported_at_the_start(admin: ServedAdmin, tmp_path: Path) -> None:
     taken = admin.connection(over_tcp=True).port
     for lines, why in (
-        (f'socket = "{admin.socket}"', f"another daemon serves {admin.socket}"),
-        (f'socket = "{tmp_path}/a.sock"\nlisten = "127.0.0.1:{taken}"', f"127.0.0.1 port {taken}"),
+        (f'socket = "{admin.socket}"', f"another process serves {admin.socket}: pid {admin.process.pid}"),
+        (
+            f'socket = "{tmp_path}/a.sock"\nlisten = "127.0.0.1:{taken}"',
+            f"127.0.0.1 port {taken}: another process uses this port (set admin.listen",
+        ),
         (
             f'socket = "{tmp_path}/a.sock"\nlisten = "127.0.0.1:0"\n'
             f'certificate = "{tmp_path}/no.crt"\nkey = "{tmp_path}/no.key"',
