@@ -2,15 +2,16 @@
 
 Lives here: `file` (reading and comparing), `patches` (changes at run time), `sections`, `tenants` and `admin`
 (keys and their checks), `units` (sizes and durations), `keys` (every key with its documentation), `example`
-(the commented default file).
+(the commented default file), `machine` (memory, and the limits of a daemon without a file).
 
-Import from this package, not from its modules. It may import `types` and `errors` only.
+Import from this package, not from its modules. It may import `types`, `socket_paths` and `errors` only.
 """
 
 from kvstore.config.admin import HOLDER_PATTERN, Admin, AdminToken, parse_listen
 from kvstore.config.example import example
 from kvstore.config.file import Config, Source, changes, load, parse, read
 from kvstore.config.keys import Key, Table, tables
+from kvstore.config.machine import Memory, check_dram, choose, group_limits, read_memory
 from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
 from kvstore.config.sections import (
     FIRST_DEVICE,
@@ -39,6 +40,7 @@ __all__ = [
     "Events",
     "Key",
     "Limits",
+    "Memory",
     "Network",
     "NvmeDevice",
     "Policy",
@@ -50,10 +52,13 @@ __all__ = [
     "Token",
     "Values",
     "changes",
+    "check_dram",
+    "choose",
     "difference",
     "etag",
     "example",
     "format_size",
+    "group_limits",
     "keep_changes",
     "load",
     "merged",
@@ -64,5 +69,6 @@ __all__ = [
     "parse_write_budget",
     "plain",
     "read",
+    "read_memory",
     "tables",
 ]

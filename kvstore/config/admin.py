@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -12,6 +11,7 @@ from kvstore.config.sections import LIVE, FileMode, FilePath, Section, SocketPat
 from kvstore.config.tenants import Secret
 from kvstore.config.units import Notation
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import admin_socket
 
 HOLDER_PATTERN = r"^[A-Za-z0-9_.@-]{1,64}$"
 """Matches names of token holders."""
@@ -64,8 +64,11 @@ class Admin(Section):
     `kvstore admin` applies the keys that change at run time.
     """
 
-    socket: SocketPath = Path("/run/kvstore/admin.sock")
-    """Unix socket of the REST interface"""
+    socket: Annotated[SocketPath, Field(default_factory=admin_socket, examples=["/run/kvstore/admin.sock"])]
+    """Unix socket of the REST interface
+
+    Its default is beside that of `daemon.socket`.
+    """
     socket_mode: FileMode = 0o600
     """File mode of the socket"""
     listen: Annotated[

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvstore.config.keys import NAME, Key, Table, tables
+from kvstore.socket_paths import ADMIN_SOCKET, DAEMON_SOCKET, SYSTEM_FOLDER
 
 _HEAD = """\
 # kvstore configuration. Every key is optional; the values shown are the defaults.
@@ -15,14 +18,19 @@ _COLUMN = 38
 _WIDTH = 110
 
 
-def example() -> str:
-    """Returns a commented TOML file that loads to the defaults."""
+def example(sockets: Path = SYSTEM_FOLDER) -> str:
+    """Returns a commented TOML file that loads to the defaults of a user whose sockets are in `sockets`."""
     lines = [_HEAD.rstrip()]
     for table in tables():
         if table.path[1:] in ((), (NAME,)):
             lines.append("")
         lines += _lines(table)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    for name in (DAEMON_SOCKET, ADMIN_SOCKET):
+        text = text.replace(
+            f'"{SYSTEM_FOLDER / name}"', json.dumps(str(sockets / name), ensure_ascii=False), 1
+        )
+    return text
 
 
 def _lines(table: Table) -> Iterator[str]:

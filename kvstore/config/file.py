@@ -51,7 +51,7 @@ _ALIKE = 0.7
 class Config(Section):
     """All sections. Immutable; made by `load`, `parse` or `Source.config`."""
 
-    daemon: Daemon = Daemon()
+    daemon: Daemon = Field(default_factory=Daemon)
     dram: Dram = Dram()
     nvme: Nvme = Nvme()
     hbm: Hbm = Hbm()
@@ -61,7 +61,7 @@ class Config(Section):
     scrub: Scrub = Scrub()
     limits: Limits = Limits()
     encryption: Encryption = Encryption()
-    admin: Admin = Admin()
+    admin: Admin = Field(default_factory=Admin)
     tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096, examples=["team-a"]), LIVE] = {}
 
     def shared_limits(self, kind: Tier, device: str) -> dict[str, int]:

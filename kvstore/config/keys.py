@@ -154,8 +154,10 @@ def _key(name: str, field: FieldInfo, doc: str, live: bool) -> Key:
     kind, choices = _kind(parts)
     write = _writer(parts)
     required = field.is_required()
-    default = "" if required or field.default is None else write(field.default)
     [shown] = _examples(field) or [None]
+    # The default that depends on the user is the example: that of root.
+    value = shown if field.default_factory else field.default
+    default = "" if required or value is None else write(value)
     return Key(
         name, summary, detail, kind, choices, _bounds(parts, write), default,
         default if shown is None else write(shown), required, live or LIVE in field.metadata,

@@ -36,6 +36,7 @@ from kvstore.config.units import (
     parse_write_budget,
 )
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import daemon_socket
 from kvstore.types import MAX_KEY_BYTES
 
 FIRST_DEVICE = "nvme"
@@ -106,8 +107,14 @@ def section_in(annotation: Any) -> type[Section] | None:
 class Daemon(Section):
     """The daemon process: sockets, stop, log."""
 
-    socket: SocketPath = Path("/run/kvstore/kvstore.sock")
-    """Unix socket for clients"""
+    socket: Annotated[
+        SocketPath, Field(default_factory=daemon_socket, examples=["/run/kvstore/kvstore.sock"])
+    ]
+    """Unix socket for clients
+
+    The default is for root and for users that may write `/run/kvstore`. Others have
+    `$XDG_RUNTIME_DIR/kvstore/kvstore.sock`, or `/tmp/kvstore-UID/kvstore.sock` if that variable is not set.
+    """
     socket_mode: FileMode = 0o600
     """File mode of the socket: which users may connect"""
     operator_socket: Annotated[SocketPath | None, Field(examples=["/run/kvstore-operators/kvstore.sock"])] = (
