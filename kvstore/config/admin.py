@@ -64,7 +64,7 @@ class Admin(Section):
     `kvstore admin` applies the keys that change at run time.
     """
 
-    socket: Annotated[SocketPath, Field(default_factory=admin_socket, examples=["/run/kvstore/admin.sock"])]
+    socket: SocketPath = Field(default_factory=admin_socket, examples=["/run/kvstore/admin.sock"])
     """Unix socket of the REST interface
 
     Its default is beside that of `daemon.socket`.

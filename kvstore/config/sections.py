@@ -107,9 +107,7 @@ def section_in(annotation: Any) -> type[Section] | None:
 class Daemon(Section):
     """The daemon process: sockets, stop, log."""
 
-    socket: Annotated[
-        SocketPath, Field(default_factory=daemon_socket, examples=["/run/kvstore/kvstore.sock"])
-    ]
+    socket: SocketPath = Field(default_factory=daemon_socket, examples=["/run/kvstore/kvstore.sock"])
     """Unix socket for clients
 
     The default is for root and for users that may write `/run/kvstore`. Others have
