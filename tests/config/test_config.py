@@ -28,6 +28,7 @@ from kvstore.config import (
 )
 from kvstore.core.policy import POLICIES
 from kvstore.errors import ConfigError, MisuseError
+from kvstore.socket_paths import default_folder
 
 TOKEN = f"[[tenants.a.tokens]]\nhash = 'sha256:{'0F' * 32}'"
 
@@ -100,7 +101,7 @@ def test_format_size(size: int, text: str) -> None:
 
 
 def test_the_example_is_the_default_and_shows_every_key() -> None:
-    text = example()
+    text = example(default_folder())
     assert parse(text) == Config() == load(None)
     sections = re.split(r"^(?:# )?\[+([\w.-]+)\]+.*$", text, flags=re.M)
     shown = {

@@ -21,26 +21,33 @@ import pytest
 from kvstore import Client
 from kvstore.config import GIB, Memory, parse
 from kvstore.daemon import summary
-from kvstore.daemon.main import _kept_bytes
 from kvstore.daemon.server.listener import listen
 from kvstore.errors import TierError
 from kvstore.lab.local_daemon import LocalDaemon
-from tests.daemons import SMALL, WITH_NVME, eventually, idle, log_of, names, new_layout, payloads
+from tests.daemons import SMALL, WITH_NVME, eventually, got, idle, log_of, names, new_layout, payloads, tier
 from tests.tenants import VICTIM, as_user, needs_root
 
 ROOT = Path(__file__).parents[2]
 
-# The real command, on a machine of 128 MiB whose /run/kvstore is another folder.
+# The real command, on a machine of 128 MiB whose /run/kvstore is another folder. The file `available` in that
+# folder has the available bytes.
 _ELSEWHERE = """
 import sys
 from pathlib import Path
 from kvstore import socket_paths
 from kvstore.cli import app
 from kvstore.config import Memory
-from kvstore.daemon import main
+from kvstore.daemon import main, supervise
 
-socket_paths.SYSTEM_FOLDER = Path(sys.argv.pop(1))
-main.read_memory = lambda: Memory(128 << 20, 100 << 20)
+socket_paths.SYSTEM_FOLDER = folder = Path(sys.argv.pop(1))
+main.read_memory = lambda: Memory(128 << 20, int((folder / "available").read_text()))
+made = supervise.Supervisor.__init__
+
+def make(self, arguments):
+    made(self, arguments)
+    self._command = [*sys.orig_argv[:4], "serve", *arguments]
+
+supervise.Supervisor.__init__ = make
 app(prog_name="kvstore")
 """
 
@@ -58,11 +65,12 @@ def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Runs `kvstore serve` without a configuration. Yields the process and its log."""
+def served(folder: Path, command: str = "serve") -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Runs a command without a configuration. Yields the process and its log."""
     log = folder / "log"
+    (folder / "available").write_text(str(100 << 20))
     with log.open("wb") as file:
-        process = subprocess.Popen(elsewhere(folder, "serve"), stderr=file)
+        process = subprocess.Popen(elsewhere(folder, command), stderr=file)
     try:
         eventually(lambda: "serving on" in log.read_text() or process.poll() is not None, 60)
         yield process, log
@@ -108,15 +116,20 @@ def test_the_example_of_a_user_names_this_users_sockets(tmp_path: Path) -> None:
     assert config.dram.limit == GIB
 
 
-def test_a_restarted_daemon_without_a_configuration_keeps_its_dram_extents() -> None:
-    fds = {name: os.memfd_create(name) for name in ("dram-000000", "dram-000001", "dram-owners", "kvstore")}
-    try:
-        for fd in fds.values():
-            os.ftruncate(fd, 4096)
-        assert _kept_bytes(fds) == 8192
-    finally:
-        for fd in fds.values():
-            os.close(fd)
+def test_a_supervised_daemon_without_a_configuration_keeps_its_dram_though_less_memory_is_free(
+    tmp_path: Path,
+) -> None:
+    with served(tmp_path, "supervise") as (_, log), Client(f"unix://{tmp_path}/kvstore.sock") as client:
+        ns, keys = client.namespace(new_layout()), names(20)
+        assert ns.put(keys, payloads(keys)).stored == 20
+        before = client.status()
+        eventually(lambda: tier(client.status(), "dram")["capacity_bytes"] == 32 << 20)
+        (tmp_path / "available").write_text(str(8 << 20))
+        os.kill(before["pid"], signal.SIGKILL)
+        eventually(lambda: log.read_text().count("serving on") == 2, 30)
+        assert tier(client.status(), "dram")["limit_bytes"] == 32 << 20
+        assert got(ns, keys) == 20
+        assert "INFO dram: limit 32MiB, holds 20 blocks (320KiB)" in log.read_text()
 
 
 def test_the_summary_names_tiers_with_their_contents_tenants_and_sockets() -> None:

@@ -24,8 +24,7 @@ SocketOption = Annotated[
     Option(
         "--socket",
         envvar="KVSTORE_SOCKET",
-        help="Socket of the daemon: a path or a unix:// URL.",
-        show_default="this user's daemon, or /run/kvstore/kvstore.sock",
+        help="Socket of the daemon: a path or a unix:// URL. Without it: this user's daemon, or the node's.",
     ),
 ]
 ConfigOption = Annotated[
