@@ -40,45 +40,6 @@ def test_the_example_runs_as_pasted() -> None:
     ]
 
 
-<<<<<<< HEAD
-=======
-def test_the_table_has_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)  # the sockets of other users lie elsewhere
-    rows = dict(
-        re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| `?([^`|]+?)`? \|", page("configuration"), re.MULTILINE)
-    )
-    keys = {
-        f"{section}.{name}"
-        for section, field in config.Config.model_fields.items()
-        if section != "tenants"
-        for name in field.annotation.model_fields  # type: ignore[union-attr]
-    }
-    assert set(rows) == keys
-    sections: dict[str, list[str]] = {}
-    for key, default in rows.items():
-        section, name = key.split(".")
-        quoted = (
-            default if re.fullmatch(r"[0-9]+(\.[0-9]+)?|0o[0-7]+|true|false", default) else f'"{default}"'
-        )
-        if default != "none":
-            sections.setdefault(section, []).append(f"{name} = {quoted}")
-    text = "\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
-    assert config.parse(text) == config.Config()
-
-
-def test_the_table_of_tenants_has_every_key() -> None:
-    shown = set(re.findall(r"`tenants\.NAME\.([a-z_.]+)`", page("configuration")))
-    own = set(config.Tenant.model_fields) - {"dram", "nvme", "hbm", "tokens"}
-    quotas = {f"{tier}.{name}" for tier in ("dram", "nvme", "hbm") for name in config.TierQuota.model_fields}
-    assert shown == own | quotas | {f"tokens.{name}" for name in config.Token.model_fields}
-    row = r"^\| `tenants\.NAME\.(role|share|encrypt)` \| `(.+?)` \|"
-    defaults = re.findall(row, page("configuration"), re.MULTILINE)
-    lines = [f'{key} = "{value}"' if key == "role" else f"{key} = {value}" for key, value in defaults]
-    assert len(lines) == 3
-    assert config.parse("\n".join(["[tenants.a]", *lines])).tenants["a"] == config.Tenant()
-
-
->>>>>>> refs/heads/serve
 def test_the_configuration_for_many_tenants_works_as_pasted() -> None:
     [text] = re.findall(r"```toml\n(.*?)```", page("tenants"), re.DOTALL)
     assert list(config.parse(text).tenants) == ["chat", "batch"]
