@@ -41,6 +41,8 @@ _LEVELS = {"ok": "[green]ok", "warn": "[yellow]warn", "fail": "[red]fail"}
 def serve(config: ConfigOption = None) -> None:
     """Run the daemon until SIGTERM or SIGINT. SIGHUP reloads the configuration.
 
+    Without -c, the DRAM tier gets a quarter of the memory, and there is no NVMe tier.
+
     Example: kvstore serve -c /etc/kvstore/kvstore.toml
     """
     # No other command needs the daemon's modules, which are slow to import.
