@@ -41,6 +41,8 @@ def serve(config: ConfigOption = None) -> None:
 
     SIGTERM and SIGINT end it. SIGHUP reloads the configuration.
 
+    Without -c, the DRAM tier gets a quarter of the memory, and there is no NVMe tier.
+
     Example: kvstore serve -c /etc/kvstore/kvstore.toml
     """
     # No other command needs the daemon's modules, which are slow to import.

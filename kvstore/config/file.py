@@ -203,11 +203,18 @@ def read(path: Path | None) -> Source:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not TOML: byte {e.start} is not UTF-8") from None
     except OSError as e:
-        hint = "`kvstore config example` prints one to start from" if isinstance(e, FileNotFoundError) else ""
-        raise ConfigError(f"cannot read {path}: {e.strerror}", hint) from None
+        raise ConfigError(f"cannot read {path}: {e.strerror}", _unreadable_hint(path, e)) from None
     source = _source(text, str(path))
     kept_in = source.config().daemon.changes
     return source if kept_in is None else replace(source, changes=read_changes(kept_in), kept_in=kept_in)
+
+
+def _unreadable_hint(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"`kvstore config example > {path}` makes one to start from"
+    if isinstance(error, PermissionError):
+        return f"run as a user that may read it: ls -l {path}"
+    return "name a TOML file"
 
 
 def _known_keys(model: type[Section] = Config, prefix: str = "") -> Iterator[str]:

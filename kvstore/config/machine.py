@@ -26,8 +26,8 @@ class Memory:
     in_group: bool = False
 
     def __str__(self) -> str:
-        whose = "the control group of this process has" if self.in_group else "this machine has"
-        return f"{whose} {format_size(self.total_bytes)} of memory"
+        owner = "the control group of this process" if self.in_group else "this machine"
+        return f"{owner} has {format_size(self.total_bytes)} of memory"
 
 
 def read_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Memory:
