@@ -20,8 +20,9 @@ ANSWER_TOKENS = 32
 
 def chat(model_name: str, url: str, questions: list[str], messages: list[dict]) -> list[dict]:
     """Asks these questions after the earlier messages. Returns all messages."""
-    from kvstore_transformers import PrefixCache  # noqa: PLC0415 - slow, and only this process needs them
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    from kvstore_transformers import PrefixCache  # noqa: PLC0415 - slow, and only this process needs them
 
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name).eval()

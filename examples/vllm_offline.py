@@ -8,9 +8,10 @@ MODEL is a folder or a name on the Hugging Face hub. Starts a daemon of its own.
 import sys
 import time
 
+from vllm import LLM, SamplingParams
+
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
-from vllm import LLM, SamplingParams
 
 PROMPT = "The numbers from 1 to 400 are " + " ".join(map(str, range(1, 401)))
 

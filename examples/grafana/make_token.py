@@ -2,10 +2,11 @@
 
     python make_token.py TEMPLATE CONFIG_FOLDER SECRETS_FOLDER
 
-Writes the token to a file for Prometheus, and the template with the token's hash as the configuration. An
-existing token is kept.
+Writes the token to a file for Prometheus, unless it is there, and the configuration: the template with the
+token's hash.
 """
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from pathlib import Path
 template, config, secret = Path(sys.argv[1]), Path(sys.argv[2], "kvstore.toml"), Path(sys.argv[3], "token")
 if not secret.exists():
     ran = subprocess.run(
-        ["kvstore", "tenant", "token", "prometheus", "--json"], check=True, stdout=subprocess.PIPE
+        ["kvstore", "tenant", "token", "prometheus", "--json"], check=True, capture_output=True
     )
-    made = json.loads(ran.stdout)
-    entry = f'\n[[admin.tokens]]\nname = "prometheus"\nhash = "{made["hash"]}"\nrole = "view"\n'
-    config.write_text(template.read_text() + entry)
-    secret.write_text(made["token"])  # Prometheus reads it as another user: only its container mounts it
+    secret.write_text(json.loads(ran.stdout)["token"])  # Prometheus, another user, reads it
+digest = hashlib.sha256(secret.read_bytes()).hexdigest()
+entry = f'\n[[admin.tokens]]\nname = "prometheus"\nhash = "sha256:{digest}"\nrole = "view"\n'
+config.write_text(template.read_text() + entry)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from tests.engines.tokenizer import add_tokenizer
@@ -33,6 +34,6 @@ def test_transformers_chat_goes_on_in_a_second_process(tmp_path: Path) -> None:
     turns = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if line.startswith(" ")]
     assert len(turns) == 4
     assert turns[0][1] == 0
-    for (before, _), (_, restored) in zip(turns, turns[1:], strict=False):
+    for (before, _), (_, restored) in pairwise(turns):
         # The answer's text may encode to other tokens than the model's; the prompt before it does not.
         assert restored >= before // BLOCK_TOKENS * BLOCK_TOKENS
