@@ -48,8 +48,9 @@ def main() -> None:
         while not llm.reset_prefix_cache():
             time.sleep(0.05)
         second = generate(llm)
-        counters = client.status()["counters"]
-        print(f"daemon: {counters['stored_blocks']} blocks stored, {counters['hit_blocks_dram']} served")
+        counters = client.status()["counters"]  # a counter is absent before its first event
+        stored, served = (counters.get(name, 0) for name in ("stored_blocks", "hit_blocks_dram"))
+        print(f"daemon: {stored} blocks stored, {served} served")
         print("equal tokens:", first == second)
         llm.llm_engine.engine_core.shutdown()
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from kvstore import Client, Layout, chain_keys
 from kvstore.lab.local_daemon import LocalDaemon
 
-HIT = "60%"
+HIT = "50%"
 """The part of all input tokens that the node should serve."""
 NVME = "50%"
 """Size of the NVMe tier: half of all blocks of the trace. A size such as 1TiB is possible too."""
@@ -27,14 +28,13 @@ KVSTORE = [sys.executable, "-m", "kvstore"]
 LAYOUT = Layout(model="llama-3-8b", block_tokens=16, block_bytes=4096)
 
 
-def chats(url: str, seconds: float) -> None:
+def chats(url: str, until: Callable[[], bool]) -> None:
     """Stands for engines: 40 users whose chats share a system prompt and grow turn by turn."""
     rng, system = random.Random(1), list(range(64))
     users = [system + [user] * 32 for user in range(1000, 1040)]
-    ends = time.monotonic() + seconds
     with Client(url) as client:
         ns = client.namespace(LAYOUT)
-        while time.monotonic() < ends:
+        while not until():
             prompt = users[min(int(rng.expovariate(0.1)), len(users) - 1)]
             if len(prompt) > 1000:
                 del prompt[96:]  # a new chat
@@ -43,15 +43,15 @@ def chats(url: str, seconds: float) -> None:
             found = ns.lookup(keys)
             parent = keys[found - 1] if found else None
             ns.put(keys[found:], np.zeros((len(keys) - found, LAYOUT.block_bytes), np.uint8), parent=parent)
-            time.sleep(0.02)
+            time.sleep(0.01)
 
 
-def record(trace: Path, seconds: float = 4.0) -> None:
+def record(trace: Path) -> None:
     """Records the requests to a daemon, as `kvstore lab record` does with yours."""
     with LocalDaemon({"dram": {"limit": "256MiB"}}) as daemon:
-        command = [*KVSTORE, "lab", "record", "--out", str(trace), "--for", f"{seconds:g}s"]
+        command = [*KVSTORE, "lab", "record", "--out", str(trace), "--for", "4s"]
         with subprocess.Popen([*command, "--socket", daemon.url]) as recorder:
-            chats(daemon.url, seconds + 1)
+            chats(daemon.url, until=lambda: recorder.poll() is not None)
         if recorder.returncode:
             sys.exit(recorder.returncode)
 

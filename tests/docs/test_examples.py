@@ -32,7 +32,7 @@ PRINTED = {
         "second engine: 16 blocks loaded, 2 computed",
     ],
     "custom_policy.py": ["custom_policy:FIFO  73.90 %"],
-    "sizing_from_trace/size.py": ["tokens; for 60%:", "[dram]\nlimit = ", "[nvme]\nlimit = ", "replays"],
+    "sizing_from_trace/size.py": ["tokens; for 50%:", "[dram]\nlimit = ", "[nvme]\nlimit = ", "replays"],
 }
 """Some of the lines that each example prints."""
 
