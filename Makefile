@@ -51,6 +51,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench check
+	$(BIN)/python packaging/site.py
 
 # The documentation site, in build/site. Fails for a broken link or anchor.
 docs: $(READY)

@@ -25,6 +25,7 @@ from kvstore.cli.shared.options import ConfigOption, DaemonOptions, JsonOption, 
 from kvstore.cli.shared.output import pairs, progress_bar, show, size, table
 from kvstore.cli.tier import overview
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import default_folder
 
 if TYPE_CHECKING:
     from kvstore.tiers.nvme.key_files import MasterKey
@@ -179,7 +180,10 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """
     from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
 
-    lines = examine(configuration.load(config))
+    chosen = (
+        configuration.load(config) if config else configuration.choose(configuration.read_memory()).config()
+    )
+    lines = examine(chosen)
     rows = ((_LEVELS[line.level], line.name, escape(line.found), escape(line.advice)) for line in lines)
     values = {"lines": [asdict(line) for line in lines]}
     show(values, as_json, lambda: table(("", "check", "found", "what to do"), rows))
@@ -221,4 +225,4 @@ def config_example() -> None:
 
     Example: kvstore config example > kvstore.toml
     """
-    typer.echo(configuration.example(), nl=False)
+    typer.echo(configuration.example(default_folder()), nl=False)

@@ -112,7 +112,8 @@ def print_next(console: Console, commands: Sequence[tuple[str, str]]) -> None:
     width = max(len(command) for command, _ in commands)
     console.print(Text("Next:", "bold"))
     for command, purpose in commands:
-        console.print(Text("  ").append(command.ljust(width), "cyan").append(f"  {purpose}", "default"))
+        line = Text("  ").append(command.ljust(width), "cyan").append(f"  {purpose}", "default")
+        console.print(line, soft_wrap=True)
 
 
 def _picture(tally: Tally) -> Text:

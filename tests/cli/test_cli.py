@@ -186,7 +186,7 @@ def test_without_a_daemon_commands_fail_with_a_hint(args: tuple[str, ...], tmp_p
     done = in_process(*args, "--socket", str(tmp_path / "nobody.sock"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "no answer from the daemon" in done.stderr
-    assert "(is it running?)" in done.stderr
+    assert "(start the daemon: `kvstore serve`" in done.stderr
 
 
 @needs_root
@@ -195,7 +195,10 @@ def test_tenants_cannot_use_operator_commands() -> None:
         for args in (("quota", "list"), ("ns", "list"), ("tier", "list"), ("events",)):
             asked = [*args, "--socket", str(daemon.socket)]
             code, said = as_user(VICTIM, lambda asked=asked: _in_process(asked))
-            assert (code, said) == (2, "error: only operators may ask this (ask whoever runs the daemon)\n")
+            assert (code, said) == (
+                2,
+                "error: only operators may ask this (ask the operator of the daemon)\n",
+            )
 
 
 def _in_process(args: list[str]) -> tuple[int, str]:

@@ -69,7 +69,9 @@ def test_a_terminal_gets_one_line_that_fits(module: ModuleType, tmp_path: Path) 
     with os.fdopen(terminal, "w", encoding="utf-8") as out:
         slow = f"{PIP}\nimport time; time.sleep(0.7)"
         assert module.run("packages", [sys.executable, "-c", slow], module.Progress(tmp_path), out) == 0
-        written = os.read(controller, 1 << 16).decode()
+        written = ""
+        while "\n" not in written:  # a terminal hands out what was written in pieces
+            written += os.read(controller, 1 << 16).decode()
     os.close(controller)
     lines = re.sub(r"\x1b\[K", "", written).replace("\r\n", "\n").split("\r")
     assert max(map(len, lines)) < 80

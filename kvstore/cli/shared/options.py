@@ -14,14 +14,18 @@ from typer import Option
 
 from kvstore import Client
 from kvstore.cli.shared.output import show
-from kvstore.config import Config
 from kvstore.errors import MisuseError
 
 _T = TypeVar("_T")
 
 
 SocketOption = Annotated[
-    str, Option("--socket", envvar="KVSTORE_SOCKET", help="Socket of the daemon: a path or a unix:// URL.")
+    str,
+    Option(
+        "--socket",
+        envvar="KVSTORE_SOCKET",
+        help="Socket of the daemon: a path or a unix:// URL. Without it: this user's daemon, or the node's.",
+    ),
 ]
 ConfigOption = Annotated[
     Path | None, Option("--config", "-c", help="Configuration file (TOML). Without it: defaults.")
@@ -32,7 +36,8 @@ JsonOption = Annotated[bool, Option("--json", help="Print one JSON object instea
 CHANGE_DEADLINE_S = 60.0
 """Deadline of changes, such as the deletion of a namespace."""
 
-DEFAULT_SOCKET = str(Config().daemon.socket)
+DEFAULT_SOCKET = ""
+"""The client finds the socket: see `kvstore.socket_paths`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,8 @@ class DaemonOptions:
 
 
 def url_of(socket: str) -> str:
-    """Returns the URL of a socket given as a URL or a path."""
-    return socket if "://" in socket else f"unix://{Path(socket).absolute()}"
+    """Returns the URL of a socket given as a URL or a path. Empty for the default one."""
+    return socket if "://" in socket or not socket else f"unix://{Path(socket).absolute()}"
 
 
 def named(option: str, parse: Callable[[str], _T], text: str) -> _T:
