@@ -66,6 +66,14 @@ def test_every_example_is_run() -> None:
         assert re.search(rf"\n(@.*\n)*def test_{name.removesuffix('.py')}_", text), f"{file}: {name}"
 
 
+def test_links_of_the_examples_have_targets() -> None:
+    pages = sorted(EXAMPLES.glob("*/README.md"))
+    assert len(pages) >= 4
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
 # -- vllm_server: what can be checked without an engine
 
 
