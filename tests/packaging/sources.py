@@ -16,6 +16,9 @@ from kvstore import Client
 from kvstore.errors import UnavailableError
 
 ROOT = Path(__file__).parents[2]
+MINORS = range(11, 15)
+"""Supported minor versions of Python 3."""
+
 FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
 SOURCES = (*FILES, "connectors", "docs", "kvstore", "packaging", "systemd")
 

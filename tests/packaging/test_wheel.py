@@ -15,11 +15,10 @@ import pytest
 
 from kvstore import config
 from tests.daemons import eventually
-from tests.packaging.sources import ROOT, SOURCES, answers, copy_of_sources, run, running
+from tests.packaging.sources import MINORS, ROOT, SOURCES, answers, copy_of_sources, run, running
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"{PROJECT['name']}-{PROJECT['version']}"
-MINORS = range(11, 15)
 PRIVATE = (".env", ".venv/lib.py", "tests/test_local.py", "kvstore/__pycache__/old.pyc", "trace.jsonl")
 ROUND_TRIP = """
 from kvstore import Client, Layout
