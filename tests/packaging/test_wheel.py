@@ -95,16 +95,18 @@ def pythons() -> dict[str, str]:
     """Returns an interpreter by version, from PATH and pyenv. The running one stands for its version."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     folders = [*map(Path, os.get_exec_path()), *sorted(pyenv.glob("versions/*/bin"), reverse=True)]
-    found = {}
+    found = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
     for version in (f"3.{minor}" for minor in MINORS):
         for candidate in (folder / f"python{version}" for folder in folders):
-            if candidate.is_file() and _has_venv(candidate):
-                found.setdefault(version, str(candidate))
-    return found | {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
+            if version not in found and candidate.is_file() and _has_venv(candidate):
+                found[version] = str(candidate)
+    return found
 
 
 def _has_venv(python: Path) -> bool:
-    """Whether an interpreter runs and can make environments. Shims of versions not chosen do not run."""
+    """Whether a file is an interpreter, not a script that selects one, and can make environments."""
+    if python.read_bytes()[:2] == b"#!":
+        return False
     command = [python, "-c", "import venv, ensurepip"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
