@@ -8,8 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all simulate crash test-engines test-gpu test-wheel check docs format bench dist install uninstall deb clean
 
+# STAY=1 keeps the daemon and a dashboard running until Ctrl-C.
 demo: $(READY)
-	$(BIN)/kvstore demo
+	@$(BIN)/kvstore demo $(if $(filter-out 0,$(STAY)),--stay)
 
 # Tests of one file share their daemons. The last lines list the skipped tests with reasons.
 PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
@@ -54,6 +55,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench check
+	$(BIN)/python packaging/site.py
 
 # The documentation site, in build/site. Fails for a broken link or anchor.
 docs: $(READY)
@@ -67,9 +69,8 @@ bench: $(READY)
 	$(BIN)/python -m bench all
 
 $(READY): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $(READY)
+	@$(PYTHON) packaging/environment.py .venv --editable '.[dev]'
+	@touch $(READY)
 
 # The source archive and the wheel, in dist/.
 dist: $(READY)

@@ -21,6 +21,7 @@ from kvstore.admin.app import make
 from kvstore.cli import app
 from kvstore.config import GIB, MIB
 from kvstore.daemon.doctor import operators
+from kvstore.socket_paths import default_folder
 from tests.daemons import eventually, got, idle, names, new_layout, payloads, tier
 from tests.packaging.machine import Machine, can_be_made
 from tests.packaging.sources import ROOT, answers, copy_of_sources, run, running
@@ -124,7 +125,7 @@ def test_pipx_installs_the_wheel(image: Path, tmp_path: Path) -> None:
     homes = {"PIPX_HOME": str(tmp_path / "home"), "PIPX_BIN_DIR": str(tmp_path / "bin")}
     run(python, "-m", "pipx", "install", str(wheel), env={**os.environ, **homes})
     printed = run(str(tmp_path / "bin/kvstore"), "config", "example", env={"PATH": "/usr/bin:/bin"})
-    assert printed == config.example()
+    assert printed == config.example(default_folder())
 
 
 # -- manifest

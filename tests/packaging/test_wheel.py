@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from kvstore import config
 from tests.daemons import eventually
 from tests.packaging.sources import MINORS, ROOT, SOURCES, answers, copy_of_sources, run, running
 
@@ -136,7 +135,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_help_and_the_demo_run_from_the_wheel(installed: Path, nowhere: Path) -> None:
     kvstore = str(installed / "kvstore")
     assert "demo" in run(kvstore, "--help", env={})
-    assert run(kvstore, "config", "example", env={}) == config.example()
+    assert "[dram]" in run(kvstore, "config", "example", env={})
     assert "DRAM" in run(kvstore, "demo", env={})
     assert list(nowhere.iterdir()) == []
 

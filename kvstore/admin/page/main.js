@@ -44,7 +44,8 @@ const problems = new Rows(byId("problems"), () => ({ root: el("li") }));
 function drawHistory(history) {
   const { at_s: at, seconds, tiers } = history;
   const ofTier = (values) => tiers.map((tier) => ({ name: nameOf(tier.name), colour: colourOf(tier.name), values: values(tier) }));
-  const requested = history.requested_blocks;
+  // A block can be found in the interval after the one that requested it: the larger count is 100 %.
+  const requested = history.requested_blocks.map((n, k) => Math.max(n ?? 0, tiers.reduce((found, tier) => found + (tier.found_blocks[k] ?? 0), 0)));
   parts.hits.update(at, ofTier((tier) => tier.found_blocks.map((n, k) => (n === null || !requested[k] ? null : n / requested[k]))));
   parts.served.update(at, ofTier((tier) => tier.served_bytes.map((n, k) => (n === null ? null : n / seconds[k]))));
   parts.used.update(at, ofTier((tier) => tier.used_bytes.map((n, k) => (n === null || !tier.limit_bytes[k] ? null : n / tier.limit_bytes[k]))));

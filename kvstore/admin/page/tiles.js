@@ -31,7 +31,7 @@ export class Tiles {
         name: "Hit ratio",
         about: HIT_RATIO,
         value: percent(recent?.hit ?? null),
-        note: `found, ${percent(recent?.delivered ?? null)} delivered`,
+        note: `${percent(recent?.delivered ?? null)} delivered`,
         line: history?.hit_ratio ?? [],
         colour: "--dram",
       },
