@@ -6,7 +6,7 @@ RUNS ?= 200
 # Keeps byte code: otherwise every test process would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simulate crash test-engines test-gpu check docs format bench install uninstall deb clean
+.PHONY: demo test test-all simulate crash test-engines test-gpu test-wheel check docs format bench dist install uninstall deb clean
 
 # STAY=1 keeps the daemon and a dashboard running until Ctrl-C.
 demo: $(READY)
@@ -45,6 +45,10 @@ crash: $(READY)
 	$(BIN)/python -m tests.crash --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.crash.steps
 
+# Builds sdist and wheel, and installs the wheel for every Python from 3.11 to 3.14 on PATH and in pyenv.
+test-wheel: $(READY)
+	$(BIN)/pytest tests/packaging/test_wheel.py
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,6 +71,10 @@ bench: $(READY)
 $(READY): pyproject.toml
 	@$(PYTHON) packaging/environment.py .venv --editable '.[dev]'
 	@touch $(READY)
+
+# The source archive and the wheel, in dist/.
+dist: $(READY)
+	$(BIN)/python -m build --outdir dist
 
 # Installs files for PREFIX below DESTDIR. INSTALL_ENV=no skips the Python environment.
 PREFIX ?= /usr/local
