@@ -43,7 +43,7 @@ NOT_RUN = {
     "systemd-sysusers": "changes the machine's users; test_systemd.py and test_packaging.py run it elsewhere",
     "usermod": "changes the machine's users",
     "systemctl": "no service manager is asked by tests; the names of units are checked",
-    "pip": "changes an environment; test_packaging.py installs the wheel",
+    "pip": "changes an environment; test_wheel.py installs the wheel",
     "pipx": "changes an environment; test_packaging.py runs it",
     "apt": "changes the machine; test_packaging.py installs the package elsewhere",
     "podman": "there is no container engine; test_packaging.py runs what the recipe runs",
