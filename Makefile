@@ -6,10 +6,11 @@ RUNS ?= 200
 # Keeps byte code: otherwise every test process would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simulate crash test-engines test-gpu check docs format bench install uninstall deb clean
+.PHONY: demo test test-all simulate crash test-engines test-gpu test-wheel check docs format bench dist install uninstall deb clean
 
+# STAY=1 keeps the daemon and a dashboard running until Ctrl-C.
 demo: $(READY)
-	$(BIN)/kvstore demo
+	@$(BIN)/kvstore demo $(if $(filter-out 0,$(STAY)),--stay)
 
 # Tests of one file share their daemons. The last lines list the skipped tests with reasons.
 PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile
@@ -44,12 +45,17 @@ crash: $(READY)
 	$(BIN)/python -m tests.crash --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.crash.steps
 
+# Builds sdist and wheel, and installs the wheel for every Python from 3.11 to 3.14 on PATH and in pyenv.
+test-wheel: $(READY)
+	$(BIN)/pytest tests/packaging/test_wheel.py
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench check
+	$(BIN)/python packaging/site.py
 
 # The documentation site, in build/site. Fails for a broken link or anchor.
 docs: $(READY)
@@ -63,9 +69,12 @@ bench: $(READY)
 	$(BIN)/python -m bench all
 
 $(READY): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $(READY)
+	@$(PYTHON) packaging/environment.py .venv --editable '.[dev]'
+	@touch $(READY)
+
+# The source archive and the wheel, in dist/.
+dist: $(READY)
+	$(BIN)/python -m build --outdir dist
 
 # Installs files for PREFIX below DESTDIR. INSTALL_ENV=no skips the Python environment.
 PREFIX ?= /usr/local

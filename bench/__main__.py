@@ -2,7 +2,7 @@
 
 python -m bench report      runs the benches of this machine; rewrites the tables of bench/RESULTS.md
 python -m bench check       checks that the rows of bench/RESULTS.md match the benches
-python -m bench chart       draws docs/ttft-*.svg from bench/RESULTS.md
+python -m bench chart       draws docs/ttft*.svg and docs/bench-*.svg from bench/RESULTS.md
 """
 
 from __future__ import annotations

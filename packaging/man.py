@@ -90,15 +90,23 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def key_text(key: config.Key) -> str:
+    """Returns the documentation of a key: its meaning, then type, default and whether it changes live."""
+    meaning = f"{key.summary.removesuffix('.')}. {' '.join(key.detail.split())}".rstrip()
+    kind = ", ".join(filter(None, (" ".join((key.kind, ", ".join(key.choices))).strip(), key.bounds)))
+    default = "required" if key.required else f"default: {key.default or 'none'}"
+    change = "changes at run time" if key.live else "changes with a restart"
+    return f"{meaning} ({kind}; {default}; {change})".replace("`", "")
+
+
 def config_page() -> str:
     """Returns kvstore.toml(5)."""
     lines = head("kvstore.toml", 5, "configuration of the KV-cache offload daemon")
-    lines.append(".SH SECTIONS")
-    for name, field in config.Config.model_fields.items():
-        section: Any = config.Tenant if name == "tenants" else field.annotation
-        lines += [".TP", f".B [{name}{'.NAME' if name == 'tenants' else ''}]"]
-        told = [escaped(" ".join(p.split())) for p in inspect.cleandoc(section.__doc__ or "").split("\n\n")]
-        lines += "\n.sp\n".join(told).split("\n")
+    lines.append(".SH KEYS")
+    for table in config.tables():
+        lines += [f".SS {escaped(table.heading)}", *paragraphs(f"{table.summary}\n\n{table.detail}".strip())]
+        for key in table.keys:
+            lines += [".TP", f".B {escaped(key.name)}", escaped(key_text(key))]
     example = escaped(config.example().rstrip("\n"))
     lines += [".SH EVERY KEY WITH ITS DEFAULT", ".nf", re.sub(r"^$", ".sp", example, flags=re.M), ".fi"]
     lines += [".SH SEE ALSO", ".BR kvstore (1)"]

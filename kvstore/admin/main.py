@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -64,7 +65,7 @@ def run(path: Path | None) -> int:
 async def _serve(config: Config, path: Path | None) -> int:
     loop, admin = asyncio.get_running_loop(), config.admin
     app = application.make(config, f"unix://{config.daemon.for_operators}")
-    listeners = [listen(admin.socket, admin.socket_mode)]
+    listeners = [listen(admin.socket, admin.socket_mode, "admin.socket")]
     own_socket = identity(admin.socket)
     servers = [server_of(app)]
     try:
@@ -124,10 +125,23 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise TierError(
-            f"cannot listen on {host} port {port}: {error.strerror}", "set admin.listen"
-        ) from error
+        raise TierError(*_explained(host, port, error)) from error
     return listener
+
+
+def _explained(host: str, port: int, error: OSError) -> tuple[str, str]:
+    """Returns the message and the hint for an address that cannot be used."""
+    failed = f"cannot listen on {host} port {port}"
+    if error.errno == errno.EADDRINUSE:
+        hint = f"set admin.listen to another port; `ss -ltnp sport = :{port}` shows that process"
+        return f"{failed}: another process uses this port", hint
+    if error.errno == errno.EADDRNOTAVAIL:
+        hint = "set admin.listen to an address of this machine; `ip address` lists them"
+        return f"{failed}: this machine does not have this address", hint
+    if isinstance(error, PermissionError):
+        hint = "set admin.listen to a port from 1024 on"
+        return f"{failed}: permission denied, uid {os.geteuid()} may not use this port", hint
+    return f"{failed}: {error.strerror}", "set admin.listen"
 
 
 def server_of(app: Any, certificate: Path | None = None, key: Path | None = None) -> uvicorn.Server:
@@ -148,7 +162,8 @@ def server_of(app: Any, certificate: Path | None = None, key: Path | None = None
     try:
         config.load()
     except OSError as error:
-        raise TierError(f"cannot use {certificate} and {key}: {error}", "see admin.certificate") from error
+        hint = "set admin.certificate and admin.key to PEM files that this user may read"
+        raise TierError(f"cannot use {certificate} and {key}: {error.strerror or error}", hint) from error
     return _Server(config)
 
 

@@ -1,12 +1,13 @@
 """Prometheus metrics, computed from the daemon's answers to `status` and `figures` at every scrape.
 
-A metric is a line in one of the tables. A test fails if the
-core counts a name that is in none of `COUNTERS`, `TIER_COUNTERS` and `EXPORTED_OTHERWISE`.
+A metric is a line in one of the tables, and `families` lists all of them. A test fails if the core counts a
+name that is in none of `COUNTERS`, `TIER_COUNTERS` and `EXPORTED_OTHERWISE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -169,6 +170,73 @@ _HITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 """Hit counters: labels besides the tenant, the kinds that each sums, and its help text."""
 
+_UNITS = "blocks", "tokens", "bytes"
+"""Units of the hit counters."""
+
+_DURATIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "call_seconds": (
+        ("call", "waited"),
+        "Time from a request's arrival to its answer; waited: for a lower tier, for room or a device.",
+    ),
+    "copy_seconds": (("source", "target"), "Duration of copies between tiers, a few blocks each."),
+    "loop_lag_seconds": ((), "Delay of the daemon's event loop."),
+}
+"""Histograms `kvstore_NAME`: labels and help text."""
+
+_INFO: tuple[str, tuple[str, ...], str] = "kvstore_info", ("version", "nvme_io"), "Versions of the daemon."
+
+_SOURCE_LABELS: dict[str, tuple[str, ...]] = {
+    "core_tier": ("tier",),
+    "tier": ("tier",),
+    "admission": ("tier",),
+    "class": ("tier", "class"),
+    "tenant": ("tenant", "tier"),
+    "decision": ("decision", "tier"),
+    "network_outcome": ("what",),
+}
+"""The labels of each source in `_GAUGES` and `_COUNTERS` that has any."""
+
+LABELS = {
+    "call": "the kind of request",
+    "class": "the class of copies in a device's queue",
+    "decision": "the decision about a block, as in the event log",
+    "nvme_io": "the I/O engine of the NVMe tier",
+    "reason": "why a found block was not delivered",
+    "source": "the tier that a block is copied from",
+    "target": "the tier that a block is copied to",
+    "tenant": f"the tenant; `{OTHER}`: all but the largest tenants",
+    "tier": "the tier: `dram`, `nvme` or the name of another device, a GPU pool such as `hbm0`, or `network`",
+    "version": "the version of the daemon",
+    "waited": "`true` if the request waited for a lower tier, for room or a device",
+    "what": "the outcome for a block of the network tier",
+}
+"""The meaning of each label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The description of a metric, by its name in queries. `kind`: gauge, counter or histogram."""
+
+    name: str
+    kind: str
+    about: str
+    labels: tuple[str, ...]
+
+
+def families() -> Iterator[Family]:
+    """Yields the description of every metric that a daemon can export."""
+    name, labels, about = _INFO
+    yield Family(name, "gauge", about, labels)
+    for kind, suffix, table in (("gauge", "", _GAUGES), ("counter", "_total", _COUNTERS)):
+        for source, metrics in table.items():
+            for name, (_, about) in metrics.items():
+                yield Family(f"kvstore_{name}{suffix}", kind, about, _SOURCE_LABELS.get(source, ()))
+    for name, (labels, _, about) in _HITS.items():
+        for unit in _UNITS:
+            yield Family(f"kvstore_{name}_{unit}_total", "counter", about, ("tenant", *labels))
+    for name, (labels, about) in _DURATIONS.items():
+        yield Family(f"kvstore_{name}", "histogram", about, labels)
+
 
 Answer = Mapping[str, Any]
 """An answer of the daemon, or a row of one."""
@@ -177,38 +245,29 @@ Rows = Sequence[tuple[Sequence[str], Answer]]
 """Rows of numbers, each with the values of the labels."""
 
 
-def _sources(status: Answer, figures: Answer) -> dict[str, tuple[Sequence[str], Rows]]:
-    """Returns the labels and rows of each source. Without a network tier, its sources are absent."""
+def _sources(status: Answer, figures: Answer) -> dict[str, Rows]:
+    """Returns the rows of each source. Without a network tier, its sources are absent."""
     tiers, devices, network = status["tiers"], figures["devices"], status["network"]
     daemon = {**status, "up": 1, "n_problems": len(status["problems"])}
     counters = dict.fromkeys(COUNTERS, 0) | status["counters"]
-    sources: dict[str, tuple[Sequence[str], Rows]] = {
-        "daemon": ([], [([], daemon)]),
-        "core": ([], [([], counters)]),
-        "core_tier": (["tier"], [([t["name"]], _of_tier(counters, t["name"])) for t in tiers]),
-        "tier": (["tier"], [([t["name"]], t) for t in tiers]),
-        "admission": (["tier"], [([d["tier"]], d["admission"]) for d in devices]),
-        "class": (
-            ["tier", "class"],
-            [
-                ([d["tier"], kind], {key: d[key][kind] for key in ("queued_bytes", "moving_bytes")})
-                for d in devices
-                for kind in d["queued_bytes"]
-            ],
-        ),
-        "events": ([], [([], status["events"])]),
-        "tenant": (
-            ["tenant", "tier"],
-            [([row["tenant"] or OTHER, row["tier"]], row) for row in figures["holdings"]],
-        ),
-        "decision": (
-            ["decision", "tier"],
-            [([row["what"], row["tier"] or "all"], row) for row in figures["decisions"]],
-        ),
+    sources: dict[str, Rows] = {
+        "daemon": [([], daemon)],
+        "core": [([], counters)],
+        "core_tier": [([t["name"]], _of_tier(counters, t["name"])) for t in tiers],
+        "tier": [([t["name"]], t) for t in tiers],
+        "admission": [([d["tier"]], d["admission"]) for d in devices],
+        "class": [
+            ([d["tier"], kind], {key: d[key][kind] for key in ("queued_bytes", "moving_bytes")})
+            for d in devices
+            for kind in d["queued_bytes"]
+        ],
+        "events": [([], status["events"])],
+        "tenant": [([row["tenant"] or OTHER, row["tier"]], row) for row in figures["holdings"]],
+        "decision": [([row["what"], row["tier"] or "all"], row) for row in figures["decisions"]],
     }
     if network is not None:
         outcomes = [([k.removesuffix("_blocks")], {"blocks": n}) for k, n in network["counters"].items()]
-        sources |= {"network": ([], [([], network)]), "network_outcome": (["what"], outcomes)}
+        sources |= {"network": [([], network)], "network_outcome": outcomes}
     return sources
 
 
@@ -225,14 +284,14 @@ class _Reading(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See Collector."""
-        versions = ["version", "nvme_io"]
-        info = GaugeMetricFamily("kvstore_info", "Versions of the daemon.", labels=versions)
-        info.add_metric([self._status[name] for name in versions], 1)
+        name, versions, about = _INFO
+        info = GaugeMetricFamily(name, about, labels=versions)
+        info.add_metric([self._status[version] for version in versions], 1)
         yield info
         sources = _sources(self._status, self._figures)
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for source, metrics in table.items():
-                labels, rows = sources.get(source, ([], [([], {})]))
+                labels, rows = _SOURCE_LABELS.get(source, ()), sources.get(source, [([], {})])
                 for name, (key, what) in metrics.items():
                     if rows and not any(key in row for _, row in rows):
                         continue
@@ -247,7 +306,7 @@ class _Reading(Collector):
     def _hits(self) -> Iterator[Metric]:
         """See `core.insight.hit_counters`."""
         for name, (labels, kinds, what) in _HITS.items():
-            for unit in ("blocks", "tokens", "bytes"):
+            for unit in _UNITS:
                 family = CounterMetricFamily(f"kvstore_{name}_{unit}", what, labels=["tenant", *labels])
                 for row in self._figures["hits"]:
                     if row["what"] in kinds:
@@ -260,17 +319,15 @@ class _Reading(Collector):
         f = self._figures
         bounds = [*map(str, f["bounds_s"]), "+Inf"]
         calls = [([row["call"], "true" if row["waited"] else "false"], row) for row in f["calls"]]
-        what = "Time from a request's arrival to its answer; waited: for a lower tier, for room or a device."
-        yield _histogram("call_seconds", what, ["call", "waited"], bounds, calls)
+        yield _histogram("call_seconds", bounds, calls)
         copies = [([row["source"], row["target"]], row) for row in f["copies"]]
-        what = "Duration of copies between tiers, a few blocks each."
-        yield _histogram("copy_seconds", what, ["source", "target"], bounds, copies)
-        what = "Delay of the daemon's event loop."
-        yield _histogram("loop_lag_seconds", what, [], bounds, [([], f["loop_lag"])])
+        yield _histogram("copy_seconds", bounds, copies)
+        yield _histogram("loop_lag_seconds", bounds, [([], f["loop_lag"])])
 
 
-def _histogram(name: str, what: str, labels: Sequence[str], bounds: Sequence[str], rows: Rows) -> Metric:
-    family = HistogramMetricFamily(f"kvstore_{name}", what, labels=labels)
+def _histogram(name: str, bounds: Sequence[str], rows: Rows) -> Metric:
+    labels, about = _DURATIONS[name]
+    family = HistogramMetricFamily(f"kvstore_{name}", about, labels=labels)
     for values, row in rows:
         buckets = list(zip(bounds, accumulate(map(float, row["counts"])), strict=True))
         family.add_metric(values, buckets, row["sum_s"])

@@ -10,31 +10,78 @@ exits with 3: problems were found and all of them repaired.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
 import typer
+from typer import Option
 
 from kvstore.cli import blocks, device, events, ns, operate, policy, tenant, tier, top
 from kvstore.cli.lab import commands, live, record, trace
-from kvstore.cli.shared.options import Group
+from kvstore.cli.shared.commands import Commands
 
-app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(operate.app)
-app.add_typer(tenant.app, name="tenant")
-app.add_typer(tenant.quota_app, name="quota")
-app.add_typer(ns.app, name="ns")
-app.add_typer(blocks.app, name="blocks")
-app.add_typer(blocks.pin_app, name="pin")
-app.add_typer(tier.app, name="tier")
-app.add_typer(device.app, name="device")
-app.add_typer(policy.app, name="policy")
-app.add_typer(trace.app, name="trace")
-app.add_typer(events.app)
-app.add_typer(live.app)
-app.add_typer(commands.app, name="lab")
-app.add_typer(top.app)
+PANELS: dict[str, dict[str, Commands | Callable[..., Any]]] = {
+    "Run": {
+        "serve": operate.serve,
+        "supervise": operate.supervise,
+        "admin": operate.admin,
+        "config": operate.config_app,
+        "demo": live.demo,
+    },
+    "Look": {
+        "status": operate.status,
+        "top": top.top,
+        "events": events.events,
+        "tier": tier.app,
+        "ns": ns.app,
+    },
+    "Change": {
+        "tenant": tenant.app,
+        "quota": tenant.quota_app,
+        "policy": policy.app,
+        "device": device.app,
+        "blocks": blocks.app,
+        "pin": blocks.pin_app,
+    },
+    "Investigate": {
+        "why": blocks.why,
+        "doctor": operate.doctor,
+        "fsck": operate.fsck,
+        "trace": trace.app,
+    },
+    "Plan": {
+        "lab": commands.app,
+        "replay": live.replay,
+    },
+}
+"""All commands in the order of `kvstore --help`, by the panel in which they stand there."""
+
+app = Commands(
+    pretty_exceptions_enable=False, epilog="`kvstore COMMAND --help` describes a command, with an example."
+)
+for panel, entries in PANELS.items():
+    for name, entry in entries.items():
+        # typer lists commands before groups. A command in a group without a name keeps its place.
+        if isinstance(entry, Commands):
+            app.add_typer(entry, name=name, rich_help_panel=panel)
+        else:
+            single = Commands()
+            single.command(name, rich_help_panel=panel)(entry)
+            app.add_typer(single)
 commands.app.command()(record.record)
-operate.app.command()(blocks.why)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvstore {version('kvstore')}")
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
     """A KV-cache offload daemon for LLM inference."""

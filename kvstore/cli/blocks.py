@@ -18,13 +18,13 @@ from kvstore.cli.shared.output import cell, plain, table
 from kvstore.config import parse_duration
 from kvstore.errors import MisuseError
 
-app = Commands(no_args_is_help=True, help="Explain, prefetch or invalidate blocks.")
-pin_app = Commands(no_args_is_help=True, help="Pin blocks, so that they are not evicted for some time.")
+app = Commands(help="Explain, prefetch or invalidate blocks.")
+pin_app = Commands(help="Protect blocks from eviction for some time.")
 
 _COLUMNS = ("key", "tenant", "model", "state", "where", "children", "pinned", "last")
 
 KeysArgument = Annotated[
-    list[str], Argument(metavar="KEY...", help="Keys in hex, or files with one key per line.")
+    list[str], Argument(metavar="KEY", help="Keys in hex, or files with one key per line.")
 ]
 
 
@@ -36,17 +36,19 @@ def why(
     model: Annotated[str, Option(help="Only namespaces of this model.")] = "",
     daemon: DaemonOptions,
 ) -> None:
-    """Explain blocks: copies, pins, and when and why a block was last evicted, refused or dropped.
+    """Explain where a block is, and why it was evicted or refused.
+
+    Shows copies, pins, and the latest decisions about each block.
 
     Exit codes: 0 the daemon knows a key, 1 it knows none, 2 an error.
 
-    Example: kvstore why 3f7a0c... --socket /run/kvstore/kvstore.sock
+    Example: kvstore why 3f7a0c9e
     """
     keys = keys_of(what)
     with Client(url_of(daemon.socket), deadline_s=10.0) as client:
         known = [_in_hex(block) for block in client.explain(keys, tenant, model)]
     if known or daemon.as_json:
-        tables = map(_one, known) if len(keys) == 1 else [table(_COLUMNS, map(_row, known))]
+        tables = map(_one, known) if len(keys) == 1 else [table(_COLUMNS, map(_row, known), whole=("key",))]
         daemon.show({"keys": len(keys), "blocks": known}, lambda: Group(*tables))
     else:
         typer.echo("unknown key" if len(keys) == 1 else "unknown keys", err=True)
@@ -112,7 +114,7 @@ def prefetch(id: NamespaceArgument, keys: KeysArgument, *, daemon: DaemonOptions
 
     Exit codes: 0 some blocks are or will be in DRAM, 1 none, 2 an error.
 
-    Example: kvstore blocks prefetch 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c...
+    Example: kvstore blocks prefetch 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c9e
     """
     _apply("prefetch", "are or will be in DRAM", daemon, id, keys)
 
@@ -121,11 +123,13 @@ def prefetch(id: NamespaceArgument, keys: KeysArgument, *, daemon: DaemonOptions
 def invalidate(
     id: NamespaceArgument, keys: KeysArgument, *, yes: YesOption = False, daemon: DaemonOptions
 ) -> None:
-    """Invalidate blocks on every tier. Blocks that continue them are misses until they are stored again.
+    """Invalidate blocks on every tier.
+
+    Blocks that continue an invalidated block are misses until it is stored again.
 
     Exit codes: 0 some blocks were stored, 1 none, 2 an error.
 
-    Example: kvstore blocks invalidate 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c... --yes
+    Example: kvstore blocks invalidate 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c9e --yes
     """
     confirm(yes, f"this invalidates blocks of namespace {id!r:.80}")
     _apply("invalidate", "invalidated", daemon, id, keys)
@@ -139,11 +143,11 @@ def add_pin(
     duration: Annotated[str, Option("--for", metavar="TIME", help="Duration of the pin, at most 1d.")] = "1h",
     daemon: DaemonOptions,
 ) -> None:
-    """Pin blocks for some time: they are not evicted.
+    """Protect blocks from eviction for some time.
 
     Exit codes: 0 some blocks are pinned, 1 none, 2 an error.
 
-    Example: kvstore pin add 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c... --for 1h
+    Example: kvstore pin add 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c9e --for 1h
     """
     seconds = named("--for", parse_duration, duration)
     if not 0 < seconds <= 86400:
@@ -157,7 +161,7 @@ def remove_pin(id: NamespaceArgument, keys: KeysArgument, *, daemon: DaemonOptio
 
     Exit codes: 0 some blocks were pinned, 1 none, 2 an error.
 
-    Example: kvstore pin remove 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c...
+    Example: kvstore pin remove 156dc0aeb7a10bca91a0111fbfe736c4 3f7a0c9e
     """
     _apply("unpin", "unpinned", daemon, id, keys)
 

@@ -16,17 +16,17 @@ from kvstore.cli.tier import TierArgument
 from kvstore.config import format_size, parse_size, parse_write_budget
 from kvstore.errors import MisuseError
 
-app = Commands(no_args_is_help=True, help="Show devices of tiers; fence, drain, add or remove one.")
+app = Commands(help="Show, add, remove, drain or fence the devices of tiers.")
 
 _COLUMNS = [
-    "device of",
+    "device",
     "state",
     "bandwidth",
     "queued",
     "moving",
     "admission",
-    "written in a day",
-    "drive writes a day",
+    "written/day",
+    "drive writes/day",
 ]
 
 NewDeviceArgument = Annotated[
@@ -36,7 +36,7 @@ NewDeviceArgument = Annotated[
 
 @app.command("list")
 def list_devices(*, daemon: DaemonOptions) -> None:
-    """List the device of each tier: its state, its queues and the bytes written to it.
+    """List the devices of tiers: state, queues and bytes written.
 
     Example: kvstore device list
     """
@@ -46,7 +46,7 @@ def list_devices(*, daemon: DaemonOptions) -> None:
 
 @app.command("show")
 def show_device(tier: TierArgument, *, daemon: DaemonOptions) -> None:
-    """Show one device: its queues by class, and its admission.
+    """Show the queues and the admission of one device.
 
     Example: kvstore device show nvme
     """
@@ -79,11 +79,11 @@ def add_device(
     name: NewDeviceArgument,
     path: Annotated[Path, Argument(help="An empty folder on the device.")],
     *,
-    limit: Annotated[str, Option(metavar="SIZE", help="Hard limit.")] = "8GiB",
+    limit: Annotated[str, Option(metavar="SIZE", help="Limit of the device.")] = "8GiB",
     write_budget: Annotated[
         str,
         Option(
-            metavar="SIZE", help="Bytes written per day, or a multiple of the limit such as 1x; 0: no budget."
+            metavar="SIZE", help="Bytes written per day, or a multiple of the limit such as 1x; 0: unlimited."
         ),
     ] = "0",
     dry_run: DryRunOption = False,
@@ -108,7 +108,9 @@ def remove_device(
     dry_run: DryRunOption = False,
     daemon: DaemonOptions,
 ) -> None:
-    """Remove a device from the NVMe tier. It is read until it is empty; blocks only stored there are evicted.
+    """Remove a device from the NVMe tier, now and after restarts.
+
+    The device serves reads until it is empty. Blocks that only this device stores are evicted.
 
     Example: kvstore device remove nvme1 --dry-run
     """
@@ -128,14 +130,24 @@ def _flat(device: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **admission, "bytes_a_day": budget}
 
 
+def _failures(device: dict[str, Any]) -> list[str]:
+    """Returns what a device does not do although its state allows it."""
+    reads, writes = device["state"] != "fenced", device["state"] == "serving"
+    failing = {
+        "hangs": device["hangs"],
+        "reads fail": reads and not device["readable"],
+        "writes fail": writes and not device["writable"],
+    }
+    return [name for name, fails in failing.items() if fails]
+
+
 def _row(device: dict[str, Any]) -> list[str]:
     """Returns a device as cells of `_COLUMNS`."""
-    flags = [name for name in ("hangs", "readable", "writable") if device[name]]
     admission = device["admission"]
     threshold = f" from {admission['threshold']:.2f}" if admission["threshold"] else ""
     return [
         device["name"],
-        ", ".join([device["state"], *flags]),
+        ", ".join([device["state"], *_failures(device)]),
         f"{format_size(device['bandwidth_bytes_per_s'])}/s",
         *(format_size(sum(device[field].values())) for field in ("queued_bytes", "moving_bytes")),
         admission["mode"] + threshold,

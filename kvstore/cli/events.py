@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,8 +21,6 @@ from kvstore.cli.shared.options import DEFAULT_SOCKET, DaemonOptions, SocketOpti
 from kvstore.config import parse_duration
 from kvstore.errors import UnavailableError, printable
 
-app = typer.Typer()
-
 _EVERY_S = 0.5
 _SHOWN = 100
 _DEADLINE_S = 5.0
@@ -35,7 +35,6 @@ class Filter:
     since: float
 
 
-@app.command()
 def events(
     *,
     socket: SocketOption = DEFAULT_SOCKET,
@@ -49,22 +48,23 @@ def events(
             metavar="NAMES", help="Only these kinds, separated by commas.", autocompletion=completion.kinds
         ),
     ] = "",
-    since: Annotated[str, Option(metavar="TIME", help="Only events of this time span: 5m.")] = "",
+    since: Annotated[str, Option(metavar="TIME", help="Only events of this time span, such as 5m.")] = "",
     lines: Annotated[
         int | None,
         Option(
             "--lines",
             "-n",
             min=0,
-            help="Maximum number of past events.",
-            show_default="100, with --since all",
+            help="Maximum number of past events. Without it: 100, or all with --since.",
         ),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Print decisions about blocks and events of the daemon, newest last. For operators.
+    """Print decisions about blocks and events of the daemon.
 
-    With --follow, the command waits while the daemon is down and continues after its restart.
+    The newest event is the last. Lines that are too long for the terminal have shorter keys and no namespace;
+    in a pipe and with --json they are whole. With --follow, the command waits while the daemon is down and
+    continues after its restart. For operators.
 
     Example: kvstore events --follow --what dropped,refused
     """
@@ -75,7 +75,7 @@ def events(
     try:
         with DaemonOptions(socket).client(_DEADLINE_S) as client:
             for event in _events(client, Filter(tenant, names, since_s), lines, follow):
-                typer.echo(json.dumps(event) if as_json else line_of(event))
+                typer.echo(json.dumps(event) if as_json else line_of(event, columns()))
     except KeyboardInterrupt:
         if not follow:
             raise
@@ -128,11 +128,27 @@ def _wait_for(client: Client) -> None:
         return
 
 
-def line_of(event: dict[str, Any]) -> str:
-    """Returns an event as a line of text."""
+def columns() -> int:
+    """Returns the width of the terminal in columns, 0 for output to a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def line_of(event: dict[str, Any], width: int = 0) -> str:
+    """Returns an event as a line of text, shortened towards `width` columns; 0: not shortened.
+
+    Shortened lines have a time without year and zone, if necessary no namespace and a key of 16 digits.
+    """
     at = datetime.fromtimestamp(event["at_s"]).astimezone()
+    namespace, key = event["namespace"], event["key"]
+    if not width:
+        return _joined(event, at.isoformat(sep=" ", timespec="milliseconds"), namespace, key)
+    when = f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
+    lines = [_joined(event, when, *parts) for parts in ((namespace, key), ("", key), ("", key[:16]))]
+    return next((line for line in lines if len(line) <= width), lines[-1])
+
+
+def _joined(event: dict[str, Any], when: str, namespace: str, key: str) -> str:
     score = "" if event["score"] is None else f"{event['score']:.3g} uses/s expected"
-    details = (event["tenant"], event["namespace"], event["key"], score, event["detail"])
-    when = at.isoformat(sep=" ", timespec="milliseconds")
+    details = (event["tenant"], namespace, key, score, event["detail"])
     line = " ".join([when, f"{event['what']:<11}", f"{event['tier']:<4}", *filter(None, details)])
     return printable(line).rstrip()

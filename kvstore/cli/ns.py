@@ -11,7 +11,7 @@ from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import CHANGE_DEADLINE_S, DaemonOptions, YesOption, confirm, pages
 from kvstore.cli.shared.output import cell, pairs, table
 
-app = Commands(no_args_is_help=True, help="List namespaces, publish or empty one.")
+app = Commands(help="List, show, publish or empty namespaces.")
 
 _COLUMNS = ("id", "tenant", "model", "revision", "shard", "block", "published to", "ttl")
 
@@ -39,7 +39,7 @@ def list_namespaces(
     """
     with daemon.client() as client:
         found = list(pages(client, "namespaces", "number", tenant=tenant))
-    daemon.show({"namespaces": found}, lambda: table(_COLUMNS, map(_row, found)))
+    daemon.show({"namespaces": found}, lambda: table(_COLUMNS, map(_row, found), whole=("id",)))
 
 
 def _row(namespace: dict[str, Any]) -> list[str]:
@@ -71,12 +71,14 @@ def publish(
     id: NamespaceArgument,
     tenants: Annotated[
         list[str],
-        Argument(metavar="TENANT...", help="Tenants that may read it.", autocompletion=completion.tenants),
+        Argument(
+            metavar="TENANT", help="Tenants that may read the namespace.", autocompletion=completion.tenants
+        ),
     ],
     *,
     daemon: DaemonOptions,
 ) -> None:
-    """Publish a namespace to these tenants and to no others.
+    """Allow these tenants, and no others, to read a namespace.
 
     Example: kvstore ns publish 156dc0aeb7a10bca91a0111fbfe736c4 batch
     """
@@ -85,7 +87,7 @@ def publish(
 
 @app.command()
 def unpublish(id: NamespaceArgument, *, daemon: DaemonOptions) -> None:
-    """Publish a namespace to no other tenant any more.
+    """Allow no other tenant to read a namespace.
 
     Example: kvstore ns unpublish 156dc0aeb7a10bca91a0111fbfe736c4
     """
@@ -100,7 +102,9 @@ def _publish(daemon: DaemonOptions, id: str, tenants: list[str]) -> None:
 
 @app.command()
 def forget(id: NamespaceArgument, *, yes: YesOption = False, daemon: DaemonOptions) -> None:
-    """Delete all blocks of a namespace on every tier. The namespace stays open.
+    """Delete all blocks of a namespace on every tier.
+
+    The namespace stays open.
 
     Example: kvstore ns forget 156dc0aeb7a10bca91a0111fbfe736c4 --yes
     """

@@ -22,23 +22,26 @@ from kvstore import Client
 from kvstore import config as configuration
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import ConfigOption, DaemonOptions, JsonOption, url_of
-from kvstore.cli.shared.output import pairs, progress_bar, show, size, table, tier_table
+from kvstore.cli.shared.output import pairs, progress_bar, show, size, table
+from kvstore.cli.tier import overview
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import default_folder
 
 if TYPE_CHECKING:
     from kvstore.tiers.nvme.key_files import MasterKey
 
-app = Commands()
-config_app = Commands(no_args_is_help=True, help="Check a configuration, or print an example.")
-app.add_typer(config_app, name="config")
+config_app = Commands(help="Check a configuration, or print an example.")
 
 _MOST_FINDINGS = 1000
 _LEVELS = {"ok": "[green]ok", "warn": "[yellow]warn", "fail": "[red]fail"}
 
 
-@app.command()
 def serve(config: ConfigOption = None) -> None:
-    """Run the daemon until SIGTERM or SIGINT. SIGHUP reloads the configuration.
+    """Run the daemon.
+
+    SIGTERM and SIGINT end it. SIGHUP reloads the configuration.
+
+    Without -c, the DRAM tier gets a quarter of the memory, and there is no NVMe tier.
 
     Example: kvstore serve -c /etc/kvstore/kvstore.toml
     """
@@ -48,9 +51,10 @@ def serve(config: ConfigOption = None) -> None:
     raise typer.Exit(run(config))
 
 
-@app.command()
 def admin(config: ConfigOption = None) -> None:
-    """Run the REST interface of the local daemon until SIGTERM or SIGINT. SIGHUP reloads tokens and rates.
+    """Serve REST, metrics and the dashboard of the local daemon.
+
+    SIGTERM and SIGINT end it. SIGHUP reloads tokens and rates.
 
     Example: kvstore admin -c /etc/kvstore/kvstore.toml
     """
@@ -59,11 +63,11 @@ def admin(config: ConfigOption = None) -> None:
     raise typer.Exit(run(config))
 
 
-@app.command()
 def supervise(config: ConfigOption = None) -> None:
-    """Run the daemon without systemd: restart it when it dies and keep its DRAM tier across restarts.
+    """Run the daemon, and restart it with its DRAM when it dies.
 
-    SIGHUP is forwarded, SIGUSR1 restarts the daemon, SIGTERM and SIGINT end both.
+    For machines without systemd. SIGUSR1 restarts the daemon, SIGHUP reloads its configuration, SIGTERM and
+    SIGINT end both.
 
     Example: kvstore supervise -c kvstore.toml
     """
@@ -73,11 +77,10 @@ def supervise(config: ConfigOption = None) -> None:
     raise typer.Exit(Supervisor([] if config is None else ["-c", str(config)]).run())
 
 
-@app.command()
 def status(daemon: DaemonOptions) -> None:
     """Show the state and the counters of a running daemon.
 
-    Example: kvstore status --socket /run/kvstore/kvstore.sock
+    Example: kvstore status --json
     """
     with Client(url_of(daemon.socket)) as client:
         state = client.status()
@@ -87,7 +90,7 @@ def status(daemon: DaemonOptions) -> None:
 def _status_tables(state: dict[str, Any]) -> Iterator[Table]:
     separate = ("tiers", "tenants", "counters", "network", "events")
     yield pairs("daemon", {name: value for name, value in state.items() if name not in separate})
-    yield tier_table(list(state.get("tiers", ())))
+    yield overview(list(state.get("tiers", ())))
     if network := state.get("network"):
         yield pairs("network", network | network.pop("counters"))
     if events := state.get("events"):
@@ -95,20 +98,22 @@ def _status_tables(state: dict[str, Any]) -> Iterator[Table]:
     yield pairs("counter", state.get("counters", {}))
 
 
-@app.command()
 def fsck(
     folder: Annotated[Path | None, Argument(help="Folder of an NVMe tier.")] = None,
     *,
     config: Annotated[
-        Path | None, Option("--config", "-c", help="Check the folders of this configuration file.")
+        Path | None, Option("--config", "-c", help="Configuration file whose NVMe folders are checked.")
     ] = None,
-    repair: Annotated[bool, Option("--repair", help="Delete bad records and orphan slabs.")] = False,
+    repair: Annotated[bool, Option("--repair", help="Delete bad records and orphaned slabs.")] = False,
     key_file: Annotated[
-        Path | None, Option("--key-file", help="Master key, to check encrypted blocks too.")
+        Path | None, Option("--key-file", help="File of the master key, to check encrypted blocks too.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a stopped daemon's NVMe folders: every record, slab and checksum. In JSON, one line per folder.
+    """Check the NVMe folders of a stopped daemon, or repair them.
+
+    Compares every record with its slab and verifies the checksum of every block. With --json, prints one
+    object per folder.
 
     Exit codes: 0 no problems, 1 problems remain, 2 could not check, 3 all problems were repaired.
 
@@ -166,9 +171,10 @@ def _check(folder: Path, limit: int | None, repair: bool, master: MasterKey | No
     return 3 if report.repaired else 1
 
 
-@app.command()
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine against a configuration, with a remedy for each problem.
+    """Check this machine against a configuration, with remedies.
+
+    Checks the kernel, packages, limits, huge pages, the socket, NVMe folders, GPUs and systemd.
 
     Exit codes: 0 no check failed, 1 a check failed, 2 the configuration is invalid.
 
@@ -176,7 +182,10 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """
     from kvstore.daemon.doctor import FAIL, examine  # noqa: PLC0415
 
-    lines = examine(configuration.load(config))
+    chosen = (
+        configuration.load(config) if config else configuration.choose(configuration.read_memory()).config()
+    )
+    lines = examine(chosen)
     rows = ((_LEVELS[line.level], line.name, escape(line.found), escape(line.advice)) for line in lines)
     values = {"lines": [asdict(line) for line in lines]}
     show(values, as_json, lambda: table(("", "check", "found", "what to do"), rows))
@@ -185,7 +194,9 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 @config_app.command("check")
-def config_check(file: Path, as_json: JsonOption = False) -> None:
+def config_check(
+    file: Annotated[Path, Argument(help="Configuration file (TOML).")], as_json: JsonOption = False
+) -> None:
     """Validate a configuration file as the daemon does.
 
     Example: kvstore config check kvstore.toml
@@ -216,4 +227,4 @@ def config_example() -> None:
 
     Example: kvstore config example > kvstore.toml
     """
-    typer.echo(configuration.example(), nl=False)
+    typer.echo(configuration.example(default_folder()), nl=False)

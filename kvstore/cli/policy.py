@@ -13,7 +13,7 @@ from kvstore.cli.shared.options import DaemonOptions
 from kvstore.cli.shared.output import pairs
 from kvstore.core.policy import POLICIES, find
 
-app = Commands(no_args_is_help=True, help="Show or change the eviction policy.")
+app = Commands(help="Show or change the eviction policy.")
 
 
 @app.command("show")

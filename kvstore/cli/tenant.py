@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from typer import Argument, Option
 
@@ -18,14 +17,14 @@ from kvstore.cli.shared import completion
 from kvstore.cli.shared.changes import DryRunOption, change
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions, JsonOption, YesOption, confirm, named, pages, url_of
-from kvstore.cli.shared.output import size, table
+from kvstore.cli.shared.output import decorated, size, table, usage_bars
 from kvstore.config import parse_duration, parse_size
 from kvstore.daemon.tenancy.auth import hash_of, new_token
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
-app = Commands(no_args_is_help=True, help="Make tokens, list tenants, delete a tenant's blocks.")
-quota_app = Commands(no_args_is_help=True, help="Show or change quotas of tenants.")
+app = Commands(help="List tenants, make tokens, delete the blocks of a tenant.")
+quota_app = Commands(help="Show or change the floors, limits and shares of tenants.")
 
 _LONGEST_DAYS = 36500
 _BAR_COLUMNS = 16
@@ -43,11 +42,13 @@ def token(
     *,
     role: Annotated[Literal["read", "write", "admin"], Option(help="Role of the holders.")] = "write",
     expires: Annotated[
-        str, Option(metavar="TIME", help="Lifetime of the token: 90d, 12h [default: unlimited].")
+        str, Option(metavar="TIME", help="Lifetime of the token, such as 90d or 12h. Without it: unlimited.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a token for a tenant. Prints the token once, and the lines to add to the configuration.
+    """Make a token for a tenant.
+
+    Prints the token once, and the lines to add to the configuration.
 
     Example: kvstore tenant token team-a --role write --expires 90d
     """
@@ -79,9 +80,11 @@ def _until(expires: str) -> str:
 
 @app.command("list")
 def list_tenants(daemon: DaemonOptions) -> None:
-    """List the usage and quotas of every tenant in each tier. Members see only their own tenant.
+    """List the usage and quotas of every tenant in each tier.
 
-    Example: kvstore tenant list --socket /run/kvstore/kvstore.sock
+    Members of a tenant see only their own tenant.
+
+    Example: kvstore tenant list
     """
     with Client(url_of(daemon.socket)) as client:
         tenants = list(client.status().get("tenants", ()))
@@ -90,7 +93,9 @@ def list_tenants(daemon: DaemonOptions) -> None:
 
 @app.command()
 def delete(name: NameArgument, *, yes: YesOption = False, daemon: DaemonOptions) -> None:
-    """Delete all blocks of a tenant on every tier. Its members and tokens stay in the configuration.
+    """Delete all blocks of a tenant on every tier.
+
+    Its members and tokens stay in the configuration.
 
     Example: kvstore tenant delete team-a --yes
     """
@@ -129,17 +134,19 @@ def show_quota(tenant: TenantArgument, *, daemon: DaemonOptions) -> None:
 def set_quota(
     tenant: TenantArgument,
     *,
-    dram_limit: Annotated[str, Option(metavar="SIZE", help="Hard limit in DRAM; none: no limit.")] = "",
+    dram_limit: Annotated[str, Option(metavar="SIZE", help="Limit in DRAM; none: no limit.")] = "",
     dram_floor: Annotated[str, Option(metavar="SIZE", help="Guaranteed bytes in DRAM.")] = "",
-    nvme_limit: Annotated[str, Option(metavar="SIZE", help="Hard limit in NVMe.")] = "",
+    nvme_limit: Annotated[str, Option(metavar="SIZE", help="Limit in NVMe; none: no limit.")] = "",
     nvme_floor: Annotated[str, Option(metavar="SIZE", help="Guaranteed bytes in NVMe.")] = "",
-    hbm_limit: Annotated[str, Option(metavar="SIZE", help="Hard limit in each GPU's pool.")] = "",
+    hbm_limit: Annotated[str, Option(metavar="SIZE", help="Limit in each GPU's pool; none: no limit.")] = "",
     hbm_floor: Annotated[str, Option(metavar="SIZE", help="Guaranteed bytes in each GPU's pool.")] = "",
     share: Annotated[float | None, Option(help="Weight when tenants compete for room or bandwidth.")] = None,
     dry_run: DryRunOption = False,
     daemon: DaemonOptions,
 ) -> None:
-    """Change a tenant's quota, now and after restarts. Blocks above a new limit are evicted.
+    """Change the quotas of a tenant, now and after restarts.
+
+    Blocks above a new limit are evicted.
 
     Example: kvstore quota set chat --dram-limit 64GiB --share 2 --dry-run
     """
@@ -167,16 +174,17 @@ def _limits(tiers: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _usage(tenants: list[dict[str, Any]], limits: Mapping[str, int] | None = None) -> Table:
-    """Returns a table with one row per tenant and tier; with the limits of tiers, a bar of the usage too."""
-    shown = table(("tenant", "share", "tier", *([] if limits is None else [""]), "used", "floor", "limit"))
+    """Returns a table with one row per tenant and tier; with the limits of tiers, bars of the usage."""
+    bars = limits is not None and decorated()
+    shown = table(("tenant", "share", "tier", *([""] if bars else ()), "used", "floor", "limit"))
     for tenant in tenants:
         name, share = tenant["name"], f"{tenant.get('share', 1.0):g}"
         for tier in tenant["tiers"]:
             bar = []
             if limits is not None:
-                limit = tier["limit_bytes"]
-                most = max(1, limits[tier["name"]] if limit is None else limit)
-                bar = [ProgressBar(total=most, completed=tier["used_bytes"], width=_BAR_COLUMNS)]
+                limit = limits[tier["name"]] if tier["limit_bytes"] is None else tier["limit_bytes"]
+                bar = usage_bars(tier["used_bytes"], limit, _BAR_COLUMNS)
             shown.add_row(name, share, tier["name"], *bar, *(size(tier.get(key)) for key in _SIZES))
-            name = share = ""
+            if decorated():
+                name = share = ""
     return shown

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+from rich.table import Table
 from typer import Argument
 
 from kvstore.cli.shared import completion
@@ -12,7 +13,7 @@ from kvstore.cli.shared.options import DaemonOptions
 from kvstore.cli.shared.output import pairs, tier_table
 from kvstore.errors import MisuseError
 
-app = Commands(no_args_is_help=True, help="Show tiers.")
+app = Commands(help="Show the contents, limits and state of tiers.")
 
 TierArgument = Annotated[
     str,
@@ -29,8 +30,12 @@ def list_tiers(*, daemon: DaemonOptions) -> None:
     Example: kvstore tier list
     """
     tiers = daemon.ask("status")["tiers"]
-    shown = [{name: tier[name] for name in _SHOWN} for tier in tiers]
-    daemon.show({"tiers": tiers}, lambda: tier_table(shown))
+    daemon.show({"tiers": tiers}, lambda: overview(tiers))
+
+
+def overview(tiers: list[dict[str, Any]]) -> Table:
+    """Returns a table of the contents, limits and states of tiers."""
+    return tier_table([{name: tier.get(name) for name in _SHOWN} for tier in tiers])
 
 
 @app.command("show")

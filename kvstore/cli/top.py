@@ -10,36 +10,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from typer import Option
 
 from kvstore import Client
-from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import DaemonOptions, named, url_of
-from kvstore.cli.shared.output import percent, table, tier_table
+from kvstore.cli.shared.output import console, percent, table, tier_table
 from kvstore.config import format_size, parse_duration
 from kvstore.core.insight.hit_counters import DELIVERED, FOUND, MISSED, REASONS, REQUESTED
 from kvstore.errors import MisuseError
-
-app = Commands()
 
 _SHOWN_CALLS = ("lookup", "acquire", "reserve", "commit", "prefetch")
 _SHOWN_TENANTS = 8
 _DEADLINE_S = 5.0
 
 
-@app.command()
 def top(
     *,
-    every: Annotated[str, Option(metavar="TIME", help="Time between samples.")] = "1s",
+    every: Annotated[str, Option(metavar="TIME", help="Time between two samples, 0.1s to 1h.")] = "1s",
     count: Annotated[int, Option(min=0, help="Number of samples; 0: until Ctrl-C.")] = 0,
     daemon: DaemonOptions,
 ) -> None:
-    """Watch a running daemon: tiers, hits, calls and tenants, since the previous sample. For operators.
+    """Watch tiers, hits, calls and tenants of a running daemon.
 
-    Hit ratios are blocks found and blocks delivered, divided by blocks requested; each block of a prompt is
-    counted once. With --json, prints one object per line.
+    Shows rates since the previous sample. Hit ratios are blocks found and blocks delivered, divided by blocks
+    requested; each block of a prompt is counted once. With --json, prints one object per line. For operators.
 
     Example: kvstore top --every 5s
     """
@@ -53,7 +49,7 @@ def top(
             for seen in rates:
                 daemon.show(seen, partial(_rendered, seen))
             return
-        with Live(_rendered(between(first, first)), console=Console(), screen=True) as live:
+        with Live(_rendered(between(first, first)), console=console(), screen=True) as live:
             for seen in rates:
                 live.update(_rendered(seen))
 

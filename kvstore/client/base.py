@@ -26,6 +26,7 @@ from kvstore.client.connection import Backoff, BaseConnection
 from kvstore.client.extents import Maps
 from kvstore.client.leases import PutResult
 from kvstore.client.prompts import Prompts
+from kvstore.client.unavailable import unavailable
 from kvstore.errors import (
     DeniedError,
     KVStoreError,
@@ -34,6 +35,7 @@ from kvstore.errors import (
     TierError,
     UnavailableError,
 )
+from kvstore.socket_paths import find_daemon
 from kvstore.types import Layout
 
 R = TypeVar("R")
@@ -62,7 +64,7 @@ class BaseClient(ClientCalls):
         `recompute_tokens_per_s` is the speed at which the engine computes KV: `acquire`, `get` and `lookup`
         then leave out blocks that are slower to load than to compute.
         """
-        self.path = socket_path(url)
+        self._path = socket_path(url)
         self.deadline_s = check_deadline(deadline_s)
         self.strict = strict
         self.recompute_tokens_per_s = check_speed(recompute_tokens_per_s)
@@ -70,6 +72,11 @@ class BaseClient(ClientCalls):
         self._prompts = Prompts()
         self._closed = False
         self._reset()
+
+    @property
+    def path(self) -> str:
+        """The socket to connect to. The default one may differ once another daemon has started."""
+        return self._path or str(find_daemon())
 
     def _reset(self) -> None:
         """Drops all connections, at construction and in a forked process."""
@@ -145,12 +152,7 @@ class BaseClient(ClientCalls):
 
     def _gone(self, error: Exception) -> UnavailableError:
         self._backoff.failed(error)
-        if isinstance(error, RemoteProtocolError):
-            gone = UnavailableError(f"the daemon at {self.path} refuses: {error.message}", error.hint)
-        else:
-            gone = UnavailableError(f"no answer from the daemon at {self.path}: {error}", "is it running?")
-        gone.__cause__ = error
-        return gone
+        return unavailable(self.path, error)
 
     def _resume(self, exchange: Exchange, flow: Flow[Any], lost: Any) -> Any:
         """Drives a later flow of a call on its kept connection."""

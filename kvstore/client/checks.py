@@ -19,8 +19,13 @@ _MOST_TOKEN_CHARS = 4096
 
 
 def socket_path(url: str | None) -> str:
-    """Returns the path in `unix:///path`; url None: in KVSTORE_SOCKET. Raises MisuseError for other urls."""
-    url = url or os.environ.get("KVSTORE_SOCKET") or "unix:///run/kvstore/kvstore.sock"
+    """Returns the path in `unix:///path`; url None: in KVSTORE_SOCKET. Empty if neither names one.
+
+    Raises MisuseError for other urls.
+    """
+    url = url or os.environ.get("KVSTORE_SOCKET")
+    if not url:
+        return ""
     path = url.removeprefix("unix://")
     if not path.startswith("/"):
         raise MisuseError(f"cannot connect to {url!r}", "unix:///absolute/path/of/kvstore.sock")

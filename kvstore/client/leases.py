@@ -274,6 +274,14 @@ class Lease(_Grant):
         return self._slots.is_current(i)
 
 
+NO_ANSWER, INVALIDATED = "the daemon did not answer", "invalidated while it was written"
+DENIALS = {
+    NO_ANSWER: "The deadline passed. Raise `deadline_s`, or see `kvstore status` for the load of the daemon.",
+    INVALIDATED: "A client invalidated the block, or its namespace was deleted, before the commit.",
+}
+"""Reasons of the client in `PutResult.why`, with their meanings. `core.actions` has those of the daemon."""
+
+
 @dataclass(slots=True)
 class PutResult:
     """How many blocks were stored, were present (or being written) already, were refused, and why."""

@@ -16,7 +16,9 @@ from kvstore.client.aio import AsyncConnection
 from kvstore.client.calls.scope import checked
 from kvstore.client.checks import check_token, socket_path
 from kvstore.client.extents import Maps
-from kvstore.errors import RemoteProtocolError, UnavailableError
+from kvstore.client.unavailable import unavailable
+from kvstore.errors import RemoteProtocolError
+from kvstore.socket_paths import find_daemon
 from kvstore.wire import messages as m
 
 _ANSWER_WITHIN_S = 5.0
@@ -46,14 +48,14 @@ class Part:
 
 
 async def record(
-    url: str, seconds: float, max_bytes: int, token: str | None = None
+    url: str | None, seconds: float, max_bytes: int, token: str | None = None
 ) -> AsyncGenerator[Part, None]:
     """Yields the parts of a recording of `seconds` seconds. The daemon buffers at most `max_bytes` bytes.
 
     Yields an empty part as soon as the daemon records. Closing the generator ends the recording. Raises
     DeniedError if the daemon refuses, UnavailableError if it is away.
     """
-    path = socket_path(url)
+    path = socket_path(url) or str(find_daemon())
     token = check_token(os.environ.get("KVSTORE_TOKEN", "") if token is None else token)
     connection = AsyncConnection(token, Maps())
     try:
@@ -68,10 +70,8 @@ async def record(
             yield Part(requests, answer.dropped, time.monotonic() - began)
             # The size of an answer is bounded: after a long one, more requests may wait.
             await asyncio.sleep(_READ_EVERY_S if len(answer.requests) < _MUCH_BYTES else 0)
-    except RemoteProtocolError as error:
-        raise UnavailableError(f"the daemon at {path} refuses: {error.message}", error.hint) from None
-    except OSError as error:
-        raise UnavailableError(f"no answer from the daemon at {path}: {error}", "is it running?") from None
+    except (OSError, RemoteProtocolError) as error:
+        raise unavailable(path, error) from None
     finally:
         connection.close()
 

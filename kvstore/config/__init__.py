@@ -1,14 +1,17 @@
 """The configuration: one TOML file, validated once into frozen sections.
 
 Lives here: `file` (reading and comparing), `patches` (changes at run time), `sections`, `tenants` and `admin`
-(keys and their checks), `units` (sizes and durations), `example` (the commented default file).
+(keys and their checks), `units` (sizes and durations), `keys` (every key with its documentation), `example`
+(the commented default file), `machine` (memory, and the limits of a daemon without a file).
 
-Import from this package, not from its modules. It may import `types` and `errors` only.
+Import from this package, not from its modules. It may import `types`, `socket_paths` and `errors` only.
 """
 
 from kvstore.config.admin import HOLDER_PATTERN, Admin, AdminToken, parse_listen
 from kvstore.config.example import example
 from kvstore.config.file import Config, Source, changes, load, parse, read
+from kvstore.config.keys import Key, Table, tables
+from kvstore.config.machine import Memory, check_dram, choose, group_limits, read_memory
 from kvstore.config.patches import Values, difference, etag, keep_changes, merged, plain
 from kvstore.config.sections import (
     FIRST_DEVICE,
@@ -35,21 +38,27 @@ __all__ = [
     "Config",
     "Daemon",
     "Events",
+    "Key",
     "Limits",
+    "Memory",
     "Network",
     "NvmeDevice",
     "Policy",
     "Secret",
     "Source",
+    "Table",
     "Tenant",
     "TierQuota",
     "Token",
     "Values",
     "changes",
+    "check_dram",
+    "choose",
     "difference",
     "etag",
     "example",
     "format_size",
+    "group_limits",
     "keep_changes",
     "load",
     "merged",
@@ -60,4 +69,6 @@ __all__ = [
     "parse_write_budget",
     "plain",
     "read",
+    "read_memory",
+    "tables",
 ]

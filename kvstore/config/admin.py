@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kvstore.config.sections import LIVE, FilePath, Section, SocketPath
+from kvstore.config.sections import LIVE, FileMode, FilePath, Section, SocketPath
 from kvstore.config.tenants import Secret
+from kvstore.config.units import Notation
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import admin_socket
 
 HOLDER_PATTERN = r"^[A-Za-z0-9_.@-]{1,64}$"
 """Matches names of token holders."""
@@ -38,30 +39,60 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 class AdminToken(Secret):
-    """A token of the REST interface. Role `view` may read everything, `operate` may also change it.
+    """A token of the REST interface.
 
-    `name` identifies the holder in the audit log.
+    Callers over TCP need one, and local users other than root and the daemon's.
     """
 
-    name: Annotated[str, Field(pattern=HOLDER_PATTERN)]
+    name: Annotated[
+        str,
+        Field(pattern=HOLDER_PATTERN, examples=["grafana"]),
+        Notation('1 to 64 letters, digits, "-", "_", ".", "@"'),
+    ]
+    """Name of the holder in the audit log"""
     role: Literal["view", "operate"] = "view"
+    """Role of the holder
+
+    `view` reads everything. `operate` also changes it.
+    """
 
 
 class Admin(Section):
-    """The REST interface (`kvstore admin`): its Unix socket, and optionally a TCP port (`listen`).
+    """The REST interface, served by `kvstore admin`.
 
-    `audit_log` is the file that records changes; None: the log of the process. `requests_per_s` limits the
-    request rate per caller.
-    On the socket, root and the daemon's own user need no token. All other callers need one.
+    On the socket, root and the daemon's own user need no token. All other callers need one. A reload of
+    `kvstore admin` applies the keys that change at run time.
     """
 
-    socket: SocketPath = Path("/run/kvstore/admin.sock")
-    socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
-    listen: Annotated[str, AfterValidator(_address)] = ""
-    certificate: FilePath | None = None
-    key: FilePath | None = None
-    audit_log: FilePath | None = None
+    socket: SocketPath = Field(default_factory=admin_socket, examples=["/run/kvstore/admin.sock"])
+    """Unix socket of the REST interface
+
+    Its default is beside that of `daemon.socket`.
+    """
+    socket_mode: FileMode = 0o600
+    """File mode of the socket"""
+    listen: Annotated[
+        str, AfterValidator(_address), Notation("address and port"), Field(examples=["127.0.0.1:9400"])
+    ] = ""
+    """TCP address and port; absent: none
+
+    Addresses other than loopback need `certificate` and `key`.
+    """
+    certificate: Annotated[FilePath | None, Field(examples=["/etc/kvstore/tls.crt"])] = None
+    """TLS certificate in PEM format"""
+    key: Annotated[FilePath | None, Field(examples=["/etc/kvstore/tls.key"])] = None
+    """Key of the certificate in PEM format"""
+    audit_log: Annotated[FilePath | None, Field(examples=["/var/log/kvstore/audit"])] = None
+    """File that records every change; absent: the log of `kvstore admin`
+
+    It has one line per change. At 8 MiB it is rotated; four older files are kept. `NAME.refused` beside it
+    has refused requests, up to the same size.
+    """
     requests_per_s: Annotated[int, Field(ge=1, le=100_000), LIVE] = 50
+    """Requests per second per caller; excess requests get HTTP 429
+
+    A caller is a token, a user of the socket, or an address.
+    """
     tokens: Annotated[tuple[AdminToken, ...], Field(strict=False), LIVE] = ()
 
     @model_validator(mode="after")

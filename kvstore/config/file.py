@@ -8,14 +8,13 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as by_default
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from kvstore.config.admin import Admin
 from kvstore.config.patches import Values, difference, merged, read_changes
@@ -31,6 +30,7 @@ from kvstore.config.sections import (
     Policy,
     Scrub,
     Section,
+    section_in,
 )
 from kvstore.config.tenants import Encryption, Tenant, TenantName, check_apart, check_floors
 from kvstore.errors import ConfigError, MisuseError
@@ -51,7 +51,7 @@ _ALIKE = 0.7
 class Config(Section):
     """All sections. Immutable; made by `load`, `parse` or `Source.config`."""
 
-    daemon: Daemon = Daemon()
+    daemon: Daemon = Field(default_factory=Daemon)
     dram: Dram = Dram()
     nvme: Nvme = Nvme()
     hbm: Hbm = Hbm()
@@ -61,8 +61,8 @@ class Config(Section):
     scrub: Scrub = Scrub()
     limits: Limits = Limits()
     encryption: Encryption = Encryption()
-    admin: Admin = Admin()
-    tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096), LIVE] = {}
+    admin: Admin = Field(default_factory=Admin)
+    tenants: Annotated[dict[TenantName, Tenant], Field(max_length=4096, examples=["team-a"]), LIVE] = {}
 
     def shared_limits(self, kind: Tier, device: str) -> dict[str, int]:
         """Returns the limits in bytes, by name, of the devices that share a tenant's quota with `device`.
@@ -110,14 +110,14 @@ def _added_and_removed(key: str, old: dict[str, Any], new: dict[str, Any]) -> li
 
 def _is_live(key: str) -> bool:
     """Returns whether the key, or a table around it, is marked `LIVE`."""
-    model: type[BaseModel] = Config
+    model: type[Section] = Config
     for part in key.split("."):
         field = model.model_fields.get(part)
         if field is None:
             continue  # the name of a device
         if LIVE in field.metadata:
             return True
-        model = _model_in(field.annotation) or model
+        model = section_in(field.annotation) or model
     return False
 
 
@@ -203,26 +203,26 @@ def read(path: Path | None) -> Source:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not TOML: byte {e.start} is not UTF-8") from None
     except OSError as e:
-        hint = "`kvstore config example` prints one to start from" if isinstance(e, FileNotFoundError) else ""
-        raise ConfigError(f"cannot read {path}: {e.strerror}", hint) from None
+        raise ConfigError(f"cannot read {path}: {e.strerror}", _unreadable_hint(path, e)) from None
     source = _source(text, str(path))
     kept_in = source.config().daemon.changes
     return source if kept_in is None else replace(source, changes=read_changes(kept_in), kept_in=kept_in)
 
 
-def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+def _unreadable_hint(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"`kvstore config example > {path}` makes one to start from"
+    if isinstance(error, PermissionError):
+        return f"run as a user that may read it: ls -l {path}"
+    return "name a TOML file"
+
+
+def _known_keys(model: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        inner, key = _model_in(field.annotation), prefix + name
+        inner, key = section_in(field.annotation), prefix + name
         yield key
         if inner is not None:
             yield from _known_keys(inner, f"{key}.{_NAME}." if key in _BY_NAME else f"{key}.")
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section that a field holds: directly, in a list or by name; None if it holds none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in typing.get_args(annotation) if (found := _model_in(part))), None)
 
 
 def _explain(source: str, error: Mapping[str, Any]) -> ConfigError:

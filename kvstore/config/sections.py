@@ -1,14 +1,17 @@
 """Sections of the configuration, one frozen class each. See `tenants` and `admin` for the other two.
 
-A new key is a field here and a line in `example`. A field marked `LIVE` can change while the daemon runs.
+A new key is a field here. A field marked `LIVE` can change while the daemon runs. The docstring below a field
+is its documentation: the first paragraph becomes a comment in `example`, the reference has all of it. A field
+without a default has a value to show in `examples`. `keys` reads all of this.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import typing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -21,8 +24,19 @@ from pydantic import (
     field_validator,
 )
 
-from kvstore.config.units import GIB, KIB, MIB, Duration, Size, at_least, format_size, parse_write_budget
+from kvstore.config.units import (
+    GIB,
+    KIB,
+    MIB,
+    Duration,
+    Notation,
+    Size,
+    at_least,
+    format_size,
+    parse_write_budget,
+)
 from kvstore.errors import MisuseError
+from kvstore.socket_paths import daemon_socket
 from kvstore.types import MAX_KEY_BYTES
 
 FIRST_DEVICE = "nvme"
@@ -63,12 +77,18 @@ def _write_budget(value: int | str) -> int | str:
     return value
 
 
-WriteBudget = Annotated[int | str, AfterValidator(_write_budget)]
+WriteBudget = Annotated[
+    int | str, AfterValidator(_write_budget), Notation('size, or multiple of the limit such as "1x"')
+]
 Admission = Literal["always", "twice", "reuse"]
 DeviceName = Annotated[str, Field(pattern=r"^nvme[a-z0-9_-]{1,28}$")]
 
-FilePath = Annotated[Path, BeforeValidator(_as_path)]
-SocketPath = Annotated[FilePath, AfterValidator(_socket_path)]
+FilePath = Annotated[Path, BeforeValidator(_as_path), Notation("path")]
+SocketPath = Annotated[
+    FilePath, AfterValidator(_socket_path), Notation(f"path of at most {SOCKET_PATH_BYTES} bytes")
+]
+FILE_MODE = "file mode"
+FileMode = Annotated[int, Field(ge=0, le=0o777), Notation(FILE_MODE)]
 
 
 class Section(BaseModel):
@@ -77,19 +97,44 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 
+def section_in(annotation: Any) -> type[Section] | None:
+    """Returns the section that a field holds: directly, in a list or by name; None if it holds none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := section_in(part))), None)
+
+
 class Daemon(Section):
-    """The daemon process: its sockets, the time limit of a stop (seconds), its log level.
+    """The daemon process: sockets, stop, log."""
 
-    `operator_socket`: if set, operators connect there, and peers on `socket` are never operators.
-    `changes`: the file that persists changes made while the daemon runs; None: a restart drops them.
+    socket: SocketPath = Field(default_factory=daemon_socket, examples=["/run/kvstore/kvstore.sock"])
+    """Unix socket for clients
+
+    The default is for root and for users that may write `/run/kvstore`. Others have
+    `$XDG_RUNTIME_DIR/kvstore/kvstore.sock`, or `/tmp/kvstore-UID/kvstore.sock` if that variable is not set.
     """
+    socket_mode: FileMode = 0o600
+    """File mode of the socket: which users may connect"""
+    operator_socket: Annotated[SocketPath | None, Field(examples=["/run/kvstore-operators/kvstore.sock"])] = (
+        None
+    )
+    """Socket for operators; absent: they use `socket`
 
-    socket: SocketPath = Path("/run/kvstore/kvstore.sock")
-    socket_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
-    operator_socket: SocketPath | None = None
+    If it is set, no peer on `socket` is an operator, not even root.
+    """
     stop_timeout: Annotated[Duration, Field(gt=0), LIVE] = 10.0
+    """How long a stop waits for running transfers
+
+    A stop writes blocks that only memory holds to lower tiers. Copies that take longer are abandoned. The
+    process ends at most 5 s later, even if a device hangs.
+    """
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE] = "info"
-    changes: FilePath | None = None
+    """Least severe messages in the log"""
+    changes: Annotated[FilePath | None, Field(examples=["/var/lib/kvstore/changes.json"])] = None
+    """File for changes made at run time; absent: a restart drops them
+
+    It is a JSON merge patch of this file. Start and reload read both.
+    """
 
     @field_validator("operator_socket")
     @classmethod
@@ -107,40 +152,70 @@ class Daemon(Section):
 
 
 class Dram(Section):
-    """The DRAM tier in shared memory: its hard limit in bytes, including block headers and rounding."""
+    """The DRAM tier in shared memory."""
 
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = GIB
+    """Hard limit of shared memory
+
+    It includes block headers and rounding. The memory is divided into extents when the daemon starts. A
+    higher limit adds extents, up to four times the size at start. A lower limit holds as soon as enough
+    extents have been emptied.
+    """
     huge_pages: bool = True
+    """Use transparent huge pages of 2 MiB where the kernel has them"""
 
 
 class NvmeDevice(Section):
-    """An additional NVMe device: its folder, its hard limit in bytes, its write budget per day."""
+    """An additional NVMe device. Its name begins with `nvme`.
 
-    path: FilePath
+    At most 8. Devices are added and removed without a restart. The path of a device cannot change.
+    """
+
+    path: Annotated[FilePath, Field(examples=["/mnt/nvme1/kvstore"])]
+    """Folder on the device"""
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = 8 * GIB
+    """Hard limit on the device"""
     write_budget: Annotated[WriteBudget, LIVE] = 0
+    """Bytes written per day, as for the first device"""
 
 
 class Nvme(Section):
-    """The NVMe tier: its folder (None: no NVMe tier), its hard limit in bytes, when blocks are written.
+    """The NVMe tier: the first device, and the rules for all devices."""
 
-    `write_policy`: `write_through` writes blocks on put, `on_evict` when DRAM evicts them.
-    `admission`: which blocks are written: `always`; `twice`: on their second use; `reuse`: if the estimated
-    probability of reuse is at least `admission_threshold`.
-    `write_budget`: bytes per day, or a multiple of the limit such as `"1x"`; 0: no budget.
-    `prefetch_blocks`: blocks loaded ahead of a chain that is being loaded; 0: none.
-    `devices`: additional devices by name. The device at `path` is called nvme.
-    """
-
-    path: FilePath | None = None
+    path: Annotated[FilePath | None, Field(examples=["/var/lib/kvstore"])] = None
+    """Folder on the device; absent: no NVMe tier"""
     limit: Annotated[Size, at_least(2 * MIB), LIVE] = 8 * GIB
+    """Hard limit of block data on the device
+
+    Slab files of this size are allocated when the daemon starts. Records take about 250 bytes per block in
+    addition.
+    """
     write_policy: Annotated[Literal["write_through", "on_evict"], LIVE] = "write_through"
+    """When blocks are written
+
+    `write_through`: after every put. `on_evict`: when DRAM evicts a block.
+    """
     admission: Annotated[Admission, LIVE] = "always"
+    """Which blocks are written
+
+    `always`: all. `twice`: blocks that are used a second time. `reuse`: blocks with an estimated probability
+    of reuse of at least `admission_threshold`.
+    """
     admission_threshold: Annotated[float, Field(ge=0, le=1), LIVE] = 0.2
+    """For `reuse`: the smallest probability of reuse
+
+    If `write_budget` is set, the threshold adapts to the budget.
+    """
     write_budget: Annotated[WriteBudget, LIVE] = 0
+    """Bytes written per day, such as "500GiB" or "1x"; 0: no budget
+
+    `1x` is one drive write per day of `limit`. Bytes written earlier on the same day count after a change.
+    """
     io_threads: Annotated[int, Field(ge=1, le=256)] = 4
+    """Concurrent reads and writes"""
     prefetch_blocks: Annotated[int, Field(ge=0, le=4096), LIVE] = 0
-    devices: Annotated[dict[DeviceName, NvmeDevice], Field(max_length=MOST_DEVICES)] = {}
+    """Blocks loaded ahead of a chain that is being loaded; 0: none"""
+    devices: Annotated[dict[DeviceName, NvmeDevice], Field(max_length=MOST_DEVICES, examples=["nvme1"])] = {}
 
     @field_validator("devices")
     @classmethod
@@ -174,13 +249,18 @@ class Nvme(Section):
 
 
 class Hbm(Section):
-    """Pools of GPU memory, one per GPU: the hard limit of each in bytes (0: no pools), and the GPUs.
+    """Pools of GPU memory, one per GPU.
 
-    `gpus`: UUIDs, or indices in CUDA's order; None: all GPUs that the daemon sees.
+    They need `kvstore[cuda]`.
     """
 
     limit: Annotated[Size, LIVE] = 0
-    gpus: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=MOST_GPUS)] | None = None
+    """Hard limit per GPU, at least 2MiB; 0: no pools"""
+    gpus: Annotated[
+        Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=MOST_GPUS)] | None,
+        Field(examples=[["GPU-0a1b2c3d-..."]]),
+    ] = None
+    """GPUs with a pool, by UUID or index; absent: all that the daemon sees"""
 
     @field_validator("limit")
     @classmethod
@@ -191,26 +271,42 @@ class Hbm(Section):
 
 
 class Network(Section):
-    """The network tier: a storage system that many nodes share (`url`; None: no network tier).
+    """The network tier: a storage system that many nodes share."""
 
-    `limit`: bytes that it may hold, enforced by the daemons where the system has no limit itself; 0: none.
-    `timeout` (s) bounds each call. `password_file` holds the password or secret key of `user`.
-    `credentials` of object stores: `keys` are configured or in the environment; `anonymous`: requests are not
-    signed; `instance`: the library asks the cloud's metadata service at a link-local address.
-    `threads`: concurrent calls. `hedge_after` (s): a read that takes longer is canceled and repeated once; 0:
-    never. `admission`: see Nvme.
+    url: Annotated[str | None, Field(examples=["file:///mnt/lustre/kvstore"])] = None
+    """Address of the storage system; absent: no network tier
+
+    One of `file://`, `redis://`, `rediss://`, `unix://`, `s3://`, `gs://`, `az://` and `mooncake://`. It
+    contains no password.
     """
-
-    url: str | None = None
     limit: Size = 0
+    """Bytes in a shared folder, enforced by all of its daemons; 0: no limit
+
+    Other storage systems have limits of their own.
+    """
     user: str = ""
-    password_file: FilePath | None = None
+    """User name or access key"""
+    password_file: Annotated[FilePath | None, Field(examples=["/etc/kvstore/network-password"])] = None
+    """File with the password or secret key"""
     credentials: Literal["keys", "anonymous", "instance"] = "keys"
+    """Credentials for object stores
+
+    `keys`: from this section or the environment. `anonymous`: requests are not signed. `instance`: from the
+    cloud's metadata service, which is asked in this mode only.
+    """
     timeout: Annotated[Duration, Field(ge=0.05, le=60), LIVE] = 2.0
+    """Time limit of a call"""
     threads: Annotated[int, Field(ge=1, le=64)] = 8
+    """Concurrent calls"""
     hedge_after: Annotated[Duration, Field(ge=0, le=60), LIVE] = 0.0
+    """A read that takes longer is canceled and repeated once; 0: never
+
+    It helps if one of several servers can be slow.
+    """
     admission: Annotated[Admission, LIVE] = "always"
+    """Which blocks are written, as for NVMe"""
     admission_threshold: Annotated[float, Field(ge=0, le=1), LIVE] = 0.2
+    """For `reuse`: the smallest probability of reuse"""
 
     @field_validator("url")
     @classmethod
@@ -232,44 +328,82 @@ def _node(value: str) -> str:
     return value
 
 
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Endpoint = Annotated[str, AfterValidator(_endpoint), Notation("address: `tcp://HOST:PORT` or `ipc:///PATH`")]
 
 
 class Events(Section):
-    """KV events for routers. `listen` publishes events (None: no events), `replay` resends missed ones.
+    """KV events for routers.
 
-    `node`: name of this node, by default its host name. `tenants`: publishes only blocks of these tenants;
-    None: of all.
+    They need `kvstore[events]`. Dynamo and llm-d read them.
     """
 
-    listen: Endpoint | None = None
-    replay: Endpoint | None = None
-    node: Annotated[str, AfterValidator(_node)] | None = None
-    tenants: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    listen: Annotated[Endpoint | None, Field(examples=["tcp://127.0.0.1:5557"])] = None
+    """Address where routers subscribe; absent: no events
+
+    Events contain the token ids of prompts.
+    """
+    replay: Annotated[Endpoint | None, Field(examples=["tcp://127.0.0.1:5558"])] = None
+    """Address where routers request missed events"""
+    node: Annotated[Annotated[str, AfterValidator(_node)] | None, Field(examples=["gpu-7"])] = None
+    """Name of this node for routers; absent: its host name"""
+    tenants: Annotated[
+        Annotated[tuple[str, ...], Field(strict=False)] | None, Field(examples=[["team-a"]])
+    ] = None
+    """Tenants whose blocks are published; absent: all"""
 
 
 class Policy(Section):
-    """The eviction policy: the name of a built-in one, or `module:Class`."""
+    """Eviction."""
 
     eviction: Annotated[str, LIVE] = "hazard"
+    """Eviction policy: hazard, lru, arc, s3fifo, lfuda, gdsf or sieve
+
+    `module:Class` names a policy of your own. Importing a module runs its code, so only this file can name
+    one. Without a lower tier, `hazard` also refuses blocks that are worth less than every stored block.
+    """
 
 
 class Scrub(Section):
-    """The background scrubber: verifies stored blocks at `rate` bytes per second; 0: no scrubbing."""
+    """The background scrubber, which verifies stored blocks."""
 
     rate: Annotated[Size, LIVE] = 16 * MIB
+    """Bytes verified per second; 0: no scrubbing"""
 
 
 class Limits(Section):
-    """Limits on clients: message and batch sizes, connections, leases, namespaces, queued requests."""
+    """Limits on clients."""
 
     frame_bytes: Annotated[Size, at_least(64 * KIB), Field(le=GIB)] = 4 * MIB
+    """Longest message
+
+    Before Hello, messages have at most 4 KiB. A message that is incomplete after 10 s ends its connection.
+    While several tenants are connected, requests of a tenant above 16 KiB are read at 64 MiB/s at most, after
+    the first 8 MiB.
+    """
     batch_keys: Annotated[int, Field(ge=16)] = 4096
+    """Keys per request; clients split longer calls"""
     connections: Annotated[int, Field(ge=1, le=65536), LIVE] = 1024
+    """Open connections
+
+    The last 16, or an eighth if that is fewer, are reserved for operators. With configured tenants, a tenant
+    has at most twice as many connections as are left. In addition, at most 256 connections wait for Hello,
+    each for 5 s. A user opens at most 200 connections per second after the first 256; 256 more may wait, and
+    further ones are closed.
+    """
     leases_per_connection: Annotated[int, Field(ge=1), LIVE] = 1024
+    """Leases and reservations held by a connection"""
     namespaces: Annotated[int, Field(ge=1, le=65535), LIVE] = 4096
+    """Namespaces of the node"""
     namespaces_per_tenant: Annotated[int, Field(ge=1, le=65535), LIVE] = 1024
+    """Namespaces of a tenant
+
+    One more closes the oldest namespace without blocks. It is refused if all have blocks or users.
+    """
     queued_requests: Annotated[int, Field(ge=1), LIVE] = 1024
+    """Queued requests of a tenant; further ones are answered Busy
+
+    It also limits the calls of a tenant that wait for a first block (`wait_s`); further ones are refused.
+    """
 
     @field_validator("batch_keys")
     @classmethod

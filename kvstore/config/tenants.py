@@ -6,13 +6,13 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvstore.config.sections import FilePath, Section
-from kvstore.config.units import Duration, Size, format_size
+from kvstore.config.units import GIB, MIB, Duration, Notation, Size, format_size
 from kvstore.errors import MisuseError
 from kvstore.types import check_tenant
 
@@ -46,15 +46,26 @@ def _above_0(size: int) -> int:
     return size
 
 
-_Number = Annotated[int, Field(ge=0, lt=(1 << 32) - 1)]
+_HASH = f"sha256:{'0' * 64}"
+_Number = Annotated[int, Field(ge=0, lt=(1 << 32) - 1), Notation("id", "ids")]
 _Numbers = Annotated[tuple[_Number, ...], Field(strict=False)]
 
 
 class Secret(Section):
-    """A token's SHA-256 hash and expiry (None: it never expires)."""
+    """A token, known by its hash."""
 
-    hash: Annotated[str, BeforeValidator(_hash)]
-    expires: Annotated[datetime, BeforeValidator(_time)] | None = None
+    hash: Annotated[
+        str, BeforeValidator(_hash), Notation("`sha256:` and 64 hexadecimal digits"), Field(examples=[_HASH])
+    ]
+    """SHA-256 of the token
+
+    `kvstore tenant token NAME` prints it.
+    """
+    expires: Annotated[
+        Annotated[datetime, BeforeValidator(_time), Notation("date and time with an offset")] | None,
+        Field(examples=[datetime(2030, 1, 1, tzinfo=UTC)]),
+    ] = None
+    """End of validity; absent: never"""
 
     @property
     def digest(self) -> bytes:
@@ -68,16 +79,19 @@ class Secret(Section):
 
 
 class Token(Secret):
-    """A token of a tenant, and the role of its holders."""
+    """A token of a tenant, which may have several."""
 
     role: Role = "write"
+    """Role of holders of the token"""
 
 
 class TierQuota(Section):
-    """A tenant's quota in a tier, in bytes: `floor` is guaranteed, `limit` is never exceeded."""
+    """A tenant's quota in a tier."""
 
     floor: Size = 0
-    limit: Size | None = None
+    """Guaranteed bytes; all floors together are at most the tier's limit"""
+    limit: Annotated[Size | None, Field(examples=[16 * GIB])] = None
+    """Hard limit; absent: the tier's limit"""
 
     @model_validator(mode="after")
     def _in_order(self) -> TierQuota:
@@ -90,23 +104,40 @@ class TierQuota(Section):
 
 
 class Tenant(Section):
-    """A tenant: its members, its quotas per tier, and its caps on bandwidth (bytes/s) and requests (1/s).
+    """A tenant. Without tenants, every peer may do everything.
 
-    `ttl` is the lifetime of blocks in seconds, `pin` the bytes that it may pin, `share` its weight.
+    Its name has 1 to 64 letters, digits, "-", "_" and ".", and does not begin with a dot.
+    Without tenants, every peer belongs to the tenant "default".
     """
 
-    uids: _Numbers = ()
+    uids: Annotated[_Numbers, Field(examples=[[1001]])] = ()
+    """User ids of peers of this tenant"""
     gids: _Numbers = ()
+    """Group ids of peers of this tenant"""
     role: Role = "write"
-    ttl: Annotated[Duration, Field(gt=0)] | None = None
-    pin: Size | None = None
+    """Role of these peers"""
+    ttl: Annotated[Annotated[Duration, Field(gt=0)] | None, Field(examples=[86400.0])] = None
+    """Lifetime of blocks after their put; absent: unlimited"""
+    pin: Annotated[Size | None, Field(examples=[GIB])] = None
+    """Pinned bytes; absent: half of its DRAM limit"""
     share: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
-    bandwidth: Annotated[Size, AfterValidator(_above_0)] | None = None
-    requests: Annotated[int, Field(ge=1)] | None = None
+    """Weight when tenants compete for room or bandwidth"""
+    bandwidth: Annotated[Annotated[Size, AfterValidator(_above_0)] | None, Field(examples=[500 * MIB])] = None
+    """Bytes per second between tiers; absent: no cap"""
+    requests: Annotated[Annotated[int, Field(ge=1)] | None, Field(examples=[1000])] = None
+    """Requests per second; absent: no cap"""
     encrypt: bool = False
+    """Encrypts its blocks on NVMe with the key of `[encryption]`
+
+    A tenant without namespaces changes at run time. Any other tenant needs a restart, which deletes its
+    blocks on NVMe.
+    """
     dram: TierQuota = TierQuota()
+    """Quota in DRAM"""
     nvme: TierQuota = TierQuota()
+    """Quota on all NVMe devices together"""
     hbm: TierQuota = TierQuota()
+    """Quota in the pool of each GPU"""
     tokens: Annotated[tuple[Token, ...], Field(strict=False)] = ()
 
     @property
@@ -116,9 +147,10 @@ class Tenant(Section):
 
 
 class Encryption(Section):
-    """The master key of encrypted tenants; by default the systemd credential `kvstore-key`."""
+    """Encryption of tenants with `encrypt = true`."""
 
-    key_file: FilePath | None = None
+    key_file: Annotated[FilePath | None, Field(examples=["/etc/kvstore/key"])] = None
+    """Master key in hex, 32 bytes; absent: systemd credential `kvstore-key`"""
 
 
 def check_apart(tenants: Mapping[str, Tenant]) -> None:

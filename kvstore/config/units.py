@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
 
 from kvstore.errors import MisuseError
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """Says how the values of a type are written in the file. `plural` names several of them."""
+
+    name: str
+    plural: str = ""
+
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -58,6 +68,14 @@ def parse_duration(text: object) -> float:
     return seconds
 
 
+def format_duration(seconds: float) -> str:
+    """Returns seconds as text in the largest unit that leaves a whole number: `50ms`, `10s`, `24h`."""
+    for unit, scale in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        if seconds >= 2 * scale and not seconds % scale:
+            return f"{seconds / scale:.0f}{unit}"
+    return f"{seconds * 1000:g}ms" if 0 < seconds < 1 else f"{seconds:g}s"
+
+
 def format_size(n: float) -> str:
     """Returns `n` bytes as text in binary units with at most one decimal: `512B`, `1.5KiB`, `8GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -68,18 +86,24 @@ def format_size(n: float) -> str:
     return f"{n:.1f}".removesuffix(".0") + "TiB"
 
 
-def at_least(minimum: int) -> AfterValidator:
-    """Returns a validator that raises MisuseError for sizes below `minimum` bytes."""
+@dataclass(frozen=True, slots=True)
+class Least:
+    """A validator of sizes: MisuseError below `minimum` bytes."""
 
-    def check(size: int) -> int:
-        if size < minimum:
-            raise MisuseError(f"{format_size(size)} is too small", f"at least {format_size(minimum)}")
+    minimum: int
+
+    def __call__(self, size: int) -> int:
+        if size < self.minimum:
+            raise MisuseError(f"{format_size(size)} is too small", f"at least {format_size(self.minimum)}")
         return size
 
-    return AfterValidator(check)
+
+def at_least(minimum: int) -> AfterValidator:
+    """Returns the annotation of sizes of at least `minimum` bytes."""
+    return AfterValidator(Least(minimum))
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+Size = Annotated[int, BeforeValidator(parse_size), Notation("size")]
 """A number of bytes, written as an integer or as text with a unit."""
-Duration = Annotated[float, BeforeValidator(parse_duration)]
+Duration = Annotated[float, BeforeValidator(parse_duration), Notation("duration")]
 """A number of seconds, written as a number or as text with a unit."""

@@ -12,7 +12,12 @@ GRANTED, PRESENT, PENDING, DENIED = range(4)
 """The status of one key of a reservation: slot granted; stored; written by another client; no slot."""
 
 NO_ROOM, WORTH_LESS = "no room", "worth less than what is stored"
-"""The reasons why keys were DENIED."""
+DENIALS = {
+    NO_ROOM: "The tenant's limit or the tier is full, and nothing could be evicted in time: leases, pins and "
+    "floors of other tenants protect the stored blocks. Raise `dram.limit` or the tenant's limit.",
+    WORTH_LESS: "Every stored block is more likely to be used again. Only `hazard` refuses such blocks.",
+}
+"""The reasons why keys were DENIED, with their meanings."""
 
 U32 = npt.NDArray[np.uint32]
 

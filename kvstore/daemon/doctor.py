@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstore.arena import HUGE_BYTES, Extent
-from kvstore.config import SOCKET_PATH_BYTES, Config, format_size
+from kvstore.config import SOCKET_PATH_BYTES, Config, format_size, group_limits
 from kvstore.cuda.device import Gpu, resolve, uuids
 from kvstore.cuda.device import why_not as no_cuda
 from kvstore.cuda.errors import CudaError
@@ -73,7 +73,7 @@ def examine(config: Config) -> list[Check]:
         packages(platform.python_version(), {name: _version(name) for name in PACKAGES}),
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE), config),
         locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], config.dram.limit),
-        memory(Path("/proc/meminfo").read_text(encoding="ascii"), _cgroup_limits(), config.dram.limit),
+        memory(Path("/proc/meminfo").read_text(encoding="ascii"), group_limits(), config.dram.limit),
         huge_pages(config.dram.huge_pages, _gets_huge_pages, Path("/sys/kernel/mm/transparent_hugepage")),
         socket(config.daemon.socket),
         *operators(config),
@@ -352,16 +352,6 @@ def _existing(path: Path) -> Path:
 def _free_bytes(folder: Path) -> int:
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize
-
-
-def _cgroup_limits() -> list[int]:
-    """Returns the memory limits of this process's control group (version 2) and all above it, in bytes."""
-    own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(encoding="utf-8"), re.MULTILINE)
-    root = Path("/sys/fs/cgroup")
-    group = root / (own[1] if own else "")
-    files = [each / "memory.max" for each in (group, *group.parents) if each.is_relative_to(root)]
-    texts = [file.read_text(encoding="ascii").strip() for file in files if file.exists()]
-    return [int(text) for text in texts if text != "max"]
 
 
 def _gets_huge_pages() -> bool:

@@ -17,6 +17,7 @@ from kvstore.core import events as ev
 from kvstore.core.reuse.reuse import ReuseState
 from kvstore.daemon.composition import Daemon
 from kvstore.daemon.operator import gpus
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.tier_set import DRAM
 from kvstore.errors import TierError
 
@@ -50,7 +51,7 @@ async def start(daemon: Daemon) -> None:
     if daemon.network is not None:
         daemon.network.start()
     daemon.kv_events.start()
-    daemon.event_log.add("started", detail=f"pid {os.getpid()}")
+    daemon.event_log.add(EntryKind.STARTED, detail=f"pid {os.getpid()}")
 
 
 def _start_tiers(daemon: Daemon) -> None:

@@ -13,12 +13,12 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from kvstore.config import Config
-from kvstore.daemon import lifecycle
+from kvstore.config import Config, Memory, check_dram, choose, read_memory
+from kvstore.daemon import lifecycle, summary
 from kvstore.daemon.composition import Daemon, Storage
 from kvstore.daemon.operator.devices import open_devices
 from kvstore.daemon.operator.gpus import Pinner, open_pools
@@ -26,7 +26,7 @@ from kvstore.daemon.operator.settings import LiveConfig
 from kvstore.daemon.server.listener import Listener, identity, listen, unlink_own
 from kvstore.daemon.systemd import FdStore, inherited, notify, watchdog_s
 from kvstore.errors import KVStoreError
-from kvstore.tiers.dram import DramTier
+from kvstore.tiers.dram import OWNERS, DramTier
 from kvstore.tiers.network import open_network
 from kvstore.types import extent_bytes
 
@@ -42,17 +42,20 @@ GC_THRESHOLD = 5_000  # blocks are not objects: the collector finds little
 def run(path: Path | None) -> int:
     """Serves by the configuration at `path` until SIGTERM or SIGINT. SIGHUP reloads the configuration.
 
-    Returns the exit code. Raises KVStoreError if the daemon cannot start.
+    Without a path, the limit of the DRAM tier is chosen by the memory of this machine. Returns the exit code.
+    Raises KVStoreError if the daemon cannot start.
     """
-    settings = LiveConfig(path)
+    given, memory = inherited(), read_memory()
+    settings = LiveConfig(path, choose(memory, _kept_bytes(given)) if path is None else None)
     logging.basicConfig(
         level=settings.config.daemon.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
     )
+    check_dram(settings.config, memory, path)
     # With the default of 5 ms, a thread in pure Python delays an answer by a millisecond.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _return_memory()
     with new_runner() as runner:
-        return runner.run(_serve(settings))
+        return runner.run(_serve(settings, given, lambda daemon: _introduce(daemon, path, memory)))
 
 
 def new_runner() -> asyncio.Runner:
@@ -73,20 +76,31 @@ def _return_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
 
 
-async def _serve(settings: LiveConfig) -> int:
+def _kept_bytes(given: Mapping[str, int]) -> int:
+    """Returns the size of the DRAM extents among inherited descriptors."""
+    return sum(
+        os.fstat(fd).st_size for name, fd in given.items() if name.startswith("dram-") and name != OWNERS
+    )
+
+
+def _introduce(daemon: Daemon, path: Path | None, memory: Memory) -> None:
+    """Shows the start-up summary."""
+    summary.show(summary.rows(daemon.config(), daemon.status.status(), path, memory))
+
+
+async def _serve(settings: LiveConfig, given: Mapping[str, int], introduce: Callable[[Daemon], None]) -> int:
     loop, config = asyncio.get_running_loop(), settings.config
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     # Recovery makes millions of short-lived objects without cycles.
     gc.disable()
-    given = inherited()
     listener, ours = _listener(config, given)
     listeners = [listener]
     own_paths = [(config.daemon.socket, identity(config.daemon.socket))] if ours else []
     try:
         if config.daemon.operator_socket is not None:
-            listeners.append(listen(config.daemon.operator_socket, _OPERATORS_MODE))
+            listeners.append(listen(config.daemon.operator_socket, _OPERATORS_MODE, "daemon.operator_socket"))
             own_paths.append((config.daemon.operator_socket, identity(config.daemon.operator_socket)))
         daemon = Daemon(config, loop, open_tiers(config, given))
         await lifecycle.start(daemon)
@@ -103,6 +117,7 @@ async def _serve(settings: LiveConfig) -> int:
         gc.freeze()
         gc.enable()
         gc.set_threshold(GC_THRESHOLD)
+        introduce(daemon)
         _log.info("serving on %s", config.daemon.socket)
         notify("READY=1", f"STATUS=serving on {config.daemon.socket}")
         if watchdog_s():

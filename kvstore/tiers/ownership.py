@@ -17,7 +17,8 @@ from kvstore.errors import TierError
 
 _MAGIC = int.from_bytes(b"KVOWNS01", "little")
 _NBYTES = 1 << 20
-_ROW = np.dtype({"names": ["number", "slot_bytes", "owner"], "formats": ["<u8", "<u8", ("u1", (16,))]})
+ROW = np.dtype({"names": ["number", "slot_bytes", "owner"], "formats": ["<u8", "<u8", ("u1", (16,))]})
+"""One extent: its number, its slot size (see below) and its owner."""
 _FREE, _UNCUT, _CUTTING = range(3)
 """Values of `slot_bytes` that are no size: no extent; an unassigned extent; an extent being cut."""
 
@@ -34,7 +35,7 @@ class OwnershipTable:
         except TierError:
             os.close(fd)
             raise
-        rows = np.frombuffer(self._extent.view, _ROW)
+        rows = np.frombuffer(self._extent.view, ROW)
         if rows["number"][0] != _MAGIC:
             self._extent.close()
             raise TierError("another version of kvstore laid out the table of owners")
@@ -46,7 +47,7 @@ class OwnershipTable:
     def create(cls) -> OwnershipTable:
         """Returns an empty table. TierError if memory is short."""
         extent = Extent.create("kvstore-owners", _NBYTES)
-        np.frombuffer(extent.view, _ROW, count=1)["number"] = _MAGIC
+        np.frombuffer(extent.view, ROW, count=1)["number"] = _MAGIC
         fd = os.dup(extent.fd)
         extent.close()
         return cls(fd)

@@ -51,8 +51,11 @@ _SHORT_BYTES = 4096
 
 _SHOWN = (int, float, str, bytes)  # types whose values are repeated to a peer: nothing nested
 
+CLIENT, DAEMON = "client", "daemon"
+
 _T = TypeVar("_T")
 _CLASSES: dict[int, type] = {}
+_SENDERS: dict[int, str] = {}
 
 
 def _since(version: int, default: Any) -> Any:
@@ -61,11 +64,12 @@ def _since(version: int, default: Any) -> Any:
 
 
 @dataclass_transform()
-def _message(tag: int) -> Callable[[type[_T]], type[_T]]:
+def _message(tag: int, sender: str = CLIENT) -> Callable[[type[_T]], type[_T]]:
     """Makes a class a message with this tag. A tag is never given to another message."""
 
     def declare(cls: type[_T]) -> type[_T]:
         assert tag not in _CLASSES, f"tag {tag} has two messages"
+        _SENDERS[tag] = sender
         _CLASSES[tag] = dataclass(slots=True)(cls)
         return _CLASSES[tag]
 
@@ -96,7 +100,7 @@ class Hello:
         return max(said, self.version) if type(said) is int else self.version
 
 
-@_message(1)
+@_message(1, DAEMON)
 class Welcome:
     """Answers Hello. Both sides then speak `version`, the newest that both support.
 
@@ -112,7 +116,7 @@ class Welcome:
     release: str = _since(8, "")
 
 
-@_message(24)
+@_message(24, DAEMON)
 class Failure:
     """Reports that the peer broke the protocol. The connection ends after it."""
 
@@ -130,21 +134,21 @@ class _Numbered:
 # -- answers of several requests
 
 
-@_message(20)
+@_message(20, DAEMON)
 class Value(_Numbered):
     """Answers with a number."""
 
     value: int
 
 
-@_message(19)
+@_message(19, DAEMON)
 class Report(_Numbered):
     """Answers with a map: the state of the daemon, or the result of an operator's command."""
 
     status: dict[str, Any]
 
 
-@_message(23)
+@_message(23, DAEMON)
 class Denied(_Numbered):
     """Refuses a request. The connection stays open."""
 
@@ -152,7 +156,7 @@ class Denied(_Numbered):
     hint: str
 
 
-@_message(29)
+@_message(29, DAEMON)
 class Busy(_Numbered):
     """Refuses a request for now. The client may retry after `retry_s`."""
 
@@ -179,7 +183,7 @@ class Open(_Numbered):
         _check_tenants((self.owner,))
 
 
-@_message(4)
+@_message(4, DAEMON)
 class Opened(_Numbered):
     """`namespace` is the layout's number on this connection; `fingerprint` seeds its checksums."""
 
@@ -388,14 +392,14 @@ class Explain(_Numbered):
         _check_tenants((self.tenant,))
 
 
-@_message(32)
+@_message(32, DAEMON)
 class Explained(_Numbered):
     """One map of plain values for each key and namespace with a record of the key."""
 
     blocks: tuple[Any, ...]
 
 
-@_message(25)
+@_message(25, DAEMON)
 class Found(_Numbered):
     """Answers Lookup. `gaps`: stored blocks may lie behind missing ones, so all keys must be asked.
 
@@ -419,14 +423,14 @@ class _Slots(_Numbered):
     slots: bytes
 
 
-@_message(21)
+@_message(21, DAEMON)
 class Granted(_Slots):
     """Answers Acquire: a lease on leading blocks. `stored`: see Found."""
 
     stored: int = 0
 
 
-@_message(22)
+@_message(22, DAEMON)
 class Reserved(_Slots):
     """Answers Reserve: the `status` of each key (u8), slots for granted keys, `why` others were denied."""
 
@@ -479,14 +483,14 @@ class Map(_Numbered):
     writable: bool
 
 
-@_message(17)
+@_message(17, DAEMON)
 class Mapped(_Numbered):
     """`extent_bytes` is the length of the extent. Its file descriptor is passed with this frame."""
 
     extent_bytes: int
 
 
-@_message(37)
+@_message(37, DAEMON)
 class MappedHbm(_Numbered):
     """`extent_bytes` on the GPU `device`. `handle` (CUDA IPC) opens them for reading and writing."""
 
@@ -532,7 +536,7 @@ class RecordRead(_Numbered):
     """Asks for the requests recorded since the last RecordRead. Answered by Recorded."""
 
 
-@_message(35)
+@_message(35, DAEMON)
 class Recorded(_Numbered):
     """Some recorded requests, each a `REQUEST_RECORD` and the hashes of its keys (u64).
 
@@ -546,6 +550,8 @@ class Recorded(_Numbered):
 
 ALL = tuple(_CLASSES[tag] for tag in range(len(_CLASSES)))
 """All messages, in the order of their tags."""
+SENDERS = tuple(_SENDERS[tag] for tag in range(len(_CLASSES)))
+"""The side that sends each message: CLIENT or DAEMON."""
 
 
 def _check_keys(key_bytes: int, keys: bytes) -> None:

@@ -297,8 +297,11 @@ def test_an_unsafe_configuration_is_refused(lines: str, why: str) -> None:
 def test_an_unusable_address_is_reported_at_the_start(admin: ServedAdmin, tmp_path: Path) -> None:
     taken = admin.connection(over_tcp=True).port
     for lines, why in (
-        (f'socket = "{admin.socket}"', f"another daemon serves {admin.socket}"),
-        (f'socket = "{tmp_path}/a.sock"\nlisten = "127.0.0.1:{taken}"', f"127.0.0.1 port {taken}"),
+        (f'socket = "{admin.socket}"', f"another process serves {admin.socket}: pid {admin.process.pid}"),
+        (
+            f'socket = "{tmp_path}/a.sock"\nlisten = "127.0.0.1:{taken}"',
+            f"127.0.0.1 port {taken}: another process uses this port (set admin.listen",
+        ),
         (
             f'socket = "{tmp_path}/a.sock"\nlisten = "127.0.0.1:0"\n'
             f'certificate = "{tmp_path}/no.crt"\nkey = "{tmp_path}/no.key"',
@@ -324,7 +327,7 @@ def test_it_is_ready_while_the_daemon_serves_and_says_why_not() -> None:
         assert away.json == {"ready": False, "reasons": ["the daemon does not answer"]}
         assert admin.get("/livez").json == {"status": "alive"}
         answer = admin.get("/v1/tiers")
-        assert "is it running?" in problem(answer, 503)["hint"] or problem(answer, 503)["detail"]
+        assert "`kvstore serve`" in problem(answer, 503)["hint"] or problem(answer, 503)["detail"]
         assert answer.headers["retry-after"] == "1"
         assert readings(admin) == {("kvstore_up", ()): 0.0}
         assert admin.get("/version").json["daemon"] == ""

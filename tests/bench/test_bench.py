@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench import chart, memcpy_put, report
+from bench import chart, memcpy_put, report, svg
 from bench.catalog import BENCHES, EVERYWHERE, Entry, measure
 from bench.harness import MIB, Bench, NotDone, Result, Unable
 from bench.provenance import RESULTS, ROOT, provenance
@@ -259,15 +259,53 @@ def test_check_is_a_command() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# -- the README's picture
+# -- the pictures of README and docs/benchmarks.md
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_chart_shows_the_figures_of_the_results(tmp_path: Path, theme: str) -> None:
+def test_the_pictures_are_those_of_the_results() -> None:
+    """`python -m bench chart` redraws them."""
+    drawn = chart.pictures(TEXT)
+    assert {path.name for path in chart.DOCS.glob("bench-*.svg")} <= set(drawn)
+    for name, picture in drawn.items():
+        assert (chart.DOCS / name).read_text(encoding="utf-8") == picture, name
+
+
+@pytest.mark.parametrize("name", ["ttft.svg", "ttft-light.svg", "ttft-dark.svg"])
+def test_the_chart_shows_the_figures_of_the_results(name: str) -> None:
     rows = chart.figures(TEXT)
-    assert rows
-    chart.draw(rows, tmp_path / "ttft.svg", theme)
-    drawn = (tmp_path / "ttft.svg").read_text(encoding="utf-8")
+    drawn = chart.pictures(TEXT)[name]
     assert f"recompute: {rows[-1][2]:.2g} s" in drawn
     assert f"kvstore hit: {rows[-1][1]:.2g} s" in drawn
-    assert all(str(tokens) in drawn for tokens, _, _ in rows)
+    assert all(f"{tokens:,}" in drawn for tokens, _, _ in rows)
+
+
+def test_a_bar_has_the_length_of_its_ratio_and_a_mark_at_its_target() -> None:
+    ratio, target = 0.5, 0.7
+    after = merge(TEXT, [line("memcpy-put", "memcpy-put", ratio=ratio, target=f">= {target}")])
+    drawn = chart.pictures(after)["bench-throughput.svg"]
+    full = (svg.WIDTH - 236 - 152) / 1.1
+    bar = drawn.partition(">put, with checksums<")[2].partition("<text")[0]
+    assert f'width="{ratio * full:.1f}"' in bar
+    assert f'x1="{236 + target * full:.1f}"' in bar
+    assert "12.5 / 25 GiB/s" in drawn
+
+
+def test_rows_without_a_figure_are_not_drawn() -> None:
+    drawn = chart.pictures(TEXT)["bench-throughput.svg"]
+    assert "GPU" not in drawn, "no machine with a GPU has been measured"
+    measured = merge(TEXT, [line(name, "gpu") for name in BENCHES["gpu"].rows])
+    assert "hit in the pool" in chart.pictures(measured)["bench-throughput.svg"]
+
+
+def test_hit_ratios_of_both_traces_are_read() -> None:
+    found = chart.hit_ratios(TEXT)
+    assert set(found) == {"chat", "agents"}
+    for capacities, by_policy in found.values():
+        assert {"`hazard`", "`lru`", "Belady's bound"} <= set(by_policy)
+        assert all(len(ratios) == len(capacities) for ratios in by_policy.values())
+
+
+def test_every_drawn_row_is_a_row_of_a_bench() -> None:
+    known = {row for entry in BENCHES.values() for row in entry.rows}
+    for groups in (chart.THROUGHPUT, chart.LATENCY, chart.ISOLATION):
+        assert {name for names in groups.values() for name in names} <= known

@@ -754,7 +754,9 @@ def test_strict_clients_raise_instead_of_missing(driver: Driver) -> None:
         ):
             with pytest.raises(UnavailableError):
                 call()
-    with pytest.raises(UnavailableError, match=r"no answer .*/nowhere/kvstore.sock.* \(is it running"):
+    with pytest.raises(
+        UnavailableError, match=r"no answer .*/nowhere/kvstore.sock.* \(start the daemon: `kvstore serve`"
+    ):
         driver.client("unix:///nowhere/kvstore.sock").status()
 
 

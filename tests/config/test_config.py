@@ -24,8 +24,11 @@ from kvstore.config import (
     parse,
     parse_duration,
     parse_size,
+    tables,
 )
+from kvstore.core.policy import POLICIES
 from kvstore.errors import ConfigError, MisuseError
+from kvstore.socket_paths import default_folder
 
 TOKEN = f"[[tenants.a.tokens]]\nhash = 'sha256:{'0F' * 32}'"
 
@@ -98,7 +101,7 @@ def test_format_size(size: int, text: str) -> None:
 
 
 def test_the_example_is_the_default_and_shows_every_key() -> None:
-    text = example()
+    text = example(default_folder())
     assert parse(text) == Config() == load(None)
     sections = re.split(r"^(?:# )?\[+([\w.-]+)\]+.*$", text, flags=re.M)
     shown = {
@@ -122,7 +125,7 @@ def test_the_example_is_the_default_and_shows_every_key() -> None:
 
 def test_the_commented_tenant_of_the_example_is_valid() -> None:
     lines = example().splitlines()
-    at = lines.index('# [tenants.team-a]                    # 1 to 64 letters, digits, "-", "_" and "."')
+    at = next(i for i, line in enumerate(lines) if line.startswith("# [tenants.team-a]"))
     text = "\n".join([*lines[:at], *(line.removeprefix("# ") for line in lines[at:])])
     [(name, tenant)] = parse(text).tenants.items()
     assert (name, tenant.uids, tenant.dram.limit) == ("team-a", (1001,), 16 * GIB)
@@ -132,6 +135,41 @@ def test_the_commented_tenant_of_the_example_is_valid() -> None:
     defaults = Tenant()
     for key in ("gids", "role", "share", "encrypt"):
         assert getattr(tenant, key) == getattr(defaults, key)
+
+
+def test_every_line_of_the_example_has_a_comment_and_fits() -> None:
+    lines = example().splitlines()
+    assert max(map(len, lines)) <= 110
+    shown = [line for line in lines if re.match(r"(# )?(\[|\w+ = )", line)]
+    assert len(shown) > 80
+    assert all(re.search(r"\S  +# \w", line) for line in shown)
+
+
+def test_every_key_is_described_once_with_its_type_bounds_and_default() -> None:
+    by_name = {f"{table.heading} {key.name}": key for table in tables() for key in table.keys}
+    limit = by_name["[dram] limit"]
+    assert (limit.kind, limit.bounds, limit.default, limit.live) == ("size", "at least 2MiB", '"1GiB"', True)
+    assert limit.summary == "Hard limit of shared memory"
+    assert "four times" in limit.detail
+    mode = by_name["[daemon] socket_mode"]
+    assert (mode.kind, mode.bounds, mode.default, mode.live) == ("file mode", "0o0 to 0o777", "0o600", False)
+    level = by_name["[daemon] log_level"]
+    assert (level.kind, level.choices) == ("one of", ("debug", "info", "warning", "error"))
+    timeout = by_name["[network] timeout"]
+    assert (timeout.kind, timeout.bounds, timeout.default) == ("duration", "50ms to 60s", '"2s"')
+    assert by_name["[hbm] gpus"].kind == "list of strings"
+    assert by_name["[hbm] gpus"].bounds == "at most 7 values"
+    path = by_name["[nvme.devices.NAME] path"]
+    assert (path.required, path.default, path.live) == (True, "", False)
+    tokens = {key for key in by_name if "tokens" in key}
+    assert {f"[[tenants.NAME.tokens]] {key}" for key in ("hash", "role", "expires")} < tokens
+    assert all(by_name[key].live for key in tokens), "the table around them is"
+    assert not [name for name, key in by_name.items() if not key.summary]
+
+
+def test_the_key_of_the_policy_names_every_policy() -> None:
+    [policy] = next(table.keys for table in tables() if table.path == ("policy",))
+    assert set(re.findall(r"[\w]+", policy.summary.partition(":")[2])) - {"or"} == set(POLICIES)
 
 
 def test_a_file_is_read_and_frozen(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ import pytest
 from kvstore import Client, Tier
 from kvstore.client.sync import Namespace
 from kvstore.core.actions import GRANTED
-from kvstore.errors import UnavailableError
+from kvstore.errors import TierError, UnavailableError
 from kvstore.lab.local_daemon import LocalDaemon
+from kvstore.tiers.nvme.store import RecordStore
 from kvstore.types import SLOT_RECORD, Geometry
 from kvstore.wire import messages as m
 from kvstore.wire.frames import pack
@@ -49,6 +51,7 @@ from tests.daemons import (
     room_for,
     tier,
 )
+from tests.tenants import VICTIM, as_user, needs_root
 from tests.tiers.nvme.disks import KINDS, small_disk
 
 FRAME_LIMIT = 4 << 20
@@ -596,7 +599,7 @@ def test_a_disk_that_is_too_small_is_used_partly(kind: str, tmp_path: Path) -> N
         with LocalDaemon(settings) as daemon, Client(daemon.url, deadline_s=5) as client:
             [problem] = eventually(lambda: client.status()["problems"])
             assert f"cannot allocate {8 * MIB} bytes in {folder / 'nvme' / 'slabs'}" in problem
-            assert "give the tier less, or make room there" in problem
+            assert "lower nvme.limit, or make room: df -h" in problem
             ns = client.namespace(new_layout())
             for i in range(20):
                 keys = names(100, f"{kind} {i}")
@@ -626,6 +629,49 @@ def test_a_disk_that_is_full_from_the_start_does_not_stop_the_daemon(tmp_path: P
                 keys = names(100, f"full {i}")
                 assert ns.put(keys, payloads(keys)).stored == 100
                 assert got(ns, keys) == 100
+
+
+def test_a_disk_without_any_room_is_an_error_and_leaves_no_half_records(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with small_disk("mount", folder, MIB):
+        with (folder / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+            while ballast.write(bytes(4096)):
+                pass
+        for free in (0, 4096, 8192):
+            os.truncate(folder / "ballast", (folder / "ballast").stat().st_size - free)
+            said = refused(tmp_path, config_for(tmp_path, nvme=str(folder / "nvme")))
+            assert "the disk is full (make room: df -h" in said
+            assert "set nvme.path to a folder on another disk)" in said
+        os.truncate(folder / "ballast", 0)
+        with LocalDaemon({**SMALL, "nvme": {"path": str(folder / "nvme"), "limit": "64MiB"}}):
+            pass
+
+
+@needs_root
+def test_a_folder_without_permission_is_named_with_the_command_that_gives_it() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+
+        def refusal() -> str:
+            with pytest.raises(TierError) as caught:
+                RecordStore(folder / "nvme", 8 * MIB, 64 * MIB)
+            return str(caught.value)
+
+        said = as_user(VICTIM, refusal)
+    assert f"cannot use folder {folder}/nvme: permission denied, uid {VICTIM} may not write there" in said
+    assert (
+        f"(give it to this user: `sudo install -d -m 700 -o {VICTIM} {folder}/nvme`; or set nvme.path" in said
+    )
+
+
+def test_dram_beyond_the_memory_of_the_machine_is_refused_before_it_is_taken(tmp_path: Path) -> None:
+    text = config_for(tmp_path).replace('limit = "2MiB"', 'limit = "4096TiB"')
+    said = refused(tmp_path, text)
+    assert "dram.limit is 4096TiB, and th" in said
+    assert "of memory (set dram.limit in " in said
+    assert "then: kvstore doctor -c " in said
+    assert not (tmp_path / "own.sock").exists()
 
 
 def test_a_disk_that_fills_up_while_running_loses_nothing_committed(tmp_path: Path) -> None:
@@ -674,8 +720,8 @@ def config_for(folder: Path, *, socket_path: str = "", nvme: str = "", more: str
 def test_a_folder_that_cannot_be_written_is_named_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("I am no folder")
     said = refused(tmp_path, config_for(tmp_path, nvme=f"{tmp_path}/file/nvme"))
-    assert f"cannot use folder {tmp_path}/file/nvme: Not a directory" in said
-    assert "(name a folder that the daemon may write)" in said
+    assert f"cannot use folder {tmp_path}/file/nvme: a part of this path is a file" in said
+    assert "(set nvme.path to a folder that this user may write)" in said
     assert not (tmp_path / "own.sock").exists()
 
 
@@ -683,14 +729,14 @@ def test_two_daemons_on_one_folder_the_second_names_the_first(daemon: LocalDaemo
     folder = daemon.folder / "nvme"
     said = refused(tmp_path, config_for(tmp_path, nvme=str(folder)))
     assert f"folder {folder} is in use by pid {daemon.pid}" in said
-    assert "(stop that daemon, or name another folder)" in said
+    assert f"(stop that daemon: `kill {daemon.pid}`; or set nvme.path to another folder)" in said
     assert not (tmp_path / "own.sock").exists()
 
 
 def test_two_daemons_on_one_socket_the_second_ends(daemon: LocalDaemon, tmp_path: Path) -> None:
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(daemon.socket)))
-    assert f"another daemon serves {daemon.socket}" in said
-    assert "(stop it, or set daemon.socket to another path)" in said
+    assert f"another process serves {daemon.socket}: pid {daemon.pid}" in said
+    assert f"(stop it: `kill {daemon.pid}`; or set daemon.socket to another path)" in said
     assert daemon.socket.exists()
 
 
@@ -705,7 +751,7 @@ def test_a_file_at_the_path_of_the_socket_is_not_replaced(tmp_path: Path) -> Non
     file = tmp_path / "precious"
     file.write_text("data")
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(file)))
-    assert f"{file} exists and is no socket" in said
+    assert f"{file} exists and is not a socket" in said
     assert file.read_text() == "data"
     said = refused(tmp_path, config_for(tmp_path, socket_path=str(file / "s.sock")))
     assert f"cannot listen on {file}/s.sock" in said
@@ -755,7 +801,7 @@ def test_status_without_a_daemon_is_an_error_in_one_line() -> None:
     run = cli("status", "--socket", "/nowhere/kvstore.sock")
     assert run.returncode == 2
     assert "error: no answer from the daemon at /nowhere/kvstore.sock" in run.stderr
-    assert "(is it running?)" in run.stderr
+    assert "(start the daemon: `kvstore serve`" in run.stderr
 
 
 # -- slow peers

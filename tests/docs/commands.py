@@ -13,6 +13,7 @@ from pathlib import Path
 from kvstore import Client, Layout
 from kvstore.errors import UnavailableError
 from tests.daemons import BLOCK, eventually, names, payloads
+from tests.docs.blocks import SHELL, blocks
 from tests.lab.small import chats
 from tests.programs import need
 from tests.spawner import spawn
@@ -42,9 +43,9 @@ exec "$@"
 def fenced(text: str) -> list[str]:
     """Returns the lines of shell blocks and of blocks without a language, joined and without comments."""
     lines = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if language in ("", "sh", "bash", "shell", "console") and "│" not in block:
-            whole = re.sub(r"\\\n\s*", " ", block)
+    for block in blocks(text):
+        if block.language in SHELL and not block.reason and "│" not in block.text:
+            whole = re.sub(r"\\\n\s*", " ", block.text)
             lines += [
                 re.sub(r"(^|\s+)#.*$", "", line.removeprefix("$ ")).strip() for line in whole.splitlines()
             ]
@@ -58,9 +59,10 @@ def inline(text: str) -> list[str]:
 
 
 def handbook(text: str) -> list[str]:
-    """Returns the commands in the second column of the table of symptoms."""
-    table = text.partition("| symptom | command | remedy |")[2].partition("\n\n")[0]
-    return [row.split(" | ")[1].strip("` ") for row in table.splitlines()[2:]]
+    """Returns the commands in the third column of the tables of symptoms."""
+    tables = text.split("| symptom | cause | command | remedy |\n")[1:]
+    rows = [row for table in tables for row in table.partition("\n\n")[0].splitlines()[1:]]
+    return [row.split(" | ")[2].strip("` ") for row in rows]
 
 
 def is_ours(line: str) -> bool:
@@ -79,6 +81,7 @@ class Site:
         self._make("systemctl", _FAKE_SYSTEMCTL.replace("{folder}", str(folder)))
         self._make("runuser", _FAKE_RUNUSER)
         (folder / "etc/kvstore.toml").write_text(self.placed(_CONFIG))
+        (folder / "work/kvstore.toml").write_text(self.placed(_OWN))  # pages run in no order
         chats(folder / "work/trace.jsonl", 50)
         self.env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "COLUMNS": "100"}
         self.env["KVSTORE_SOCKET"] = f"unix://{folder}/run/kvstore.sock"
@@ -128,6 +131,8 @@ class Site:
             need("curl")
         self.ready()
         line = self.placed(line)
+        if line == "kvstore serve":  # without a configuration it would take this machine's socket
+            line = "kvstore serve -c kvstore.toml"
         if re.match(r"kvstore (serve|supervise|admin)\b", line):
             return self._serves(line)
         if "kvstore fsck" in line and "systemctl" not in line:
@@ -143,6 +148,14 @@ class Site:
                 text.replace("/kvstore.sock", "/own.sock").replace("/admin.sock", "/own-admin.sock")
             )
         return ran
+
+    def run_python(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Runs a block of Python in an environment where `Client()` finds the daemon."""
+        self.ready()
+        return subprocess.run(
+            [sys.executable, "-c", self.placed(code)],
+            capture_output=True, text=True, timeout=120, check=False, env=self.env, cwd=self.folder / "work",
+        )  # fmt: skip
 
     def _serves(self, line: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-c", f"exec {line}"]
@@ -165,6 +178,14 @@ class Site:
             process.wait(30)
 
 
+_OWN = """
+[daemon]
+socket = "/run/kvstore/own.sock"
+[dram]
+limit = "16MiB"
+[admin]
+socket = "/run/kvstore/own-admin.sock"
+"""
 _CONFIG = """
 [daemon]
 socket = "/run/kvstore/kvstore.sock"

@@ -12,7 +12,10 @@ import pytest
 from typer.main import get_command
 
 import kvstore
+from kvstore import config
 from kvstore.cli import app
+from kvstore.daemon.operator.event_log import KINDS
+from kvstore.wire.messages import ALL
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,9 +45,30 @@ def test_the_reference_names_every_command(site: Path) -> None:
 def test_the_reference_names_every_public_class_and_function(site: Path) -> None:
     page = text(site / "reference/python")
     for name in kvstore.__all__:
-        assert name in page or name in ("Key", "errors"), name
+        assert name in page or name == "errors", name
     assert "Namespace.lookup" in page
     assert "AsyncNamespace.lookup" in page
+
+
+def test_the_reference_names_every_key_at_an_anchor(site: Path) -> None:
+    page = (site / "reference/configuration/index.html").read_text(encoding="utf-8")
+    for table in config.tables():
+        for key in table.keys:
+            assert f'id="{".".join(table.path)}.{key.name}"' in page
+    assert "Hard limit of shared memory" in page
+    assert "at least 2MiB" in page
+
+
+def test_the_reference_names_events_errors_messages_and_fields(site: Path) -> None:
+    shown = {name: text(site / "reference" / name) for name in ("events", "errors", "wire", "formats")}
+    for kind in KINDS:
+        assert kind in shown["events"]
+    for name in ("DeniedError", "worth less than what is stored", "412 Precondition Failed"):
+        assert name in shown["errors"]
+    for message in ALL:
+        assert message.__name__ in shown["wire"]
+    for name in ("stamp", "stored_at", "KVSLOT02", "kvstore-1/NAMESPACE"):
+        assert name in shown["formats"]
 
 
 def test_the_reference_names_paths_and_metrics(site: Path) -> None:

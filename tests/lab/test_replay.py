@@ -1,11 +1,9 @@
-"""Replay, the demo and the command line, against a store with injected errors and a real daemon."""
+"""Replay and the command line, against a store with injected errors and a real daemon."""
 
 from __future__ import annotations
 
-import io
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from kvstore import Client
 from kvstore.cli import app
 from kvstore.errors import ConfigError, KVStoreError, MisuseError, UnavailableError
-from kvstore.lab import demo, replay
+from kvstore.lab import replay
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.replay import Engine, Options, Payload
 from kvstore.lab.traces import Trace
@@ -364,25 +361,6 @@ def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert "file" in caught.value.hint
     with pytest.raises(ConfigError, match=r"dram\.limit"), LocalDaemon({"dram": {"limit": "soon"}}):
         pass
-
-
-def test_the_demo_keeps_its_promises() -> None:
-    console = Console(record=True, width=100, file=io.StringIO())
-    assert demo.run(console)
-    text = console.export_text()
-    assert "0 wrong, 0 forgotten, 0 denied" in text
-    assert "SIGKILL, then restart" in text
-
-
-def test_the_demo_fails_on_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = replay.Tally(requests=1, asked=2, wrong=1)
-    tally.hits[Tier.DRAM] = 2
-    assert not demo._summary(Console(quiet=True), [tally] * demo.TURNS, 0, 1.0)
-    tally.wrong = 0
-    assert demo._summary(Console(quiet=True), [tally] * demo.TURNS, 0, 1.0)
-    assert not demo._summary(Console(quiet=True), [tally] * demo.TURNS, 1, 1.0)
-    tally.hits = Counter({Tier.NVME: 2})
-    assert not demo._summary(Console(quiet=True), [tally] * demo.TURNS, 0, 1.0), "DRAM was lost"
 
 
 def run(*args: str | Path, code: int = 0) -> Any:

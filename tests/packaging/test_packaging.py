@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,56 +21,11 @@ from kvstore.admin.app import make
 from kvstore.cli import app
 from kvstore.config import GIB, MIB
 from kvstore.daemon.doctor import operators
-from kvstore.errors import UnavailableError
+from kvstore.socket_paths import default_folder
 from tests.daemons import eventually, got, idle, names, new_layout, payloads, tier
 from tests.packaging.machine import Machine, can_be_made
+from tests.packaging.sources import ROOT, answers, copy_of_sources, run, running
 from tests.programs import need, need_debian_python
-
-ROOT = Path(__file__).parents[2]
-FILES = ("LICENSE", "Makefile", "README.md", "pyproject.toml")
-SOURCES = (*FILES, "connectors", "docs", "kvstore", "packaging", "systemd")
-
-
-def run(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env, cwd=cwd)
-    assert ran.returncode == 0, f"{shlex.join(command)}: {ran.stdout}{ran.stderr}"
-    return ran.stdout + ran.stderr
-
-
-@contextmanager
-def running(*command: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that runs until the block ends, and then ends well."""
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        yield process
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def answers(url: str, pid_was: int = 0) -> dict[str, Any] | None:
-    """A daemon's status; None while there is none, or still the one from before."""
-    try:
-        with Client(url) as client:
-            status = client.status()
-    except UnavailableError:
-        return None
-    return status if status["pid"] != pid_was else None
-
-
-def copy_of_sources(folder: Path, what: tuple[str, ...] = SOURCES) -> Path:
-    for name in what:
-        source, target = ROOT / name, folder / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
-    return folder
-
 
 # -- image
 
@@ -173,7 +125,7 @@ def test_pipx_installs_the_wheel(image: Path, tmp_path: Path) -> None:
     homes = {"PIPX_HOME": str(tmp_path / "home"), "PIPX_BIN_DIR": str(tmp_path / "bin")}
     run(python, "-m", "pipx", "install", str(wheel), env={**os.environ, **homes})
     printed = run(str(tmp_path / "bin/kvstore"), "config", "example", env={"PATH": "/usr/bin:/bin"})
-    assert printed == config.example()
+    assert printed == config.example(default_folder())
 
 
 # -- manifest

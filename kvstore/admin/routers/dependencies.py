@@ -23,8 +23,11 @@ Limit = Annotated[int, Query(ge=1, le=_MOST_ROWS, description="Maximum number of
 OneTenant = Annotated[
     str, Query(pattern=f"^({TENANT_PATTERN})?$", description="Only this tenant's rows; empty: all tenants'.")
 ]
-DevicePath = Annotated[str, Path(max_length=80, examples=["nvme"])]
-TenantPath = Annotated[str, Path(pattern=f"^{TENANT_PATTERN}$", examples=["chat"])]
+DevicePath = Annotated[str, Path(max_length=80, description="The name of a device.", examples=["nvme"])]
+TenantPath = Annotated[
+    str, Path(pattern=f"^{TENANT_PATTERN}$", description="The name of a tenant.", examples=["chat"])
+]
+TierPath = Annotated[str, Path(description="The name of a tier.", examples=["dram"])]
 NamespacePath = Annotated[str, Path(pattern=_FINGERPRINT, description="The `id` of a namespace.")]
 KeyPath = Annotated[str, Path(pattern=KEY_PATTERN, description="A key in hex.")]
 

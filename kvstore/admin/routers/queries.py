@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any, TypeVar
 
 from blake3 import blake3
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import StringConstraints
 
@@ -24,6 +24,7 @@ from kvstore.admin.routers.dependencies import (
     NamespacePath,
     OneTenant,
     TenantPath,
+    TierPath,
     reading_router,
 )
 from kvstore.admin.schemas import responses
@@ -128,7 +129,7 @@ async def list_tiers(daemon: Daemon) -> responses.Tiers:
 
 
 @v1.get("/tiers/{name}", dependencies=[VIEWER], tags=["tiers"], responses=documented(404, 422))
-async def show_tier(daemon: Daemon, name: Annotated[str, Path(examples=["dram"])]) -> responses.Tier:
+async def show_tier(daemon: Daemon, name: TierPath) -> responses.Tier:
     """One tier."""
     tiers = (await daemon.status())["tiers"]
     found = next((tier for tier in tiers if tier["name"] == name), None)

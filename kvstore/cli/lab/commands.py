@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
 from rich.progress import TaskProgressColumn
 from typer import Argument, Option
 
@@ -16,15 +15,15 @@ from kvstore.cli.lab import reports
 from kvstore.cli.lab.options import ExperimentOptions, TraceArgument, status_line
 from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import JsonOption, named
-from kvstore.cli.shared.output import progress_bar, show
+from kvstore.cli.shared.output import console, progress_bar, show
 from kvstore.errors import MisuseError
 
-app = Commands(no_args_is_help=True)
+app = Commands()
 
 
 @app.callback()
 def main() -> None:
-    """Find out how much DRAM and NVMe a trace needs, with which policy, and how long drives last."""
+    """Find the DRAM, NVMe and policy that a recorded trace needs."""
 
 
 @app.command()
@@ -37,12 +36,15 @@ def replay(
     capacities: Annotated[
         str,
         Option(
-            metavar="LIST", help="Separated by commas: 5% of the unique blocks, 64GiB, or DRAM+NVMe: 5%+1TiB."
+            metavar="LIST",
+            help="Separated by commas: 5% of the unique blocks, 64GiB, or DRAM+NVMe as 5%+1TiB.",
         ),
     ] = "1%,2%,5%,10%,25%",
     options: ExperimentOptions,
 ) -> None:
-    """Replay a trace in virtual time: every policy with every capacity, and Belady's bound.
+    """Compare policies and capacities on a trace, in virtual time.
+
+    Belady's bound is the highest hit ratio that any policy reaches with this capacity.
 
     Example: kvstore lab replay trace.jsonl --capacities 5%,10%,5%+10%
     """
@@ -71,7 +73,7 @@ def size(
     policy: Annotated[str, Option(metavar="NAME", help="Eviction policy.")] = "hazard",
     options: ExperimentOptions,
 ) -> None:
-    """Find the smallest DRAM for a hit ratio, or the best split of a budget, by replaying.
+    """Find the smallest DRAM for a hit ratio, or the best split of a budget.
 
     Example: kvstore lab size trace.jsonl --hit 30%
     """
@@ -107,7 +109,7 @@ def compare(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two reports: differences of hit ratios in points, and differing settings.
+    """Compare the hit ratios and settings of two reports.
 
     Example: kvstore lab compare a.json b.json
     """
@@ -140,6 +142,6 @@ def _percent(text: str) -> float:
 
 @contextmanager
 def _progress(accesses: int) -> Iterator[Callable[[int], None]]:
-    with progress_bar(TaskProgressColumn(), hidden=not Console(stderr=True).is_terminal) as bar:
+    with progress_bar(TaskProgressColumn(), hidden=not console(stderr=True).is_terminal) as bar:
         task = bar.add_task("replaying", total=accesses)
         yield lambda done: bar.update(task, completed=done)

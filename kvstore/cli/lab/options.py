@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from typer import Argument, Option
 
 from kvstore.cli.shared.options import JsonOption, named, unwind_on_sigterm
-from kvstore.cli.shared.output import show
+from kvstore.cli.shared.output import console, show
 from kvstore.config import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from kvstore.lab.experiment import Experiment
     from kvstore.lab.report import Report
 
-TraceArgument = Annotated[
-    Path, Argument(help="Trace of chat requests or agent conversations, JSON lines or .zst.")
-]
+TraceArgument = Annotated[Path, Argument(help="Trace of chats or agent conversations: JSON lines, or .zst.")]
 SkipBadOption = Annotated[bool, Option("--skip-bad", help="Skip bad lines, and count them.")]
 
 
@@ -33,41 +31,42 @@ class ExperimentOptions:
     block_bytes: Annotated[str, Option(metavar="SIZE", help="Payload of a block.")] = "2MiB"
     block_tokens: Annotated[
         int | None,
-        Option(
-            help="Tokens per block, a multiple of the trace's.", show_default="chats 512, conversations 256"
-        ),
+        Option(help="Tokens per block, a multiple of the trace's. Without it: chats 512, conversations 256."),
     ] = None
-    write_policy: Annotated[str, Option(help="write_through or on_evict.")] = "write_through"
+    write_policy: Annotated[str, Option(help="Writes to NVMe: write_through or on_evict.")] = "write_through"
     admission: Annotated[str, Option(help="Admission to NVMe: always, twice or reuse.")] = "always"
     threshold: Annotated[
         float, Option(min=0, max=1, help="With --admission reuse: minimum probability of reuse.")
     ] = 0.2
     write_budget: Annotated[
-        str, Option(metavar="SIZE", help="NVMe writes per day: 500GiB, or 1x (times the limit); 0: none.")
+        str,
+        Option(
+            metavar="SIZE",
+            help="Bytes written to NVMe per day, or a multiple of the limit such as 1x; 0: unlimited.",
+        ),
     ] = "0"
     repeat: Annotated[
         int, Option(min=1, help="Replay the trace this many times, each time with other blocks.")
     ] = 1
     users: Annotated[
-        int | None, Option(help="Conversations: number replayed concurrently.", show_default="64")
+        int | None, Option(help="Conversations: number replayed concurrently. Without it: 64.")
     ] = None
     gap_cap: Annotated[
         str | None,
         Option(
             metavar="TIME",
-            help="Conversations: longest pause in and between conversations.",
-            show_default="300s",
+            help="Conversations: longest pause in and between conversations. Without it: 300s.",
         ),
     ] = None
     shared: Annotated[
         float | None,
-        Option(help="Conversations: fraction of tools and system prompt that all share.", show_default="0.5"),
+        Option(help="Conversations: fraction of tools and system prompt that all share. Without it: 0.5."),
     ] = None
     seed: Annotated[
-        int | None, Option(help="Conversations: seed of their order and pauses.", show_default="1")
+        int | None, Option(help="Conversations: seed of their order and pauses. Without it: 1.")
     ] = None
     skip_bad: SkipBadOption = False
-    processes: Annotated[int, Option(min=0, help="Parallel replays; 0: one per core.")] = 0
+    processes: Annotated[int, Option(min=0, help="Number of processes; 0: one per core.")] = 0
     plot: Annotated[Path | None, Option(metavar="FILE", help="Also plot to a .png or .svg file.")] = None
     as_json: JsonOption = False
 
@@ -115,9 +114,9 @@ class ExperimentOptions:
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the current step on a terminal, and does nothing elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    stderr = console(stderr=True)
+    if not stderr.is_terminal:
         yield lambda _: None
         return
-    with console.status("") as status:
+    with stderr.status("") as status:
         yield status.update

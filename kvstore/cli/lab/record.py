@@ -36,17 +36,18 @@ class _Count:
 def record(
     out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="File to write; must not exist.")],
     *,
-    duration: Annotated[str, Option("--for", metavar="TIME", help="Duration.")] = "60s",
+    duration: Annotated[str, Option("--for", metavar="TIME", help="Duration of the recording.")] = "60s",
     max_bytes: Annotated[
         str,
         Option("--max-bytes", metavar="SIZE", help="Maximum size of the file and of the daemon's buffer."),
     ] = "64MiB",
     daemon: DaemonOptions,
 ) -> None:
-    """Record requests of a running daemon as a trace for `replay`: hashed keys, no content.
+    """Record the requests of a running daemon as a trace.
 
-    Keys are hashed with a secret that is discarded at the end. For operators, one recording at a time. While
-    it runs, lookups of 512 keys or more send all keys instead of sampling them first.
+    The trace contains hashed keys and no content. The secret of the hash is discarded at the end. One
+    recording runs at a time. Meanwhile, lookups of 512 keys or more send all keys instead of sampling them
+    first. For operators.
 
     Example: kvstore trace record --out trace.jsonl --for 10m
     """

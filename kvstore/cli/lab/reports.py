@@ -21,7 +21,6 @@ def report_table(report: Report) -> Group:
     bounds = {bound.capacity: bound.hit_ratio for bound in report.bounds}
     many = len({p.policy for p in report.points}) > 1
     shown = table(("capacity", "size", "policy"))
-    shown.collapse_padding = True
     for name in ("hits", "bound", *(("of NVMe", "written", "drives/day") if report.two_tiers else ())):
         shown.add_column(name, justify="right", no_wrap=True)
     last = ""

@@ -11,14 +11,14 @@ from kvstore.cli.shared.commands import Commands
 from kvstore.cli.shared.options import JsonOption
 from kvstore.cli.shared.output import pairs, show
 
-app = Commands(no_args_is_help=True, help="Record and summarize traces.")
+app = Commands(help="Record the requests of a daemon, or summarize a trace.")
 
 app.command()(record)
 
 
 @app.command()
 def info(file: TraceArgument, *, skip_bad: SkipBadOption = False, as_json: JsonOption = False) -> None:
-    """Summarize a trace: requests, blocks, unique blocks, tokens, duration.
+    """Summarize the requests, blocks, tokens and duration of a trace.
 
     Example: kvstore trace info trace.jsonl
     """

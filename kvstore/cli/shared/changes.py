@@ -10,7 +10,9 @@ from typer import Option
 from kvstore.cli.shared.options import CHANGE_DEADLINE_S, DaemonOptions
 from kvstore.config import format_size
 
-DryRunOption = Annotated[bool, Option("--dry-run", help="Only print the changes and what they would evict.")]
+DryRunOption = Annotated[
+    bool, Option("--dry-run", help="Print the changes and what they would evict, and change nothing.")
+]
 
 
 def change(daemon: DaemonOptions, patch: dict[str, Any], dry_run: bool) -> None:

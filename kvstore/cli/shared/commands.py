@@ -1,4 +1,4 @@
-"""Typer applications whose commands may take a dataclass in place of several options.
+"""Typer applications: groups of commands with an example each, which may take a dataclass as several options.
 
 A parameter annotated with a dataclass becomes one option per field. The field's annotation and default
 describe the option. The command receives an instance made of their values.
@@ -15,18 +15,25 @@ from typing import Any, TypeVar, get_type_hints
 
 import typer
 
+from kvstore.cli.shared.groups import Command, Group, paragraphs
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Commands(typer.Typer):
-    """A Typer application that expands dataclass parameters of its commands."""
+    """A group of commands, which prints its help without a command. Expands dataclass parameters."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(cls=Group, no_args_is_help=True, **kwargs)
 
     def command(self, *args: Any, **kwargs: Any) -> Callable[[_F], _F]:
-        """See typer.Typer."""
-        register = super().command(*args, **kwargs)
+        """See typer.Typer. The help is the docstring of the function."""
+        register = super().command
 
         def expand_and_register(function: _F) -> _F:
-            register(_expanded(function))
+            register(*args, cls=Command, help=paragraphs(function.__doc__ or ""), **kwargs)(
+                _expanded(function)
+            )
             return function
 
         return expand_and_register

@@ -1,4 +1,4 @@
-"""Options that several commands take, and how errors end a command."""
+"""Options that several commands take."""
 
 from __future__ import annotations
 
@@ -9,44 +9,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import typer
 from rich.console import RenderableType
 from typer import Option
-from typer.core import TyperGroup
 
 from kvstore import Client
 from kvstore.cli.shared.output import show
-from kvstore.config import Config
-from kvstore.errors import KVStoreError, MisuseError, printable
+from kvstore.errors import MisuseError
 
 _T = TypeVar("_T")
 
 
-class Group(TyperGroup):
-    """Prints a KVStoreError in one line and exits with 2. Other exceptions are bugs and keep their trace."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KVStoreError as e:
-            text = "\n".join(map(printable, str(e).splitlines()))
-            typer.echo(f"error: {text}", err=True)
-            raise typer.Exit(2) from None
-
-
 SocketOption = Annotated[
-    str, Option("--socket", envvar="KVSTORE_SOCKET", help="Socket of the daemon: a path or a unix:// URL.")
+    str,
+    Option(
+        "--socket",
+        envvar="KVSTORE_SOCKET",
+        help="Socket of the daemon: a path or a unix:// URL. Without it: this user's daemon, or the node's.",
+    ),
 ]
 ConfigOption = Annotated[
-    Path | None, Option("--config", "-c", help="Configuration file (TOML) [default: none].")
+    Path | None, Option("--config", "-c", help="Configuration file (TOML). Without it: defaults.")
 ]
-YesOption = Annotated[bool, Option("--yes", help="Confirm the deletion.")]
-JsonOption = Annotated[bool, Option("--json", help="Print one JSON object.")]
+YesOption = Annotated[bool, Option("--yes", help="Confirm that blocks are deleted.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 
 CHANGE_DEADLINE_S = 60.0
 """Deadline of changes, such as the deletion of a namespace."""
 
-DEFAULT_SOCKET = str(Config().daemon.socket)
+DEFAULT_SOCKET = ""
+"""The client finds the socket: see `kvstore.socket_paths`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +62,8 @@ class DaemonOptions:
 
 
 def url_of(socket: str) -> str:
-    """Returns the URL of a socket given as a URL or a path."""
-    return socket if "://" in socket else f"unix://{Path(socket).absolute()}"
+    """Returns the URL of a socket given as a URL or a path. Empty for the default one."""
+    return socket if "://" in socket or not socket else f"unix://{Path(socket).absolute()}"
 
 
 def named(option: str, parse: Callable[[str], _T], text: str) -> _T:

@@ -51,7 +51,7 @@ class ClientCalls:
 
     @call
     def control(self, /, call: str, **arguments: Any) -> Call[dict[str, Any]]:
-        """Runs an operator command (`kvstore/daemon/operator/commands.py` lists them) and returns its answer.
+        """Runs an operator command (`kvstore/daemon/operator/` defines them) and returns its answer.
 
         Raises DeniedError if the command is refused, UnavailableError if the daemon does not answer.
         """

@@ -10,7 +10,7 @@ from kvstore.client.calls.call import Call, Exchange, Flow, Work, call, returns
 from kvstore.client.calls.scope import Chain, Scope, Scoped, checked, map_slots, open_namespace, value_of
 from kvstore.client.checks import check_blocks, check_device, check_parent, check_token_ids
 from kvstore.client.gpu import DeviceReservation
-from kvstore.client.leases import Buffer, PutResult, Reservation, Slots
+from kvstore.client.leases import INVALIDATED, NO_ANSWER, Buffer, PutResult, Reservation, Slots
 from kvstore.cuda.device import Gpu
 from kvstore.errors import DeniedError, TierError
 from kvstore.types import Key
@@ -72,7 +72,7 @@ class WriteCalls(Scoped):
             return reserve(exchange, self._scope, chain, parent, gpu=gpu, tokens=token_ids)
 
         def miss() -> Reservation:
-            lost = PutResult(denied=len(keys), why="the daemon did not answer")
+            lost = PutResult(denied=len(keys), why=NO_ANSWER)
             kind = Reservation if gpu is None else DeviceReservation
             return kind(
                 Slots.none(self.layout.block_bytes), lost, lambda _: self._client.answer(lost), gpu=gpu
@@ -192,7 +192,7 @@ def reserve(
     def finish(checksums: bytes) -> Any:
         if not number:
             return exchange.resume(returns(result), result)
-        lost = PutResult(0, present, len(status) - present, "the daemon did not answer")
+        lost = PutResult(0, present, len(status) - present, NO_ANSWER)
         return exchange.resume(commit(exchange, number, checksums, result), lost)
 
     kind = Reservation if gpu is None else DeviceReservation
@@ -211,7 +211,7 @@ def commit(exchange: Exchange, number: int, checksums: bytes, result: PutResult)
     result.stored = value_of(answer)
     if result.stored < n:
         result.denied += n - result.stored
-        result.why = result.why or "invalidated while it was written"
+        result.why = result.why or INVALIDATED
     return result
 
 

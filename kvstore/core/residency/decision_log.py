@@ -38,18 +38,30 @@ _NUMBERS = 1 << 16
 
 
 class DecisionKind(IntEnum):
-    """The kinds of decisions."""
+    """The kinds of decisions about blocks. `meaning` is the documentation of each."""
 
-    EVICTED = 1  # Another tier has a copy.
-    DEMOTED = 2  # Evicted after it was written to a lower tier.
-    DROPPED = 3  # The last copy, of a block without children, was evicted.
-    REFUSED = 4  # Admission rejected the block, or it was worth less than the stored blocks.
-    DENIED = 5  # There was no room for the block.
-    UNWRITTEN = 6  # Not written to a lower tier, because its device took no more.
-    INVALIDATED = 7  # By a client.
-    EXPIRED = 8
-    QUARANTINED = 9  # The copy was corrupt. Its slot is not used again.
-    LOST = 10  # With its device.
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str = "") -> DecisionKind:
+        """Makes a member of its number and its meaning."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    EVICTED = 1, "A copy of the block was evicted from the tier. Another tier has a copy."
+    DEMOTED = 2, "The block was evicted from the tier after it was written to a lower tier."
+    DROPPED = 3, "The last copy of the block was evicted."
+    REFUSED = (
+        4,
+        "Not stored: admission rejected the block, or it was worth less than the stored blocks.",
+    )
+    DENIED = 5, "Not stored: there was no room for the block."
+    UNWRITTEN = 6, "The block was not written to a lower tier: its device accepted no more writes."
+    INVALIDATED = 7, "A client invalidated the block."
+    EXPIRED = 8, "The TTL of the block ended."
+    QUARANTINED = 9, "The copy was corrupt. Its slot is not used again."
+    LOST = 10, "The copy was lost with its device."
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from kvstore.daemon.network.existence import ExistenceChecks
 from kvstore.daemon.network.requests import NetworkRequests
 from kvstore.daemon.network.tasks import Tasks
 from kvstore.daemon.network.uploads import Uploads
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import EventLog
 from kvstore.daemon.tenancy.namespaces import Namespaces
@@ -93,7 +94,7 @@ class NetworkTier:
         self._executor.device.queue.set(event.tenant, event.weight, event.rate, event.burst)
 
     def _health_changed(self, problem: str) -> None:
-        self._event_log.add("network", detail=problem or "in use")
+        self._event_log.add(EntryKind.NETWORK, detail=problem or "in use")
         self.existence.clear()
         self._set_sharing()
 

@@ -18,6 +18,7 @@ from kvstore.core.policy.admission import Rule
 from kvstore.core.queues.device_queue import TierSpec
 from kvstore.core.view import TierView
 from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import CurrentConfig, EventLog
 from kvstore.daemon.runtime.tier_set import TierSet
@@ -163,7 +164,7 @@ class Devices:
     def change(self, config: Config, opened: Mapping[str, NvmeTier]) -> None:
         """Removes devices that are no longer configured, and adds the opened ones."""
         for tier in self._removed_by(config):
-            self._event_log.add("leaving", tier=tier.name)
+            self._event_log.add(EntryKind.LEAVING, tier=tier.name)
             self._core.handle(ev.RemoveDevice(tier.number))
         for name, device in opened.items():
             self._tiers.add(name, device)
@@ -181,7 +182,7 @@ class Devices:
     def added(self, action: ac.DeviceAdded) -> None:
         """Applies quotas to a device that the core has added, and lets its extents be made."""
         tier, config = self._core.view.tiers[action.tier], self._config()
-        self._event_log.add("joined", tier=tier.name)
+        self._event_log.add(EntryKind.JOINED, tier=tier.name)
         if tier.name not in config.nvme.limits:
             # The configuration has removed it before the core could add it.
             self._core.handle(ev.RemoveDevice(tier.number))

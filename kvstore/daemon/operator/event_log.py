@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.core.residency.decision_log import EVERY_TIER, DecisionKind, Noted
 from kvstore.core.view import Health
 from kvstore.daemon.operator.command import command
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.namespaces import Namespaces
@@ -22,16 +23,12 @@ from kvstore.errors import MisuseError
 MOST_EVENTS = 64
 """Events on one page. A longer page would delay other requests."""
 
-_MOST_ENTRIES = 4096
+MOST_ENTRIES = 4096
+"""The latest entries, which are never overwritten."""
 _MOST_CLOSED = 4096
 
-ENTRY_KINDS = (
-    *("started", "reloaded", "published", "forgotten", "deleted", "renewed", "removed", "lost"),
-    *("fenced", "unfenced", "unreadable", "readable", "unwritable", "writable", "joined", "leaving", "left"),
-)
-"""Kinds of entries about the daemon, its devices, namespaces and tenants."""
-
-KINDS = (*(kind.name.lower() for kind in DecisionKind), *ENTRY_KINDS)
+KINDS = tuple(dict.fromkeys([*(kind.name.lower() for kind in DecisionKind), *map(str, EntryKind)]))
+"""All kinds of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class LogEntry:
     number: int
     decisions: int
     at: float
-    what: str
+    what: EntryKind
     tier: str
     tenant: str
     namespace: str
@@ -57,7 +54,7 @@ class EventLog:
     _authenticator: Authenticator
     _instance: bytes
     _clock: Callable[[], float]
-    _max_entries: int = _MOST_ENTRIES
+    _max_entries: int = MOST_ENTRIES
     _entries: list[LogEntry] = field(default_factory=list, init=False)
     _dropped: int = field(default=0, init=False)
     _lost_up_to: int = field(default=0, init=False)
@@ -67,7 +64,7 @@ class EventLog:
     # -- writing
 
     def add(
-        self, what: str, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
+        self, what: EntryKind, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
     ) -> None:
         """Adds an entry with the current time."""
         decisions = self._core.view.decisions.written
@@ -97,10 +94,9 @@ class EventLog:
         if seen == self._devices:
             return False
         for tier, now, before in zip(tiers, seen, self._devices, strict=False):
-            words = ("unfenced", "fenced"), ("unreadable", "readable"), ("unwritable", "writable")
-            for word, is_so, was_so in zip(words, now, before, strict=True):
+            for kinds, is_so, was_so in zip(_CHANGES, now, before, strict=True):
                 if is_so != was_so:
-                    self.add(word[is_so], tier=tier.name)
+                    self.add(kinds[is_so], tier=tier.name)
         self._devices = seen
         return True
 
@@ -195,10 +191,18 @@ class EventLog:
         rest = {"key": "", "score": None, "detail": entry.detail}
         names = {"tier": entry.tier, "tenant": entry.tenant, "namespace": entry.namespace}
         at_s = self._unix_s(entry.at)
-        return {"number": entry.number, "at_s": at_s, "what": entry.what, **names, **rest}
+        return {"number": entry.number, "at_s": at_s, "what": entry.what.value, **names, **rest}
 
     def _unix_s(self, at: float) -> float:
         return round(self._clock() - (self._core.now() - at), 3)
+
+
+_CHANGES = (
+    (EntryKind.UNFENCED, EntryKind.FENCED),
+    (EntryKind.UNREADABLE, EntryKind.READABLE),
+    (EntryKind.UNWRITABLE, EntryKind.WRITABLE),
+)
+"""The kind of entry for each of a device's states, by the new value."""
 
 
 def _states(health: Health) -> tuple[bool, bool, bool]:

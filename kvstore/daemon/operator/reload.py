@@ -17,6 +17,7 @@ from kvstore.core import events as ev
 from kvstore.daemon.network.tier import NetworkTier
 from kvstore.daemon.operator.devices import Devices
 from kvstore.daemon.operator.resizing import Resizing
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import EventLog
 from kvstore.daemon.runtime.scrubber import Scrubber
@@ -96,4 +97,4 @@ class Reload:
         for listener in self.listeners:
             listener(config)
         logging.getLogger().setLevel(config.daemon.log_level.upper())
-        self._event_log.add("reloaded", detail=", ".join(changed) or "nothing has changed")
+        self._event_log.add(EntryKind.RELOADED, detail=", ".join(changed) or "nothing has changed")

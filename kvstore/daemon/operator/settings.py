@@ -29,12 +29,16 @@ class LiveConfig:
     applier: Reload
     """Checks and applies changes. Set when the daemon is built."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Reads the configuration at `path`. Raises ConfigError."""
+    def __init__(self, path: Path | None, chosen: Source | None = None) -> None:
+        """Reads the configuration at `path`. Without a path, uses `chosen`. Raises ConfigError."""
         self._path = path
-        self._source = read(path)
+        self._chosen = chosen or Source()
+        self._source = self._read()
         self.config = _checked(self._source)
         self._lock = asyncio.Lock()
+
+    def _read(self) -> Source:
+        return self._chosen if self._path is None else read(self._path)
 
     @command
     async def settings(self, part: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -48,7 +52,7 @@ class LiveConfig:
     async def reload(self) -> dict[str, Any]:
         """Reads the files again. Returns changed keys, and keys that need a restart. Raises ConfigError."""
         async with self._lock:
-            source = await asyncio.to_thread(read, self._path)
+            source = await asyncio.to_thread(self._read)
             if source.kept_in is None:
                 source = replace(source, changes=self._source.changes)
             config = await asyncio.to_thread(_checked, source)

@@ -7,7 +7,7 @@ from kvstore.daemon.requests.session import DeniedError, Session
 from kvstore.types import check_tenant
 from kvstore.wire import messages as m
 
-_ASK = "ask whoever runs the daemon"
+_ASK = "ask the operator of the daemon"
 
 
 def ping(session: Session, q: m.Ping) -> None:

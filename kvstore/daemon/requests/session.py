@@ -141,5 +141,5 @@ class Session:
         if mine < role:
             raise DeniedError(
                 f"this peer's role is {mine.name.lower()}, this needs {role.name.lower()}",
-                "ask whoever runs the daemon for another role",
+                "ask the operator of the daemon for another role",
             )

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvstore.config import Config
 from kvstore.core import actions as ac
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 
 Ended = Callable[[Exception | None], None]
 """Receives the error of something that has ended, None for success."""
@@ -32,7 +33,7 @@ class EventLog(Protocol):
     """The operators' event log: `kvstore.daemon.operator.event_log`."""
 
     def add(
-        self, what: str, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
+        self, what: EntryKind, *, tier: str = "", tenant: str = "", namespace: str = "", detail: str = ""
     ) -> None:
         """Adds an entry with the current time."""
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.queues.device_queue import FENCED
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.movers import MOVERS, CopyJob
 from kvstore.daemon.runtime.ports import EventLog, NamespaceTable
@@ -162,7 +163,7 @@ class TierActions:
         """Sends the event to the core and logs a renewed extent."""
         self._core.handle(event)
         if event.replaces >= 0:
-            self._note("renewed", event.tier, f"extent {event.replaces} is extent {event.extent} now")
+            self._note(EntryKind.RENEWED, event.tier, f"extent {event.replaces} is extent {event.extent} now")
         if event.tier == DRAM:
             self.dram_ready.set()
 
@@ -193,7 +194,7 @@ class TierActions:
     def _not_renewed(self, tier: int, extent: int, error: TierError) -> None:
         """Gives up an extent that could not be renewed. A persistent one is removed first."""
         self._problems.report(str(error))
-        self._note("lost", tier, str(error))
+        self._note(EntryKind.LOST, tier, str(error))
         if self._tiers.at(tier).persistent:
             self._remove(ac.RemoveExtent(tier, extent))
         else:
@@ -217,15 +218,15 @@ class TierActions:
                 self._core.later(_REMOVE_AGAIN_S, self._remove, action)
                 return
         self._core.handle(ev.ExtentLost(action.tier, action.extent))
-        self._note("removed", action.tier, f"extent {action.extent}")
+        self._note(EntryKind.REMOVED, action.tier, f"extent {action.extent}")
 
     def _close(self, action: ac.DeviceRemoved) -> None:
         """Closes an empty device on a thread."""
         name, tier = self._tiers.name_of(action.tier), self._tiers.take(action.tier)
         threading.Thread(target=tier.close, name=f"kvstore-close-{name}", daemon=True).start()
-        self._event_log.add("left", tier=name)
+        self._event_log.add(EntryKind.LEFT, tier=name)
 
-    def _note(self, kind: str, tier: int, detail: str) -> None:
+    def _note(self, kind: EntryKind, tier: int, detail: str) -> None:
         self._event_log.add(kind, tier=self._tiers.name_of(tier), detail=detail)
 
 

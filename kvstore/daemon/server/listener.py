@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.core.queues.fair_queue import FairQueue
-from kvstore.daemon.server.peer_credentials import uid_of
+from kvstore.daemon.server.peer_credentials import peer_of, uid_of
 from kvstore.errors import KVStoreError, TierError
+from kvstore.socket_paths import make_folder
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _QUEUED = 256
 _USERS = 1024
 _REST_S = 0.004
 _TRY_AGAIN_S = 0.2
+_PROBE_S = 2.0
+_MANAGER = 1  # systemd listens for its services
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
@@ -122,13 +125,13 @@ class Listener:
         self._timer = self._loop.call_later(for_s, self._loop.add_reader, self._sock, self._accept)
 
 
-def listen(path: Path, mode: int) -> socket.socket:
-    """Returns a listening socket bound to `path`. Raises TierError if the path cannot be used."""
+def listen(path: Path, mode: int, key: str = "daemon.socket") -> socket.socket:
+    """Returns a listening socket bound to `path`, the value of `key`. Raises TierError if that fails."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         if path.exists():
-            _remove_stale(path)
+            _remove_stale(path, key)
         old = os.umask(0o777 & ~mode)
         try:
             listener.bind(str(path))
@@ -139,8 +142,29 @@ def listen(path: Path, mode: int) -> socket.socket:
         listener.close()
         if isinstance(error, KVStoreError):
             raise
-        raise TierError(f"cannot listen on {path}: {error.strerror or error}", "set daemon.socket") from error
+        raise TierError(*_explained(path, key, error)) from error
     return listener
+
+
+def _explained(path: Path, key: str, error: OSError) -> tuple[str, str]:
+    """Returns the message and the hint for a path that cannot be used."""
+    failed = f"cannot listen on {path}"
+    elsewhere = f"set {key} to a path in a folder that this user may write"
+    if isinstance(error, PermissionError):
+        what = f"permission denied, uid {os.geteuid()} may not write in {_existing(path.parent)}"
+        return f"{failed}: {what}", f"{elsewhere}, or run as the owner of that folder"
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return f"{failed}: {_existing(path.parent)} is a file, not a folder", elsewhere
+    if isinstance(error, FileNotFoundError):
+        return f"{failed}: the folder {path.parent} does not exist and cannot be made", elsewhere
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{failed}: the disk is full", f"make room: df -h {_existing(path.parent)}; or set {key}"
+    return f"{failed}: {error.strerror or error}", elsewhere
+
+
+def _existing(folder: Path) -> Path:
+    """Returns the nearest existing path, `folder` itself or one above it."""
+    return next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), folder)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
@@ -158,16 +182,25 @@ def unlink_own(path: Path, made: tuple[int, int] | None) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_stale(path: Path) -> None:
+def _remove_stale(path: Path, key: str) -> None:
     """Removes a socket without a server. Raises TierError if it has one, or if `path` is no socket."""
+    elsewhere = f"set {key} to another path"
     if not path.is_socket():
-        raise TierError(f"{path} exists and is no socket", "set daemon.socket to another path")
+        raise TierError(f"{path} exists and is not a socket", f"{elsewhere}, or move that file: ls -l {path}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
+        except PermissionError as error:
+            owner, uid = path.lstat().st_uid, os.geteuid()
+            why = f"{path} is a socket of uid {owner}, and uid {uid} may not connect to it"
+            raise TierError(why, f"{elsewhere}, or run as that user") from error
         except OSError as error:
-            raise TierError(f"cannot tell who serves {path}: {error.strerror}") from error
-    raise TierError(f"another daemon serves {path}", "stop it, or set daemon.socket to another path")
+            why = f"{path} is a socket that does not answer: {error.strerror or error}"
+            raise TierError(why, f"{elsewhere}, or stop its process: ss -xlp src {path}") from error
+        pid = peer_of(probe.fileno()).pid
+    stop = "systemctl stop kvstore.socket kvstore" if pid == _MANAGER else f"kill {pid}"
+    raise TierError(f"another process serves {path}: pid {pid}", f"stop it: `{stop}`; or {elsewhere}")

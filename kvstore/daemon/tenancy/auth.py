@@ -22,10 +22,10 @@ from kvstore.types import check_tenant
 _S = TypeVar("_S", bound=Secret)
 
 DEFAULT = "default"
-EXPIRED, EXPIRED_HINT = "the token has expired", "ask whoever runs the daemon for a new one"
+EXPIRED, EXPIRED_HINT = "the token has expired", "ask the operator of the daemon for a new one"
 _MOST_TENANTS = 1 << 16
 _UNKNOWN = "this peer is known by neither token, user nor group"
-_UNKNOWN_HINT = "pass a valid token (KVSTORE_TOKEN), or ask whoever runs the daemon for access"
+_UNKNOWN_HINT = "pass a valid token (KVSTORE_TOKEN), or ask the operator of the daemon for access"
 
 
 class Role(IntEnum):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import CurrentConfig, EventLog, Requester
 from kvstore.daemon.runtime.tier_set import TierSet
@@ -200,7 +201,9 @@ class NamespaceCatalog:
         # A tenant that may no longer read must not learn of new blocks.
         self.on_closed(namespace.number, namespace.tenant)
         detail = f"to {', '.join(sorted(names)) or 'nobody'}"
-        self._event_log.add("published", tenant=owner, namespace=namespace.fingerprint.hex(), detail=detail)
+        self._event_log.add(
+            EntryKind.PUBLISHED, tenant=owner, namespace=namespace.fingerprint.hex(), detail=detail
+        )
         self._durable.ask(requester, request, ev.Publish(0, namespace.number, namespace.domain))
 
     # -- closing

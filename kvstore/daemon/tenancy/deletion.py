@@ -16,6 +16,7 @@ from kvstore.core import actions as ac
 from kvstore.core import events as ev
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.daemon.runtime.durability import Durability
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.runtime.ports import CurrentConfig, Ended, EventLog, Requester
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.daemon.tenancy.catalog import NamespaceCatalog
@@ -82,7 +83,7 @@ class Deletion:
             return
         for namespace in namespaces:
             owner = self._authenticator.name(namespace.tenant)
-            self._event_log.add("forgotten", tenant=owner, namespace=namespace.fingerprint.hex())
+            self._event_log.add(EntryKind.FORGOTTEN, tenant=owner, namespace=namespace.fingerprint.hex())
         numbers = self._close(tenant, namespaces)
 
         def deleted(ended: Ended) -> None:
@@ -106,7 +107,7 @@ class Deletion:
         numbers = self._close(tenant, namespaces)
         for namespace in namespaces:
             self._namespaces.remove(namespace)
-        self._event_log.add("deleted", tenant=name, detail=f"{len(namespaces)} namespaces")
+        self._event_log.add(EntryKind.DELETED, tenant=name, detail=f"{len(namespaces)} namespaces")
 
         def deleted(ended: Ended) -> None:
             self._free(tenant, numbers)

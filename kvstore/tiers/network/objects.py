@@ -29,7 +29,22 @@ ROOT = "kvstore-1"
 
 _MAGIC = b"KVOBJECT"
 _FORMAT = 1
-_FIELDS = struct.Struct("<8sII16sBB6x64s64sQd")
+FIELDS = {
+    "magic": "8s",
+    "format": "I",
+    "length": "I",
+    "namespace": "16s",
+    "key_bytes": "B",
+    "parent_bytes": "B",
+    "zero": "6x",
+    "key": "64s",
+    "parent": "64s",
+    "checksum": "Q",
+    "stored_at": "d",
+}
+"""The fields of a header, as `struct` writes them. A check (u64) of them follows, then zeros."""
+
+_FIELDS = struct.Struct("<" + "".join(FIELDS.values()))
 _CHECK = struct.Struct("<Q")
 _PATH = re.compile(rf"{ROOT}/([0-9a-f]{{32}})/([0-9a-f]{{2}})/([0-9a-f]{{2,{2 * MAX_KEY_BYTES}}})")
 

@@ -132,6 +132,8 @@ _DTYPES: dict[str, Any] = {
 _NUMBERS = [("extent", "<u4"), ("index", "<u4"), ("version", "<u8"), ("length", "<u4")]
 _NUMBERS += [("checksum", "<u8"), ("stored_at", "<f8")]
 _CHECKED = [*_NUMBERS, ("check", "<u8")]
+RECORD = np.dtype(_CHECKED)
+"""The fields of a record before the parent's key."""
 _CHECKED_NUMBERS = ("ns", *(name for name, _ in _NUMBERS))
 
 

@@ -149,8 +149,9 @@ class Slabs:
         what = f"cannot allocate {self.extent_bytes} bytes in {self.folder}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return TierError(f"{what}: {error.strerror}")
-        hint = "give the tier less, or make room there"
-        return TierError(f"{what}: {error.strerror}, {self.free_bytes()} bytes free", hint)
+        hint = f"lower nvme.limit, or make room: df -h {self.folder}"
+        why = error.strerror if error.errno == errno.EFBIG else "the disk is full"
+        return TierError(f"{what}: {why}, {self.free_bytes()} bytes free", hint)
 
 
 def _open_file(path: Path, flags: int = 0) -> int:

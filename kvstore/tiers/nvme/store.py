@@ -13,6 +13,7 @@ Not covered here: the order of writes (`journal.py`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -45,6 +46,9 @@ FORMAT = 3
 
 _READ_FORMATS = (2, FORMAT)
 """Formats that a daemon reads. Format 2 has one tenant and no names of tenants in extents."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOCK_FILE_BYTES = 8192  # of LMDB, for 126 readers
 
 GENERATION = b"generation"
 NUMBER = struct.Struct("<Q")
@@ -306,15 +310,15 @@ def _lock(folder: Path) -> int:
             _log.warning("%s may be written by everybody, and so may all blocks there: chmod o-w", folder)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        hint = "name a folder that the daemon may write"
-        raise TierError(f"cannot use folder {folder}: {error.strerror}", hint) from error
+        raise _folder_unusable(folder, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
         os.close(fd)
         if isinstance(error, BlockingIOError):
-            hint = "stop that daemon, or name another folder"
+            stop = f"stop that daemon: `kill {owner}`" if owner else "stop that daemon"
+            hint = f"{stop}; or set nvme.path to another folder"
             raise TierError(f"folder {folder} is in use by pid {owner or 'unknown'}", hint) from error
         raise TierError(f"cannot lock folder {folder}: {error.strerror}", "name a local folder") from error
     with contextlib.suppress(OSError):  # a full disk must not prevent reads
@@ -322,14 +326,43 @@ def _lock(folder: Path) -> int:
     return fd
 
 
+def _allocate(file: Path) -> None:
+    """Allocates LMDB's lock file, which LMDB maps and writes: on a full disk, that ends by SIGBUS."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(fd)
+
+
 def _open(path: Path, map_bytes: int) -> Any:
     # Commits are synchronous. Otherwise a power cut can leave LMDB's root ahead of its pages, and a commit
     # with a failed sync stays visible. Measured cost: 3 % of puts under load, 30 us for a single put.
     path.mkdir(mode=0o700, exist_ok=True)  # LMDB would make it with the mode of its files
+    _allocate(path / "lock.mdb")
     env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(TABLES), mode=0o600, sync=True)
     env.reader_check()
     return env
 
 
+def _folder_unusable(folder: Path, error: OSError) -> TierError:
+    failed, hint = f"cannot use folder {folder}", "set nvme.path to a folder that this user may write"
+    if isinstance(error, PermissionError):
+        uid = os.geteuid()
+        hint = f"give it to this user: `sudo install -d -m 700 -o {uid} {folder}`; or {hint}"
+        return TierError(f"{failed}: permission denied, uid {uid} may not write there", hint)
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return TierError(f"{failed}: a part of this path is a file, not a folder", hint)
+    if error.errno in _FULL:
+        return TierError(f"{failed}: the disk is full", _full_hint(folder))
+    return TierError(f"{failed}: {error.strerror}", hint)
+
+
+def _full_hint(folder: Path) -> str:
+    return f"make room: df -h {folder.parent}; or set nvme.path to a folder on another disk"
+
+
 def _unusable(folder: Path, error: Exception) -> TierError:
+    if (isinstance(error, OSError) and error.errno in _FULL) or isinstance(error, lmdb.DiskError):
+        return TierError(f"cannot write the records in {folder}: the disk is full", _full_hint(folder))
     return TierError(f"cannot use the records in {folder}: {error}", "move the folder away to start empty")

@@ -17,6 +17,7 @@ from kvstore.core.queues.device_queue import DeviceQueue
 from kvstore.core.residency.decision_log import DecisionKind
 from kvstore.core.view import TierView
 from kvstore.daemon.operator.event_log import MOST_EVENTS, EventLog
+from kvstore.daemon.runtime.entry_kinds import EntryKind
 from kvstore.daemon.tenancy.auth import Authenticator
 from kvstore.errors import DeniedError
 from kvstore.lab.local_daemon import LocalDaemon
@@ -227,7 +228,7 @@ TIER = TierView(0, STATE)
 def test_both_kinds_are_in_the_order_in_which_they_came() -> None:
     kept, decide = event_log()
     for name, n in (("a", 2), ("b", 0), ("c", 1)):
-        kept.add("lost", detail=name)
+        kept.add(EntryKind.LOST, detail=name)
         decide(n)
     want = [(1, "a"), (2, "dropped"), (3, "dropped"), (4, "b"), (5, "c"), (6, "dropped")]
     assert told(kept.page(0, 64, None, ())) == want
@@ -243,7 +244,7 @@ def test_both_kinds_are_in_the_order_in_which_they_came() -> None:
 
 def test_overwritten_decisions_are_counted_and_entries_outlive_them() -> None:
     kept, decide = event_log()
-    kept.add("lost", detail="a")
+    kept.add(EntryKind.LOST, detail="a")
     decide(16)
     decide(10)
     page = kept.page(0, 64, None, ())
@@ -258,7 +259,7 @@ def test_happenings_make_way_too_and_numbers_stay() -> None:
     kept, decide = event_log(most=4)
     for i in range(9):
         decide(1)
-        kept.add("lost", detail=str(i))
+        kept.add(EntryKind.LOST, detail=str(i))
     page = kept.page(0, 64, None, ())
     # Of the first four nothing is left, nor is it known how many came before an older decision.
     assert (page["lost"], page["next"]) == (8, 18)

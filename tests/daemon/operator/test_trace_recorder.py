@@ -175,7 +175,7 @@ def test_no_daemon_is_an_error(tmp_path: Path) -> None:
         str(tmp_path / "nobody.sock"),
     )
     assert done.returncode == 2
-    assert "is it running?" in done.stderr
+    assert "`kvstore serve`" in done.stderr
 
 
 # -- the daemon

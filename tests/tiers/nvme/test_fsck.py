@@ -432,8 +432,8 @@ def test_people_read_a_table(folder: Path) -> None:
     one_bit(Records(folder))
     ran = cli("fsck", str(folder))
     assert ran.returncode == 1
-    assert " wrong checksum " in ran.stdout
-    assert " checked " in ran.stdout
+    assert "\nwrong checksum " in ran.stdout
+    assert "\nchecked " in ran.stdout
 
 
 def test_help_has_the_exit_codes() -> None:

@@ -1,0 +1,86 @@
+"""Prefill and decode in two vLLM processes, which share KV through a daemon.
+
+    python run.py MODEL
+
+The prefill process computes the prompt and one token; its connector stores the prompt's blocks. The decode
+process loads these blocks, computes the rest of the prompt, and generates the answer. README.md lists what
+this does not do. MODEL is a folder or a name on the Hugging Face hub. Starts a daemon of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from kvstore.lab.local_daemon import LocalDaemon
+
+PROMPTS = [f"Chapter {n}. " + " ".join(map(str, range(n, n + 250))) for n in (1000, 2000)]
+MAX_MODEL_LEN = 2048
+"""The same in both processes: it is part of the identity of KV."""
+KV_CACHE_BYTES = 256 << 20
+ANSWER_TOKENS = 16
+
+
+def engine(role: str, model: str, url: str, pipe: Connection) -> None:
+    """Answers (prompt, max_tokens) with (prompt tokens, tokens from a cache, tokens of the answer)."""
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - slow, and only the engines need it
+
+    llm = LLM(
+        model,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        enforce_eager=True,  # starts sooner
+        kv_transfer_config={
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore_vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"url": url, "deadline_s": 10.0},
+        },
+    )
+    pipe.send("ready")
+    while request := pipe.recv():
+        prompt, max_tokens = request
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        [output] = llm.generate(prompt, sampling, use_tqdm=False)
+        if role == "kv_producer":
+            # True once the blocks of finished requests are stored. Without this wait, the decode process
+            # finds fewer blocks and computes the others.
+            while not llm.reset_prefix_cache():
+                time.sleep(0.01)
+        tokens = list(output.outputs[0].token_ids)
+        pipe.send((len(output.prompt_token_ids), output.num_cached_tokens, tokens))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with LocalDaemon({"dram": {"limit": "512MiB"}}) as daemon:
+        pipes, processes = {}, []
+        # A producer stores and never loads. A consumer loads and never stores.
+        for role in ("kv_producer", "kv_consumer"):
+            pipes[role], theirs = spawn.Pipe()
+            process = spawn.Process(target=engine, args=(role, sys.argv[1], daemon.url, theirs))
+            process.start()
+            theirs.close()  # so that recv fails if the process dies
+            processes.append(process)
+        for pipe in pipes.values():
+            pipe.recv()
+        prefill, decode = pipes["kv_producer"], pipes["kv_consumer"]
+        for prompt in PROMPTS:
+            prefill.send((prompt, 1))
+            size, _, [first] = prefill.recv()
+            decode.send((prompt, ANSWER_TOKENS))
+            _, loaded, tokens = decode.recv()
+            print(f"prefill: {size} tokens; decode: {loaded} loaded, {size - loaded} computed", end="; ")
+            print(f"{len(tokens)} generated, same first token: {tokens[0] == first}")
+        for pipe in pipes.values():
+            pipe.send(None)
+        for process in processes:
+            process.join()
+
+
+if __name__ == "__main__":
+    main()

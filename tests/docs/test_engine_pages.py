@@ -1,0 +1,138 @@
+"""The pages about engines: their Python blocks run, and their tables of options have every option."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore import Namespace, PutResult
+from kvstore.core.actions import NO_ROOM, WORTH_LESS
+
+ROOT = Path(__file__).parents[2]
+CONNECTORS = ROOT / "connectors"
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", page("python"), re.DOTALL)
+RUN = [block for block in BLOCKS if "LocalDaemon" in block]
+
+
+@pytest.mark.parametrize("block", RUN, ids=[f"block {i}" for i in range(len(RUN))])
+def test_a_block_of_the_client_page_runs_and_prints_what_it_says(block: str) -> None:
+    """A comment behind a `print` is what the line prints. `test_pages` compares all of the first block."""
+    ran = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    for told in re.findall(r"print\(.*\)  # (.*)", block):
+        assert told.partition(":")[0] in ran.stdout.splitlines(), ran.stdout
+
+
+def test_only_blocks_that_need_a_gpu_do_not_run() -> None:
+    assert len(RUN) == 3
+    assert all("cuda" in block for block in BLOCKS if block not in RUN)
+
+
+def test_the_table_of_calls_has_every_call_of_a_namespace() -> None:
+    section = page("python").partition("## Calls")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z_]+)\(", section))
+    calls = {name for name, _ in inspect.getmembers(Namespace, inspect.isfunction) if name[0] != "_"}
+    assert calls <= named
+    assert {"status", "ping", "explain", "control", "delete_tenant"} <= named
+
+
+def test_results_and_errors_of_the_client_are_named() -> None:
+    text = page("python")
+    assert all(f"`{name}`" in text for name in PutResult.__slots__)
+    assert f"`{NO_ROOM}`" in text
+    assert f"`{WORTH_LESS}`" in text
+    for name in ("MisuseError", "UnavailableError", "DeniedError", "ConfigError"):
+        assert issubclass(getattr(kvstore.errors, name), kvstore.errors.KVStoreError)
+        assert f"`{name}`" in text
+
+
+def test_the_vllm_page_has_every_option_with_its_default() -> None:
+    """The connector cannot be imported without vLLM: its source is read."""
+    source = (CONNECTORS / "kvstore_vllm/settings.py").read_text(encoding="utf-8")
+    body = source.partition("class ConnectorSettings:")[2].partition("@classmethod")[0]
+    options = dict(re.findall(r"^    ([a-z_]+): (?:str|float|int) = (.*)$", body, re.MULTILINE))
+    table = page("vllm").partition("| `kv_connector_extra_config` | default |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", table, re.MULTILINE))
+    assert set(rows) == set(options)
+    for name, default in options.items():
+        assert default in ('""', "0") or rows[name] == f"`{default}`", name
+
+
+def test_the_vllm_page_has_every_counter() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (CONNECTORS / "kvstore_vllm").glob("*.py"))
+    counters = set(re.findall(r'counts\["([a-z ]+)"\]', source))
+    section = page("vllm").partition("## Counters")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([a-z ]+)` \|", section, re.MULTILINE)) == counters
+
+
+REFUSALS = {
+    "vllm": [
+        "of kind SlidingWindowSpec",
+        "of kind MLAAttentionSpec",
+        "layers that keep a state of the whole prompt",
+        "an encoder, and attention to its output",
+        "a pooler, which may need every token of a prompt computed",
+        "groups of layers",
+        "nothing is loaded or stored: ",
+        "the engine's prefix caching is off",
+        "was changed in place after its first use",
+    ],
+    "transformers": [
+        "takes no past_key_values",
+        "takes no position_ids",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "is an encoder-decoder",
+        "takes more than text",
+        "is sharded over ranks",
+        "depend on the tokens that follow",
+        "position embeddings",
+        "is in training mode",
+        "attention_mask is not zeros followed by ones",
+    ],
+}
+"""What the pages quote: each is in the source of the connector, or in what tests expect of a real model."""
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_quoted_messages_are_those_of_the_connector(name: str) -> None:
+    folders = (CONNECTORS / f"kvstore_{name}", ROOT / f"tests/engines/{name}")
+    source = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.py"))
+    for words in REFUSALS[name]:
+        assert words in page(name), words
+        assert words in source, words
+
+
+NAMES = {"DeepseekV2": "DeepSeek", "DeepseekV3": "DeepSeek", "GptOss": "gpt-oss", "GPTNeoX": "GPT-NeoX",
+         "GPTNeo": "GPT-Neo", "GPT2": "GPT-2", "Qwen3Moe": "Qwen3-MoE", "Qwen3Next": "Qwen3-Next",
+         "Phi3": "Phi-3", "Gemma2": "Gemma 2", "Gemma3": "Gemma 3", "Llama4": "Llama 4", "Lfm2": "LFM2",
+         "Starcoder2": "StarCoder2", "Rwkv": "RWKV", "Mpt": "MPT", "Bart": "BART",
+         "BertLMHeadModel": "encoders with a language head", "Bert": "BERT"}  # fmt: skip
+"""Names of model families on the pages, by their name in transformers, where these differ."""
+
+
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+def test_every_family_that_is_tested_is_on_the_page(name: str) -> None:
+    source = (ROOT / f"tests/engines/{name}/shapes.py").read_text(encoding="utf-8")
+    families = set(re.findall(r'Shape\(\s*"(\w+?)(?:Text)?"', source))
+    families |= {
+        re.sub(r"(For\w+|LMHeadModel)$", "", each) for each in re.findall(r'of\("(?!Bert)(\w+)"', source)
+    }
+    families |= set(re.findall(r'"(BertLMHeadModel)"', source))
+    assert len(families) > 10
+    for family in sorted(families):
+        assert NAMES.get(family, family) in page(name), family
