@@ -288,7 +288,7 @@ class Contains(_Keyed):
     timeout_s: float
 
 
-@_message(40)
+@_message(40, DAEMON)
 class Presence(_Numbered):
     """Answers Contains: a byte for each key, 1: stored."""
 
