@@ -29,6 +29,7 @@ LACKS = {
     "chromedriver": Lack("the dashboard in a browser", "chromium chromium-driver"),
     "groff": Lack("manual pages as they are read", "groff-base"),
     "curl": Lack("the documents' curl commands", "curl"),
+    "journalctl": Lack("the documents' journalctl commands", "systemd"),
     "git": Lack("the commit that figures of benches carry", "git"),
     "systemd-analyze": Lack("units as systemd reads them", "systemd"),
     "systemd-sysusers": Lack("the service's user and folders", "systemd"),

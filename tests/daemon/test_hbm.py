@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
@@ -42,7 +41,7 @@ from tests.daemons import (
     room_for,
     tier,
 )
-from tests.tenants import NOBODY, Member
+from tests.tenants import NOBODY, Member, needs_root
 
 POOL = {**WITH_NVME, "hbm": {"limit": "16MiB"}}
 HBM, DRAM, NVME = bytes([Tier.HBM]), bytes([Tier.DRAM]), bytes([Tier.NVME])
@@ -68,9 +67,7 @@ def complete(client: Client) -> bool:
 
 
 def who_reads(daemon: LocalDaemon, token: str) -> Client:
-    """A client that is no root, who would get no memory for reading only."""
-    if os.getuid():
-        return Client(daemon.url, token, deadline_s=20, strict=True)
+    """A client of another user: root and the daemon's user get no memory for reading only."""
     daemon.folder.chmod(0o755)
     daemon.socket.chmod(0o666)
     return Member(daemon, NOBODY, deadline_s=20, token=token)
@@ -464,6 +461,7 @@ TENANTS = {
 }
 
 
+@needs_root
 def test_a_pool_has_quotas_and_other_tenants_cannot_map_it(control: Any) -> None:
     with (
         serving({**POOL, "tenants": TENANTS}) as (daemon, operator),

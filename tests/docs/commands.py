@@ -127,8 +127,9 @@ class Site:
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
         """Runs a line like a shell. Ends a server once it serves."""
-        if "curl" in line:
-            need("curl")
+        for program in ("curl", "journalctl"):
+            if program in line:
+                need(program)
         self.ready()
         line = self.placed(line)
         if line == "kvstore serve":  # without a configuration it would take this machine's socket

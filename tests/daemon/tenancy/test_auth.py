@@ -35,7 +35,7 @@ from tests.daemons import (
     payloads,
     room_for,
 )
-from tests.tenants import Member
+from tests.tenants import Member, needs_root
 
 TOKENS = {name: new_token(bytes([i]) * 32) for i, name in enumerate("abcdefgh")}
 UNKNOWN = "this peer is known by neither token, user nor group"
@@ -270,6 +270,7 @@ def test_a_refused_client_misses_and_a_strict_one_raises(daemon: LocalDaemon) ->
         client.namespace(new_layout()).lookup(keys)
 
 
+@needs_root
 def test_roles_determine_the_permitted_requests(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(3)
     with client_of(daemon, "b") as writer, client_of(daemon, "c") as reader, client_of(daemon, "a") as admin:
@@ -340,6 +341,7 @@ def test_the_same_layout_of_two_tenants_is_two_namespaces(daemon: LocalDaemon) -
         assert got(one.namespace(layout), keys, salt=1) == got(two.namespace(layout), keys, salt=2) == 3
 
 
+@needs_root
 def test_a_published_namespace_is_read_until_it_is_taken_back(daemon: LocalDaemon) -> None:
     layout, keys = new_layout(), names(4)
     with (
