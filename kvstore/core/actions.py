@@ -150,6 +150,13 @@ class Found(Answer):
 
 
 @dataclass(slots=True)
+class Presence(_Answer):
+    """Answers Contains: whether each key is stored."""
+
+    mask: npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
 class Explained(_Answer):
     """Answers Explain: one map of plain values for each known key and namespace."""
 
@@ -165,7 +172,7 @@ class Deny(_Answer):
     retry_s: float = 0.0
 
 
-Reply = Grant | Reserved | Answer | Explained | Deny
+Reply = Grant | Reserved | Answer | Presence | Explained | Deny
 """The actions that answer a request."""
 
 

@@ -250,6 +250,13 @@ class Lookup(KeyedRequest):
 
 
 @dataclass(slots=True)
+class Contains(KeyedRequest):
+    """Asks which of the keys are stored, each for itself. Not a use of the blocks."""
+
+    tenant: int = 0
+
+
+@dataclass(slots=True)
 class Prefetch(KeyedRequest):
     """Promotes the stored prefix to memory tier `tier`, as far as there is room. Answered at once."""
 

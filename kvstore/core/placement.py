@@ -120,6 +120,7 @@ class Placement:
             ev.Acquire: reads.acquire,
             ev.Release: reads.release,
             ev.Lookup: reads.lookup,
+            ev.Contains: reads.contains,
             ev.Prefetch: reads.prefetch,
             ev.Pin: pins.pin,
             ev.Unpin: pins.unpin,

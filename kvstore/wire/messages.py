@@ -23,7 +23,7 @@ import msgpack
 from kvstore.errors import LocalProtocolError, RemoteProtocolError
 from kvstore.types import MAX_KEY_BYTES
 
-VERSION = 8
+VERSION = 9
 """The newest version of the wire."""
 OLDEST = 7
 """The oldest supported version. New fields are added at the end of a message, `_since` a version. No field
@@ -276,6 +276,23 @@ class Acquire(_Read):
     wait_s: float = 0.0
     asks: int = 0
     known: int = 0
+
+
+@_message(39)
+class Contains(_Keyed):
+    """Asks which keys are stored, each for itself. Answered by Presence. Since version 9.
+
+    The network is asked for up to `timeout_s`. Keys that it has not answered by then count as absent.
+    """
+
+    timeout_s: float
+
+
+@_message(40, DAEMON)
+class Presence(_Numbered):
+    """Answers Contains: a byte for each key, 1: stored."""
+
+    mask: bytes
 
 
 @_message(7)

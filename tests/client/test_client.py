@@ -101,6 +101,26 @@ def test_put_get_lookup(ns: Namespace) -> None:
     assert np.array_equal(out, payloads(keys))
 
 
+def test_contains_counts_each_key_for_itself(ns: Namespace) -> None:
+    keys = names(5)
+    ns.put(keys, payloads(keys))
+    ns.invalidate(keys[1:3])
+    asked = [keys[4], b"?" * 32, keys[1], keys[0], keys[3], keys[2], keys[4]]
+    present = ns.contains(asked)
+    assert present.dtype == np.bool_
+    assert present.tolist() == [True, False, False, True, True, False, True]
+    assert ns.lookup(keys) == 1
+
+
+def test_contains_has_an_answer_for_each_of_many_keys(ns: Namespace) -> None:
+    keys = [b"%032d" % n for n in range(10_000)]  # several requests
+    some = keys[::1000]
+    for key in some:
+        ns.put([key], payloads([key]))
+    assert np.flatnonzero(ns.contains(keys)).tolist() == list(range(0, 10_000, 1000))
+    assert ns.contains([]).tolist() == []
+
+
 def test_put_takes_arrays_and_sequences_of_buffers(ns: Namespace) -> None:
     keys = names(6)
     assert ns.put(keys[:2], [payload(k) for k in keys[:2]]).stored == 2

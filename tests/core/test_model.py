@@ -202,6 +202,14 @@ class Machine(RuleBasedStateMachine):
         if not self.no_chains:
             assert self.w.lookup(*chain, at=self.at(place)) <= self.prefix(*chain), "a miss was promised"
 
+    @rule(chain=chains())
+    def contains(self, chain: tuple[int, list[bytes]]) -> None:
+        namespace, keys = chain
+        mask = self.w.contains(namespace, keys)
+        assert all((namespace, key) in self.stored for key, there in zip(keys, mask, strict=True) if there)
+        n = self.w.lookup(namespace, keys)
+        assert all(mask[:n]), "a block that lookup counts is absent"
+
     @rule(chain=chains(), place=places)
     def prefetch(self, chain: tuple[int, list[bytes]], place: int) -> None:
         answer = self.w.ask(ev.Prefetch(0, chain[0], joined(chain[1]), tier=self.at(place)))

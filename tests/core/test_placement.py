@@ -246,6 +246,7 @@ def test_an_unknown_namespace_is_named() -> None:
     w = world()
     for event in (
         ev.Lookup(0, 9, joined([b"a"])),
+        ev.Contains(0, 9, joined([b"a"])),
         ev.Acquire(0, 0, 9, joined([b"a"]), 1.0),
         ev.Reserve(0, 0, 9, joined([b"a"]), b"", 1.0),
         ev.Prefetch(0, 9, joined([b"a"])),

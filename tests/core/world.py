@@ -665,6 +665,12 @@ class World:
         assert isinstance(answer, ac.Answer), answer
         return answer.value
 
+    def contains(self, namespace: int, keys: list[bytes], tenant: int | None = None) -> list[bool]:
+        who = self.opened[namespace].tenant if tenant is None and namespace in self.opened else tenant or 0
+        answer = self.ask(ev.Contains(0, namespace, joined(keys), who))
+        assert isinstance(answer, ac.Presence), answer
+        return [bool(each) for each in answer.mask]
+
     def invalidate(self, namespace: int, keys: list[bytes]) -> int:
         answer = self.ask(ev.Invalidate(0, namespace, joined(keys)))
         assert isinstance(answer, ac.Answer), answer

@@ -27,7 +27,7 @@ import pytest
 
 from kvstore import Client, Layout
 from kvstore.client.protocol import ProtocolState
-from kvstore.errors import UnavailableError
+from kvstore.errors import DeniedError, UnavailableError
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.types import HEADER_BYTES, LABEL_BYTES, SLOT_RECORD, Geometry
 from kvstore.wire import messages as m
@@ -226,7 +226,7 @@ def test_fields_are_added_at_the_end_and_may_be_absent() -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "theirs", "older"),
-    [((5, 6), "versions 5 to 6", "client"), ((9, 12), "versions 9 to 12", "daemon")],
+    [((5, 6), "versions 5 to 6", "client"), ((10, 12), "versions 10 to 12", "daemon")],
     ids=["too old", "too new"],
 )
 def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
@@ -252,10 +252,10 @@ def test_versions_too_far_apart_are_misses_and_both_sides_log_this_once(
         ):
             client.ping()
         monkeypatch.undo()
-        assert f"the client speaks {theirs}, this daemon versions 7 to 8" in str(told.value)
+        assert f"the client speaks {theirs}, this daemon versions 7 to 9" in str(told.value)
         assert f"upgrade the {older}" in str(told.value)
         told_there = [line for line in log_of(daemon).splitlines() if line.startswith("WARNING")]
-        assert [f"speak {theirs}, this daemon versions 7 to 8" in line for line in told_there] == [True]
+        assert [f"speak {theirs}, this daemon versions 7 to 9" in line for line in told_there] == [True]
     told_here = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     # One line a client: the second one is strict.
     assert len(told_here) == 2
@@ -276,6 +276,19 @@ class OldDaemon(LocalDaemon):
             "from kvstore.daemon.main import run; sys.exit(run(Path(sys.argv[1])))"
         )
         return [sys.executable, "-P", "-c", code, config]
+
+
+def test_an_older_daemon_is_not_asked_what_it_does_not_know() -> None:
+    keys = names(3)
+    with OldDaemon(SMALL) as daemon:
+        with Client(daemon.url, deadline_s=10) as client:
+            ns = client.namespace(new_layout())
+            assert ns.put(keys, payloads(keys)).stored == 3
+            assert not ns.contains(keys).any()
+            assert ns.lookup(keys) == 3, "the connection stays"
+        told = pytest.raises(DeniedError, match="upgrade the daemon: it speaks version 7")
+        with Client(daemon.url, deadline_s=10, strict=True) as client, told:
+            client.namespace(new_layout()).contains(keys)
 
 
 def test_engines_go_on_over_an_upgrade_of_the_daemon() -> None:

@@ -1,10 +1,13 @@
-"""Calls that read blocks: lookup, acquire, get."""
+"""Calls that read blocks: lookup, contains, acquire, get."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.client.calls.call import Call, Exchange, Flow, Work, call
 from kvstore.client.calls.scope import Chain, Scope, Scoped, checked, map_slots, open_namespace, value_of
@@ -13,9 +16,12 @@ from kvstore.client.gpu import DeviceLease
 from kvstore.client.leases import Buffer, Lease, Slots
 from kvstore.client.prompts import PromptRequests
 from kvstore.cuda.device import Gpu
-from kvstore.errors import DeniedError, TierError
+from kvstore.errors import DeniedError, RemoteProtocolError, TierError
 from kvstore.types import SLOT_RECORD, Key, check_keys
 from kvstore.wire import messages as m
+
+CONTAINS_SINCE = 9
+"""The version of the wire that introduced Contains."""
 
 SAMPLE_FROM = 512
 """A lookup of at least this number of keys sends a sample of them first."""
@@ -46,6 +52,21 @@ class ReadCalls(Scoped):
         check_keys(keys if len(keys) < SAMPLE_FROM else keys[:1])
         block_s = self._recompute_s(recompute_tokens_per_s)
         return Call(lambda exchange: lookup(exchange, self._scope, keys, block_s, prompt), deadline_s, int)
+
+    @call
+    def contains(self, keys: Sequence[Key], deadline_s: float | None = None) -> Call[npt.NDArray[np.bool_]]:
+        """Returns which keys are stored on the node or the network: one bool for each key.
+
+        A key counts for itself, whether or not the keys before it are stored. The answer is advisory: blocks
+        are not leased, and `acquire` may find fewer. It does not count for the hit ratio, and it is no use
+        of the blocks for the eviction policy. Needs a daemon that speaks version 9 of the wire.
+        """
+        chain = Chain(keys)
+
+        def miss() -> npt.NDArray[np.bool_]:
+            return np.zeros(len(keys), np.bool_)
+
+        return Call(lambda exchange: contains(exchange, self._scope, chain), deadline_s, miss)
 
     @call
     def get(
@@ -147,6 +168,24 @@ def lookup(
         if found < len(some):
             break
     return total
+
+
+def contains(exchange: Exchange, scope: Scope, chain: Chain) -> Flow[npt.NDArray[np.bool_]]:
+    """Returns which keys are stored. Raises DeniedError if the daemon is too old to be asked."""
+    version, batch = exchange.protocol.version, exchange.protocol.batch_keys
+    if version < CONTAINS_SINCE:
+        hint = f"upgrade the daemon: it speaks version {version} of the wire, this needs {CONTAINS_SINCE}"
+        raise DeniedError("the daemon does not know `contains`", hint)
+    namespace, _ = yield from open_namespace(exchange, scope)
+    masks = []
+    for at in range(0, len(chain), batch):
+        part = chain.part(at, batch)
+        answer = yield m.Contains(0, namespace, part.key_bytes, part.joined, exchange.left_s())
+        mask = np.frombuffer(checked(answer).mask, np.uint8) != 0
+        if len(mask) != len(part):
+            raise RemoteProtocolError(f"the presence of {len(mask)} keys instead of {len(part)}")
+        masks.append(mask)
+    return np.concatenate(masks) if masks else np.empty(0, np.bool_)
 
 
 def acquire(

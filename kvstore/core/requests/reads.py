@@ -1,4 +1,4 @@
-"""Requests that read: lookups, leases on blocks (after waiting for promotions), prefetch."""
+"""Requests that read: lookups, presence, leases on blocks (after waiting for promotions), prefetch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import events as ev
-from kvstore.core.actions import Answer, Found, Grant, Stored
+from kvstore.core.actions import Answer, Found, Grant, Presence, Stored
 from kvstore.core.blocks.block_table import LIVE, Picked, Rows
 from kvstore.core.blocks.key_batch import Keys
 from kvstore.core.capacity.slot_classes import Slots
@@ -26,7 +26,7 @@ _SAMPLE = 8
 
 
 class Reads:
-    """Lookup, Acquire, Release, Prefetch, and the answers to waiting requests."""
+    """Lookup, Contains, Acquire, Release, Prefetch, and the answers to waiting requests."""
 
     def __init__(self, leases: LeaseTable, prefetch_blocks: int = 0) -> None:
         """`prefetch_blocks`: the most blocks behind a promoted chain that are promoted with it."""
@@ -69,13 +69,26 @@ class Reads:
 
     def _readable(self, event: ev.Acquire | ev.Lookup, namespace: Namespace) -> Rows:
         """Returns the stored prefix. It ends at a block that the tenant may not map yet."""
-        r = self._r
-        rows = r.prefix(event.namespace, event.keys)
+        rows = self._r.prefix(event.namespace, event.keys)
         if namespace.relocated and event.tenant != namespace.tenant:
-            slots = r.blocks.slot[0, rows]
-            seen = r.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
+            seen = self._mappable(namespace, rows)
             rows = rows if seen.all() else rows[: int(seen.argmin())]
         return rows
+
+    def _mappable(self, namespace: Namespace, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Returns whether other tenants may map the DRAM slot of each row; True for rows without one."""
+        slots = self._r.blocks.slot[0, rows]
+        seen: npt.NDArray[np.bool_] = self._r.tiers[0].slots.are_of(namespace.pools[0], slots) | (slots < 0)
+        return seen
+
+    def contains(self, event: ev.Contains, now: float) -> None:
+        namespace = self._leases.namespace(event)
+        if namespace is None:
+            return
+        rows, there = self._r.readable(event.namespace, event.keys)
+        if namespace.relocated and event.tenant != namespace.tenant:
+            there &= self._mappable(namespace, rows)
+        self._leases.say(Presence(event.request, there))
 
     def lookup(self, event: ev.Lookup, now: float) -> None:
         namespace = self._leases.namespace(event)

@@ -111,8 +111,8 @@ class Residency:
         there = slots.start >= 0 if isinstance(slots, slice) else slots.min() >= 0
         return (run, slots) if there else None
 
-    def prefix(self, namespace: int, keys: Keys) -> Rows:
-        """Returns the rows of the leading readable keys, up to the first repeated key."""
+    def readable(self, namespace: int, keys: Keys) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """Returns the row of each key, below 0 if it has none, and whether the key is readable."""
         rows = self.index.find(namespace, keys)
         good = (rows >= 0) & (self.blocks.state[rows] == LIVE)
         if self.topology.out_of_reach:
@@ -120,6 +120,11 @@ class Residency:
             good &= (self.blocks.slot[:, rows][within] >= 0).any(axis=0)
         if self.namespaces[namespace].has_ttl:
             good &= ~self.blocks.expired(rows, self.now)
+        return rows, good
+
+    def prefix(self, namespace: int, keys: Keys) -> Rows:
+        """Returns the rows of the leading readable keys, up to the first repeated key."""
+        rows, good = self.readable(namespace, keys)
         _, first = np.unique(rows, return_index=True)
         if len(first) < len(rows):
             once = np.zeros(len(rows), np.bool_)

@@ -1,4 +1,4 @@
-"""Requests whose answer includes blocks on the network: lookup, acquire, prefetch and hand-off.
+"""Requests whose answer includes blocks on the network: lookup, contains, acquire, prefetch, hand-off.
 
 A request is answered from this node alone if all of its blocks are here, if the network does not serve its
 namespace, or if its requester has too many network requests already. Otherwise a task checks which further
@@ -29,6 +29,7 @@ from kvstore.daemon.network.uploads import Uploads
 from kvstore.daemon.runtime.executor import Executor
 from kvstore.daemon.runtime.ports import Requester
 from kvstore.daemon.tenancy.namespaces import NamespaceEntry
+from kvstore.tiers.network.base import Name
 from kvstore.types import slot_bytes
 
 
@@ -67,6 +68,28 @@ class NetworkRequests:
         _add_network(found.stored, found.value + existing)
         found.stored.unworthy = found.stored.blocks - found.value - n
         return ac.Found(found.request, found.value + n, found.gaps or n > 0, found.stored)
+
+    def contains(
+        self, requester: Requester, request: int, event: ev.Contains, namespace: NamespaceEntry, until: float
+    ) -> None:
+        """Answers which keys are here or on the network, as far as known by `until`."""
+
+        def present(action: Any) -> None:
+            missing = isinstance(action, ac.Presence) and not action.mask.all()
+            if missing and self._may_start(requester, namespace):
+                self._start(requester, request, namespace, self._contains(event, namespace, action, until))
+            else:
+                requester.answer(request, action)
+
+        self._core.ask(Callback(present), request, event)
+
+    async def _contains(
+        self, event: ev.Contains, namespace: NamespaceEntry, here: ac.Presence, until: float
+    ) -> ac.Presence:
+        absent = np.flatnonzero(~here.mask)
+        names = [Name(namespace.fingerprint, event.keys[i]) for i in absent.tolist()]
+        here.mask[absent] = await self._existence.probe(names, until)
+        return here
 
     def acquire(
         self, requester: Requester, request: int, event: ev.Acquire, namespace: NamespaceEntry

@@ -51,6 +51,15 @@ def lookup(session: Session, q: m.Lookup) -> None:
         services.network.requests.lookup(session, q.id, event, namespace, session.deadline(q.timeout_s))
 
 
+def contains(session: Session, q: m.Contains) -> None:
+    """Answers which keys are stored."""
+    services, (namespace, event) = session.services, _named(session, q)
+    if services.network is None:
+        services.core.ask(session, q.id, event)
+    else:
+        services.network.requests.contains(session, q.id, event, namespace, session.deadline(q.timeout_s))
+
+
 @dataclass(slots=True)
 class WokenAcquire:
     """An Acquire after its wait for the first block. The scheduler counts its keys as those of an Acquire."""

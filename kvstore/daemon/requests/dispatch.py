@@ -19,6 +19,7 @@ Handler = Callable[[Session, Any], None]
 
 _TO_THE_CORE: dict[type, Handler] = {
     m.Lookup: blocks.lookup,
+    m.Contains: blocks.contains,
     m.Acquire: blocks.acquire,
     m.Release: blocks.release,
     m.Abort: blocks.tell_core,

@@ -87,6 +87,7 @@ EVENTS: Mapping[type, Row] = {
     row.message: row
     for row in (
         Row(Role.READ, m.Lookup, ev.Lookup, deadline=_DEADLINE),
+        Row(Role.READ, m.Contains, ev.Contains),
         Row(Role.READ, m.Acquire, ev.Acquire),
         Row(Role.READ, m.Release, ev.Release),
         Row(Role.READ, m.Abort, ev.Abort),

@@ -108,6 +108,8 @@ def answer_miss(session: Session, q: Any, namespace: NamespaceEntry) -> None:
         session.prompts.asked(q, namespace)
     if isinstance(q, m.Lookup):
         session.answer(q.id, ac.Found(q.id, 0, gaps=False))
+    elif isinstance(q, m.Contains):
+        session.answer(q.id, ac.Presence(q.id, np.zeros(len(q.keys) // q.key_bytes, np.bool_)))
     elif isinstance(q, m.Acquire):
         nothing = np.empty(0, SLOT_RECORD)
         session.answer(q.id, ac.Grant(q.id, 0, slot_bytes(namespace.block_bytes), nothing))

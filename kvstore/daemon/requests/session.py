@@ -103,6 +103,8 @@ class Session:
         elif isinstance(action, ac.Found):
             recorder.answered(self.number, action.value)
             self.send(m.Found(request, action.value, gaps, action.stored.blocks))
+        elif isinstance(action, ac.Presence):
+            self.send(m.Presence(request, action.mask.tobytes()))
         elif isinstance(action, ac.Answer):
             self.send(m.Value(request, action.value))
         elif isinstance(action, ac.Reserved):

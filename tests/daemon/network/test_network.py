@@ -120,6 +120,18 @@ def test_a_chain_is_continued_where_another_node_left_it(shared: str) -> None:
         assert got(ours, keys) == 20
 
 
+def test_contains_finds_blocks_here_and_on_the_network(shared: str) -> None:
+    layout, keys = new_layout(), names(30)
+    with nodes(shared) as (a, b):
+        a.namespace(layout).put(keys[:10], payloads(keys[:10]))
+        there(a, 10)
+        others = b.namespace(layout)
+        others.put(keys[20:], payloads(keys[20:]))
+        asked = [keys[25], keys[5], keys[15], keys[9]]
+        assert others.contains(asked).tolist() == [True, True, False, True]
+        assert counted(b, "read_ok_blocks") == 0, "nothing is downloaded"
+
+
 def test_downloaded_blocks_are_not_uploaded(shared: str) -> None:
     layout, keys = new_layout(), names(10)
     with nodes(shared) as (a, b):

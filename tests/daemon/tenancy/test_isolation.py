@@ -120,6 +120,7 @@ def about(namespace: int) -> list[Any]:
     """Every request about a namespace."""
     return [
         keyed(m.Lookup, namespace, 0.0, 0.0),
+        keyed(m.Contains, namespace, 0.0),
         keyed(m.Acquire, namespace, 0.0, 0.0),
         keyed(m.Reserve, namespace, b"", 0.0),
         keyed(m.Prefetch, namespace),
@@ -130,6 +131,10 @@ def about(namespace: int) -> list[Any]:
         m.Publish(7, namespace, ("attacker",)),
         m.Forget(7, namespace, "", ""),
     ]
+
+
+_READS = m.Lookup | m.Contains | m.Acquire | m.Prefetch | m.Suspect
+"""Requests that readers may send."""
 
 
 def raw(peer: Peer, message: Any) -> bytes:
@@ -271,8 +276,8 @@ def test_readers_can_change_nothing(daemon: TenantDaemon, secret: Any) -> None:
         for extent in extents_of(peer, space):
             assert isinstance(peer.ask(m.Map(7, extent, True)), m.Denied)
             assert isinstance(peer.ask(m.Map(7, extent, False)), m.Mapped)
-        for message in about(space)[2:]:
-            if not isinstance(message, m.Prefetch | m.Suspect):
+        for message in about(space):
+            if not isinstance(message, _READS):
                 assert isinstance(peer.ask(message), m.Denied), message
         assert peer.ask(keyed(m.Suspect, space)) == m.Value(7, 0)
     assert secret.publish([])
@@ -691,8 +696,8 @@ def test_readers_of_ones_own_tenant_write_nothing(daemon: TenantDaemon, secret: 
             assert isinstance(peer.ask(m.Map(7, extent, True)), m.Denied)
             assert isinstance(peer.ask(m.Map(7, extent, False)), m.Mapped)
         wanted = "this peer's role is read"
-        for message in [*about(space)[2:], m.Commit(7, 1, b"\0" * 8, b"\1"), m.DeleteTenant(7, "victim")]:
-            if not isinstance(message, m.Prefetch | m.Suspect):
+        for message in [*about(space), m.Commit(7, 1, b"\0" * 8, b"\1"), m.DeleteTenant(7, "victim")]:
+            if not isinstance(message, _READS):
                 answer = peer.ask(message)
                 assert isinstance(answer, m.Denied), message
                 assert answer.why.startswith(wanted)
