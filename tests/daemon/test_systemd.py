@@ -131,7 +131,7 @@ def test_the_exposure_equals_the_documented_one(installed: Path, unit: str, who:
     ran = analyze("security", "--offline=true", installed / unit)
     level = re.search(r"Overall exposure level for \S+ ([0-9.]+)", ran.stdout)
     assert level, ran.stdout + ran.stderr
-    said = re.search(rf"`systemd-analyze security` gives [^;]*{who} ([0-9.]+)", PAGE)
+    said = re.search(rf"`systemd-analyze security` rates [^;]*{who} ([0-9.]+)", PAGE)
     assert said
     assert float(level[1]) == float(said[1]) <= 2.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -391,7 +392,7 @@ def test_config_commands(tmp_path: Path) -> None:
     file = tmp_path / "kvstore.toml"
     file.write_text(example)
     assert run("config", "check", file).stdout == f"{file}: ok\n"
-    file.write_text(example.replace("\n[admin]\n", "\nlease = 1\n[admin]\n"))
+    file.write_text(re.sub(r"(\n\[limits\].*\n)", r"\1lease = 1\n", example))
     result = run("config", "check", file, code=2)
     assert result.stderr.startswith(f"error: {file}: unknown key limits.lease = 1 (")
     for wrong in ("fifo", "no.such.module:Policy"):
