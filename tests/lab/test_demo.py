@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from kvstore.cli import app
 from kvstore.cli.lab import live
-from kvstore.lab import demo, local_admin
-from kvstore.lab.demo_report import WIDTH, Findings, print_promises
+from kvstore.lab.demo import chats, local_admin
+from kvstore.lab.demo.report import WIDTH, Findings, print_promises
 from kvstore.lab.replay import Tally
 from kvstore.types import Tier
 from tests.cli.terminal import on_terminal, terminal
@@ -31,7 +31,7 @@ from tests.docs.test_docs import known
 @pytest.fixture(scope="module")
 def shown() -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO())
-    assert demo.run(console, ".venv/bin/kvstore")
+    assert chats.run(console, ".venv/bin/kvstore")
     return console.export_text()
 
 
@@ -54,7 +54,7 @@ def test_the_demo_fits_80_columns(shown: str) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     assert "SIGKILL, then restart" in shown
     turns = [line.split() for line in shown.splitlines() if re.match(r" +\d +\d+ +\d", line)]
-    assert [int(turn[0]) for turn in turns] == list(range(1, demo.TURNS + 1))
+    assert [int(turn[0]) for turn in turns] == list(range(1, chats.TURNS + 1))
 
 
 def test_the_demo_ends_with_three_commands_that_exist(shown: str) -> None:
@@ -107,7 +107,7 @@ def test_the_demo_fails_for_each_broken_promise() -> None:
 
 
 def test_a_failed_demo_has_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run", lambda *_: False)
+    monkeypatch.setattr(chats, "run", lambda *_: False)
     assert CliRunner().invoke(app, ["demo"]).exit_code == 1
 
 

@@ -36,8 +36,8 @@ def demo(
 
     Example: kvstore demo
     """
-    from kvstore.lab.demo import run  # noqa: PLC0415
-    from kvstore.lab.demo_report import WIDTH  # noqa: PLC0415
+    from kvstore.lab.demo.chats import run  # noqa: PLC0415
+    from kvstore.lab.demo.report import WIDTH  # noqa: PLC0415
 
     unwind_on_sigterm()
     shown = console()

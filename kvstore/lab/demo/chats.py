@@ -20,8 +20,8 @@ from rich.status import Status
 from kvstore import Client, Layout, chain_keys
 from kvstore.config import format_size
 from kvstore.errors import UnavailableError
-from kvstore.lab.demo_report import Findings, print_head, print_kill, print_next, print_promises, print_turn
-from kvstore.lab.local_admin import LocalAdmin
+from kvstore.lab.demo.local_admin import LocalAdmin
+from kvstore.lab.demo.report import Findings, print_head, print_kill, print_next, print_promises, print_turn
 from kvstore.lab.local_daemon import LocalDaemon
 from kvstore.lab.replay import Engine, Tally
 
