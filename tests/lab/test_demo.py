@@ -119,8 +119,9 @@ def test_the_dashboard_stays_until_ctrl_c() -> None:
         daemon = Path(re.findall(r"--socket (\S+\.sock)", text)[0])
         with urllib.request.urlopen(url, timeout=10) as page:
             assert b"<html" in page.read().lower()
-        with pytest.raises(HTTPError, match="401"):
+        with pytest.raises(HTTPError, match="401") as refused:
             urllib.request.urlopen(f"{url}v1/status", timeout=10)
+        refused.value.close()
         asked = urllib.request.Request(f"{url}v1/status", headers={"Authorization": f"Bearer {token}"})
         with urllib.request.urlopen(asked, timeout=10) as answer:
             assert answer.status == 200

@@ -138,9 +138,11 @@ def test_long_frames_and_many_frames_have_separate_limits(daemon: LocalDaemon) -
 
 
 def test_a_stranger_sends_little(daemon: LocalDaemon) -> None:
+    # Packed before the connection: a stranger has 5 s for its Hello.
+    frame = pack(m.Hello(m.MAGIC, m.VERSION, "", tuple({} for _ in range(4 * MIB - 100))), 1 << 30)
     with Peer(daemon.socket) as peer:
         with suppress(BrokenPipeError):
-            peer.send(m.Hello(m.MAGIC, m.VERSION, "", tuple({} for _ in range(4 * MIB - 100))))
+            peer.send(frame)
         assert "the limit is 4096" in peer.refused().why
 
 
