@@ -51,7 +51,7 @@ def test_a_kill_on_a_full_disk_loses_nothing_that_was_committed(tmp_path: Path) 
                     status = client.status()
                     assert "quarantined_blocks" not in status["counters"]
                     check_limits(status)
-            assert "No space left on device" in log_of(daemon)
+            assert "the disk is full" in log_of(daemon)
 
 
 def _fill_until_killed(daemon: LocalDaemon, chains: list[list[bytes]], put: set[bytes]) -> None:
