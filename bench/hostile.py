@@ -180,16 +180,13 @@ class _Attacked:
         """Measures under these attacks, and before that for half the time without them."""
         z, posts = self._z, []
         for name in names:
-            attack, tenant, _ = ATTACKS[name]
+            attack, tenant, shows = ATTACKS[name]
             site = Site(self._daemon.url, _token(tenant), z.layout)
             uid, cores = _ATTACKER_UIDS[list(ATTACKS).index(name)], CORES / len(names)
-            posts.append((attack, Post(site, uid, cores, victim=VICTIM, chains=z.chains, blocks=z.blocks)))
-        measured = self._beside(" and ".join(names), names, posts)
-        for name in names:
-            shows = ATTACKS[name][2]
-            if getattr(measured.tallies[name], shows) < _LEAST.get(shows, 1):
-                raise NotDone(f"{name}: {measured.tallies[name]}, so it had no effect")
-        return measured
+            least = _LEAST.get(shows, 1)
+            load = Post(site, uid, cores, 64, VICTIM, z.chains, z.blocks, shows, least)
+            posts.append((attack, load))
+        return self._beside(" and ".join(names), names, posts)
 
     def by_burners(self, attack_cores: float, daemon_cores: float) -> Measured:
         """Measures beside processes that use this CPU: one per attack, and one for the daemon."""

@@ -137,7 +137,10 @@ def _call(kind: str, call: Callable[[], bool]) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """The parameters of an attack: tenant, user (0: unchanged), CPU limit in cores."""
+    """The parameters of an attack: tenant, user (0: unchanged), CPU limit in cores.
+
+    The attack has begun once its tally's count `shows` is at least `least`.
+    """
 
     site: Site
     uid: int
@@ -146,6 +149,8 @@ class Post:
     victim: str = "victim"
     chains: int = 0
     blocks: int = 0
+    shows: str = "sent"
+    least: int = 1
 
     @property
     def hello(self) -> bytes:
@@ -273,7 +278,7 @@ def _attack(cue: Cue, post: Post, tally: Tally, peers: list[_Peer]) -> Tally:
     for _ in _rounds(cue, post.cores, tally):
         for peer in peers:
             peer.turn()
-        if tally.sent or tally.cut or tally.answered:
+        if getattr(tally, post.shows) >= post.least:
             cue.begin()
     for peer in peers:
         peer.close()

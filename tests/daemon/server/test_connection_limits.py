@@ -114,15 +114,18 @@ def _unheard(peer: Peer) -> bool:
 @needs_root
 def test_unread_answers_are_bounded_per_tenant(shared: TenantDaemon) -> None:
     before = _rss(shared)
-    asks = b"".join(pack(m.Status(n + 1)) for n in range(1000))
+    keys = b"".join(struct.pack("<Q", n) for n in range(4096))  # 4 KiB of answer each
     with ExitStack() as held:
         peers = [held.enter_context(peer_of(shared, ATTACKER)) for _ in range(8)]
-        ends = time.monotonic() + 30.0
+        frames = [pack(m.Contains(2, peer.open(new_layout()).namespace, 8, keys, 0.0)) for peer in peers]
+        unsent = [b""] * len(peers)
+        ends = time.monotonic() + 60.0
         while "does not read its answers" not in log_of(shared) and time.monotonic() < ends:
-            for peer in peers:
-                peer.sock.settimeout(0.05)
+            for n, peer in enumerate(peers):
+                peer.sock.settimeout(0.01)
                 with suppress(TimeoutError, OSError):
-                    peer.send(asks)
+                    unsent[n] = unsent[n] or frames[n]
+                    unsent[n] = unsent[n][peer.sock.send(unsent[n]) :]
             assert _rss(shared) - before < 128 * MIB
         assert "does not read its answers" in log_of(shared)
         with Member(shared, VICTIM) as member:
