@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import hostile_load
@@ -177,15 +177,17 @@ class _Attacked:
         self.idle_mib = _memory_mib(daemon.pid, "VmRSS")
 
     def by(self, names: tuple[str, ...]) -> Measured:
-        """Measures under these attacks, and before that for half the time without them."""
+        """Measures under these attacks, and before that for half the time without them.
+
+        The measurement begins once each attack has had its effect. Raises NotDone if one has none.
+        """
         z, posts = self._z, []
         for name in names:
             attack, tenant, shows = ATTACKS[name]
             site = Site(self._daemon.url, _token(tenant), z.layout)
             uid, cores = _ATTACKER_UIDS[list(ATTACKS).index(name)], CORES / len(names)
-            least = _LEAST.get(shows, 1)
-            load = Post(site, uid, cores, 64, VICTIM, z.chains, z.blocks, shows, least)
-            posts.append((attack, load))
+            post = Post(site, uid, cores, victim=VICTIM, chains=z.chains, blocks=z.blocks)
+            posts.append((attack, replace(post, shows=shows, least=_LEAST.get(shows, 1))))
         return self._beside(" and ".join(names), names, posts)
 
     def by_burners(self, attack_cores: float, daemon_cores: float) -> Measured:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import PROCESSES, expect
+from bench.harness import PROCESSES, NotDone, expect
 from kvstore import Client, Layout
 from kvstore.wire import messages as m
 from kvstore.wire.frames import Frames, pack
@@ -60,14 +60,14 @@ class Cue:
 def running(load: Load, *arguments: Any) -> Iterator[Callable[[], Any]]:
     """Runs a load in a process during the block. Yields a function that ends it and returns its figures.
 
-    The block begins once the load is working.
+    The block begins once the load is working. Raises NotDone if it is not within 60 s.
     """
     stop, begun, figures = PROCESSES.Event(), PROCESSES.Event(), PROCESSES.Queue()
     process = PROCESSES.Process(target=_run, args=(load, Cue(stop, begun), figures, arguments), daemon=True)
     process.start()
     try:
         if not begun.wait(_READY_WITHIN_S):
-            raise TimeoutError(f"{load.__name__} did not start")
+            raise NotDone(f"{load.__name__} had no effect within {_READY_WITHIN_S:g} s")
 
         def end() -> list[float]:
             stop.set()
