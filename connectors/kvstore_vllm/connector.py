@@ -17,18 +17,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore.errors import ConfigError
 from kvstore_vllm import identity
+from kvstore_vllm.groups import Group, groups_of, in_parts
 from kvstore_vllm.messages import Figures, Handshake, Progress, Step
-from kvstore_vllm.pages import pages_of
+from kvstore_vllm.pages import check_covered, pages_of
 from kvstore_vllm.scheduler import SchedulerHalf
 from kvstore_vllm.settings import ConnectorSettings, check_engine, check_model, why_off
-from kvstore_vllm.worker import NULL_BLOCK, WorkerHalf
+from kvstore_vllm.worker import NULL_BLOCK, GroupMemory, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,10 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvstore")
 
 
-class KVStoreConnector(KVConnectorBase_V1):
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes from a kvstore daemon and stores computed blocks. Options: `ConnectorSettings`.
 
-    The class has 27 methods, because vLLM makes one class of both halves and calls each of its hooks.
+    The class has 28 methods, because vLLM makes one class of both halves and calls each of its hooks.
     """
 
     def __init__(
@@ -56,12 +59,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         check_engine(vllm_config, kv_cache_config, settings)
         self._off = why_off(vllm_config, settings)
         self._asynchronous = settings.load == "async"
-        self._may_sleep = vllm_config.model_config.enable_sleep_mode
         self._guard = ExceptionBarrier(logger)
         self._failures_told = 0
         self._client = Client(settings.url or None, deadline_s=settings.deadline_s)
-        self._block_tokens = vllm_config.cache_config.block_size
-        self._per_key = settings.blocks_per_key(self._block_tokens)
+        page_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._groups = groups_of(kv_cache_config, settings.blocks_per_key(page_tokens))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._revision = ""
@@ -69,8 +71,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerHalf(
                 self._client,
                 self._guard,
-                self._block_tokens,
-                self._per_key,
+                self._groups,
+                kv_cache_config.cache_hit_alignment_tokens or page_tokens,
                 self._asynchronous,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
@@ -106,14 +108,14 @@ class KVStoreConnector(KVConnectorBase_V1):
             if off := next((each.off for each in told if each.off), self._off):
                 logger.warning("nothing is loaded or stored: %s (see without_prefix_caching)", off)
             else:
-                self._half().meet([each.layout for each in told])
+                self._half().meet([each.layouts for each in told])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See the base class. Raises ConfigError if vLLM's null block is not the workers' one."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if (null := kv_cache_manager.block_pool.null_block.block_id) != NULL_BLOCK:
             raise ConfigError(f"vLLM's null block is {null}, not {NULL_BLOCK}", "use vLLM 0.32")
-        self._half().kv_cache_manager = kv_cache_manager
+        self._half().bind(kv_cache_manager)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -140,10 +142,13 @@ class KVStoreConnector(KVConnectorBase_V1):
         with self._guard("update_connector_output"):
             self._half().hear(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether the pages of a finished request are held until its saves have ended."""
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Returns that the pages of a request are not held: references keep those that are being saved."""
         with self._guard("request_finished"):
-            return self._half().finish(request, block_ids), None
+            self._half().finish(request, block_ids)
+            return False, None
         self._half().release(request.request_id)
         return False, None
 
@@ -159,39 +164,59 @@ class KVStoreConnector(KVConnectorBase_V1):
         return False
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether transfers are running in an engine with sleep mode, so that it stays awake."""
-        return self._may_sleep and self._half().moving()
+        """Returns whether transfers are running, so that the engine stays awake until pages are free."""
+        return self._half().moving()
+
+    def has_pending_block_frees(self) -> bool:
+        """Returns whether the end of running saves frees pages, so that no request is preempted for them."""
+        return self._half().saving()
 
     # -- beside the model
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the KV memory of the engine. Raises ConfigError if a page is not one run of bytes."""
-        pages = pages_of(kv_caches, self._kv_cache_config.num_blocks)
+        check_covered(kv_caches, [group.layers for group in self._groups])
+        groups = []
+        for group in self._groups:
+            caches = {name: kv_caches[name] for name in group.layers}
+            pages = pages_of(caches, self._kv_cache_config.num_blocks)
+            block_bytes = pages.block_bytes * group.pages_per_key
+            groups.append(GroupMemory(pages, self._layout(group, caches, block_bytes)))
+        # Layers may turn prefix caching off in this process only.
+        self._off = why_off(self._vllm_config, self._settings)
+        self._worker = WorkerHalf(
+            self._client,
+            self._guard,
+            groups,
+            self._kv_cache_config.num_blocks,
+            self._asynchronous,
+            in_parts=in_parts(self._groups),
+        )
+
+    def _layout(self, group: Group, caches: dict[str, torch.Tensor], block_bytes: int) -> Layout:
         config = self._vllm_config
         tp, pp = get_tp_group(), get_pp_group()
-        layout = Layout(
+        return Layout(
             model=config.model_config.model,
-            block_bytes=pages.block_bytes * self._per_key,
+            block_bytes=block_bytes,
             revision=self._revision,
             dtype=f"{config.model_config.dtype}, cache {config.cache_config.cache_dtype}",
-            block_tokens=self._block_tokens * self._per_key,
+            block_tokens=group.block_tokens,
             shard=f"tp {tp.rank_in_group}/{tp.world_size}, pp {pp.rank_in_group}/{pp.world_size}",
             kv_layout=identity.kv_layout(
-                config, self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, kv_caches
+                config,
+                [each.kv_cache_spec for each in self._kv_cache_config.kv_cache_groups],
+                group.number,
+                caches,
             ),
-        )
-        # Layers may turn prefix caching off in this process only.
-        self._off = why_off(config, self._settings)
-        self._worker = WorkerHalf(
-            self._client, self._guard, pages, layout, self._asynchronous, self._kv_cache_config.num_blocks
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns the block layout of this worker."""
-        return Handshake(self._worker.layout, self._off) if self._worker else None
+        return Handshake(self._worker.layouts, self._off) if self._worker else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Cancels transfers of pages that the step will write."""
+        """Begins a step, with or without preemptions: cancels transfers from before a reset."""
         with self._guard("handle_preemptions"):
             if self._worker and isinstance(kv_connector_metadata, Step):
                 self._worker.begin(kv_connector_metadata)
@@ -214,20 +239,21 @@ class KVStoreConnector(KVConnectorBase_V1):
             if self._worker:
                 self._worker.save(self._orders())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests with finished saves and the requests with finished loads."""
-        with self._guard("get_finished"):
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Returns the requests with finished loads, and those of them that must start again."""
+        with self._guard("get_transfer_results"):
             if self._worker:
-                return self._worker.ended()
-        return None, None
+                loaded, failed = self._worker.ended()
+                return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+        return KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the pages that failed to load and must be computed."""
         return self._worker.bad_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns the progress of transfers in an engine with sleep mode."""
-        return Progress(self._worker.moved()) if self._worker and self._may_sleep else None
+        """Returns the progress of transfers."""
+        return Progress(self._worker.moved()) if self._worker else None
 
     # -- in both
 

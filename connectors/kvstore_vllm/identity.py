@@ -60,10 +60,10 @@ def files_revision(path: Path) -> str:
     return f"files:{digest.hexdigest(16)}"
 
 
-def kv_layout(config: Any, spec: Any, kv_caches: dict[str, torch.Tensor]) -> str:
-    """Returns a digest of the other properties that determine the bytes.
+def kv_layout(config: Any, specs: list[Any], group: int, kv_caches: dict[str, torch.Tensor]) -> str:
+    """Returns a digest of the other properties that determine the bytes of a group of layers.
 
-    These are the engine's configuration (`configured`), kind and options of its KV cache, engine version,
+    These are the engine's configuration (`configured`), kind and options of all its groups, engine version,
     attention backend, shape, strides and scales of each layer and, on a CPU, the instruction set, because
     CPU kernels pack keys and values by it.
     """
@@ -75,13 +75,14 @@ def kv_layout(config: Any, spec: Any, kv_caches: dict[str, torch.Tensor]) -> str
         kernels.add(f"{backend.get_name() if backend else 'unknown'} {getattr(layer, 'isa', '')}".strip())
         scales.append([getattr(layer, f"_{which}_scale_float", None) for which in "qkv"])
     shapes = [(name, str(t.dtype), t.shape[1:], t.stride()[1:]) for name, t in sorted(kv_caches.items())]
-    facts = (configured(config), environment(), repr(spec), shapes, scales)
+    groups = repr(specs[0]) if len(specs) == 1 else (repr(specs), group)
+    facts = (configured(config), environment(), groups, shapes, scales)
     digest = blake3(repr(facts).encode()).hexdigest(16)
     if next(iter(kv_caches.values())).device.type == "cuda":
         machine = f"compute capability {torch.cuda.get_device_capability()}"
     else:
         machine = torch.backends.cpu.get_cpu_capability()
-    kind = type(spec).__name__
+    kind = type(specs[group]).__name__
     return f"vllm {vllm.__version__}; {kind}; {', '.join(sorted(kernels))}; {machine}; {digest}"
 
 

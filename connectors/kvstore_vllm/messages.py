@@ -17,27 +17,37 @@ from kvstore import Layout
 
 
 @dataclass(slots=True)
-class Load:
-    """Loads the stored blocks `keys` into the pages `block_ids` of a request.
+class Part:
+    """Stored blocks `keys` of a group, to load into the pages `block_ids`.
 
     The first `skip` pages of the first stored block are already computed. Pages of the last stored block
     beyond `block_ids` are ignored.
     """
 
-    request_id: str
+    group: int
     keys: list[bytes]
     block_ids: list[int]
-    skip: int
+    skip: int = 0
+
+
+@dataclass(slots=True)
+class Load:
+    """Loads the parts of a request's prefix."""
+
+    request_id: str
+    parts: list[Part]
 
 
 @dataclass(slots=True)
 class Save:
-    """Saves the pages `block_ids` of a request, the same number under each of `keys`.
+    """Saves the pages `block_ids` of a request's group, the same number under each of `keys`.
 
-    `tokens`: the token ids of these blocks; None if tokens do not identify a block.
+    `parent`: the key before them; None: they need no block before them. `tokens`: the token ids of these
+    blocks; None if tokens do not identify a block.
     """
 
     request_id: str
+    group: int
     keys: list[bytes]
     parent: bytes | None
     block_ids: list[int]
@@ -48,27 +58,25 @@ class Save:
 class Step(KVConnectorMetadata):
     """The transfers of one step.
 
-    `epoch`: names the weights since the last reset; empty before the first. `held`: finished requests whose
-    pages are held until their saves have ended. `revoked`: requests whose pages this step may overwrite, so
-    that saves must no longer read them. `given`: pages that a request got for this step; no save may read
-    them either. `number`: counts the steps with loads or saves. `idle`: the step computes nothing.
+    `epoch`: names the weights since the last reset; empty before the first. `number`: counts the steps with
+    loads or saves. `idle`: the step computes nothing.
     """
 
     epoch: str = ""
     number: int = 0
     idle: bool = False
-    given: list[int] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
-    revoked: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """The block layout of a worker, known after its KV memory. `off`: the reason if nothing is served."""
+    """The block layouts of a worker by group, known after its KV memory.
 
-    layout: Layout
+    `off`: the reason if nothing is served.
+    """
+
+    layouts: list[Layout]
     off: str = ""
 
 

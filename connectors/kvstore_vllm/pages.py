@@ -6,7 +6,7 @@ A stored block is a sequence of pages (vLLM's blocks). A page is the sequence of
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -41,8 +41,18 @@ class Pages(Protocol):
         """
 
 
+def check_covered(kv_caches: Iterable[str], groups: Sequence[Sequence[str]]) -> None:
+    """Raises ConfigError if a layer with a KV cache is in no group, or a layer of a group has none."""
+    layers = [name for group in groups for name in group]
+    if alone := sorted(set(kv_caches).symmetric_difference(layers)):
+        raise ConfigError(
+            f"layer {alone[0]} has a KV cache without a group, or a group without a KV cache",
+            "this kind of model is not served: leave out the connector",
+        )
+
+
 def pages_of(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> Pages:
-    """Returns the pages of an engine with `num_blocks` blocks and these caches by layer.
+    """Returns the pages of a group of layers with these caches, in an engine with `num_blocks` blocks.
 
     Raises ConfigError.
     """

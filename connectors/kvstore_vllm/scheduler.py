@@ -1,22 +1,27 @@
-"""The scheduler half: decides which blocks to load and save, and which pages to hold.
+"""The scheduler half: decides which blocks to load and save, and keeps the pages of saves.
 
 It sees requests and page numbers, never bytes. A block is saved after the output of the step that computed it
-was accepted, so KV computed from a block that failed to load is never stored. No step waits for a save: pages
-of running requests do not change, pages of finished requests are held until their saves have ended, and saves
-of preempted requests are revoked before the next step.
+was accepted, so KV computed from a block that failed to load is never stored. No step waits for a save: a
+reference keeps each page until its save has ended, whatever becomes of the request.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.adapters import Adapters
+from kvstore_vllm.groups import Found, Group, PrefixFinder, in_parts
 from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.messages import Load, Progress, Save, Step
+from kvstore_vllm.messages import Load, Part, Progress, Save, Step
+from kvstore_vllm.references import PageReferences
+from kvstore_vllm.worker import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -27,28 +32,62 @@ if TYPE_CHECKING:
 _NEVER = 1 << 62
 LOOKUP_DEADLINE_S = 0.05
 """The deadline of a lookup, in seconds: the scheduler, and so every request, waits for it."""
+_AWAKE = 2.0
+"""How long an idle engine is kept awake for reports of transfers, in deadlines of a transfer."""
+_ANSWERS = 2
+"""Tails of an answer that are held: the last one may lie behind the end of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a look-up found of a request, and the tokens that the engine had by itself."""
+
+    found: Found
+    computed_tokens: int
+    salt: bytes
+
+
+@dataclass(slots=True)
+class Tail:
+    """The held pages of a group before the position `end`, in tokens. `first`: the index of its first block.
+
+    `of_answer`: it is saved only if the answer ends there.
+    """
+
+    group: Group
+    end: int
+    first: int
+    blocks: list[Any]
+    of_answer: bool = False
 
 
 @dataclass(slots=True)
 class Tracked:
     """A request with pages, since its last admission.
 
-    `block_ids`: its pages at admission. `hit_tokens`: tokens computed before its first step; None: no step
-    yet. `stored`: leading blocks that are stored or being saved; _NEVER: no more saves. `loading`: the pages
-    of its load. `salt`: the suffix of its keys.
+    `block_ids`: its pages at admission, by group. `hit_tokens`: tokens computed before its first step; None:
+    no step yet. `stored`: leading blocks that are stored or being saved, by group; _NEVER: no more saves.
+    `found`: the indices of stored blocks by group, when it was admitted. `ends`: positions before which tails
+    are saved, from the last to the first. `loading`: the pages of its load. `salt`: the suffix of its keys.
     """
 
     request: Request
-    block_ids: list[int]
-    stored: int
+    block_ids: Sequence[Sequence[int]]
+    stored: list[int]
+    found: list[set[int]]
+    ends: list[int]
     loading: list[int]
     salt: bytes = b""
     hit_tokens: int | None = None
-    saving: bool = False
+    tails: list[Tail] = field(default_factory=list)
+
+    def ends_saves(self) -> None:
+        """Saves no more of the request's blocks."""
+        self.stored, self.ends = [_NEVER] * len(self.stored), []
 
 
 class SchedulerHalf:
-    """Called by the scheduler between steps. A stored block has `blocks_per_key` pages.
+    """Called by the scheduler between steps. `alignment`: prefixes end at multiples of it, in tokens.
 
     `whole_inputs`: images have bidirectional attention, so a prompt with images must be computed as a whole.
     """
@@ -57,8 +96,8 @@ class SchedulerHalf:
         self,
         client: Client,
         guard: ExceptionBarrier,
-        block_tokens: int,
-        blocks_per_key: int,
+        groups: Sequence[Group],
+        alignment: int,
         asynchronous: bool,
         loads: bool,
         saves: bool,
@@ -66,29 +105,39 @@ class SchedulerHalf:
     ) -> None:
         self._client = client
         self._guard = guard
-        self._block_tokens = block_tokens
-        self._per_key = blocks_per_key
+        self._groups = list(groups)
+        self._in_parts = in_parts(groups)
+        self._alignment = alignment
         self._asynchronous = asynchronous
         self._may_load = loads
         self._may_save = saves
         self._whole_inputs = whole_inputs
-        self._layouts: list[Layout] = []
-        self._namespaces: list[Any] = []
+        self._layouts: list[list[Layout]] = []
+        self._namespaces: list[list[Any]] = []
         self._tracked: dict[str, Tracked] = {}
-        self._matched: dict[str, tuple[int, int, bytes]] = {}
+        self._matched: dict[str, Match] = {}
         self._tried: dict[str, int] = {}
         self._adapters = Adapters()
         self._next = Step()
         self._number = 0
         self._moved = 0
-        self.kv_cache_manager: Any = None
+        self._awake_until = 0.0
+        self._manager: Any = None
+        self._references: PageReferences
+        self._finder: PrefixFinder
 
     # -- before a request has pages
 
-    def meet(self, layouts: list[Layout]) -> None:
-        """Takes the block layout of each worker. Until then every lookup is a miss."""
+    def meet(self, layouts: list[list[Layout]]) -> None:
+        """Takes the block layouts of each worker, by group. Until then every lookup is a miss."""
         self._layouts = layouts
         self._open()
+
+    def bind(self, manager: Any) -> None:
+        """Takes vLLM's manager of pages, before the first request."""
+        self._manager = manager
+        self._references = PageReferences(manager.block_pool)
+        self._finder = PrefixFinder(manager.coordinator)
 
     def matched(self, request: Request, computed_tokens: int) -> int:
         """Returns how many tokens after the first `computed_tokens` to load.
@@ -96,23 +145,24 @@ class SchedulerHalf:
         At least one token is computed.
         """
         salt = self._salt(request)
-        # vLLM requires some requests to be computed from their first token.
-        asked = salt is not None and not request.skip_reading_prefix_cache
-        keys = self._keys(request, salt or b"") if asked else []
         # Polls, and admissions after a preemption, are for the same prompt.
-        stored = self._look_up(keys, 0 if request.request_id in self._matched else len(keys))
-        self._matched[request.request_id] = (stored, computed_tokens, salt or b"")
+        first = request.request_id not in self._matched
+        # vLLM requires some requests to be computed from their first token.
+        if salt is None or request.skip_reading_prefix_cache:
+            found = Found(0, [set() for _ in self._groups])
+        else:
+            found = self._find(request, salt, first)
+        self._matched[request.request_id] = Match(found, computed_tokens, salt or b"")
         # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
             return 0
-        usable: int = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        return max(0, min(stored * self._per_key * self._block_tokens, usable) - computed_tokens)
+        return max(0, found.tokens - computed_tokens)
 
     def admit(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Records the pages of a request; `external_tokens` tokens after the computed ones are loaded."""
         if request.num_computed_tokens:
             return  # the second call, after an asynchronous load
-        [block_ids] = blocks.get_block_ids()
+        block_ids = blocks.get_block_ids()
         if external_tokens:
             self._tried[request.request_id] = request.num_preemptions
         try:
@@ -120,86 +170,95 @@ class SchedulerHalf:
         except Exception:
             # vLLM waits for a promised load: this one ends with nothing loaded.
             if external_tokens:
-                self._next.loads.append(Load(request.request_id, [], block_ids, 0))
+                parts = [Part(n, [], _pages(ids)) for n, ids in enumerate(block_ids)]
+                self._next.loads.append(Load(request.request_id, parts))
             raise
 
-    def _track(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+    def _track(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         request_id = request.request_id
-        stored, computed_tokens, salt = self._matched.get(request_id, (0, 0, b""))
-        first = computed_tokens // self._block_tokens
-        loading = block_ids[first : first + external_tokens // self._block_tokens]
-        self._tracked[request_id] = Tracked(request, block_ids, stored, loading, salt)
-        if loading:
-            start, stop = first // self._per_key, -(-(first + len(loading)) // self._per_key)
-            keys = self._keys(request, salt)[start:stop]
-            self._next.loads.append(Load(request_id, keys, loading, first - start * self._per_key))
+        self._forget(request_id)
+        match = self._matched.get(request_id) or Match(Found(0, [set() for _ in self._groups]), 0, b"")
+        first, stop = match.computed_tokens, match.computed_tokens + external_tokens
+        parts = []
+        if external_tokens:
+            keys = [group.keys(request.block_hashes, match.salt) for group in self._groups]
+            parts = [
+                _part(group, keys[group.number], block_ids[group.number], first, stop)
+                for group in self._groups
+            ]
+        self._tracked[request_id] = Tracked(
+            request,
+            block_ids,
+            [_leading(stored) for stored in match.found.stored],
+            match.found.stored,
+            self._ends(request, match.found),
+            [block_id for part in parts for block_id in part.block_ids],
+            match.salt,
+        )
+        if external_tokens:
+            self._next.loads.append(Load(request_id, [part for part in parts if part.block_ids]))
 
     # -- every step
 
     def step(self, output: SchedulerOutput) -> Step:
         """Returns the transfers of the step that was just scheduled."""
         orders, self._next = self._next, Step(self._next.epoch)
-        orders.revoked += output.preempted_req_ids or ()
         orders.idle = not output.num_scheduled_tokens
-        orders.given = [block_id for load in orders.loads for block_id in load.block_ids]
-        orders.given += self._given(output)
         with self._guard("save"):
-            for request_id in orders.revoked:
+            for request_id in output.preempted_req_ids or ():
                 tracked = self._tracked.get(request_id)
                 # A request admitted again in this step has had no step since.
                 if tracked is not None and tracked.hit_tokens is not None:
-                    del self._tracked[request_id]
-            for request_id in output.num_scheduled_tokens:
+                    self._forget(request_id)
+            state = output.kv_connector_block_state
+            for request_id, tokens in output.num_scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is None:
                     continue
                 if tracked.hit_tokens is None:
                     tracked.hit_tokens = tracked.request.num_computed_tokens
-                elif (stop := self._confirmed_blocks(tracked)) > tracked.stored:
-                    [block_ids] = output.kv_connector_block_state.resolve_block_ids(request_id)
-                    self._save(orders, tracked, stop, block_ids)
+                confirmed = self._confirmed_tokens(tracked)
+                end = tracked.request.num_computed_tokens + tokens
+                if self._completes(tracked, confirmed) or self._wants(tracked, end):
+                    block_ids = state.resolve_block_ids(request_id)
+                    self._save(orders, tracked, confirmed, block_ids)
+                    self._hold(tracked, end, block_ids)
         if orders.loads or orders.saves:
             self._number += 1
+            self._awake_until = time.monotonic() + _AWAKE * self._client.deadline_s
         orders.number = self._number
+        self._references.number(self._number)
         return orders
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Ends a request. Returns whether its pages are held until the workers release it."""
-        request_id = request.request_id
-        self._matched.pop(request_id, None)
-        self._tried.pop(request_id, None)
-        tracked = self._tracked.pop(request_id, None)
-        if tracked is None or tracked.hit_tokens is None:
-            return False
-        if (stop := self._confirmed_blocks(tracked)) > tracked.stored:
-            self._save(self._next, tracked, stop, block_ids)
-        if tracked.saving:
-            self._next.held.append(request_id)
-        return tracked.saving
+    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Ends a request. Its last blocks are saved in the next step."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and (confirmed := self._confirmed_tokens(tracked)):
+            self._save(self._next, tracked, confirmed, block_ids, ended=True)
+        self.release(request.request_id)
 
     def release(self, request_id: str) -> None:
-        """Frees the pages of a request. Its saves are revoked."""
-        self._next.revoked.append(request_id)
+        """Knows a request no longer, and holds no page for it but those that are being saved."""
+        self._matched.pop(request_id, None)
+        self._tried.pop(request_id, None)
+        self._forget(request_id)
 
     def hear(self, output: KVConnectorOutput) -> None:
         """Takes the reports of the workers. Pages that failed to load are computed by their request."""
         if isinstance(output.kv_connector_worker_meta, Progress):
             self._moved = output.kv_connector_worker_meta.number
-        invalid = output.invalid_block_ids
-        if not invalid:
-            return
-        for tracked in self._tracked.values():
-            bad = [i for i, block_id in enumerate(tracked.block_ids) if block_id in invalid]
-            if bad and not invalid.isdisjoint(tracked.loading):
-                if tracked.stored != _NEVER:
-                    tracked.stored = min(tracked.stored, bad[0] // self._per_key)
-                # No other request may use the page before it is computed again.
-                if not self._asynchronous and self.kv_cache_manager is not None:
-                    self.kv_cache_manager.evict_blocks(set(tracked.block_ids[bad[0] :]))
+            self._references.ended(self._moved)
+        if output.invalid_block_ids:
+            self._lose(output.invalid_block_ids)
+
+    def saving(self) -> bool:
+        """Returns whether pages are kept for saves that have begun."""
+        return bool(self._references)
 
     def moving(self) -> bool:
-        """Returns whether transfers of a step may still be running."""
-        return self._moved < self._number
+        """Returns whether transfers of a step may still be running, or wait for the next step."""
+        running = self._moved < self._number and time.monotonic() < self._awake_until
+        return running or bool(self._next.saves)
 
     def forget(self) -> None:
         """Makes all earlier stored blocks misses, because the weights may have changed."""
@@ -207,39 +266,59 @@ class SchedulerHalf:
         self._next.saves.clear()
         self._open()
         for tracked in self._tracked.values():
-            tracked.stored = _NEVER  # its pages are from before the reset
+            self._drop_tails(tracked, tracked.tails)
+            tracked.ends_saves()  # its pages are from before the reset
 
     # -- within
 
     def _open(self) -> None:
         self._namespaces = [
-            self._client.namespace(in_epoch(layout, self._next.epoch)) for layout in self._layouts
+            [self._client.namespace(in_epoch(layout, self._next.epoch)) for layout in shard]
+            for shard in self._layouts
         ]
 
-    def _look_up(self, keys: list[bytes], prompt: int) -> int:
+    def _find(self, request: Request, salt: bytes, first: bool) -> Found:
+        """Returns which blocks of a prompt all workers can load."""
+        keys = [group.keys(request.block_hashes, salt) for group in self._groups]
+        stored = self._look_up(keys, first)
+        most = request.num_tokens - 1
+        if self._in_parts:
+            [group] = self._groups
+            usable = most // group.page_tokens * group.page_tokens
+            return Found(min(len(stored[0]) * group.block_tokens, usable), stored)
+        return self._finder.find(self._groups, request.block_hashes, stored, most)
+
+    def _look_up(self, keys: list[list[bytes]], first: bool) -> list[set[int]]:
+        """Returns the indices of blocks, by group, that every worker can load. `first`: counts the prompt."""
+        ends, stored = time.monotonic() + LOOKUP_DEADLINE_S, []
+        tokens = _NEVER
+        for group in self._groups:
+            asked = keys[group.number][: tokens // group.block_tokens]
+            if group.full:
+                count = self._count(group, asked, ends, len(asked) if first else 0)
+                first, tokens = False, min(tokens, count * group.block_tokens)
+                stored.append(set(range(count)))
+            else:
+                stored.append(self._contained(group, asked, ends))
+        return stored
+
+    def _count(self, group: Group, keys: list[bytes], ends: float, prompt: int) -> int:
         """Returns how many leading blocks every worker can load. `prompt`: see `Namespace.lookup`."""
-        if not self._namespaces:
-            return 0
-        count = len(keys)
-        for namespace in self._namespaces:
+        count = len(keys) if self._namespaces else 0
+        for shard in self._namespaces:
             # Every shard counts the prompt, so that the hit ratio is that of one shard.
             if count or prompt:
-                count = namespace.lookup(keys[:count], LOOKUP_DEADLINE_S, prompt=prompt)
+                left_s = ends - time.monotonic()
+                count = shard[group.number].lookup(keys[:count], left_s, prompt=prompt) if left_s > 0 else 0
         return count
 
-    def _given(self, output: SchedulerOutput) -> list[int]:
-        """Returns the pages that requests got for this step, without pages that are already computed."""
-        given: list[int] = []
-        for new in output.scheduled_new_reqs:
-            given += new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
-        cached = output.scheduled_cached_reqs
-        for request_id, groups, computed_tokens in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if groups:
-                resumed = request_id in cached.resumed_req_ids
-                given += groups[0][computed_tokens // self._block_tokens if resumed else 0 :]
-        return given
+    def _contained(self, group: Group, keys: list[bytes], ends: float) -> set[int]:
+        mask = np.full(len(keys), bool(self._namespaces))
+        for shard in self._namespaces:
+            if mask.any():
+                left_s = ends - time.monotonic()
+                mask &= shard[group.number].contains(keys, left_s) if left_s > 0 else False
+        return set(np.flatnonzero(mask).tolist())
 
     def _salt(self, request: Request) -> bytes | None:
         """Returns the suffix of a request's keys; None if its blocks may be neither loaded nor stored."""
@@ -247,49 +326,186 @@ class SchedulerHalf:
             return None
         return self._adapters.salt(request.lora_request) if request.lora_request else b""
 
-    def _keys(self, request: Request, salt: bytes = b"") -> list[bytes]:
-        """Returns keys of full blocks: vLLM's hashes, which cover salt, images and adapter name."""
-        return [key + salt for key in request.block_hashes[self._per_key - 1 :: self._per_key]]
-
     def _saves(self) -> bool:
         return self._may_save and bool(self._layouts)
 
-    def _confirmed_blocks(self, tracked: Tracked) -> int:
-        """Returns the number of leading blocks with accepted output; 0 before the request's first step."""
+    def _ends(self, request: Request, found: Found) -> list[int]:
+        """Returns the ends of prefixes that later prompts may share, from the last to the first.
+
+        These are the end of the prompt, for a longer one and for the same one (its last token is computed
+        again), and the position where an earlier prompt has parted from it.
+        """
+        # Held pages must not make the engine preempt the same request again and again.
+        if not self._saves() or self._in_parts or request.num_preemptions:
+            return []
+        prompt, size = request.num_prompt_tokens, self._alignment
+        ends = {prompt // size * size, (prompt - 1) // size * size, found.junction // size * size}
+        return sorted(ends - {0}, reverse=True)
+
+    def _confirmed_tokens(self, tracked: Tracked) -> int:
+        """Returns the number of leading tokens with accepted output; 0 before the request's first step."""
         request = tracked.request
         confirmed: int = request.num_computed_tokens - request.num_in_flight_tokens
         if not self._saves() or tracked.hit_tokens is None or confirmed <= tracked.hit_tokens:
             return 0
-        return min(
-            confirmed // (self._block_tokens * self._per_key), len(request.block_hashes) // self._per_key
+        return confirmed
+
+    def _completes(self, tracked: Tracked, confirmed: int) -> bool:
+        """Returns whether the first `confirmed` tokens complete something unsaved."""
+        return any(not tail.of_answer and tail.end <= confirmed for tail in tracked.tails) or any(
+            group.full and confirmed >= (tracked.stored[group.number] + 1) * group.block_tokens
+            for group in self._groups
         )
 
-    def _save(self, orders: Step, tracked: Tracked, stop: int, block_ids: Sequence[int]) -> None:
-        """Adds a save for the unsaved blocks among the first `stop`."""
-        request, start = tracked.request, tracked.stored
-        if self._salt(request) != tracked.salt:
-            tracked.stored = _NEVER  # the adapter's files have changed, so its weights are unknown
+    def _wants(self, tracked: Tracked, end: int) -> bool:
+        """Returns whether tails must be held before the step that computes the tokens up to `end`."""
+        return bool(tracked.ends and tracked.ends[-1] <= end) or self._answer_end(tracked, end) > 0
+
+    def _answer_end(self, tracked: Tracked, end: int) -> int:
+        """Returns a new end of an answer's prefix by a step that ends at `end`; 0: there is none."""
+        aligned = end // self._alignment * self._alignment
+        request = tracked.request
+        if self._in_parts or not self._saves() or request.num_preemptions:
+            return 0
+        if aligned <= request.num_prompt_tokens:
+            return 0
+        known = any(tail.of_answer and tail.end >= aligned for tail in tracked.tails)
+        return 0 if known or tracked.stored[0] == _NEVER else aligned
+
+    def _hold(self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Holds the pages that a prefix needs before each end up to `end`: vLLM frees them too early."""
+        while tracked.ends and tracked.ends[-1] <= end:
+            self._hold_tails(tracked, tracked.ends.pop(), block_ids, of_answer=False)
+        if last := self._answer_end(tracked, end):
+            self._hold_tails(tracked, last, block_ids, of_answer=True)
+            kept = sorted({tail.end for tail in tracked.tails if tail.of_answer})[-_ANSWERS:]
+            old = [tail for tail in tracked.tails if tail.of_answer and tail.end not in kept]
+            self._drop_tails(tracked, old)
+
+    def _hold_tails(
+        self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]], of_answer: bool
+    ) -> None:
+        for group in self._groups:
+            first, stop = group.first_needed(end), end // group.block_tokens
+            wanted = range(first, stop)
+            if group.full or not wanted:
+                continue
+            ids = list(block_ids[group.number][first:stop])
+            # Without one of them the others are of no use.
+            if tracked.found[group.number].issuperset(wanted) or len(ids) < len(wanted) or NULL_BLOCK in ids:
+                continue
+            tracked.tails.append(Tail(group, end, first, self._references.hold(ids), of_answer))
+
+    def _drop_tails(self, tracked: Tracked, tails: Iterable[Tail]) -> None:
+        for tail in list(tails):
+            tracked.tails.remove(tail)
+            self._references.drop(tail.blocks)
+
+    def _forget(self, request_id: str) -> None:
+        """Tracks a request no longer."""
+        if tracked := self._tracked.pop(request_id, None):
+            self._drop_tails(tracked, tracked.tails)
+
+    def _lose(self, invalid: set[int]) -> None:
+        """Notes pages that failed to load, in an engine that resumes behind a part of a load."""
+        for tracked in self._tracked.values():
+            [block_ids] = tracked.block_ids
+            bad = [i for i, block_id in enumerate(block_ids) if block_id in invalid]
+            if bad and not invalid.isdisjoint(tracked.loading):
+                if tracked.stored[0] != _NEVER:
+                    tracked.stored[0] = min(tracked.stored[0], bad[0] // self._groups[0].pages_per_key)
+                # No other request may use the page before it is computed again.
+                if not self._asynchronous:
+                    self._manager.evict_blocks(set(block_ids[bad[0] :]))
+
+    def _save(
+        self,
+        orders: Step,
+        tracked: Tracked,
+        confirmed: int,
+        block_ids: Sequence[Sequence[int]],
+        ended: bool = False,
+    ) -> None:
+        """Adds saves for what the first `confirmed` tokens complete. `ended`: the answer has ended."""
+        if not confirmed or tracked.stored[0] == _NEVER:
             return
-        keys = self._keys(request, tracked.salt)[:stop]
-        tracked.stored, tracked.saving = stop, True
-        orders.saves.append(
-            Save(
-                request.request_id,
-                keys[start:],
-                keys[start - 1] if start else None,
-                list(block_ids[start * self._per_key : stop * self._per_key]),
-                self._tokens(request, start, stop),
-            )
-        )
+        request = tracked.request
+        if self._salt(request) != tracked.salt:
+            self._drop_tails(tracked, tracked.tails)
+            tracked.ends_saves()  # the adapter's files have changed, so its weights are unknown
+            return
+        keys: list[list[bytes]] = []
+        for group in self._groups:
+            keys.append(group.keys(request.block_hashes, tracked.salt))
+            stop = min(confirmed // group.block_tokens, len(keys[-1]))
+            if group.full and stop > tracked.stored[group.number]:
+                self._save_run(orders, tracked, group, keys[-1], stop, block_ids[group.number])
+        ready = [tail for tail in tracked.tails if tail.end <= confirmed and (ended or not tail.of_answer)]
+        latest = max((tail.end for tail in ready if tail.of_answer), default=0)
+        for tail in ready:
+            stop = tail.end // tail.group.block_tokens
+            if stop > len(keys[tail.group.number]) or (tail.of_answer and tail.end < latest):
+                continue
+            tracked.tails.remove(tail)
+            self._references.save(tail.blocks)
+            ids = [block.block_id for block in tail.blocks]
+            some = keys[tail.group.number][tail.first : stop]
+            orders.saves.append(Save(request.request_id, tail.group.number, some, None, ids))
 
-    def _tokens(self, request: Request, start: int, stop: int) -> list[int] | None:
+    def _save_run(
+        self,
+        orders: Step,
+        tracked: Tracked,
+        group: Group,
+        keys: list[bytes],
+        stop: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        """Adds a save of the unsaved blocks of full attention among the first `stop`."""
+        start, request = tracked.stored[group.number], tracked.request
+        ids = list(block_ids[start * group.pages_per_key : stop * group.pages_per_key])
+        self._references.save(self._references.hold(ids))
+        tracked.stored[group.number] = stop
+        parent = keys[start - 1] if start else None
+        tokens = self._tokens(request, group, start, stop)
+        orders.saves.append(Save(request.request_id, group.number, keys[start:stop], parent, ids, tokens))
+
+    def _tokens(self, request: Request, group: Group, start: int, stop: int) -> list[int] | None:
         """Returns token ids of stored blocks, for routers; None if tokens do not identify a block."""
         if (
-            request.lora_request
+            group.number
+            or request.lora_request
             or request.mm_features
             or request.cache_salt
             or request.prompt_embeds is not None
         ):
             return None
-        size = self._block_tokens * self._per_key
-        return list(request.all_token_ids[start * size : stop * size])
+        return list(request.all_token_ids[start * group.block_tokens : stop * group.block_tokens])
+
+
+def _leading(indices: set[int]) -> int:
+    """Returns how many leading blocks are among `indices`."""
+    return next((i for i in range(len(indices)) if i not in indices), len(indices))
+
+
+def _pages(block_ids: Sequence[int]) -> list[int]:
+    """Returns the pages of a block table, without null blocks."""
+    return [block_id for block_id in block_ids if block_id != NULL_BLOCK]
+
+
+def _part(group: Group, keys: list[bytes], block_ids: Sequence[int], first: int, stop: int) -> Part:
+    """Returns what to load of a group for the tokens from `first` to `stop`.
+
+    vLLM has null blocks before the window of the token at `stop`, and pages behind them.
+    """
+    begin, end = first // group.page_tokens, -(-stop // group.page_tokens)
+    while begin < end and block_ids[begin] == NULL_BLOCK:
+        begin += 1
+    per_key = group.pages_per_key
+    start = begin // per_key
+    return Part(
+        group.number,
+        keys[start : -(-end // per_key)],
+        list(block_ids[begin:end]),
+        begin - start * per_key,
+    )

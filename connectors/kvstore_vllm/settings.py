@@ -8,18 +8,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupRole,
+    SlidingWindowSpec,
+)
 
 from kvstore.errors import ConfigError
 
-SERVED_OPTIONS = {"non_causal": False, "tokens_per_state": 1}
-"""The served options of FullAttentionSpec, the only served kind of KV cache.
-
-vLLM keeps the pages of this kind until their request ends, also for windowed or chunked layers beside it.
-"""
+SERVED_KINDS: dict[type, dict[str, Any]] = {
+    FullAttentionSpec: {"non_causal": False, "tokens_per_state": 1},
+    ChunkedLocalAttentionSpec: {"tokens_per_state": 1},
+    SlidingWindowSpec: {"extra_retained_tokens": 0, "tokens_per_state": 1},
+}
+"""The served kinds of KV cache, and the served values of their options. Subclasses are not served."""
+SERVED_GROUPS = {
+    "is_eagle_group": False,
+    "host_resident": False,
+    "enable_kv_transfer": True,
+    "role": KVCacheGroupRole.DEFAULT,
+}
+"""The served properties of a group of layers."""
 HINTS = {
-    "SlidingWindowSpec": "vLLM frees blocks outside a sliding window while a request runs; "
-    "only FullAttentionSpec is served: leave out the connector",
     "MLAAttentionSpec": "latent attention is not served; "
     "VLLM_MLA_DISABLE=1 runs the model with full attention",
 }
@@ -110,7 +121,7 @@ def check_engine(config: Any, kv_cache_config: Any, settings: ConnectorSettings)
         )
     if settings.load == "sync":
         _check_sync(config)
-    _check_groups(kv_cache_config.kv_cache_groups)
+    _check_groups(kv_cache_config.kv_cache_groups, settings)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}", "context parallelism is not served")
@@ -144,24 +155,39 @@ def _check_sync(config: Any) -> None:
         )
 
 
-def _check_groups(groups: Sequence[Any]) -> None:
+def _check_groups(groups: Sequence[Any], settings: ConnectorSettings) -> None:
     """Raises ConfigError for a kind of KV cache that is not tested to be restored exactly."""
     if not groups:
         raise ConfigError("the model has no KV cache", "nothing is there to store: leave out the connector")
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise ConfigError(
-            f"the model's KV cache has {len(groups)} groups of layers ({kinds})",
-            "only one group of full attention is served",
-        )
-    spec = groups[0].kv_cache_spec
+    for group in groups:
+        _check_group(group)
+    kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    if len(groups) > 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        what = f"the model's KV cache has {len(groups)} groups of layers ({kinds})"
+        if settings.load == "sync":
+            raise ConfigError(
+                f"load is 'sync', and {what}: vLLM cannot be told of a block that is lost",
+                "use async loads, or --disable-hybrid-kv-cache-manager",
+            )
+        if settings.block_tokens:
+            raise ConfigError(
+                f"block_tokens is {settings.block_tokens}, and {what}",
+                "leave out block_tokens: blocks are as large as vLLM's",
+            )
+
+
+def _check_group(group: Any) -> None:
+    spec = group.kv_cache_spec
     kind = type(spec).__name__
-    if type(spec) is not FullAttentionSpec:  # subclasses are not served
-        raise ConfigError(
-            f"the model's KV cache is of kind {kind}", HINTS.get(kind, "only FullAttentionSpec is served")
-        )
-    for name, served in SERVED_OPTIONS.items():
-        if (value := getattr(spec, name, served)) != served:
+    options = SERVED_KINDS.get(type(spec))
+    if options is None:
+        served = ", ".join(each.__name__ for each in SERVED_KINDS)
+        hint = HINTS.get(kind, f"{served} are served: leave out the connector")
+        raise ConfigError(f"the model's KV cache is of kind {kind}", hint)
+    for of, name, served in [(spec, *each) for each in options.items()] + [
+        (group, *each) for each in SERVED_GROUPS.items()
+    ]:
+        if (value := getattr(of, name, served)) != served:
             raise ConfigError(f"the model's KV cache has {name} {value!r}", f"only {served!r} is served")
 
 

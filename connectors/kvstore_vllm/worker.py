@@ -1,6 +1,7 @@
 """The worker half: copies blocks between pages and the store, on its own threads.
 
-Every load ends, with its pages filled or reported. Every held request is released after its last save.
+Every load ends, with its pages filled, or reported as lost. The scheduler keeps the pages of a save until the
+step of the save is reported as ended.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 from kvstore import Client, ExceptionBarrier, Layout
 from kvstore_vllm.identity import in_epoch
-from kvstore_vllm.messages import Load, Save, Step
+from kvstore_vllm.messages import Load, Part, Save, Step
 from kvstore_vllm.pages import Pages
 
 _LOADERS = 4
@@ -24,7 +25,7 @@ _LOADERS = 4
 _SAVES = 1024
 """Queued saves; more are dropped."""
 _SAVE_BLOCKS = 64
-"""Blocks per reservation: the most that a preemption discards."""
+"""Blocks per reservation: the most that a reset discards."""
 _IDLE_S = 0.002
 """The time that an idle step waits for a transfer, in seconds."""
 
@@ -35,72 +36,79 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A load or save of the pages `block_ids` from step `number`. `copying`: a copy is running."""
+    """A load or save of step `number`. `copying`: a copy is running."""
 
     request_id: str
     epoch: str
     number: int
-    block_ids: frozenset[int]
     revoked: bool = False
     copying: bool = False
 
 
+@dataclass(slots=True)
+class GroupMemory:
+    """The pages of a group of layers, and the layout of its stored blocks."""
+
+    pages: Pages
+    layout: Layout
+    namespace: Any = None
+
+    @property
+    def per_key(self) -> int:
+        """Pages of a stored block."""
+        return self.layout.block_bytes // self.pages.block_bytes
+
+
 class WorkerHalf:
-    """Called by the worker around its forward pass. Only synchronous loads block it."""
+    """Called by the worker around its forward pass. Only synchronous loads block it.
+
+    `in_parts`: a request can be resumed behind a part of its load, so lost pages are reported one by one.
+    """
 
     def __init__(
         self,
         client: Client,
         guard: ExceptionBarrier,
-        pages: Pages,
-        layout: Layout,
-        asynchronous: bool,
+        groups: Sequence[GroupMemory],
         num_blocks: int,
+        asynchronous: bool = True,
+        in_parts: bool = True,
     ) -> None:
-        self.layout = layout
         self._client = client
         self._guard = guard
-        self._pages = pages
-        self._per_key = layout.block_bytes // pages.block_bytes
+        self._groups = list(groups)
         self._asynchronous = asynchronous
+        self._in_parts = in_parts
         self._num_blocks = num_blocks
         self._epoch = ""
-        self._namespace: Any = None
         self._number = 0
         self._loaders = _threads(_LOADERS, "kvstore-load")
         self._saver = _threads(1, "kvstore-save")  # one thread: parents before children
         self._changed = threading.Condition()
         self._saving: set[_Transfer] = set()
         self._loading: set[_Transfer] = set()
-        self._held: set[str] = set()
         self._loaded: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._idle = False
 
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts of stored blocks by group."""
+        return [group.layout for group in self._groups]
+
     # -- hooks, in the order of a step
 
     def begin(self, step: Step) -> None:
-        """Cancels transfers of pages that the step may write, and transfers from before a reset.
-
-        Waits for at most one copy of each.
-        """
-        ids, given = set(step.revoked), set(step.given)
+        """Cancels transfers from before a reset. Waits for at most one copy of each."""
         with self._changed:
             self._number = step.number
             if step.epoch != self._epoch:
-                self._epoch, self._namespace = step.epoch, None
+                self._epoch = step.epoch
+                for group in self._groups:
+                    group.namespace = None
                 self._revoke(self._saving | self._loading)
-            self._revoke({each for each in self._saving if each.request_id in ids})
-            stray = {
-                each
-                for each in self._saving | self._loading
-                if not each.revoked and not each.block_ids.isdisjoint(given)
-            }
-            self._revoke(stray)
-        if stray:
-            names = sorted(each.request_id for each in stray)
-            raise RuntimeError(f"engine blocks were given to others while they were moved for {names}")
 
     def stop(self) -> None:
         """Cancels all transfers. None of them touches pages after the return."""
@@ -112,7 +120,7 @@ class WorkerHalf:
         self._idle = step.idle
         ends = time.monotonic() + self._client.deadline_s
         for load in step.loads:
-            loading = _Transfer(load.request_id, step.epoch, step.number, frozenset(load.block_ids))
+            loading = _Transfer(load.request_id, step.epoch, step.number)
             with self._changed:
                 self._loading.add(loading)
             if self._asynchronous:
@@ -123,9 +131,8 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Starts the saves of the step."""
         ends = time.monotonic() + self._client.deadline_s
-        self._held.update(step.held)
         for save in step.saves:
-            saving = _Transfer(save.request_id, step.epoch, step.number, frozenset(save.block_ids))
+            saving = _Transfer(save.request_id, step.epoch, step.number)
             with self._changed:
                 if len(self._saving) >= _SAVES:
                     self._counts["dropped"] += len(save.keys)
@@ -134,15 +141,13 @@ class WorkerHalf:
             self._saver.submit(self._save, saving, save, ends)
 
     def ended(self) -> tuple[set[str], set[str]]:
-        """Returns the released requests and the requests with finished loads, each once."""
+        """Returns the requests with finished loads, and those of them that must start again; each once."""
         with self._changed:
             if self._idle:
                 self._changed.wait_for(lambda: not self._waiting() or bool(self._loaded), _IDLE_S)
-            saving = {each.request_id for each in self._saving}
-            released = {request_id for request_id in self._held if request_id not in saving}
-            self._held -= released
             loaded, self._loaded = self._loaded, set()
-            return released, loaded
+            failed, self._failed = self._failed, set()
+            return loaded, failed
 
     def bad_blocks(self) -> set[int]:
         """Returns the pages that failed to load, each once."""
@@ -169,7 +174,7 @@ class WorkerHalf:
     # -- within
 
     def _waiting(self) -> bool:
-        return bool(self._loading or self._saving or self._held)
+        return bool(self._loading or self._saving)
 
     def _revoke(self, transfers: set[_Transfer]) -> None:
         """Cancels transfers and waits for their running copies. The caller holds the lock."""
@@ -189,57 +194,70 @@ class WorkerHalf:
                 transfer.copying = False
                 self._changed.notify_all()
 
-    def _open(self, transfer: _Transfer) -> Any:
-        """Returns the namespace of a transfer; None if it is cancelled.
+    def _open(self, transfer: _Transfer, group: GroupMemory, block_ids: Sequence[int]) -> Any:
+        """Returns the namespace of a group for a transfer; None if the transfer is cancelled.
 
         Raises RuntimeError for invalid pages.
         """
-        blocks = transfer.block_ids
-        if blocks and (min(blocks) <= NULL_BLOCK or max(blocks) >= self._num_blocks):
+        if block_ids and (min(block_ids) <= NULL_BLOCK or max(block_ids) >= self._num_blocks):
             raise RuntimeError(f"null block, or no engine block, among those of {transfer.request_id}")
         with self._changed:
             if transfer.revoked or transfer.epoch != self._epoch:
                 return None
-            if self._namespace is None:
-                self._namespace = self._client.namespace(in_epoch(self.layout, self._epoch))
-            return self._namespace
+            if group.namespace is None:
+                group.namespace = self._client.namespace(in_epoch(group.layout, self._epoch))
+            return group.namespace
 
     def _load(self, loading: _Transfer, load: Load, ends: float) -> None:
-        good = 0
+        whole = False
         try:
-            with self._guard("load"):
-                good = self._fill_pages(loading, load, ends)
+            # What follows a part that is not whole is of no use.
+            whole = all(self._load_part(loading, part, ends) for part in load.parts)
         finally:
             with self._changed:
-                self._bad_blocks.update(load.block_ids[good:])
-                self._counts["loaded"] += good
-                self._counts["lost"] += len(load.block_ids) - good
+                if not whole and not self._in_parts:
+                    self._failed.add(load.request_id)
                 self._loading.discard(loading)
                 if self._asynchronous:
                     self._loaded.add(load.request_id)
                 self._changed.notify_all()
 
-    def _fill_pages(self, loading: _Transfer, load: Load, ends: float) -> int:
+    def _load_part(self, loading: _Transfer, part: Part, ends: float) -> bool:
+        """Fills the pages of a part and returns whether all are filled."""
+        good, wanted = 0, len(part.block_ids)
+        try:
+            with self._guard("load"):
+                good = self._fill_pages(loading, part, ends)
+        finally:
+            with self._changed:
+                if self._in_parts:
+                    self._bad_blocks.update(part.block_ids[good:])
+                self._counts["loaded"] += good
+                self._counts["lost"] += wanted - good
+        return good == wanted
+
+    def _fill_pages(self, loading: _Transfer, part: Part, ends: float) -> int:
         """Returns the number of leading pages that were loaded."""
-        wanted: list[int | None] = [None] * load.skip
-        wanted += load.block_ids
-        wanted += [None] * (len(load.keys) * self._per_key - len(wanted))
+        group = self._groups[part.group]
+        per_key, pages = group.per_key, group.pages
+        wanted: list[int | None] = [None] * part.skip
+        wanted += part.block_ids
+        wanted += [None] * (len(part.keys) * per_key - len(wanted))
         left_s = ends - time.monotonic()
-        namespace = self._open(loading)
+        namespace = self._open(loading, group, part.block_ids)
         if left_s <= 0 or namespace is None:
             return 0
         done = 0
-        per_key, at_once, device = self._per_key, self._pages.at_once, self._pages.device
-        with namespace.acquire(load.keys, left_s, device=device, prompt=0) as lease:
+        with namespace.acquire(part.keys, left_s, device=pages.device, prompt=0) as lease:
             while done < len(lease) and time.monotonic() <= ends:
-                last = min(done + at_once, len(lease))
+                last = min(done + pages.at_once, len(lease))
                 ids = [wanted[i * per_key : (i + 1) * per_key] for i in range(done, last)]
                 with self._copying(loading) as allowed:
-                    good = self._pages.load(lease, done, ids) if allowed else 0
+                    good = pages.load(lease, done, ids) if allowed else 0
                 done += good
                 if good < len(ids):
                     break
-        return min(max(0, done * self._per_key - load.skip), len(load.block_ids))
+        return min(max(0, done * per_key - part.skip), len(part.block_ids))
 
     def _save(self, saving: _Transfer, save: Save, ends: float) -> None:
         stored = 0
@@ -255,8 +273,8 @@ class WorkerHalf:
 
     def _fill_store(self, saving: _Transfer, save: Save, ends: float) -> int:
         """Returns the number of leading blocks that are stored."""
-        parent, stored = save.parent, 0
-        namespace = self._open(saving)
+        group, parent, stored = self._groups[save.group], save.parent, 0
+        namespace, per_key = self._open(saving, group, save.block_ids), group.per_key
         if namespace is None:
             return 0
         for start in range(0, len(save.keys), _SAVE_BLOCKS):
@@ -264,16 +282,16 @@ class WorkerHalf:
             left_s = ends - time.monotonic()
             if left_s <= 0:
                 break
-            tokens, size = save.tokens, self.layout.block_tokens
+            tokens, size = save.tokens, group.layout.block_tokens
             if tokens is not None:
                 tokens = tokens[start * size : (start + len(keys)) * size]
-            with namespace.reserve(keys, parent, left_s, self._pages.device, tokens) as reservation:
+            with namespace.reserve(keys, parent, left_s, group.pages.device, tokens) as reservation:
                 for slot, at in enumerate(reservation.wanted):
-                    first = (start + at) * self._per_key
+                    first = (start + at) * per_key
                     with self._copying(saving) as allowed:
                         if not allowed:
                             return stored
-                        self._pages.save(reservation, slot, save.block_ids[first : first + self._per_key])
+                        group.pages.save(reservation, slot, save.block_ids[first : first + per_key])
                 result = reservation.commit()
             stored += result.stored + result.present
             if result.denied:

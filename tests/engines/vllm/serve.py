@@ -143,12 +143,20 @@ class Served:
             return {}
         return dict(self.core.scheduler.connector._guard.failures + self.worker._guard.failures)
 
-    def layout(self) -> dict[str, Any]:
-        """What the connector's blocks look like."""
-        return self.worker._worker.layout.to_map()
+    def layout(self, group: int = 0) -> dict[str, Any]:
+        """What the connector's blocks of a group look like."""
+        return self.worker._worker.layouts[group].to_map()
 
-    def keys(self, prompt: list[int]) -> list[str]:
-        """The keys under which a prompt's blocks are stored, in hex."""
+    def num_blocks(self) -> int:
+        """The number of KV blocks of the engine."""
+        return self.core.scheduler.kv_cache_config.num_blocks
+
+    def groups(self) -> int:
+        """The number of groups of layers."""
+        return len(self.core.scheduler.kv_cache_config.kv_cache_groups)
+
+    def keys(self, prompt: list[int], group: int = 0) -> list[str]:
+        """The keys under which a prompt's blocks of a group are stored, in hex."""
         asked = EngineCoreRequest(
             request_id="keys",
             prompt_token_ids=prompt,
@@ -161,7 +169,8 @@ class Served:
             data_parallel_rank=None,
         )
         request = Request.from_engine_core_request(asked, self.core.request_block_hasher)
-        return [key.hex() for key in self.core.scheduler.connector._scheduler._keys(request)]
+        groups = self.core.scheduler.connector._scheduler._groups
+        return [key.hex() for key in groups[group].keys(request.block_hashes)]
 
     def counts(self) -> dict[str, int]:
         """Blocks by what became of them, since the engine was made."""
@@ -177,14 +186,18 @@ class Served:
             return False
         return True
 
-    def sabotage(self, place: str) -> None:
-        """Makes something within the connector raise."""
-
-        def fail(*_: Any, **__: Any) -> Any:
-            raise RuntimeError(f"sabotage of {place}")
-
+    def sabotage(self, place: str, times: int = sys.maxsize) -> None:
+        """Makes something within the connector raise, the first times that it is called."""
         part, name = self._part(place)
-        assert hasattr(part, name), place
+        works, left = getattr(part, name), times
+
+        def fail(*arguments: Any, **more: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise RuntimeError(f"sabotage of {place}")
+            return works(*arguments, **more)
+
         setattr(part, name, fail)
 
     def repair(self, place: str) -> None:
@@ -197,7 +210,7 @@ class Served:
         parts = {
             "scheduler": self.core.scheduler.connector._scheduler,
             "worker": self.worker._worker,
-            "pages": self.worker._worker._pages,
+            "pages": self.worker._worker._groups[0].pages,
         }
         return parts[half], name
 

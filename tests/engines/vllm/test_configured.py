@@ -84,7 +84,7 @@ def test_kind_options_and_scales_of_a_kv_cache_change_the_namespace(model: Path)
     def layout(spec: Any, scale: float = 1.0) -> str:
         layer = SimpleNamespace(_q_scale_float=1.0, _k_scale_float=scale, _v_scale_float=1.0)
         config.compilation_config.static_forward_context["layer"] = layer
-        return kv_layout(config, spec, caches)
+        return kv_layout(config, [spec], 0, caches)
 
     plain = layout(FullAttentionSpec(**sizes))
     assert plain == layout(FullAttentionSpec(**sizes))

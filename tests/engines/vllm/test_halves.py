@@ -9,7 +9,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,10 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from kvstore import Client, ExceptionBarrier, Layout, Namespace
 from kvstore_vllm import KVStoreConnector
 from kvstore_vllm.adapters import Adapters
-from kvstore_vllm.messages import Load, Progress, Save, Step
+from kvstore_vllm.groups import Group
+from kvstore_vllm.messages import Load, Part, Progress, Save, Step
 from kvstore_vllm.scheduler import SchedulerHalf
-from kvstore_vllm.worker import WorkerHalf
+from kvstore_vllm.worker import GroupMemory, WorkerHalf
 from tests.daemons import eventually, names
 
 BLOCK_TOKENS, BLOCK_BYTES, NUM_BLOCKS = 32, 4096, 100
@@ -56,6 +57,10 @@ class FakeRequest:
         return list(range(self.num_tokens))
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self.block_hashes) * BLOCK_TOKENS + 1
 
@@ -63,11 +68,47 @@ class FakeRequest:
         return (self.blocks,)
 
 
-def half(client: Client, layout: Layout, asynchronous: bool = True) -> SchedulerHalf:
+class FakeManager:
+    """vLLM's manager of pages, as far as one group of full attention needs it: it counts references."""
+
+    def __init__(self) -> None:
+        self.evicted: list[set[int]] = []
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=1) for i in range(NUM_BLOCKS)]
+        self.block_pool = self
+        self.coordinator = SimpleNamespace(block_pool=self, single_type_managers=())
+        self.hash_block_size = BLOCK_TOKENS
+        self.null_block = self.blocks[0]
+
+    def touch(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted.append(block_ids)
+
+    def held(self) -> list[int]:
+        """The pages with a reference beside that of their request."""
+        return [block.block_id for block in self.blocks if block.ref_cnt > 1]
+
+
+GROUP = Group(0, ("layer",), BLOCK_TOKENS, 1, 1)
+
+
+def half(client: Client, layout: Layout, asynchronous: bool = True, **more: Any) -> SchedulerHalf:
     guard = ExceptionBarrier(logging.getLogger("test"))
-    made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, asynchronous, loads=True, saves=True)
-    made.meet([layout])
+    made = SchedulerHalf(client, guard, [GROUP], BLOCK_TOKENS, asynchronous, loads=True, saves=True, **more)
+    made.bind(FakeManager())
+    made.meet([[layout]])
     return made
+
+
+def heard(made: SchedulerHalf, number: int = 0, invalid: Iterable[int] = ()) -> None:
+    """The workers' report: transfers up to a step have ended, and pages were not filled."""
+    made.hear(SimpleNamespace(invalid_block_ids=set(invalid), kv_connector_worker_meta=Progress(number)))
 
 
 def step(made: SchedulerHalf, *requests: FakeRequest, preempted: tuple[str, ...] = ()) -> Step:
@@ -101,12 +142,34 @@ def test_a_block_is_saved_only_after_the_output_of_its_step(client: Client, layo
     [save] = step(made, request).saves
     assert (save.keys, save.parent, save.block_ids) == (names(4)[:2], None, [10, 11])
     request.num_computed_tokens = 4 * 32
-    assert made.finish(request, request.blocks)
+    made.finish(request, request.get_block_ids())
     last = step(made)
     assert [(save.keys, save.parent, save.block_ids) for save in last.saves] == [
         (names(4)[2:], names(4)[1], [12, 13])
     ]
-    assert last.held == ["r"]
+
+
+def test_pages_are_kept_until_their_saves_have_ended(client: Client, layout: Layout) -> None:
+    made = half(client, layout)
+    request = FakeRequest("r", names(4), blocks=[10, 11, 12, 13])
+    made.matched(request, 0)
+    made.admit(request, request, 0)
+    step(made, request)
+    assert made._manager.held() == []
+    request.num_computed_tokens = 64
+    assert (step(made, request).number, made._manager.held()) == (1, [10, 11])
+    assert made.saving()
+    request.num_computed_tokens = 128
+    made.finish(request, request.get_block_ids())
+    assert made._manager.held() == [10, 11, 12, 13]
+    heard(made, 1)  # of the step before: the last saves have not begun
+    assert made._manager.held() == [12, 13]
+    assert made.moving()
+    assert step(made).number == 2
+    heard(made, 1)
+    assert made._manager.held() == [12, 13]
+    heard(made, 2)
+    assert (made._manager.held(), made.saving(), made.moving()) == ([], False, False)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +191,16 @@ def test_tokens_are_sent_where_they_identify_a_block(
 
 def test_no_block_after_a_failed_load_is_saved_before_its_computation(client: Client, layout: Layout) -> None:
     made = half(client, layout, asynchronous=False)
-    evicted: list[set[int]] = []
-    made.kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
     keys = names(6)
     store(client, layout, keys[:4])
     request = FakeRequest("r", keys, blocks=[20, 21, 22, 23, 24, 25])
     assert made.matched(request, 0) == 4 * 32
     made.admit(request, request, 4 * 32)
     [load] = (first := step(made, request)).loads
-    assert (load.keys, load.block_ids, load.skip, first.saves) == (keys[:4], [20, 21, 22, 23], 0, [])
+    assert (load.parts, first.saves) == ([Part(0, keys[:4], [20, 21, 22, 23])], [])
     # The step has computed all six blocks, from a second one that was not there.
-    made.hear(SimpleNamespace(invalid_block_ids={21, 22, 23}, kv_connector_worker_meta=None))
-    assert evicted == [{21, 22, 23, 24, 25}]
+    heard(made, invalid=[21, 22, 23])
+    assert made._manager.evicted == [{21, 22, 23, 24, 25}]
     request.num_computed_tokens = 32
     assert step(made, request).saves == []
     request.num_computed_tokens = 6 * 32
@@ -170,8 +231,7 @@ def test_blocks_of_a_preempted_request_are_not_read(client: Client, layout: Layo
     step(made, request)
     request.num_computed_tokens = 128
     # Computed, and preempted before it could be saved: its blocks belong to others in this very step.
-    orders = step(made, preempted=("r",))
-    assert (orders.revoked, orders.saves) == (["r"], [])
+    assert step(made, preempted=("r",)).saves == []
     request.num_computed_tokens, request.blocks = 0, [7, 8, 9, 10]
     made.matched(request, 0)
     made.admit(request, request, 0)
@@ -180,7 +240,7 @@ def test_blocks_of_a_preempted_request_are_not_read(client: Client, layout: Layo
     assert [save.block_ids for save in step(made, request).saves] == [[7, 8]]
 
 
-def test_a_request_aborted_while_preempted_holds_no_pages(client: Client, layout: Layout) -> None:
+def test_a_request_aborted_while_preempted_saves_nothing_more(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     request = FakeRequest("r", names(2), blocks=[1, 2])
     made.matched(request, 0)
@@ -190,15 +250,8 @@ def test_a_request_aborted_while_preempted_holds_no_pages(client: Client, layout
     assert step(made, request).saves
     step(made, preempted=("r",))
     request.num_computed_tokens = 0
-    assert not made.finish(request, [])
-
-
-def test_blocks_freed_without_a_hold_are_not_read(client: Client, layout: Layout) -> None:
-    """What the connector falls back to when it could not tell whether to hold them."""
-    made = half(client, layout)
-    made.release("r")
-    assert step(made).revoked == ["r"]
-    assert step(made).revoked == []
+    made.finish(request, ([],))
+    assert step(made).saves == []
 
 
 def test_blocks_of_the_engines_own_cache_are_saved_after_a_step(client: Client, layout: Layout) -> None:
@@ -224,12 +277,13 @@ def test_blocks_computed_before_a_reset_are_not_saved_after_it(client: Client, l
     step(made, *requests)
     for request in requests:
         request.num_computed_tokens = 64
-    assert made.finish(requests[0], requests[0].blocks)
+    made.finish(requests[0], requests[0].get_block_ids())
     made.forget()
     orders = step(made, requests[1])
-    assert (orders.saves, orders.held) == ([], ["0"])
+    assert orders.saves == []
     assert orders.epoch
-    assert not made.finish(requests[1], requests[1].blocks)
+    made.finish(requests[1], requests[1].get_block_ids())
+    assert step(made).saves == []
 
 
 def test_blocks_loading_at_a_reset_are_not_saved_after_it(client: Client, layout: Layout) -> None:
@@ -242,7 +296,7 @@ def test_blocks_loading_at_a_reset_are_not_saved_after_it(client: Client, layout
     assert step(made).loads
     made.forget()
     assert made.matched(request, 0) == 0
-    made.hear(SimpleNamespace(invalid_block_ids={2}, kv_connector_worker_meta=None))
+    heard(made, invalid=[2])
     request.num_computed_tokens = 32
     assert step(made, request).saves == []
     request.num_computed_tokens = 128
@@ -276,61 +330,44 @@ def pages() -> FakePages:
 
 @pytest.fixture
 def worker(client: Client, layout: Layout, pages: FakePages) -> Iterator[WorkerHalf]:
-    made = WorkerHalf(client, ExceptionBarrier(logging.getLogger("test")), pages, layout, True, NUM_BLOCKS)
+    guard = ExceptionBarrier(logging.getLogger("test"))
+    made = WorkerHalf(client, guard, [GroupMemory(pages, layout)], NUM_BLOCKS)
     yield made
     for _ in range(100):
         pages.go_on.release()
     made.close()
 
 
-def test_a_held_request_is_released_after_its_last_save(worker: WorkerHalf, pages: FakePages) -> None:
+def test_the_end_of_a_step_is_told_after_its_last_save(worker: WorkerHalf, pages: FakePages) -> None:
     keys = names(3)
-    worker.save(
-        Step(saves=[Save("r", keys[:2], None, [1, 2]), Save("r", keys[2:], keys[1], [3])], held=["r"])
+    orders = Step(
+        number=1, saves=[Save("r", 0, keys[:2], None, [1, 2]), Save("r", 0, keys[2:], keys[1], [3])]
     )
+    worker.begin(orders)
+    worker.save(orders)
     for n in (1, 2, 3):
         eventually(lambda n=n: len(pages.read) == n)
-        assert worker.ended() == (set(), set())
+        assert worker.moved() == 0
         pages.go_on.release()
-    eventually(lambda: worker.ended()[0] == {"r"})
-    assert worker.ended() == (set(), set())
-
-
-def test_a_revoked_save_reads_no_further_and_stores_nothing(
-    client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
-) -> None:
-    keys, others = names(3), names(1, "other")
-    worker.save(Step(saves=[Save("r", keys, None, [1, 2, 3]), Save("s", others, None, [9])]))
-    eventually(lambda: pages.read == [1])
-    over = threading.Event()
-    revoking = threading.Thread(target=lambda: (worker.begin(Step(revoked=["r"])), over.set()))
-    revoking.start()
-    assert not over.wait(0.2)  # block 1 is being read: whoever overwrites it has to wait
-    pages.go_on.release()
-    assert over.wait(5)
-    revoking.join()
-    pages.go_on.release()
-    ns = client.namespace(layout)
-    eventually(lambda: ns.lookup(others) == 1)
-    assert pages.read == [1, 9]
-    assert ns.lookup(keys) == 0
+    eventually(lambda: worker.moved() == 1)
 
 
 def test_a_load_reports_the_pages_without_bytes(client: Client, layout: Layout, worker: WorkerHalf) -> None:
     keys = names(4)
     store(client, layout, keys)
     orders = [
-        Load("whole", keys[:3], [10, 11, 12], 0),
-        Load("altered", keys, [11, 12, 13, 14], 0),
-        Load("missing", names(2, "nowhere"), [15, 16], 0),
-        Load("promised in vain", [], [17], 0),
+        Load("whole", [Part(0, keys[:3], [10, 11, 12])]),
+        Load("altered", [Part(0, keys, [11, 12, 13, 14])]),
+        Load("missing", [Part(0, names(2, "nowhere"), [15, 16])]),
+        Load("promised in vain", [Part(0, [], [17])]),
     ]
     bad: set[int] = set()
     loaded: set[str] = set()
     worker.load(Step(loads=orders, idle=True))
     ends = time.monotonic() + 5
     while len(loaded) < len(orders) and time.monotonic() < ends:
-        _, more = worker.ended()
+        more, failed = worker.ended()
+        assert not failed
         # Told no later than the end of its load.
         bad |= worker.bad_blocks()
         loaded |= more
@@ -339,67 +376,62 @@ def test_a_load_reports_the_pages_without_bytes(client: Client, layout: Layout, 
     assert worker.bad_blocks() == set()
 
 
+def test_a_load_of_several_groups_succeeds_or_fails_as_a_whole(
+    client: Client, layout: Layout, pages: FakePages
+) -> None:
+    other = replace(layout, kv_layout="windows")
+    keys, tail = names(3), names(3)[1:]
+    store(client, layout, keys)
+    store(client, other, tail)
+    guard = ExceptionBarrier(logging.getLogger("test"))
+    groups = [GroupMemory(pages, layout), GroupMemory(pages, other)]
+    worker = WorkerHalf(client, guard, groups, NUM_BLOCKS, in_parts=False)
+    orders = [
+        Load("whole", [Part(0, keys, [10, 11, 12]), Part(1, tail, [14, 15])]),
+        Load("altered in the second", [Part(0, keys, [10, 11, 12]), Part(1, tail[:1], [13])]),
+        Load("missing in the first", [Part(0, names(1, "nowhere"), [10]), Part(1, tail, [14, 15])]),
+        Load("null block", [Part(0, keys, [10, 11, 12]), Part(1, tail, [0, 15])]),
+        Load("promised in vain", [Part(0, [], [17])]),
+    ]
+    worker.load(Step(loads=orders))
+    loaded: set[str] = set()
+    failed: set[str] = set()
+
+    def all_ended() -> bool:
+        more, lost = worker.ended()
+        loaded.update(more)
+        failed.update(lost)
+        return len(loaded) == len(orders)
+
+    eventually(all_ended)
+    assert failed == {load.request_id for load in orders[1:]}
+    assert worker.bad_blocks() == set()
+    worker.close()
+
+
 def test_null_blocks_and_numbers_out_of_range_are_neither_saved_nor_loaded(
     client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
 ) -> None:
     keys, others = names(2), names(1, "other")
     store(client, layout, others)
     worker.begin(Step(number=1))
-    worker.save(Step(number=1, saves=[Save("r", keys, None, [1, 0]), Save("s", keys, None, [1, NUM_BLOCKS])]))
-    worker.load(Step(number=1, loads=[Load("t", others, [0], 0)]))
+    worker.save(
+        Step(number=1, saves=[Save("r", 0, keys, None, [1, 0]), Save("s", 0, keys, None, [1, NUM_BLOCKS])])
+    )
+    worker.load(Step(number=1, loads=[Load("t", [Part(0, others, [0])])]))
     eventually(lambda: worker.moved() == 1)
-    assert worker.ended()[1] == {"t"}
+    assert worker.ended() == ({"t"}, set())
     assert worker.bad_blocks() == {0}
     counts = worker.counts()
     assert (counts["not saved"], counts["lost"], pages.read) == (4, 1, [])
     assert client.namespace(layout).lookup(keys) == 0
 
 
-def test_a_page_given_to_another_request_is_not_saved(
-    client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
-) -> None:
-    """The scheduler's rules keep this from happening; the worker does not rely on them."""
-    keys, others = names(2), names(1, "other")
-    worker.begin(Step(number=1))
-    worker.save(Step(number=1, saves=[Save("r", keys, None, [1, 2]), Save("s", others, None, [9])]))
-    eventually(lambda: pages.read == [1])
-    pages.go_on.release()
-    eventually(lambda: pages.read == [1, 2])
-    pages.go_on.release()
-    eventually(lambda: pages.read == [1, 2, 9])
-    threading.Timer(0.1, pages.go_on.release).start()
-    with pytest.raises(RuntimeError, match=r"given to others while they were moved for \['s'\]"):
-        worker.begin(Step(number=2, given=[9]))
-    eventually(lambda: worker.moved() == 2)
-    ns = client.namespace(layout)
-    assert ns.lookup(keys) == 2
-
-
-def test_the_scheduler_names_the_pages_of_a_step(client: Client, layout: Layout) -> None:
-    made = half(client, layout)
-    new = SimpleNamespace(block_ids=([1, 2, 3, 4],), num_computed_tokens=64)
-    cached = SimpleNamespace(
-        req_ids=["runs", "waits", "comes back"],
-        new_block_ids=[([7],), None, ([2, 8, 9],)],
-        num_computed_tokens=[128, 50, 32],
-        resumed_req_ids={"comes back"},
-    )
-    output = SimpleNamespace(
-        num_scheduled_tokens={},
-        preempted_req_ids=None,
-        scheduled_new_reqs=[new],
-        scheduled_cached_reqs=cached,
-    )
-    orders = made.step(output)
-    assert orders.given == [3, 4, 7, 8, 9]
-    assert orders.idle
-
-
 def test_a_reset_closes_the_namespace_and_cancels_transfers(
     client: Client, layout: Layout, worker: WorkerHalf, pages: FakePages
 ) -> None:
     for i in range(8):
-        orders = Step(epoch=f"epoch {i}", number=i + 1, saves=[Save(str(i), names(1, str(i)), None, [1])])
+        orders = Step(epoch=f"epoch {i}", number=i + 1, saves=[Save(str(i), 0, names(1, str(i)), None, [1])])
         pages.go_on.release()
         worker.begin(orders)
         worker.save(orders)
@@ -409,7 +441,7 @@ def test_a_reset_closes_the_namespace_and_cancels_transfers(
     assert {each.revision for each in layouts if each.model == layout.model} == {"+epoch 7"}
 
     # What is being saved when the next reset comes is neither read on nor stored.
-    old = Step(epoch="epoch 7", number=9, saves=[Save("r", names(2), None, [1, 2])])
+    old = Step(epoch="epoch 7", number=9, saves=[Save("r", 0, names(2), None, [1, 2])])
     pages.read.clear()
     worker.begin(old)
     worker.save(old)
@@ -422,7 +454,7 @@ def test_a_reset_closes_the_namespace_and_cancels_transfers(
 
 def test_no_transfer_touches_engine_memory_after_stop(worker: WorkerHalf, pages: FakePages) -> None:
     worker.begin(Step(number=1))
-    worker.save(Step(number=1, saves=[Save("r", names(3), None, [1, 2, 3])], held=["r"]))
+    worker.save(Step(number=1, saves=[Save("r", 0, names(3), None, [1, 2, 3])]))
     eventually(lambda: pages.read == [1])
     over = threading.Event()
     stopping = threading.Thread(target=lambda: (worker.stop(), over.set()))
@@ -434,10 +466,9 @@ def test_no_transfer_touches_engine_memory_after_stop(worker: WorkerHalf, pages:
     stopping.join()
     eventually(lambda: worker.moved() == 1)
     assert pages.read == [1]
-    eventually(lambda: worker.ended()[0] == {"r"})
 
 
-def test_an_engine_with_sleep_mode_stays_awake_during_transfers(client: Client, layout: Layout) -> None:
+def test_an_engine_stays_awake_during_transfers(client: Client, layout: Layout) -> None:
     made = half(client, layout)
     assert not made.moving()
     request = FakeRequest("r", names(2), blocks=[1, 2])
@@ -465,9 +496,7 @@ def test_requests_that_must_be_computed_from_the_start_load_nothing(client: Clie
 def test_images_with_bidirectional_attention_are_neither_loaded_nor_stored(
     client: Client, layout: Layout
 ) -> None:
-    guard = ExceptionBarrier(logging.getLogger("test"))
-    made = SchedulerHalf(client, guard, BLOCK_TOKENS, 1, True, loads=True, saves=True, whole_inputs=True)
-    made.meet([layout])
+    made = half(client, layout, whole_inputs=True)
     store(client, layout, names(3))
     for features, tokens, saves in (([], 96, 1), (["image"], 0, 0)):
         request = FakeRequest(f"r{tokens}", names(6), blocks=[1, 2, 3, 4, 5, 6], mm_features=features)
@@ -524,7 +553,8 @@ def test_a_request_is_not_saved_if_its_adapter_changes_meanwhile(
     (tmp_path / "adapter_model.safetensors").write_text("orange")
     request.num_computed_tokens = 128
     assert step(made, request).saves == []
-    assert made.finish(request, request.blocks)
+    made.finish(request, request.get_block_ids())
+    assert step(made).saves == []
 
 
 def test_a_computing_step_is_not_idle_for_the_second_model_runner(
@@ -537,7 +567,7 @@ def test_a_computing_step_is_not_idle_for_the_second_model_runner(
         ExceptionBarrier(logging.getLogger("test")),
         "",
     )
-    connector._failures_told, connector._may_sleep, connector._connector_metadata = 0, False, None
+    connector._failures_told, connector._connector_metadata = 0, None
     runner = ActiveKVConnector.__new__(ActiveKVConnector)
     runner.kv_connector, runner.vllm_config = connector, VllmConfig()
     runner._pending_load_kwargs, runner._disabled = None, False

@@ -45,12 +45,14 @@ def draft(method: str) -> Any:
     return SimpleNamespace(method=method, use_ngram=lambda: method == "ngram")
 
 
-def groups(*specs: Any) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+def groups(*specs: Any, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, **more) for spec in specs])
 
 
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SIZES)
+WINDOW = SlidingWindowSpec(**SIZES, sliding_window=64)
+CHUNKS = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
 
 
 @pytest.mark.parametrize("config", [engine(), engine(speculative_config=draft("ngram"))])
@@ -89,14 +91,12 @@ class OwnSpec(FullAttentionSpec):
     ("specs", "why"),
     [
         ([], "has no KV cache .*leave out the connector"),
-        ([FULL, SlidingWindowSpec(**SIZES, sliding_window=64)], "2 groups.*FullAttentionSpec, SlidingWindow"),
-        (
-            [SlidingWindowSpec(**SIZES, sliding_window=64)],
-            "of kind SlidingWindowSpec.*outside a sliding window",
-        ),
-        ([ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)], "of kind ChunkedLocalAttentionSpec"),
         ([MLAAttentionSpec(**SIZES)], "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
-        ([OwnSpec(**SIZES)], "of kind OwnSpec.*only FullAttentionSpec"),
+        ([FULL, OwnSpec(**SIZES)], "of kind OwnSpec.*FullAttentionSpec, Chunked.* are served: leave out"),
+        (
+            [FULL, SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=2)],
+            "extra_retained_tokens 2.*only 0",
+        ),
         ([FullAttentionSpec(**SIZES, non_causal=True)], "non_causal True.*only False"),
         ([FullAttentionSpec(**SIZES, tokens_per_state=4)], "tokens_per_state 4.*only 1"),
     ],
@@ -104,6 +104,29 @@ class OwnSpec(FullAttentionSpec):
 def test_only_exactly_restored_kinds_of_kv_cache_are_served(specs: list[Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_engine(engine(), groups(*specs), ConnectorSettings())
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"is_eagle_group": True}, "is_eagle_group True.*only False"),
+        ({"enable_kv_transfer": False}, "enable_kv_transfer False.*only True"),
+        ({"host_resident": True}, "host_resident True.*only False"),
+    ],
+)
+def test_groups_with_unknown_properties_are_refused(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_engine(engine(), groups(FULL, **more), ConnectorSettings())
+
+
+@pytest.mark.parametrize("specs", [[FULL, WINDOW], [WINDOW], [FULL, CHUNKS]])
+def test_windows_are_loaded_asynchronously_in_blocks_of_the_engine(specs: list[Any]) -> None:
+    check_engine(engine(), groups(*specs), ConnectorSettings())
+    with pytest.raises(ConfigError, match=r"block_tokens is 64, and .* groups? of layers"):
+        check_engine(engine(), groups(*specs), ConnectorSettings(block_tokens=64))
+    config = engine(scheduler_config={"async_scheduling": False})
+    with pytest.raises(ConfigError, match=r"load is 'sync', and .*cannot be told.*use async loads"):
+        check_engine(config, groups(*specs), ConnectorSettings(load="sync"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,11 @@ from tests.engines.vllm.engine import Engine, cached, connector, full_blocks, pr
 from tests.engines.vllm.shapes import SHAPES
 
 FIRST = prompt(800, 497)
-SECOND = FIRST[:300] + prompt(801, 197)
+PROMPTS = {
+    "first": FIRST,
+    "second": FIRST[:300] + prompt(801, 197),
+    "third": FIRST[:300] + prompt(802, 197),
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,46 +44,62 @@ def arguments(name: str, folder: Path, block_tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "block_tokens"),
+    ("name", "block_tokens", "second", "third"),
     [
-        ("llama", 32),
-        ("grouped queries", 128),
-        ("experts", 32),
-        ("interleaved windows", 32),
-        ("interleaved windows", 128),
-        ("sinks", 32),
-        ("sinks", 128),
-        ("long rope", 32),
-        ("chunks", 32),
-        ("chunks", 64),
+        ("llama", 32, 300, 300),
+        ("grouped queries", 128, 300, 300),
+        ("experts", 32, 300, 300),
+        # Only the blocks of a window before a prompt's end are stored. Where every layer has a window,
+        # nothing shows where prompts part. Where some have full attention, the second prompt shows it.
+        ("window smaller than the prompt", 32, 0, 0),
+        ("window smaller than the prompt", 128, 0, 0),
+        ("window larger than the prompt", 128, 300, 300),
+        ("interleaved windows", 32, 0, 300),
+        ("interleaved windows", 128, 0, 300),
+        ("sinks", 32, 0, 300),
+        ("sinks", 128, 0, 300),
+        ("long rope", 32, 300, 300),
+        # A prefix that ends with a chunk of attention needs no block of it.
+        ("chunks", 32, 257, 300),
+        ("chunks", 64, 300, 300),
     ],
 )
 def test_hits_change_nothing(
-    processes: list[Engine], own: LocalDaemon, tmp_path: Path, name: str, block_tokens: int
+    processes: list[Engine],
+    own: LocalDaemon,
+    tmp_path: Path,
+    name: str,
+    block_tokens: int,
+    second: int,
+    third: int,
 ) -> None:
-    options = arguments(name, tmp_path, block_tokens) | connector(own)
-    for engine in processes:
-        engine.restart(**options)
+    """Two engines with the store against one without. vLLM gives them as many KV blocks as that one has."""
+    options = arguments(name, tmp_path, block_tokens)
     one, other = processes
-    one("plug", connected=False)
-    reference = [said(one.fresh([asked])) for asked in (FIRST, SECOND)]
-    one("plug", connected=True)
-    assert cached(one.fresh([FIRST])) == [0]
-    for engine in (one, other):
-        first = engine.fresh([FIRST])
-        assert (said(first), cached(first)) == (reference[0], [full_blocks(497, block_tokens)])
-    for engine, found in ((one, 300), (other, 497)):
-        second = engine.fresh([SECOND])
-        assert (said(second), cached(second)) == (reference[1], [full_blocks(found, block_tokens)])
+    other.restart(**options)
+    reference = {tokens: said(other.fresh([asked])) for tokens, asked in PROMPTS.items()}
+    num_blocks = other("num_blocks")
+    for engine in processes:
+        engine.restart(**options | connector(own))
+        assert engine("num_blocks") == num_blocks
+
+    def asks(engine: Engine, prompt: str, found: int) -> None:
+        answer = engine.fresh([PROMPTS[prompt]])
+        assert (said(answer), cached(answer)) == (reference[prompt], [full_blocks(found, block_tokens)])
         assert engine("failures") == {}
+
+    asks(one, "first", 1)
+    asks(one, "first", 497)
+    asks(other, "first", 497)
+    asks(one, "second", second or 1)
+    asks(other, "second", 497)
+    asks(other, "third", third or 1)
+    asks(one, "third", 497)
 
 
 @pytest.mark.parametrize(
     ("name", "block_tokens", "why"),
     [
-        ("window smaller than the prompt", 128, "of kind SlidingWindowSpec.*leave out the connector"),
-        ("window smaller than the prompt", 16, "of kind SlidingWindowSpec"),
-        ("window larger than the prompt", 128, "of kind SlidingWindowSpec"),
         ("latent", 128, "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
         ("linear attention", 128, "layers that keep a state of the whole prompt"),
         ("short convolutions", 128, "layers that keep a state of the whole prompt"),
