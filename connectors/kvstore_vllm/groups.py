@@ -1,7 +1,7 @@
 """The groups of an engine's layers, and the longest prefix that the store has for all of them.
 
 A group has one block table for all its layers. A prefix needs all its blocks of full attention, but only the
-last of its blocks of a sliding window or of an attention chunk.
+last of its blocks of a sliding window or of an attention chunk, and one state of a recurrent layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class Group:
 
     `pages_per_key`: pages (vLLM's blocks) of a stored block. `block_tokens`: tokens of a stored block.
     `hashes_per_key`: vLLM's block hashes of a stored block. `window_blocks`: the blocks before a token that
-    its sliding window reaches. `chunk_tokens`: the tokens of an attention chunk. Both 0: full attention.
+    its sliding window reaches. `chunk_tokens`: the tokens of an attention chunk. `state`: a block is the
+    state of recurrent layers at its end. None of these: full attention.
     """
 
     number: int
@@ -30,14 +31,17 @@ class Group:
     hashes_per_key: int
     window_blocks: int = 0
     chunk_tokens: int = 0
+    state: bool = False
 
     @property
     def full(self) -> bool:
         """Whether a prefix needs all blocks from its start on."""
-        return not self.window_blocks and not self.chunk_tokens
+        return not (self.window_blocks or self.chunk_tokens or self.state)
 
     def first_needed(self, end: int) -> int:
         """Returns the index of the first block that a prefix with `end` tokens needs."""
+        if self.state:
+            return max(0, end // self.block_tokens - 1)
         if self.chunk_tokens:
             return end // self.chunk_tokens * self.chunk_tokens // self.block_tokens
         return max(0, end // self.block_tokens - self.window_blocks) if self.window_blocks else 0
@@ -75,7 +79,9 @@ def in_parts(groups: Sequence[Group]) -> bool:
     return len(groups) == 1 and groups[0].full
 
 
-def _reach(spec: Any) -> dict[str, int]:
+def _reach(spec: Any) -> dict[str, Any]:
+    if isinstance(spec, MambaSpec):
+        return {"state": True}
     if isinstance(spec, SlidingWindowSpec):
         return {"window_blocks": -(-(spec.sliding_window - 1) // spec.block_size)}
     if isinstance(spec, ChunkedLocalAttentionSpec):

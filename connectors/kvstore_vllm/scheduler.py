@@ -67,14 +67,16 @@ class Tracked:
 
     `block_ids`: its pages at admission, by group. `hit_tokens`: tokens computed before its first step; None:
     no step yet. `stored`: leading blocks that are stored or being saved, by group; _NEVER: no more saves.
-    `found`: the indices of stored blocks by group, when it was admitted. `ends`: positions before which tails
-    are saved, from the last to the first. `loading`: the pages of its load. `salt`: the suffix of its keys.
+    `found`: the indices of stored blocks by group, when it was admitted. `prompt_ends`: positions before
+    which tails are saved. `ends`: those that are not computed yet, from the last to the first. `loading`: the
+    pages of its load. `salt`: the suffix of its keys.
     """
 
     request: Request
     block_ids: Sequence[Sequence[int]]
     stored: list[int]
     found: list[set[int]]
+    prompt_ends: frozenset[int]
     ends: list[int]
     loading: list[int]
     salt: bytes = b""
@@ -83,7 +85,7 @@ class Tracked:
 
     def ends_saves(self) -> None:
         """Saves no more of the request's blocks."""
-        self.stored, self.ends = [_NEVER] * len(self.stored), []
+        self.stored, self.ends, self.prompt_ends = [_NEVER] * len(self.stored), [], frozenset()
 
 
 class SchedulerHalf:
@@ -152,6 +154,9 @@ class SchedulerHalf:
             found = Found(0, [set() for _ in self._groups])
         else:
             found = self._find(request, salt, first)
+            # vLLM ends a step there, so that the states at this position are there to be saved.
+            if found.junction > request.shared_prefix_boundary:
+                request.shared_prefix_boundary = found.junction // self._alignment * self._alignment
         self._matched[request.request_id] = Match(found, computed_tokens, salt or b"")
         # One try per admission: a request that repeats a failed load would never start.
         if not self._may_load or self._tried.get(request.request_id) == request.num_preemptions:
@@ -186,12 +191,14 @@ class SchedulerHalf:
                 _part(group, keys[group.number], block_ids[group.number], first, stop)
                 for group in self._groups
             ]
+        ends = self._ends(request, match.found)
         self._tracked[request_id] = Tracked(
             request,
             block_ids,
             [_leading(stored) for stored in match.found.stored],
             match.found.stored,
-            self._ends(request, match.found),
+            frozenset(ends),
+            ends,
             [block_id for part in parts for block_id in part.block_ids],
             match.salt,
         )
@@ -223,6 +230,8 @@ class SchedulerHalf:
                     block_ids = state.resolve_block_ids(request_id)
                     self._save(orders, tracked, confirmed, block_ids)
                     self._hold(tracked, end, block_ids)
+                for offer in state.boundary_state_offloads.get(request_id, ()):
+                    self._hold_state(tracked, *offer)
         if orders.loads or orders.saves:
             self._number += 1
             self._awake_until = time.monotonic() + _AWAKE * self._client.deadline_s
@@ -378,9 +387,24 @@ class SchedulerHalf:
             self._hold_tails(tracked, tracked.ends.pop(), block_ids, of_answer=False)
         if last := self._answer_end(tracked, end):
             self._hold_tails(tracked, last, block_ids, of_answer=True)
-            kept = sorted({tail.end for tail in tracked.tails if tail.of_answer})[-_ANSWERS:]
-            old = [tail for tail in tracked.tails if tail.of_answer and tail.end not in kept]
-            self._drop_tails(tracked, old)
+            self._drop_old_tails(tracked)
+
+    def _hold_state(self, tracked: Tracked, number: int, block_id: int, end: int) -> None:
+        """Holds a state that vLLM has at `end`: the block table of states changes while a request runs."""
+        group, request = self._groups[number], tracked.request
+        if end % self._alignment or request.num_preemptions or tracked.stored[0] == _NEVER:
+            return
+        index = group.first_needed(end)
+        if self._saves() and block_id != NULL_BLOCK and index not in tracked.found[number]:
+            held = self._references.hold([block_id])
+            tracked.tails.append(Tail(group, end, index, held, end not in tracked.prompt_ends))
+            self._drop_old_tails(tracked)
+
+    def _drop_old_tails(self, tracked: Tracked) -> None:
+        """Drops the tails of an answer but the last ones."""
+        kept = sorted({tail.end for tail in tracked.tails if tail.of_answer})[-_ANSWERS:]
+        old = [tail for tail in tracked.tails if tail.of_answer and tail.end not in kept]
+        self._drop_tails(tracked, old)
 
     def _hold_tails(
         self, tracked: Tracked, end: int, block_ids: Sequence[Sequence[int]], of_answer: bool
@@ -388,7 +412,7 @@ class SchedulerHalf:
         for group in self._groups:
             first, stop = group.first_needed(end), end // group.block_tokens
             wanted = range(first, stop)
-            if group.full or not wanted:
+            if group.full or group.state or not wanted:
                 continue
             ids = list(block_ids[group.number][first:stop])
             # Without one of them the others are of no use.

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupRole,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -20,6 +21,12 @@ from kvstore.errors import ConfigError
 SERVED_KINDS: dict[type, dict[str, Any]] = {
     FullAttentionSpec: {"non_causal": False, "tokens_per_state": 1},
     ChunkedLocalAttentionSpec: {"tokens_per_state": 1},
+    MambaSpec: {
+        "mamba_cache_mode": "align",
+        "num_speculative_blocks": 0,
+        "num_prefill_checkpoint_blocks": 0,
+        "tp_replicated": False,
+    },
     SlidingWindowSpec: {"extra_retained_tokens": 0, "tokens_per_state": 1},
 }
 """The served kinds of KV cache, and the served values of their options. Subclasses are not served."""
@@ -87,10 +94,8 @@ class ConnectorSettings:
 
 
 def check_model(model: Any) -> None:
-    """Raises ConfigError for a model with state other than KV, or that does not generate text."""
-    if model.is_hybrid:
-        why = "layers that keep a state of the whole prompt (Mamba, linear attention, convolutions)"
-    elif model.is_encoder_decoder:
+    """Raises ConfigError for a model with an encoder, or that does not generate text."""
+    if model.is_encoder_decoder:
         why = "an encoder, and attention to its output"
     elif model.runner_type == "pooling":
         why = "a pooler, which may need every token of a prompt computed"
@@ -98,7 +103,7 @@ def check_model(model: Any) -> None:
         return
     raise ConfigError(
         f"the model {model.model!r} has {why}",
-        "only models that write text by attention alone are served: leave out the connector",
+        "only models that write text by a decoder alone are served: leave out the connector",
     )
 
 

@@ -51,6 +51,7 @@ class FakeRequest:
     cache_salt: str | None = None
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
+    shared_prefix_boundary: int = 0
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -121,7 +122,9 @@ def step(made: SchedulerHalf, *requests: FakeRequest, preempted: tuple[str, ...]
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
         ),
-        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda name: by_id[name].get_block_ids()),
+        kv_connector_block_state=SimpleNamespace(
+            resolve_block_ids=lambda name: by_id[name].get_block_ids(), boundary_state_offloads={}
+        ),
     )
     return made.step(output)
 

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -52,6 +53,13 @@ def groups(*specs: Any, **more: Any) -> SimpleNamespace:
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SIZES)
 WINDOW = SlidingWindowSpec(**SIZES, sliding_window=64)
+
+
+def state(**more: Any) -> MambaSpec:
+    served = {"block_size": 16, "shapes": ((4, 8),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    return MambaSpec(**served | more)
+
+
 CHUNKS = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
 
 
@@ -73,8 +81,7 @@ def test_served_engines_pass(config: Any) -> None:
         ),
         (engine(cache_config={"calculate_kv_scales": True}), "calculate_kv_scales is on.*checkpoint"),
         (engine(speculative_config=draft("eagle")), "speculative decoding by 'eagle' keeps .*n-gram"),
-        (engine(model_config={"is_hybrid": True}), "'some-model' has layers that keep a state .*leave out"),
-        (engine(model_config={"is_encoder_decoder": True}), "'some-model' has an encoder.*attention alone"),
+        (engine(model_config={"is_encoder_decoder": True}), "'some-model' has an encoder.*decoder alone"),
         (engine(model_config={"runner_type": "pooling"}), "'some-model' has a pooler.*that write text"),
     ],
 )
@@ -92,6 +99,9 @@ class OwnSpec(FullAttentionSpec):
     [
         ([], "has no KV cache .*leave out the connector"),
         ([MLAAttentionSpec(**SIZES)], "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
+        ([FULL, state(mamba_cache_mode="none")], "mamba_cache_mode 'none'.*only 'align'"),
+        ([FULL, state(num_speculative_blocks=1)], "num_speculative_blocks 1.*only 0"),
+        ([FULL, state(num_prefill_checkpoint_blocks=1)], "num_prefill_checkpoint_blocks 1.*only 0"),
         ([FULL, OwnSpec(**SIZES)], "of kind OwnSpec.*FullAttentionSpec, Chunked.* are served: leave out"),
         (
             [FULL, SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=2)],
@@ -119,7 +129,7 @@ def test_groups_with_unknown_properties_are_refused(more: dict[str, Any], why: s
         check_engine(engine(), groups(FULL, **more), ConnectorSettings())
 
 
-@pytest.mark.parametrize("specs", [[FULL, WINDOW], [WINDOW], [FULL, CHUNKS]])
+@pytest.mark.parametrize("specs", [[FULL, WINDOW], [WINDOW], [FULL, CHUNKS], [FULL, state()]])
 def test_windows_are_loaded_asynchronously_in_blocks_of_the_engine(specs: list[Any]) -> None:
     check_engine(engine(), groups(*specs), ConnectorSettings())
     with pytest.raises(ConfigError, match=r"block_tokens is 64, and .* groups? of layers"):

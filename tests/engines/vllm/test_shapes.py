@@ -101,8 +101,6 @@ def test_hits_change_nothing(
     ("name", "block_tokens", "why"),
     [
         ("latent", 128, "of kind MLAAttentionSpec.*VLLM_MLA_DISABLE=1"),
-        ("linear attention", 128, "layers that keep a state of the whole prompt"),
-        ("short convolutions", 128, "layers that keep a state of the whole prompt"),
         ("bidirectional", 128, "has a pooler.*leave out the connector"),
     ],
 )
