@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from kvstore.client.calls.call import Call, Exchange, Flow, R, call
 from kvstore.client.calls.presence import contains_all
-from kvstore.client.calls.scope import Chain, Scope, Scoped, checked, value_of
+from kvstore.client.calls.scope import Chain, Scoped, checked, scope_of, value_of
 from kvstore.client.checks import check_deadline, check_names, check_owner
-from kvstore.errors import MisuseError
 from kvstore.types import EXPLAIN_KEYS, Key, check_tenant
 from kvstore.wire import messages as m
 
@@ -32,19 +31,12 @@ class ClientCalls:
         round trip for up to 512 namespaces, one more if some are not open yet. A namespace that the daemon
         refuses has no keys (raises DeniedError if strict). See the `contains` of a namespace.
         """
-        asked = [(self._own(namespace), Chain(keys)) for namespace, keys in questions]
+        asked = [(scope_of(namespace, self), Chain(keys)) for namespace, keys in questions]
 
         def miss() -> list[npt.NDArray[np.bool_]]:
             return [np.zeros(len(chain), np.bool_) for _, chain in asked]
 
         return Call(lambda exchange: contains_all(exchange, asked, self.strict), deadline_s, miss)
-
-    def _own(self, namespace: Scoped) -> Scope:
-        """Returns the scope of a namespace. Raises MisuseError if it is not of this client."""
-        scope = namespace.scope_in(self) if isinstance(namespace, Scoped) else None
-        if scope is None:
-            raise MisuseError("a namespace of another client", "make all with `namespace` of this client")
-        return scope
 
     @call
     def invalidate(self, model: str = "", revision: str = "") -> Call[int]:

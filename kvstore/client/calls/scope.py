@@ -13,7 +13,7 @@ from kvstore.client.calls.call import Call, Exchange, Flow, Work
 from kvstore.client.gpu import open_extent
 from kvstore.client.leases import Slots
 from kvstore.client.prompts import Prompts
-from kvstore.errors import DeniedError
+from kvstore.errors import DeniedError, MisuseError
 from kvstore.types import HBM_EXTENTS, SLOT_RECORD, Key, Layout, check_keys
 from kvstore.wire import messages as m
 
@@ -168,6 +168,9 @@ class Scoped:
         self._client = client
         self._perform = client._perform
 
-    def scope_in(self, client: object) -> Scope | None:
-        """Returns the scope, None for another client than the one that made this namespace."""
-        return self._scope if self._client is client else None
+
+def scope_of(namespace: object, client: object) -> Scope:
+    """Returns the scope of a namespace. Raises MisuseError if it is not one of this client."""
+    if not isinstance(namespace, Scoped) or namespace._client is not client:
+        raise MisuseError("a namespace of another client", "make all with `namespace` of this client")
+    return namespace._scope
