@@ -415,7 +415,7 @@ OBVIOUS = {free_while_read, early_reading, readable_leftovers, given_back_in_dra
 def test_injected_bugs_are_caught(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:
     broken(monkeypatch)
     for seed in range(1, BREAKS_WITHIN):
-        violation = simulate(seed, one_device=broken not in SEVERAL).violation
+        violation = simulate(seed, one_device=broken not in SEVERAL, chains=True).violation
         if violation:
             assert any(what in violation for what in CAUGHT_AS[broken]), f"seed {seed}: {violation}"
             return
