@@ -38,7 +38,7 @@ _MEANINGS = {
         "key": "key, padded with zeros",
         "parent": "key of the previous block of the chain, padded with zeros",
         "key_bytes": "length of the key",
-        "parent_bytes": "length of the parent's key; 0: first block of a chain",
+        "parent_bytes": "length of the parent's key; 0: first block of a chain, or an independent block",
         "length": "bytes of payload",
         "checksum": "XXH3 of the payload, seeded with XXH3 of namespace, key and length",
         "last": "last version of the slot",
@@ -108,10 +108,12 @@ with an unknown one start empty.
 LMDB has the tables {", ".join(f"`{table}`" for table in store.TABLES)}. The key of `namespaces` and
 `extents` is a number (u32, big-endian). The key of `blocks` is the number of the namespace (u32,
 big-endian) and the key of the block. `namespaces` has MessagePack arrays: tenant, layout, fingerprint,
-encrypted, readers, TTL in seconds. `extents` has the slot size (u64) and the name of the tenant.
+encrypted, readers, TTL in seconds. A layout is a map of the fields of `Layout`; a chain has no `kind`.
+`extents` has the slot size (u64) and the name of the tenant.
 
 ### Record of a block
-The key of the parent follows, up to the end of the value; it is empty for the first block of a chain.
+The key of the parent follows, up to the end of the value; it is empty for the first block of a chain
+and for independent blocks.
 """
     yield from offsets("record of a block")
     yield f"""
