@@ -84,7 +84,7 @@ class Durability:
         self._record(self.history, partial(self._prepared, changes))
 
     def _prepared(self, changes: int, error: Exception | None) -> None:
-        if error is not None or changes != self._tiers.changes:
+        if error is not None:
             self._raised(error)
             return
         history = self.history.commit()
